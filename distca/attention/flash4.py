@@ -1,0 +1,76 @@
+"""flash-attn-4 (CuTe DSL) on Hopper and Blackwell: float16 and bfloat16.
+
+Its public functions are autograd functions; a CA-task's forward and backward can run on different ranks, so the stateless
+pair beneath them is called. setup.py pins the version this was run with.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distca.attention.kernel import TaskBatch
+
+
+class Flash4Kernel:
+    """flash-attn-4's variable-length forward and backward.
+
+    Args:
+        deterministic: give bitwise equal gradients from run to run, at some cost in speed.
+
+    Raises:
+        ImportError: flash-attn-4 is not installed.
+    """
+
+    name = "flash4"
+
+    def __init__(self, deterministic: bool = False) -> None:
+        from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+        self._forward, self._backward = _flash_attn_fwd, _flash_attn_bwd
+        self._deterministic = deterministic
+
+    def forward(
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o_THD, lse_HT, *_ = self._forward(
+            q_THD,
+            k_SGD,
+            v_SGD,
+            cu_seqlens_q=batch.cu_q,
+            cu_seqlens_k=batch.cu_kv,
+            max_seqlen_q=batch.max_q,
+            max_seqlen_k=batch.max_kv,
+            softmax_scale=scale,
+            causal=True,
+            return_lse=True,
+        )
+        assert lse_HT is not None
+        return o_THD, lse_HT.t()
+
+    def backward(
+        self,
+        do_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_SGD: torch.Tensor,
+        v_SGD: torch.Tensor,
+        o_THD: torch.Tensor,
+        lse_TH: torch.Tensor,
+        batch: TaskBatch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = self._backward(
+            q_THD,
+            k_SGD,
+            v_SGD,
+            o_THD,
+            do_THD.contiguous(),
+            lse_TH.t().contiguous(),
+            softmax_scale=scale,
+            causal=True,
+            cu_seqlens_q=batch.cu_q,
+            cu_seqlens_k=batch.cu_kv,
+            max_seqlen_q=batch.max_q,
+            max_seqlen_k=batch.max_kv,
+            deterministic=self._deterministic,
+        )
+        return dq, dk, dv

@@ -1,0 +1,94 @@
+"""What a core-attention kernel is: a fused batch of CA-tasks in, o and log-sum-exp out, and its backward.
+
+Shape suffixes: T query rows of the batch, S key/value rows of the batch, H query heads, G key/value heads (H is a
+multiple of G), D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+
+class KernelError(ValueError):
+    """A kernel that was asked for cannot run here; the message says why and what to set instead."""
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """The borders of a fused batch of CA-tasks.
+
+    Task i has query rows cu_q[i]:cu_q[i+1] and key/value rows cu_kv[i]:cu_kv[i+1]. Its last query row sees all of its
+    key/value rows, the row before one less, and so on (causal, aligned at the end). Every task has at least one query
+    row, and at least as many key/value rows as query rows.
+
+    Attributes:
+        cu_q: [tasks + 1] int32 on the kernel's device.
+        cu_kv: [tasks + 1] int32 on the kernel's device.
+        borders_q: the same borders on the host, int32 numpy.
+        borders_kv: the same borders on the host, int32 numpy.
+        max_q: most query rows of a task.
+        max_kv: most key/value rows of a task.
+    """
+
+    cu_q: torch.Tensor
+    cu_kv: torch.Tensor
+    borders_q: np.ndarray
+    borders_kv: np.ndarray
+    max_q: int
+    max_kv: int
+
+    def __len__(self) -> int:
+        return len(self.borders_q) - 1
+
+    @staticmethod
+    def of(borders_q: np.ndarray, borders_kv: np.ndarray, device: torch.device | str) -> TaskBatch:
+        """Build a batch from host borders; the copy to a GPU does not block the host."""
+        q_rows, kv_rows = np.diff(borders_q), np.diff(borders_kv)
+        assert (q_rows > 0).all() and (kv_rows >= q_rows).all()
+        return TaskBatch(
+            to_device(borders_q.astype(np.int32), device),
+            to_device(borders_kv.astype(np.int32), device),
+            borders_q,
+            borders_kv,
+            int(q_rows.max(initial=0)),
+            int(kv_rows.max(initial=0)),
+        )
+
+
+def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """Copy a host array to ``device`` without waiting for the GPU."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+class Kernel(Protocol):
+    """A stateless pair of functions over a fused batch of CA-tasks. The batch is never empty."""
+
+    name: str
+
+    def forward(
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return o_THD in q's dtype and lse_TH, the natural-log sum of exponentials of the scaled scores (float32;
+        float64 for float64 inputs)."""
+        ...
+
+    def backward(
+        self,
+        do_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_SGD: torch.Tensor,
+        v_SGD: torch.Tensor,
+        o_THD: torch.Tensor,
+        lse_TH: torch.Tensor,
+        batch: TaskBatch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq_THD, dk_SGD and dv_SGD. Key/value rows of two tasks are separate rows."""
+        ...

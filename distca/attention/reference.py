@@ -1,0 +1,108 @@
+"""A plain-torch kernel for CPUs and for float64: exact, any device and dtype, any head dimension.
+
+Query rows are processed in blocks so that memory stays linear in the context, and each block only reads the keys it can
+see. Backward follows the FlashAttention formulas (arXiv 2205.14135, algorithm 4): P = exp(S − lse), dS = P ∘ (dP − Δ) with
+Δ = rowsum(dO ∘ O).
+
+Shape suffixes as in kernel.py; B rows of one query block, C keys that the block sees, R = H / G query heads per k,v head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from distca.attention.kernel import TaskBatch
+
+_BLOCK_ROWS = 256
+
+
+class ReferenceKernel:
+    """Block-wise softmax attention in plain torch."""
+
+    name = "reference"
+
+    def forward(
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o_THD = torch.empty_like(q_THD)
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=_accumulate(q_THD.dtype), device=q_THD.device)
+        groups = k_SGD.shape[1]
+        for rows, keys, first in _blocks(batch):
+            q_GRBD = _by_group(q_THD[rows], groups)
+            scores = _scores(q_GRBD, _heads_first(k_SGD[keys]), first, scale)
+            lse_GRB = torch.logsumexp(scores, dim=-1)
+            o_GRBD = _matmul(torch.exp(scores - lse_GRB[..., None]), _heads_first(v_SGD[keys]))
+            o_THD[rows] = _ungroup(o_GRBD).to(o_THD.dtype)
+            lse_TH[rows] = lse_GRB.flatten(0, 1).t()
+        return o_THD, lse_TH
+
+    def backward(
+        self,
+        do_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_SGD: torch.Tensor,
+        v_SGD: torch.Tensor,
+        o_THD: torch.Tensor,
+        lse_TH: torch.Tensor,
+        batch: TaskBatch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        groups = k_SGD.shape[1]
+        dq_THD = torch.empty_like(q_THD)
+        accumulate = _accumulate(q_THD.dtype)
+        dk_SGD = torch.zeros(k_SGD.shape, dtype=accumulate, device=k_SGD.device)
+        dv_SGD = torch.zeros(v_SGD.shape, dtype=accumulate, device=v_SGD.device)
+        for rows, keys, first in _blocks(batch):
+            q_GRBD, do_GRBD = _by_group(q_THD[rows], groups), _by_group(do_THD[rows], groups)
+            k_GCD, v_GCD = _heads_first(k_SGD[keys]), _heads_first(v_SGD[keys])
+            lse_GRB = lse_TH[rows].t().unflatten(0, (groups, -1))
+            p = torch.exp(_scores(q_GRBD, k_GCD, first, scale) - lse_GRB[..., None])
+            delta_GRB = (do_GRBD * _by_group(o_THD[rows], groups)).sum(-1)
+            ds = p * (_matmul(do_GRBD, v_GCD.transpose(1, 2)) - delta_GRB[..., None]) * scale
+            dq_THD[rows] = _ungroup(_matmul(ds, k_GCD)).to(dq_THD.dtype)
+            dk_SGD[keys] += torch.einsum("grbc,grbd->cgd", ds, q_GRBD)
+            dv_SGD[keys] += torch.einsum("grbc,grbd->cgd", p, do_GRBD)
+        return dq_THD, dk_SGD.to(k_SGD.dtype), dv_SGD.to(v_SGD.dtype)
+
+
+def _accumulate(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _blocks(batch: TaskBatch) -> Iterator[tuple[slice, slice, int]]:
+    """(query rows, key rows the block sees, position in its context of the block's first query) of every block."""
+    borders_q, borders_kv = batch.borders_q.tolist(), batch.borders_kv.tolist()
+    for task in range(len(batch)):
+        begin, end, context = borders_q[task], borders_q[task + 1], borders_kv[task]
+        offset = borders_kv[task + 1] - context - (end - begin)
+        for row in range(begin, end, _BLOCK_ROWS):
+            stop = min(row + _BLOCK_ROWS, end)
+            yield slice(row, stop), slice(context, context + offset + stop - begin), offset + row - begin
+
+
+def _by_group(x_BHD: torch.Tensor, groups: int) -> torch.Tensor:
+    x = x_BHD.to(_accumulate(x_BHD.dtype))
+    return x.transpose(0, 1).unflatten(0, (groups, -1))
+
+
+def _ungroup(x_GRBD: torch.Tensor) -> torch.Tensor:
+    return x_GRBD.flatten(0, 1).transpose(0, 1)
+
+
+def _heads_first(x_CGD: torch.Tensor) -> torch.Tensor:
+    return x_CGD.to(_accumulate(x_CGD.dtype)).transpose(0, 1)
+
+
+def _matmul(x_GRBX: torch.Tensor, y_GXY: torch.Tensor) -> torch.Tensor:
+    """Multiply all query heads of a group with the group's one matrix."""
+    repeats, rows = x_GRBX.shape[1:3]
+    return torch.bmm(x_GRBX.flatten(1, 2), y_GXY).unflatten(1, (repeats, rows))
+
+
+def _scores(q_GRBD: torch.Tensor, k_GCD: torch.Tensor, first: int, scale: float) -> torch.Tensor:
+    scores = _matmul(q_GRBD, k_GCD.transpose(1, 2)) * scale
+    rows, keys = scores.shape[-2:]
+    hidden = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).triu_(first + 1)
+    return scores.masked_fill_(hidden, float("-inf"))

@@ -1,0 +1,57 @@
+"""torch's built-in variable-length flash attention: needs nothing but a CUDA build of torch; float16 and bfloat16.
+
+The operators are torch's own FlashAttention-2 (``aten::_flash_attention_forward`` and ``…_backward``). They align causal
+masks at the end of the keys, as CA-tasks need.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distca.attention.kernel import TaskBatch
+
+
+class TorchFlashKernel:
+    """aten's variable-length flash attention."""
+
+    name = "torch"
+
+    def forward(
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+            q_THD, k_SGD, v_SGD, batch.cu_q, batch.cu_kv, batch.max_q, batch.max_kv, 0.0, True, False, scale=scale
+        )
+        return o_THD, lse_HT.t()
+
+    def backward(
+        self,
+        do_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_SGD: torch.Tensor,
+        v_SGD: torch.Tensor,
+        o_THD: torch.Tensor,
+        lse_TH: torch.Tensor,
+        batch: TaskBatch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # The operator's random-state arguments are for dropout, which CA-tasks do not have.
+        unused = torch.empty(2, dtype=torch.uint64, device=q_THD.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            do_THD.contiguous(),
+            q_THD,
+            k_SGD,
+            v_SGD,
+            o_THD,
+            lse_TH.t().contiguous(),
+            batch.cu_q,
+            batch.cu_kv,
+            batch.max_q,
+            batch.max_kv,
+            0.0,
+            True,
+            unused,
+            unused,
+            scale=scale,
+        )
+        return dq, dk, dv

@@ -1,0 +1,1 @@
+"""What ``distca`` does on the command line; each module holds one command."""

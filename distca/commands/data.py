@@ -1,0 +1,85 @@
+"""``distca data``: look at a corpus, and convert one to token ids."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from distca.data.convert import convert as convert_source
+from distca.data.sources import open_source
+from distca.data.statistics import length_statistics
+from distca.data.tokenizer import open_tokenizer
+
+__all__ = ["convert", "describe"]
+
+
+def convert(
+    path: str | None = None,
+    *,
+    output: str,
+    source: Literal["text", "jsonl", "stdlib"] = "text",
+    tokenizer: str = "bytes",
+    end_token: str | None = None,
+) -> None:
+    """Tokenize text once and write it as Megatron's .bin/.idx pair, beside a .json that names the vocabulary.
+
+    Args:
+        path: folder of text files, or JSON lines file or folder.
+        output: path of the files to write, without suffix.
+        source: text = a folder of text files; jsonl = JSON lines with a "text" field; stdlib = Python's own
+            source files.
+        tokenizer: bytes, or a tokenizer.json file of the package tokenizers.
+        end_token: a token of the tokenizer to append to every document, such as </s>.
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    encoder = open_tokenizer(tokenizer, end_token)
+    documents = open_source(source, path)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task("converting", total=int(documents.lengths.sum()))
+        done = convert_source(documents, encoder, tokenizer, output, lambda size: progress.advance(task, size))
+        progress.console.print(
+            f"{output}.bin, .idx, .json: {done.documents:,} documents, {done.tokens:,} tokens, vocabulary "
+            f"{done.vocabulary:,}; {done.empty:,} documents without a token left out",
+            highlight=False,
+        )
+
+
+def describe(
+    path: str | None = None,
+    *,
+    source: Literal["stdlib", "text", "jsonl", "indexed", "mix"] = "stdlib",
+    vocabulary: int = 0,
+    seed: int = 0,
+) -> None:
+    """Print how long the documents of a source are. No token is read.
+
+    Args:
+        path: folder, file, .bin/.idx prefix, or the name of a mix.
+        source: stdlib = Python's own source files; text = a folder of text files; jsonl = JSON lines with a "text"
+            field; indexed = Megatron's .bin/.idx pair; mix = synthetic lengths.
+        vocabulary: number of token ids, for indexed files without a .json beside them.
+        seed: of the lengths that a mix draws.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    documents = open_source(source, path, vocabulary=vocabulary, seed=seed)
+    statistics = length_statistics(documents.lengths)
+    table = Table(title=f"Documents of {source}" + (f" {path}" if path else ""))
+    table.add_column("")
+    table.add_column("tokens", justify="right")
+    for label, value in (
+        (f"all {statistics.documents:,} documents", f"{statistics.tokens:,}"),
+        ("mean document", f"{statistics.mean:,.1f}"),
+        ("shortest document", f"{statistics.shortest:,}"),
+        *((f"{share:.0%} quantile", f"{value:,.0f}") for share, value in statistics.quantiles.items()),
+        ("longest document", f"{statistics.longest:,}"),
+        *((f"in documents over {limit // 1024}K", f"{share:.1%}") for limit, share in statistics.long_shares.items()),
+        *(
+            (f"attention pairs in documents over {limit // 1024}K", f"{share:.1%}")
+            for limit, share in statistics.attention_shares.items()
+        ),
+    ):
+        table.add_row(label, value)
+    Console().print(table)

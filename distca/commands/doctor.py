@@ -1,0 +1,99 @@
+"""``distca doctor``: what is installed, what automatic choices would be made here, and why not the others."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from rich.console import Console
+from rich.table import Table
+
+import distca
+
+# Distribution names under which each package may be installed.
+_PACKAGES = {
+    "numpy": ("numpy",),
+    "megatron-core": ("megatron-core",),
+    "flash-attn-4": ("flash-attn-4",),
+    "nvshmem4py": ("nvshmem4py-cu13", "nvshmem4py-cu12"),
+    "NVSHMEM library": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
+    "transformer-engine": ("transformer-engine",),
+}
+
+
+def doctor(head_dim: int = 128) -> None:
+    """Show versions, devices, and which kernel and transport "auto" chooses on this machine.
+
+    Args:
+        head_dim: head dimension that the kernel is chosen for.
+    """
+    table = Table(show_header=False, title="distca doctor", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for section in (_versions(), _torch(), _choices(head_dim)):
+        for name, text in section:
+            table.add_row(name, text)
+        table.add_section()
+    Console().print(table)
+
+
+def _versions() -> list[tuple[str, str]]:
+    rows = [("distca", distca.__version__), ("Python", platform.python_version())]
+    return rows + [(name, _version(names)) for name, names in _PACKAGES.items()]
+
+
+def _version(names: tuple[str, ...]) -> str:
+    """The version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return metadata.version(name) + (f" ({name})" if len(names) > 1 else "")
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _torch() -> list[tuple[str, str]]:
+    try:
+        import torch
+    except ImportError as error:
+        return [("torch", f"cannot be imported: {error}")]
+    rows = [("torch", torch.__version__), ("CUDA of torch", torch.version.cuda or "none: this is a CPU build")]
+    if not torch.cuda.is_available():
+        return [*rows, ("GPUs", "none that torch can use")]
+    rows.append(("NCCL", ".".join(str(part) for part in torch.cuda.nccl.version())))
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        rows.append((f"GPU {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"))
+    return rows
+
+
+def _choices(head_dim: int) -> list[tuple[str, str]]:
+    try:
+        import torch
+
+        from distca.attention.choose import why_not_flash4, why_not_torch
+    except ImportError as error:
+        return [("kernel", f"cannot be chosen: {error}")]
+    rows = []
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        reasons = {
+            "flash4": why_not_flash4(device, dtype, head_dim),
+            "torch": why_not_torch(device, dtype, head_dim),
+            "reference": None,
+        }
+        rows.append((f"kernel in {precision}, head_dim {head_dim}", _choice(reasons)))
+    nccl = None
+    if device.type != "cuda":
+        nccl = "it moves GPU memory, and torch finds no GPU here"
+    elif not torch.distributed.is_nccl_available():
+        nccl = "this build of torch has no NCCL"
+    rows.append(("transport", _choice({"nccl": nccl, "gloo": None})))
+    return rows
+
+
+def _choice(reasons: dict[str, str | None]) -> str:
+    """The first that nothing speaks against, and what speaks against those before it."""
+    chosen = next(name for name, reason in reasons.items() if reason is None)
+    against = [f"not {name}: {reason}" for name, reason in reasons.items() if reason]
+    return chosen + (f" ({'; '.join(against)})" if against else "")

@@ -1,0 +1,66 @@
+"""The console script ``distca``: finds the command's function and turns its arguments into options."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import jsonargparse
+
+from distca.log import die, setup_logging
+
+# Command, or group and its commands, and where their functions are.
+COMMANDS: dict[str, str | dict[str, str]] = {
+    "plan": "distca.commands.plan:plan",
+    "data": {"convert": "distca.commands.data:convert", "describe": "distca.commands.data:describe"},
+    "parity": "distca.commands.parity:parity",
+    "doctor": "distca.commands.doctor:doctor",
+}
+GROUP_HELP = {"data": "Convert and describe training data."}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command. A user's mistake ends in one sentence and exit code 2, not in a traceback."""
+    arguments = sys.argv[1:] if argv is None else argv
+    setup_logging(rank=0)
+    try:
+        jsonargparse.auto_cli(
+            components(arguments[0] if arguments else None),
+            args=arguments,
+            prog="distca",
+            description="DistCA: core attention disaggregation for long-context training.",
+        )
+    except ValueError as error:
+        # Our own errors are subclasses with a sentence for the user; a bare ValueError is a bug and keeps its traceback.
+        if type(error).__module__.partition(".")[0] not in ("distca", "megatron_patches"):
+            raise
+        die(error)
+
+
+def components(chosen: str | None) -> dict[str, Any]:
+    """The functions behind the commands: all of them for ``--help``, otherwise only those of the chosen command.
+
+    Importing one command's modules only keeps ``distca plan`` from waiting for torch.
+    """
+    wanted = {chosen: COMMANDS[chosen]} if chosen in COMMANDS else COMMANDS
+    found: dict[str, Any] = {}
+    for name, place in wanted.items():
+        if isinstance(place, dict):
+            group = {command: _load(where) for command, where in place.items()}
+            present = {command: function for command, function in group.items() if function is not None}
+            found[name] = {"_help": GROUP_HELP[name], **present} if present else {}
+        else:
+            found[name] = _load(place)
+    return {name: entry for name, entry in found.items() if entry}
+
+
+def _load(place: str) -> Callable[..., Any] | None:
+    """The function at "module:name"; None where this installation has no such module."""
+    module, _, name = place.partition(":")
+    if find_spec(module) is None:
+        return None
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function

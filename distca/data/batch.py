@@ -1,0 +1,114 @@
+"""The tokens of one rank in one micro-batch.
+
+Array legend: N rows of the rank, over its nano-batches and with padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.data.corpus import DocumentSet
+from distca.data.errors import DataError
+from distca.data.sampler import MicroBatch
+from distca.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """What a rank trains on.
+
+    Attributes:
+        tokens: [N] int64 token ids.
+        labels: [N] int64, the next token of the same document, also where that token lives on another rank.
+        loss_mask: [N] bool, False on the last token of a document (it has no next one) and on padding.
+        positions: [N] int64 positions in the document.
+        nano_rows: rows of each nano-batch, padding included; their sum is N.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    positions: np.ndarray
+    nano_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    tokens: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    positions: np.ndarray
+
+    def columns(self) -> tuple[np.ndarray, ...]:
+        return self.tokens, self.labels, self.loss_mask, self.positions
+
+
+def rank_batch(
+    documents: DocumentSet,
+    micro_batch: MicroBatch,
+    layouts: tuple[Layout, ...],
+    rank: int,
+    *,
+    align: int = 1,
+    chunks: int = 1,
+) -> RankBatch:
+    """Read one rank's tokens: its own rows, and one token more where a document goes on elsewhere.
+
+    Every nano-batch is padded at its end to a multiple of ``align`` rows, and to at least ``align``: token 0, label 0,
+    no loss, position 0, part of no document. Sequence parallelism hands the micro-batch's rows to tensor-parallel ranks
+    in contiguous chunks, so each chunk holds its share of every nano-batch, in order: with two nano-batches and two
+    chunks ping[:half], pong[:half], ping[half:], pong[half:].
+
+    Args:
+        documents: the set that ``micro_batch`` was sampled from.
+        micro_batch: its documents.
+        layouts: where their tokens live, one layout per nano-batch, as ``lay_out`` made them from ``micro_batch``.
+        rank: home rank to read for.
+        align: rows of every nano-batch are a multiple of this.
+        chunks: tensor-parallel ranks that share the rows; divides ``align``.
+
+    Raises:
+        DataError: if ``align`` is not a multiple of ``chunks``.
+    """
+    if chunks < 1 or align < 1 or align % chunks:
+        raise DataError(
+            f"Rows are aligned to {align}, which is not a multiple of the {chunks} tensor-parallel ranks that share "
+            "them."
+        )
+    nano_batches = [_padded(_read(documents, micro_batch, layout, rank), align) for layout in layouts]
+    columns = zip(*(rows.columns() for rows in nano_batches), strict=True)
+    tokens, labels, loss_mask, positions = (_interleaved(column, chunks) for column in columns)
+    return RankBatch(tokens, labels, loss_mask, positions, tuple(len(rows.tokens) for rows in nano_batches))
+
+
+def _read(documents: DocumentSet, micro_batch: MicroBatch, layout: Layout, rank: int) -> _Rows:
+    """The rank's rows of one nano-batch, in row order."""
+    assert len(layout.last) == len(micro_batch.documents), "the layout was made for another micro-batch"
+    rows = int(layout.q_rows[rank])
+    read = _Rows(
+        tokens=np.zeros(rows, np.int64),
+        labels=np.zeros(rows, np.int64),
+        loss_mask=np.zeros(rows, bool),
+        positions=np.zeros(rows, np.int64),
+    )
+    shards = layout.q.on_rank(rank)
+    for document, start, stop, _, row in zip(*(column.tolist() for column in shards.columns()), strict=True):
+        length = int(micro_batch.lengths[document])
+        content = documents.read(int(micro_batch.documents[document]), start, min(stop + 1, length))
+        targets = content[1:]
+        read.tokens[row : row + stop - start] = content[: stop - start]
+        read.labels[row : row + len(targets)] = targets
+        read.loss_mask[row : row + len(targets)] = True
+        read.positions[row : row + stop - start] = np.arange(start, stop)
+    return read
+
+
+def _padded(rows: _Rows, align: int) -> _Rows:
+    missing = max(align, -(-len(rows.tokens) // align) * align) - len(rows.tokens)
+    return _Rows(*(np.pad(column, (0, missing)) for column in rows.columns()))
+
+
+def _interleaved(nano_batches: tuple[np.ndarray, ...], chunks: int) -> np.ndarray:
+    return np.concatenate([rows.reshape(chunks, -1) for rows in nano_batches], axis=1).reshape(-1)

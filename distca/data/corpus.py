@@ -1,0 +1,139 @@
+"""A corpus: the documents of a source, bounded in length and split into training and validation.
+
+Array legend: D documents. All arrays are int64.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import numpy as np
+
+from distca.data.errors import DataError
+from distca.data.shuffle import shuffled
+from distca.data.sources.source import DocumentSource
+
+logger = logging.getLogger(__name__)
+
+
+class DocumentSet:
+    """Documents that are token ranges of a source's documents.
+
+    Attributes:
+        lengths: [D] tokens per document.
+    """
+
+    def __init__(self, source: DocumentSource, document: np.ndarray, offset: np.ndarray, lengths: np.ndarray) -> None:
+        """Document i is the range [offset[i], offset[i] + lengths[i]) of the source's document ``document[i]``."""
+        self.lengths = lengths
+        self._source = source
+        self._document = document
+        self._offset = offset
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.lengths.sum())
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """[stop - start] int64 tokens [start, stop) of one document; the source reads no others."""
+        assert 0 <= start <= stop <= self.lengths[document]
+        offset = int(self._offset[document])
+        return self._source.read(int(self._document[document]), offset + start, offset + stop)
+
+
+class Corpus:
+    """The documents of a source, none longer than the context, in a training and a validation set.
+
+    The split is by document of the source: all pieces of a split document are in one set, so no text is in both. (Two
+    documents of the source with equal text are two documents.)
+
+    Attributes:
+        train: training documents, in the source's order.
+        validation: validation documents, in the source's order; empty if ``validation_fraction`` is 0.
+        vocabulary: token ids are in [0, vocabulary).
+    """
+
+    def __init__(
+        self,
+        source: DocumentSource,
+        context_length: int,
+        longer: Literal["error", "split"] = "error",
+        validation_fraction: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """Cut and split the documents; no token is read.
+
+        Args:
+            source: where the documents come from.
+            context_length: most tokens of a document.
+            longer: what to do with longer documents: ``error`` refuses them, ``split`` cuts them into consecutive
+                documents of ``context_length`` tokens (the last one shorter).
+            validation_fraction: share of the source's documents (not tokens) set aside, in [0, 1); at least one
+                document if it is above 0.
+            seed: of the choice of validation documents.
+
+        Raises:
+            DataError: on documents that are too long, or settings out of range.
+        """
+        _check_settings(context_length, longer, validation_fraction)
+        if longer == "error":
+            _check_lengths(source.lengths, context_length)
+        validation = _chosen(len(source.lengths), validation_fraction, seed)
+        self.vocabulary = source.vocabulary
+        self.train = _cut(source, np.flatnonzero(~validation), context_length)
+        self.validation = _cut(source, np.flatnonzero(validation), context_length)
+        cut = int((source.lengths > context_length).sum())
+        if cut:
+            logger.info(
+                "split %d of %d documents that are longer than data.context_length %d into documents of that length",
+                cut,
+                len(source.lengths),
+                context_length,
+            )
+
+
+def _check_settings(context_length: int, longer: str, validation_fraction: float) -> None:
+    if context_length < 1:
+        raise DataError(f"data.context_length is at least 1 token, not {context_length}.")
+    if longer not in ("error", "split"):
+        raise DataError(f"data.longer is 'error' or 'split', not {longer!r}.")
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"data.validation_fraction is at least 0 and less than 1, not {validation_fraction}.")
+
+
+def _check_lengths(lengths: np.ndarray, context_length: int) -> None:
+    longest = int(lengths.argmax())
+    if lengths[longest] > context_length:
+        raise DataError(
+            f"Document {longest} has {int(lengths[longest]):,} tokens, more than data.context_length {context_length:,}"
+            f" ({int((lengths > context_length).sum()):,} of {len(lengths):,} documents are longer); raise "
+            "data.context_length, or set data.longer to split to cut such documents."
+        )
+
+
+def _chosen(documents: int, fraction: float, seed: int) -> np.ndarray:
+    """[documents] bool: which documents are for validation."""
+    chosen = np.zeros(documents, dtype=bool)
+    count = max(1, round(documents * fraction)) if fraction > 0 else 0
+    if count >= documents:
+        raise DataError(
+            f"data.validation_fraction {fraction} of {documents} documents leaves none for training; lower it, or set "
+            "it to 0 for no validation."
+        )
+    chosen[shuffled(documents, seed)[:count]] = True
+    return chosen
+
+
+def _cut(source: DocumentSource, documents: np.ndarray, context_length: int) -> DocumentSet:
+    """The given documents of the source, in pieces of at most ``context_length`` tokens."""
+    lengths = source.lengths[documents]
+    pieces = -(-lengths // context_length)
+    owner = np.repeat(np.arange(len(documents)), pieces)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offset = nth * context_length
+    return DocumentSet(source, documents[owner], offset, np.minimum(lengths[owner] - offset, context_length))

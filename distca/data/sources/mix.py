@@ -1,0 +1,44 @@
+"""Synthetic documents for benchmarks: lengths follow a named mix, tokens are pseudo-random."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.data.mixes import sample_lengths
+from distca.data.sources.source import BYTE_VOCABULARY
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Mix:
+    """Documents whose every token is a pure function of (seed, document, position), so that any rank makes its own.
+
+    There is nothing to learn in these tokens: they are for measuring time and memory.
+
+    Attributes:
+        lengths: [D] int64, drawn by ``sample_lengths``.
+        vocabulary: token ids are in [0, vocabulary).
+    """
+
+    def __init__(
+        self, mix: str, tokens: int, seed: int, *, vocabulary: int | None = None, max_length: int | None = None
+    ) -> None:
+        """Draw documents of ``tokens`` tokens in all from the mix called ``mix``."""
+        self.lengths = np.asarray(sample_lengths(mix, tokens, seed, max_length=max_length), dtype=np.int64)
+        self.vocabulary = vocabulary or BYTE_VOCABULARY
+        self._seed = seed
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """[stop - start] int64 tokens of one document."""
+        assert 0 <= start <= stop <= self.lengths[document]
+        key = _scrambled(_scrambled(np.array([self._seed], dtype=np.uint64)) ^ np.uint64(document))
+        positions = np.arange(start, stop, dtype=np.uint64)
+        return (_scrambled(positions ^ key) % np.uint64(self.vocabulary)).astype(np.int64)
+
+
+def _scrambled(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function, applied to uint64 counters (arithmetic is modulo 2**64)."""
+    mixed = values * _GOLDEN + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

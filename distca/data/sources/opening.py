@@ -1,0 +1,91 @@
+"""One door to all document sources."""
+
+from __future__ import annotations
+
+from distca.data.errors import DataError
+from distca.data.sources.source import DocumentSource
+
+KINDS = ("stdlib", "text", "jsonl", "indexed", "mix")
+MIX_TOKENS = 1 << 26
+
+
+def open_source(
+    kind: str,
+    path: str | None = None,
+    tokenizer: str = "bytes",
+    *,
+    vocabulary: int | None = None,
+    seed: int = 0,
+    mix_tokens: int = MIX_TOKENS,
+    max_length: int | None = None,
+) -> DocumentSource:
+    """Open a source of documents.
+
+    Args:
+        kind: ``stdlib`` (the running Python's own source files), ``text`` (a folder of text files), ``jsonl`` (a file
+            or folder of JSON lines with a "text" field), ``indexed`` (a Megatron .bin/.idx pair) or ``mix`` (synthetic
+            documents whose lengths follow a named mix).
+        path: the folder, file, prefix or mix name; ``stdlib`` takes none.
+        tokenizer: ``bytes``. Text goes through another tokenizer once, in ``distca data convert``; ``indexed`` and
+            ``mix`` hold token ids already and do not look at this.
+        vocabulary: number of token ids, for ``mix`` (else 256) and for ``indexed`` files that have no sidecar; None or
+            0 where it is known otherwise.
+        seed: for ``mix`` only.
+        mix_tokens: tokens in all, for ``mix`` only.
+        max_length: longest document, for ``mix`` only.
+
+    Raises:
+        DataError: if the source cannot be opened; the message says what to change.
+    """
+    if kind not in KINDS:
+        raise DataError(f"There is no document source {kind!r}; data.source is one of {', '.join(KINDS)}.")
+    vocabulary = vocabulary or None
+    if vocabulary is not None and vocabulary < 0:
+        raise DataError(f"data.vocabulary is the number of token ids, at least 1, not {vocabulary}.")
+    if kind in ("stdlib", "text", "jsonl"):
+        _check_bytes(kind, path, tokenizer, vocabulary)
+    if kind == "stdlib":
+        return _open_stdlib(path)
+    if path is None:
+        raise DataError(f"The document source {kind!r} needs a path; set data.path.")
+    if kind == "text":
+        from distca.data.sources.text_folder import open_text_folder
+
+        return open_text_folder(path)
+    if kind == "jsonl":
+        from distca.data.sources.json_lines import JsonLines
+
+        return JsonLines(path)
+    if kind == "indexed":
+        from distca.data.sources.indexed import Indexed
+
+        return Indexed(path, vocabulary)
+    from distca.data.sources.mix import Mix
+
+    return Mix(path, mix_tokens, seed, vocabulary=vocabulary, max_length=max_length)
+
+
+def _open_stdlib(path: str | None) -> DocumentSource:
+    from distca.data.sources.stdlib import open_stdlib
+
+    if path is not None:
+        raise DataError(
+            f"The document source 'stdlib' reads the running Python's own source files and takes no path, but "
+            f"data.path is {path!r}; for a folder of files set data.source to text."
+        )
+    return open_stdlib()
+
+
+def _check_bytes(kind: str, path: str | None, tokenizer: str, vocabulary: int | None) -> None:
+    if tokenizer != "bytes":
+        place = f" --path {path}" if path else ""
+        raise DataError(
+            f"The document source {kind!r} reads bytes as tokens, but data.tokenizer is {tokenizer!r}; tokenize once "
+            f"with `distca data convert --source {kind}{place} --tokenizer {tokenizer} --output PREFIX`, then set "
+            "data.source to indexed and data.path to PREFIX."
+        )
+    if vocabulary not in (None, 256):
+        raise DataError(
+            f"The document source {kind!r} reads bytes, so its vocabulary is 256, but data.vocabulary is {vocabulary}; "
+            "leave data.vocabulary unset."
+        )

@@ -1,0 +1,60 @@
+"""Logging: rank 0 speaks, the others only warn; a user's mistake is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import cache
+from typing import NoReturn
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.text import Text
+
+# Where standard error is not a terminal nothing says how wide it is.
+_FILE_WIDTH = 120
+
+
+@cache
+def console() -> Console:
+    """The one console of this process, on standard error, shared by log lines and the progress bar."""
+    width = None if sys.stderr.isatty() else _FILE_WIDTH
+    return Console(stderr=True, width=width)
+
+
+def setup_logging(rank: int) -> None:
+    """Send this process's log to standard error: rank 0 from INFO on, the others from WARNING on with their rank.
+
+    Calling it again replaces the earlier setting, so that a process may start as rank 0 and learn its rank later.
+    """
+    root = logging.getLogger()
+    for earlier in list(root.handlers):
+        root.removeHandler(earlier)
+    message = "%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"
+    handler: logging.Handler
+    if console().is_terminal:
+        handler = RichHandler(console=console(), show_path=False, omit_repeated_times=False, log_time_format="%X")
+        handler.setFormatter(logging.Formatter(message))
+    else:
+        handler = logging.StreamHandler()  # files and Slurm: one line each, never wrapped
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {message}", "%H:%M:%S"))
+    root.addHandler(handler)
+    # Other libraries' chatter stays out of the way; ours starts at INFO on rank 0.
+    root.setLevel(logging.WARNING)
+    logging.getLogger("distca").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("megatron_patches").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def die(error: BaseException | str, next_step: str | None = None) -> NoReturn:
+    """End this process with exit code 2 after saying, on rank 0, what is wrong and what to do about it.
+
+    Args:
+        error: the user's mistake, as a sentence.
+        next_step: what to do about it; without one the error's ``next_step`` attribute or a general hint is shown.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        hint = next_step or getattr(error, "next_step", None) or "change the setting that is named and start again."
+        console().print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
+        console().print(Text.assemble(("next step: ", "bold"), hint), soft_wrap=True)
+    raise SystemExit(2)

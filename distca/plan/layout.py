@@ -1,0 +1,266 @@
+"""Layouts: where the tokens of every document live.
+
+A micro-batch is a list of documents over ``ranks`` home ranks. It is processed as one or two *nano-batches* (ping and
+pong). Dealing cuts at most one document per stream in two: its head is computed in ping, its tail in pong. The tail's
+queries need the head's keys and values, so pong's layout lists those rows as *carried*: they stay where ping put them and
+are exchanged again with pong's own rows. Every nano-batch is then laid out and planned on its own.
+
+Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Contiguous token ranges of documents and their home rows, sorted by (document, start).
+
+    Attributes:
+        document: [S] index of the document in the micro-batch.
+        start: [S] first token of the range, as a position in the document.
+        stop: [S] one past the last token.
+        rank: [S] home rank.
+        row: [S] row of token ``start`` in the home rank's tensor.
+    """
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    rank: np.ndarray
+    row: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def on_rank(self, rank: int) -> Shards:
+        """The shards that live on ``rank``, ordered by row."""
+        mine = np.flatnonzero(self.rank == rank)
+        mine = mine[np.argsort(self.row[mine], kind="stable")]
+        return Shards(*(column[mine] for column in self.columns()))
+
+    def columns(self) -> tuple[np.ndarray, ...]:
+        return self.document, self.start, self.stop, self.rank, self.row
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One nano-batch: which rows are computed in it, and where their k,v rows live.
+
+    Attributes:
+        ranks: number of home ranks, which is also the number of attention servers.
+        first: [D] first query position of each document computed in this nano-batch.
+        last: [D] one past the last one; ``first == last`` for a document with no rows here.
+        q: shards of the query rows, covering [first, last) of every document.
+        kv: shards of the key/value rows, covering [0, last) of every document with rows here. A rank's k,v rows are
+            numbered with its carried rows first, then its own rows in the order of ``q``.
+        q_rows: [R] query rows per rank.
+        carried_rows: [R] rows each rank carries over: the last ``carried_rows[r]`` query rows of rank r in the previous
+            nano-batch.
+    """
+
+    ranks: int
+    first: np.ndarray
+    last: np.ndarray
+    q: Shards
+    kv: Shards
+    q_rows: np.ndarray
+    carried_rows: np.ndarray
+
+    @property
+    def kv_rows(self) -> np.ndarray:
+        """[R] k,v rows per rank: carried rows, then own rows."""
+        return self.carried_rows + self.q_rows
+
+    @property
+    def tokens(self) -> int:
+        """Query rows over all ranks."""
+        return int(self.q_rows.sum())
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Ranges of documents in the order in which they are placed on ranks."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+
+def lay_out(
+    lengths: Sequence[int] | np.ndarray,
+    ranks: int,
+    *,
+    nano_batches: int = 1,
+    rank_of: Sequence[int] | np.ndarray | None = None,
+    capacities: Sequence[int] | np.ndarray | None = None,
+    align: int = 1,
+) -> tuple[Layout, ...]:
+    """Place a micro-batch's documents on ranks, as one or two nano-batches.
+
+    Documents are placed in the order given. Without ``rank_of`` and ``capacities`` every rank gets an equal share of each
+    nano-batch's tokens (a multiple of ``align``, so that sequence-parallel shards need no padding except on the last
+    rank) and a document that overflows goes on on the next rank.
+
+    Args:
+        lengths: [D] tokens per document, each at least 1.
+        ranks: number of home ranks.
+        nano_batches: 1, or 2 for ping and pong.
+        rank_of: [D] home rank of each document; documents then never span ranks, and each rank deals its own
+            documents to the halves.
+        capacities: [R] rows per rank of the whole micro-batch, filled in order; for two nano-batches each half gets half
+            of every rank's capacity (the first half rounded up).
+        align: rows per rank are multiples of this where documents may span ranks.
+
+    Returns:
+        One layout per nano-batch.
+
+    Raises:
+        PlanError: on lengths, ranks or capacities that cannot be laid out; the message names the value and the limit.
+    """
+    length = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    _check(length, ranks, nano_batches, rank_of, capacities)
+    if rank_of is not None:
+        placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64))
+    else:
+        placed = _place_spanning(length, ranks, nano_batches, capacities, align)
+    layouts: list[Layout] = []
+    for shards, rows in placed:
+        layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
+    return tuple(layouts)
+
+
+def _check(length: np.ndarray, ranks: int, nano_batches: int, rank_of: object, capacities: object) -> None:
+    if ranks < 1:
+        raise PlanError(f"A layout needs at least one rank, not {ranks}.")
+    if nano_batches not in (1, 2):
+        raise PlanError(f"A micro-batch is cut into 1 or 2 nano-batches, not {nano_batches}.")
+    if len(length) and length.min() < 1:
+        raise PlanError(f"Document {int(length.argmin())} has {int(length.min())} tokens; every document needs at least 1.")
+    if rank_of is not None:
+        homes = np.asarray(rank_of)
+        if len(homes) != len(length):
+            raise PlanError(f"rank_of names {len(homes)} home ranks for {len(length)} documents.")
+        if len(homes) and (homes.min() < 0 or homes.max() >= ranks):
+            raise PlanError(f"rank_of names rank {int(homes.max())}, but there are {ranks} ranks.")
+        if capacities is not None:
+            raise PlanError("Give rank_of or capacities, not both.")
+    if capacities is not None and int(np.sum(capacities)) < int(length.sum()):
+        raise PlanError(
+            f"The documents hold {int(length.sum()):,} tokens, the ranks' capacities only {int(np.sum(capacities)):,}."
+        )
+
+
+def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[_Stream, _Stream]:
+    """Cut the stream of ``documents`` after ``cut`` tokens; the document at the cut is split."""
+    own = length[documents]
+    ends = np.cumsum(own)
+    in_ping = np.clip(cut - (ends - own), 0, own)
+    ping = in_ping > 0
+    pong = in_ping < own
+    return (
+        _Stream(documents[ping], np.zeros(int(ping.sum()), np.int64), in_ping[ping]),
+        _Stream(documents[pong], in_ping[pong], own[pong]),
+    )
+
+
+def _halves(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut: int) -> list[_Stream]:
+    if nano_batches == 1:
+        return [_Stream(documents, np.zeros(len(documents), np.int64), length[documents])]
+    return list(_deal(length, documents, cut))
+
+
+def _place_spanning(
+    length: np.ndarray,
+    ranks: int,
+    nano_batches: int,
+    capacities: Sequence[int] | np.ndarray | None,
+    align: int,
+) -> list[tuple[Shards, np.ndarray]]:
+    total = int(length.sum())
+    if capacities is None:
+        cut = min(total, -(-total // (2 * align)) * align)
+        bounds = [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
+    else:
+        whole = np.asarray(capacities, dtype=np.int64)
+        parts = (whole,) if nano_batches == 1 else (-(-whole // 2), whole // 2)
+        cut = min(total, int(parts[0].sum()))
+        bounds = [np.concatenate(([0], np.cumsum(part))) for part in parts]
+    streams = _halves(length, np.arange(len(length)), nano_batches, cut)
+    return [_cut_at_ranks(stream, bound) for stream, bound in zip(streams, bounds, strict=True)]
+
+
+def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
+    units = -(-tokens // align)
+    return np.minimum(np.arange(ranks + 1) * units // ranks * align, tokens)
+
+
+def _cut_at_ranks(stream: _Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
+    """Cut a stream of document ranges wherever a rank's capacity ends."""
+    own = stream.stop - stream.start
+    ends = np.cumsum(own)
+    begins = ends - own
+    total = int(ends[-1]) if len(ends) else 0
+    if total == 0:
+        empty = np.zeros(0, np.int64)
+        return Shards(empty, empty, empty, empty, empty), np.zeros(len(bounds) - 1, np.int64)
+    cuts = np.unique(np.concatenate((begins, bounds[(bounds > 0) & (bounds < total)])))
+    tops = np.append(cuts[1:], total)
+    piece = np.searchsorted(ends, cuts, side="right")
+    rank = np.searchsorted(bounds, cuts, side="right") - 1
+    start = stream.start[piece] + cuts - begins[piece]
+    shards = Shards(stream.document[piece], start, start + tops - cuts, rank, cuts - bounds[rank])
+    rows = np.bincount(rank, weights=tops - cuts, minlength=len(bounds) - 1).astype(np.int64)
+    return shards, rows
+
+
+def _place_whole(
+    length: np.ndarray, ranks: int, nano_batches: int, rank_of: np.ndarray
+) -> list[tuple[Shards, np.ndarray]]:
+    parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
+    rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
+    for rank in range(ranks):
+        mine = np.flatnonzero(rank_of == rank)
+        cut = -(-int(length[mine].sum()) // 2)
+        for half, stream in enumerate(_halves(length, mine, nano_batches, cut)):
+            own = stream.stop - stream.start
+            row = np.cumsum(own) - own
+            parts[half].append(Shards(stream.document, stream.start, stream.stop, np.full(len(own), rank), row))
+            rows[half][rank] = own.sum()
+    return [
+        (Shards(*(np.concatenate(column) for column in zip(*(s.columns() for s in part), strict=True))), count)
+        for part, count in zip(parts, rows, strict=True)
+    ]
+
+
+def _sorted(shards: Shards) -> Shards:
+    order = np.lexsort((shards.start, shards.document))
+    return Shards(*(column[order] for column in shards.columns()))
+
+
+def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previous: Layout | None) -> Layout:
+    q = _sorted(shards)
+    first = np.zeros(documents, np.int64)
+    last = np.zeros(documents, np.int64)
+    # Shards are sorted by (document, start): writing in reverse leaves each document's first start.
+    first[q.document[::-1]] = q.start[::-1]
+    last[q.document] = q.stop
+    carried_rows = np.zeros(ranks, np.int64)
+    kv = q
+    if previous is not None:
+        split = np.flatnonzero(first > 0)
+        head = np.isin(previous.q.document, split)
+        np.add.at(carried_rows, previous.q.rank[head], (previous.q.stop - previous.q.start)[head])
+        # A split document is the last one a rank holds in the previous nano-batch, so its rows are that rank's tail.
+        skipped = previous.q_rows - carried_rows
+        document, start, stop, rank, row = (column[head] for column in previous.q.columns())
+        carried = (document, start, stop, rank, row - skipped[rank])
+        own = (q.document, q.start, q.stop, q.rank, q.row + carried_rows[q.rank])
+        kv = _sorted(Shards(*(np.concatenate(pair) for pair in zip(carried, own, strict=True))))
+    return Layout(ranks, first, last, q, kv, rows, carried_rows)

@@ -1,0 +1,85 @@
+"""Plans: which attention server computes which CA-task.
+
+A CA-task is a query range [start, stop) of one document with its full causal context, keys and values [0, stop). It is
+never split along the keys, so no partial softmax is ever merged (arXiv 2510.18121, section 4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.errors import PlanError
+from distca.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """CA-tasks, sorted by (server, document, start). Array legend: T tasks; all arrays are int64.
+
+    Attributes:
+        document: [T] index of the document in the micro-batch.
+        start: [T] first query position.
+        stop: [T] one past the last query position; also the number of k,v rows the task reads.
+        server: [T] rank that computes the task.
+    """
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    server: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    @staticmethod
+    def sorted(document: np.ndarray, start: np.ndarray, stop: np.ndarray, server: np.ndarray) -> Tasks:
+        """Sort by (server, document, start) and join ranges of one document that touch on one server."""
+        order = np.lexsort((start, document, server))
+        document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
+        if len(document) == 0:
+            return Tasks(document, start, stop, server)
+        joins = (document[1:] == document[:-1]) & (server[1:] == server[:-1]) & (start[1:] == stop[:-1])
+        heads = np.flatnonzero(np.append(True, ~joins))
+        tails = np.append(heads[1:], len(document)) - 1
+        return Tasks(document[heads], start[heads], stop[tails], server[heads])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout and the server of every query row in it; the same for all layers.
+
+    Attributes:
+        layout: the nano-batch's layout.
+        tasks: its CA-tasks.
+    """
+
+    layout: Layout
+    tasks: Tasks
+
+    def check(self) -> None:
+        """Raise PlanError unless every query row is computed exactly once, by an existing server."""
+        tasks, layout = self.tasks, self.layout
+        if len(tasks) and (tasks.server.min() < 0 or tasks.server.max() >= layout.ranks):
+            raise PlanError(
+                f"The plan names server {int(tasks.server.max())}, but the layout has {layout.ranks} ranks: "
+                "it was made for another world size."
+            )
+        order = np.lexsort((tasks.start, tasks.document))
+        document, start, stop = tasks.document[order], tasks.start[order], tasks.stop[order]
+        computed = np.bincount(document, weights=stop - start, minlength=len(layout.last)).astype(np.int64)
+        touching = (document[1:] != document[:-1]) | (start[1:] == stop[:-1])
+        begins = np.append(True, document[1:] != document[:-1])[: len(document)]
+        if (
+            not np.array_equal(computed, layout.last - layout.first)
+            or not touching.all()
+            or not np.array_equal(start[begins], layout.first[document[begins]])
+        ):
+            raise PlanError("The plan does not compute every query row exactly once.")
+
+
+def plan_at_home(layout: Layout) -> Plan:
+    """The plan without disaggregation: every shard is computed by its home rank."""
+    q = layout.q
+    return Plan(layout, Tasks.sorted(q.document, q.start, q.stop, q.rank))

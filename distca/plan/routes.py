@@ -1,0 +1,214 @@
+"""Routes: one rank's part of a plan, as row ranges to send, receive and keep.
+
+Rows of a shard are contiguous, so a transfer is a list of segments and nothing is indexed by token. The reverse of a route
+(o back home, gradients back home) is the same list with source and destination exchanged.
+
+A server's k,v buffer holds one region [0, stop) per task, in task order, as varlen kernels read it. The rows of a document
+travel to a server once, into the region of its last task there; regions of earlier tasks are copied from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.layout import Shards
+from distca.plan.plan import Plan, Tasks
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Row ranges that move, sorted by (peer, destination). Array legend: N segments; all arrays are int64.
+
+    Attributes:
+        peer: [N] the rank at the other end.
+        source: [N] first row in the sender's tensor.
+        destination: [N] first row in the receiver's tensor.
+        rows: [N] number of rows.
+    """
+
+    peer: np.ndarray
+    source: np.ndarray
+    destination: np.ndarray
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.peer)
+
+    @property
+    def total(self) -> int:
+        return int(self.rows.sum())
+
+    def per_peer(self, ranks: int) -> np.ndarray:
+        """[ranks] rows exchanged with each peer."""
+        return np.bincount(self.peer, weights=self.rows, minlength=ranks).astype(np.int64)
+
+    @staticmethod
+    def merged(peer: np.ndarray, source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> Segments:
+        """Sort by (peer, destination) and join segments that continue each other on both sides."""
+        order = np.lexsort((destination, peer))
+        peer, source, destination, rows = (column[order] for column in (peer, source, destination, rows))
+        if len(peer) == 0:
+            return Segments(peer, source, destination, rows)
+        joins = (
+            (peer[1:] == peer[:-1])
+            & (source[1:] == source[:-1] + rows[:-1])
+            & (destination[1:] == destination[:-1] + rows[:-1])
+        )
+        heads = np.flatnonzero(np.append(True, ~joins))
+        return Segments(peer[heads], source[heads], destination[heads], np.add.reduceat(rows, heads))
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """How one kind of row (q or k,v) gets from home ranks to servers, seen from one rank.
+
+    Attributes:
+        source_rows: rows of this rank's home tensor.
+        destination_rows: rows of this rank's server buffer.
+        send: home rows of this rank that other servers need.
+        receive: rows that other homes send to this server.
+        keep: home rows that this rank's own server needs.
+        repeat: copies inside the server buffer (source and destination both there), made after the rows arrived; their
+            gradients are added up before the return.
+        travelling: rows that travel between any two ranks of the pool; the same on every rank, so all of them know when
+            an exchange can be left out.
+    """
+
+    source_rows: int
+    destination_rows: int
+    send: Segments
+    receive: Segments
+    keep: Segments
+    repeat: Segments
+    travelling: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """One rank's part of a plan.
+
+    Attributes:
+        rank: this rank.
+        ranks: size of the server pool.
+        q: exchange of query rows (and of o, its reverse).
+        kv: exchange of key and value rows.
+        cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
+        cu_kv: [T+1] int32 borders of the tasks' k,v regions.
+    """
+
+    rank: int
+    ranks: int
+    q: RowExchange
+    kv: RowExchange
+    cu_q: np.ndarray
+    cu_kv: np.ndarray
+
+    @property
+    def max_q(self) -> int:
+        """Longest query range of a task; 0 without tasks."""
+        return int(np.diff(self.cu_q).max(initial=0))
+
+    @property
+    def max_kv(self) -> int:
+        """Longest context of a task; 0 without tasks."""
+        return int(np.diff(self.cu_kv).max(initial=0))
+
+
+def route(plan: Plan, rank: int) -> Route:
+    """The part of ``plan`` that concerns ``rank``."""
+    tasks, layout = plan.tasks, plan.layout
+    q_offset = _offsets_within_server(tasks, tasks.stop - tasks.start)
+    kv_offset = _offsets_within_server(tasks, tasks.stop)
+    last_on_server = np.append(
+        (tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]), True
+    )[: len(tasks)]
+    mine = np.flatnonzero(tasks.server == rank)
+    return Route(
+        rank=rank,
+        ranks=layout.ranks,
+        q=_exchange(tasks, tasks.start, q_offset, layout.q, rank, int(layout.q_rows[rank]), _none()),
+        kv=_exchange(
+            Tasks(*(x[last_on_server] for x in (tasks.document, tasks.start, tasks.stop, tasks.server))),
+            np.zeros(int(last_on_server.sum()), np.int64),
+            kv_offset[last_on_server],
+            layout.kv,
+            rank,
+            int(layout.kv_rows[rank]),
+            _repeats(tasks, kv_offset, last_on_server, mine),
+            destination_rows=int(tasks.stop[mine].sum()),
+        ),
+        cu_q=np.concatenate(([0], np.cumsum((tasks.stop - tasks.start)[mine]))).astype(np.int32),
+        cu_kv=np.concatenate(([0], np.cumsum(tasks.stop[mine]))).astype(np.int32),
+    )
+
+
+def _none() -> Segments:
+    empty = np.zeros(0, np.int64)
+    return Segments(empty, empty, empty, empty)
+
+
+def _offsets_within_server(tasks: Tasks, rows: np.ndarray) -> np.ndarray:
+    """[T] first row of each task in its server's buffer; tasks are sorted by server."""
+    ends = np.cumsum(rows)
+    before_server = np.concatenate(([0], ends))[np.searchsorted(tasks.server, tasks.server, side="left")]
+    return ends - rows - before_server
+
+
+def _exchange(
+    tasks: Tasks,
+    begin: np.ndarray,
+    offset: np.ndarray,
+    shards: Shards,
+    rank: int,
+    source_rows: int,
+    repeat: Segments,
+    destination_rows: int | None = None,
+) -> RowExchange:
+    """Segments of the token ranges [begin, stop) of ``tasks`` whose first row lands at ``offset`` on the server."""
+    task, shard = _overlaps(tasks.document, begin, tasks.stop, shards)
+    start = np.maximum(begin[task], shards.start[shard])
+    rows = np.minimum(tasks.stop[task], shards.stop[shard]) - start
+    home, server = shards.rank[shard], tasks.server[task]
+    source = shards.row[shard] + start - shards.start[shard]
+    destination = offset[task] + start - begin[task]
+
+    def pick(chosen: np.ndarray, peer: np.ndarray) -> Segments:
+        return Segments.merged(peer[chosen], source[chosen], destination[chosen], rows[chosen])
+
+    sends = (home == rank) & (server != rank)
+    receives = (server == rank) & (home != rank)
+    keeps = (home == rank) & (server == rank)
+    if destination_rows is None:
+        destination_rows = int(rows[server == rank].sum())
+    return RowExchange(
+        source_rows,
+        destination_rows,
+        pick(sends, server),
+        pick(receives, home),
+        pick(keeps, server),
+        repeat,
+        int(rows[home != server].sum()),
+    )
+
+
+def _overlaps(
+    document: np.ndarray, begin: np.ndarray, stop: np.ndarray, shards: Shards
+) -> tuple[np.ndarray, np.ndarray]:
+    """All pairs (range, shard) of one document that share tokens."""
+    span = int(max(stop.max(initial=0), shards.stop.max(initial=0))) + 1
+    low = np.searchsorted(shards.document * span + shards.stop, document * span + begin, side="right")
+    high = np.searchsorted(shards.document * span + shards.start, document * span + stop, side="left")
+    count = np.maximum(high - low, 0)
+    task = np.repeat(np.arange(len(document)), count)
+    first = np.cumsum(count) - count
+    return task, np.arange(len(task)) - first[task] + low[task]
+
+
+def _repeats(tasks: Tasks, kv_offset: np.ndarray, last_on_server: np.ndarray, mine: np.ndarray) -> Segments:
+    """Copies from the region of a document's last task on this server to those of its earlier tasks."""
+    lasts = np.flatnonzero(last_on_server)
+    earlier = mine[~last_on_server[mine]]
+    source_task = lasts[np.searchsorted(lasts, earlier)]
+    return Segments(tasks.server[earlier], kv_offset[source_task], kv_offset[earlier], tasks.stop[earlier])

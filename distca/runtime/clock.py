@@ -1,0 +1,55 @@
+"""Times on a GPU's stream or on the host, read without stopping either."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Instant:
+    """A moment: a host time in seconds, or an event on a CUDA stream that becomes one later."""
+
+    host: float
+    event: torch.cuda.Event | None = None
+
+
+class Clock:
+    """Takes instants on the current stream of a CUDA device, or on the host for CPU tensors."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.on_gpu = torch.device(device).type == "cuda"
+        self._base: Instant | None = None
+
+    def now(self) -> Instant:
+        """The current moment; on a GPU, the moment at which the work queued so far is done."""
+        if not self.on_gpu:
+            return Instant(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return Instant(time.perf_counter(), event)
+
+    def synchronize(self) -> None:
+        """Set the common zero of all ranks; blocks until they are all here."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+        self._base = self.now()
+        if self._base.event is not None:
+            self._base.event.synchronize()
+
+    def seconds(self, start: Instant, end: Instant) -> float:
+        """Seconds between two instants; blocks until both have come."""
+        if start.event is None or end.event is None:
+            return end.host - start.host
+        end.event.synchronize()
+        return start.event.elapsed_time(end.event) / 1e3
+
+    def since_zero(self, instant: Instant) -> float:
+        """Seconds since the common zero of all ranks."""
+        assert self._base is not None
+        return self.seconds(self._base, instant)

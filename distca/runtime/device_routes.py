@@ -1,0 +1,97 @@
+"""A rank's routes in device form, made once per micro-batch and used by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from distca.attention import TaskBatch
+from distca.plan import Layout, Plan, Route, route
+from distca.transport import RowMoves
+
+
+@dataclass(frozen=True)
+class ServerRoute:
+    """A route ready to run.
+
+    Attributes:
+        q_to_server: query rows (also o and dO in backward) from home ranks to servers.
+        q_to_home: o, log-sum-exp and dQ back.
+        kv_to_server: key/value rows to servers.
+        kv_to_home: dK, dV back, added up where several servers return the same row.
+        repeats: (source row, target row, rows) copies inside the server's k,v buffer, grouped by source row.
+        batch: borders of this server's CA-tasks.
+        q_rows: query rows in the server's buffer.
+        kv_rows: key/value rows in the server's buffer.
+    """
+
+    q_to_server: RowMoves
+    q_to_home: RowMoves
+    kv_to_server: RowMoves
+    kv_to_home: RowMoves
+    repeats: list[tuple[int, int, int]]
+    batch: TaskBatch
+    q_rows: int
+    kv_rows: int
+
+    @staticmethod
+    def of(route: Route, device: torch.device | str) -> ServerRoute:
+        """Bring a route to ``device``; copies to a GPU do not block the host."""
+        repeat = route.kv.repeat
+        return ServerRoute(
+            RowMoves.to_server(route.q, route.ranks, device),
+            RowMoves.to_home(route.q, route.ranks, device),
+            RowMoves.to_server(route.kv, route.ranks, device),
+            RowMoves.to_home(route.kv, route.ranks, device),
+            sorted(zip(repeat.source.tolist(), repeat.destination.tolist(), repeat.rows.tolist(), strict=True)),
+            TaskBatch.of(route.cu_q, route.cu_kv, device),
+            route.q.destination_rows,
+            route.kv.destination_rows,
+        )
+
+
+@dataclass(frozen=True)
+class NanoRoutes:
+    """Everything a rank needs to run one nano-batch.
+
+    Attributes:
+        q_rows: query rows that live on this rank; rows of a home tensor beyond them are padding and take no part.
+        carried: (first row, one past the last) of the previous nano-batch's rows whose keys and values this one needs
+            again.
+        forward: route of the forward plan.
+        backward: route of the backward plan; the same object where gradients are computed by the forward's servers.
+    """
+
+    q_rows: int
+    carried: tuple[int, int]
+    forward: ServerRoute
+    backward: ServerRoute
+
+    @staticmethod
+    def of(
+        forward: Plan,
+        backward: Plan,
+        rank: int,
+        device: torch.device | str,
+        previous: Layout | None = None,
+    ) -> NanoRoutes:
+        """Routes of ``rank`` for a nano-batch.
+
+        Args:
+            forward: its plan.
+            backward: its backward plan, over the same layout; may be ``forward`` itself.
+            rank: this rank in the server pool.
+            device: where the rows live.
+            previous: layout of the nano-batch before this one, if it is the second.
+        """
+        layout = forward.layout
+        here = ServerRoute.of(route(forward, rank), device)
+        carried_rows = int(layout.carried_rows[rank])
+        end = int(previous.q_rows[rank]) if previous is not None else 0
+        return NanoRoutes(
+            int(layout.q_rows[rank]),
+            (end - carried_rows, end),
+            here,
+            here if backward is forward else ServerRoute.of(route(backward, rank), device),
+        )

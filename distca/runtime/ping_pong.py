@@ -1,0 +1,129 @@
+"""The order in which a stack of layers runs one or two nano-batches, so that every transfer hides behind compute.
+
+For layer i and halves 0 (ping) and 1 (pong), nodes are created in this order:
+
+    join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
+    join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
+
+The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image, with each reverse
+transfer launched before the other half's compute and joined after it. No rank waits for another except for the rows
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from distca.runtime.device_routes import NanoRoutes
+from distca.runtime.dispatch import AttentionCall
+from distca.runtime.pool import AttentionPool
+
+
+class SplitLayer(Protocol):
+    """A transformer layer cut at its core attention. ``nano`` is 0 or 1; hidden tensors are opaque here."""
+
+    scale: float
+
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything before core attention: q_NHD and kv_N2GD."""
+        ...
+
+    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
+        """Everything after it; ``hidden`` is what pre was given (the residual)."""
+        ...
+
+
+Checkpoint = Callable[..., Any]
+
+
+def run_layers(
+    layers: Sequence[SplitLayer],
+    hidden: Sequence[torch.Tensor],
+    routes: Sequence[NanoRoutes],
+    pool: AttentionPool,
+    checkpoint: Checkpoint | None = None,
+) -> list[torch.Tensor]:
+    """Run ``layers`` on every nano-batch.
+
+    Args:
+        layers: the split layers.
+        hidden: input of each nano-batch.
+        routes: this rank's routes of each nano-batch; one or two.
+        pool: the server pool.
+        checkpoint: ``checkpoint(function, *tensors)`` that recomputes ``function`` in backward; applied to
+            post(i)+pre(i+1), never to core attention, so that nothing is sent twice.
+
+    Returns:
+        The output of each nano-batch.
+    """
+    run = _Run(layers, routes, pool, checkpoint)
+    state = list(hidden)
+    tickets = run.first(state)
+    for layer in range(len(layers)):
+        run.attend(layer, tickets)
+        run.between(layer, state, tickets)
+    return state
+
+
+class _Run:
+    def __init__(
+        self,
+        layers: Sequence[SplitLayer],
+        routes: Sequence[NanoRoutes],
+        pool: AttentionPool,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self._layers, self._routes, self._pool = layers, routes, pool
+        self._checkpoint = checkpoint or (lambda function, *tensors: function(*tensors))
+        self._calls: list[AttentionCall] = []
+        self._previous_kv: torch.Tensor | None = None
+
+    def first(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
+        tickets = []
+        for nano, hidden in enumerate(state):
+            with self._pool.timeline.compute("pre", 0, nano, "forward"):
+                q, kv = self._checkpoint(lambda h, n=nano: self._layers[0].pre(h, n), hidden)
+            tickets.append(self._launch(0, nano, q, kv))
+        return tickets
+
+    def attend(self, layer: int, tickets: list[torch.Tensor]) -> None:
+        for nano, call in enumerate(self._calls):
+            tickets[nano] = call.launch_o(call.serve(call.join_qkv(tickets[nano])))
+
+    def between(self, layer: int, state: list[torch.Tensor], tickets: list[torch.Tensor]) -> None:
+        last = layer + 1 == len(self._layers)
+        calls, self._calls = self._calls, []
+        for nano, call in enumerate(calls):
+            o = call.join_o(tickets[nano])
+            with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
+                if last:
+                    state[nano] = self._checkpoint(
+                        lambda o, h, n=nano: self._layers[layer].post(o, h, n), o, state[nano]
+                    )
+                    continue
+                state[nano], q, kv = self._checkpoint(
+                    lambda o, h, n=nano: self._post_pre(layer, o, h, n), o, state[nano]
+                )
+            tickets[nano] = self._launch(layer + 1, nano, q, kv)
+
+    def _post_pre(
+        self, layer: int, o: torch.Tensor, hidden: torch.Tensor, nano: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = self._layers[layer].post(o, hidden, nano)
+        return hidden, *self._layers[layer + 1].pre(hidden, nano)
+
+    def _launch(self, layer: int, nano: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        routes = self._routes[nano]
+        begin, end = routes.carried
+        source = kv
+        if end > begin:
+            # The second half continues a document whose head is in the first: its keys and values are needed again.
+            assert self._previous_kv is not None
+            source = torch.cat((self._previous_kv[begin:end], kv))
+        self._previous_kv = kv
+        call = AttentionCall(self._pool, routes, layer, nano, self._layers[layer].scale)
+        self._calls.append(call)
+        return call.launch_qkv(q, source)

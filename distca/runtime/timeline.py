@@ -1,0 +1,150 @@
+"""What a rank did when: compute and transfers of both nano-batches, for the timeline and for tests of the order.
+
+Recording costs two events per span and nothing while it is off, except the time spent serving, which is always measured:
+the step log compares it over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distca.runtime.clock import Clock, Instant
+from distca.transport import Handle
+
+NANO_NAMES = ("ping", "pong")
+
+
+@dataclass
+class _Span:
+    track: str
+    name: str
+    start: Instant
+    end: Instant | None = None
+
+
+class Timeline:
+    """Spans of one rank.
+
+    Attributes:
+        order: names of what was queued, in the order in which the host queued it, while recording. Entries are
+            "launch q,k,v 3 ping forward" and the like: action, layer, nano-batch, direction.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.clock = Clock(device)
+        self.recording = False
+        self.order: list[str] = []
+        self._spans: list[_Span] = []
+        self._serves: dict[str, list[tuple[Instant, Instant]]] = {"forward": [], "backward": []}
+        self._open: _Span | None = None
+        self._side_stream: torch.cuda.Stream | None = None
+
+    def start_recording(self) -> None:
+        """Record from now on, with a zero that all ranks share; every rank calls it."""
+        self.clock.synchronize()
+        self.recording = True
+
+    @contextmanager
+    def compute(self, name: str, layer: int, nano: int, direction: str) -> Iterator[None]:
+        """Time work queued inside the block."""
+        if not self.recording:
+            yield
+            return
+        self.close()
+        self.order.append(_entry(name, layer, nano, direction))
+        span = _Span(f"compute {NANO_NAMES[nano]}", f"{name} {layer} {direction}", self.clock.now())
+        self._spans.append(span)
+        yield
+        span.end = self.clock.now()
+
+    @contextmanager
+    def serve(self, layer: int, nano: int, direction: str) -> Iterator[None]:
+        """Time the attention server; counted in :meth:`serve_seconds` also while nothing is recorded."""
+        with self.compute("serve", layer, nano, direction):
+            start = self.clock.now()
+            yield
+            self._serves[direction].append((start, self.clock.now()))
+
+    def open(self, name: str, layer: int, nano: int, direction: str) -> None:
+        """Begin a span that ends at the next :meth:`close` or at the next span."""
+        if self.recording:
+            self.close()
+            self.order.append(_entry(name, layer, nano, direction))
+            self._open = _Span(f"compute {NANO_NAMES[nano]}", f"{name} {layer} {direction}", self.clock.now())
+            self._spans.append(self._open)
+
+    def close(self) -> None:
+        """End the span that :meth:`open` began, if there is one."""
+        if self._open is not None:
+            self._open.end = self.clock.now()
+            self._open = None
+
+    def launched(self, what: str, handle: Handle, layer: int, nano: int, direction: str) -> None:
+        """Note a transfer that was just launched, and when its collectives end."""
+        if not self.recording:
+            return
+        self.close()
+        self.order.append(_entry(f"launch {what}", layer, nano, direction))
+        span = _Span("transfers", f"{what} {layer} {NANO_NAMES[nano]} {direction}", self.clock.now())
+        works = getattr(handle, "works", [])
+        if not works:
+            return
+        self._spans.append(span)
+        if self.clock.on_gpu:
+            self._end_on_side_stream(span, works)
+        else:
+            works[-1].get_future().add_done_callback(lambda _: setattr(span, "end", self.clock.now()))
+
+    def joined(self, what: str, layer: int, nano: int, direction: str) -> None:
+        """Note that a transfer is about to be waited for."""
+        if self.recording:
+            self.close()
+            self.order.append(_entry(f"join {what}", layer, nano, direction))
+
+    def serve_seconds(self) -> dict[str, float]:
+        """Seconds this rank served since the last call, by direction; blocks until the last serve is done."""
+        seconds = {
+            direction: sum(self.clock.seconds(start, end) for start, end in spans)
+            for direction, spans in self._serves.items()
+        }
+        self._serves = {"forward": [], "backward": []}
+        return seconds
+
+    def take(self, rank: int) -> list[dict[str, Any]]:
+        """End recording and return its spans as {rank, track, name, start_us, duration_us}."""
+        self.close()
+        self.recording = False
+        spans, self._spans = self._spans, []
+        events = []
+        for span in spans:
+            if span.end is not None:
+                start = self.clock.since_zero(span.start)
+                duration = self.clock.seconds(span.start, span.end)
+                events.append(
+                    {
+                        "rank": rank,
+                        "track": span.track,
+                        "name": span.name,
+                        "start_us": start * 1e6,
+                        "duration_us": duration * 1e6,
+                    }
+                )
+        return events
+
+    def _end_on_side_stream(self, span: _Span, works: list[Any]) -> None:
+        """Let a stream of its own wait for the collectives, so that their end is timed where they end."""
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._side_stream):
+            for work in works:
+                work.wait()
+            span.end = self.clock.now()
+
+
+def _entry(action: str, layer: int, nano: int, direction: str) -> str:
+    return f"{action} {layer} {NANO_NAMES[nano]} {direction}"

@@ -1,0 +1,96 @@
+"""Run a function on several ranks of this machine, over gloo and without GPUs."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailure(RuntimeError):
+    """A rank raised or died; the message holds its traceback."""
+
+
+def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
+    """Call ``function(*arguments)`` in ``ranks`` processes that form one gloo world.
+
+    Args:
+        ranks: number of processes.
+        function: importable from a module; inside it torch.distributed is initialised.
+        arguments: picklable, the same for every rank.
+        timeout: seconds until a rank that neither returns nor raises counts as failed.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankFailure: a rank raised, died or took too long; the others are ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    with tempfile.TemporaryDirectory(prefix="distca-ranks-") as folder:
+        store = os.path.join(folder, "store")
+        processes, pipes = [], []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(rank, ranks, store, theirs, function, arguments))
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(mine)
+        try:
+            return _collect(pipes, timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.terminate()
+                process.join()
+
+
+def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout)
+        if not ready:
+            silent = [rank for rank in range(len(pipes)) if rank not in results]
+            raise RankFailure(f"Ranks {silent} gave no answer within {timeout:.0f} s.")
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                failed, payload = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise RankFailure(f"Rank {rank} died without a word.") from None
+            if failed:
+                raise RankFailure(f"Rank {rank} failed:\n{payload}")
+            results[rank] = torch.load(io.BytesIO(payload), weights_only=False)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    rank: int, ranks: int, store: str, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        )
+        buffer = io.BytesIO()
+        torch.save(function(*arguments), buffer)
+        # Nobody may leave while others still talk to it.
+        dist.barrier()
+        pipe.send((False, buffer.getvalue()))
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,199 @@
+"""Reading a run's settings: one YAML file (``--config``) and dotted overrides, which win over the file.
+
+    python pretrain_llama.py --config configs/tiny.yaml --train.steps 20 --cad.enabled false
+
+A setting that is not given keeps its default from ``distca.train.settings``; one that does not exist is an error.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import jsonargparse
+import yaml
+
+from distca.train.settings import (
+    CadConfig,
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CadConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "known_settings",
+    "parse_run_config",
+    "to_yaml",
+]
+
+
+def parse_run_config(argv: list[str] | None = None) -> RunConfig:
+    """The run that a command line asks for; ``None`` reads ``sys.argv``. ``--help`` prints every setting and exits.
+
+    Raises:
+        ConfigError: on an unknown setting, a value of the wrong type, or a YAML file that cannot be read.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    _check_arguments(arguments)
+    parser = jsonargparse.ArgumentParser(
+        prog="pretrain_llama.py",
+        description="Train a LLaMA-style model with core attention disaggregation.",
+        exit_on_error=False,
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file of settings, such as configs/tiny.yaml.")
+    parser.add_class_arguments(RunConfig)
+    try:
+        parsed = parser.parse_args(arguments)
+    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
+        raise ConfigError(_value_error(str(error))) from None
+    config: RunConfig = _build(RunConfig, parser.instantiate_classes(parsed).as_dict())
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration as YAML that ``--config`` reads back to an equal one."""
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, default_flow_style=None)
+
+
+def known_settings() -> list[str]:
+    """Every setting by its dotted name, such as ``train.steps``."""
+    return _leaves(RunConfig, "")
+
+
+def _leaves(kind: Any, prefix: str) -> list[str]:
+    names: list[str] = []
+    for name, hint in get_type_hints(kind).items():
+        names += _leaves(hint, f"{prefix}{name}.") if is_dataclass(hint) else [prefix + name]
+    return names
+
+
+def _build(kind: type, values: Mapping[str, Any]) -> Any:
+    """Turn nested mappings into the dataclass ``kind``; what already is a dataclass stays."""
+    hints = get_type_hints(kind)
+    arguments = {
+        item.name: _build(hints[item.name], values[item.name])
+        if is_dataclass(hints[item.name]) and isinstance(values[item.name], Mapping)
+        else values[item.name]
+        for item in fields(kind)
+        if item.name in values
+    }
+    return kind(**arguments)
+
+
+def _plain(value: Any) -> Any:
+    """YAML has lists, but no tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    """Refuse unknown settings, on the command line and in the YAML files it names, before values are parsed."""
+    known = known_settings()
+    groups = {name.rsplit(".", 1)[0] for name in known if "." in name}
+    expects_value = False
+    for position, argument in enumerate(arguments):
+        if argument in ("-h", "--help"):
+            return
+        if argument.startswith("--"):
+            name, _, value = argument[2:].partition("=")
+            if name == "config":
+                _check_file(value or (arguments[position + 1] if position + 1 < len(arguments) else ""), known)
+            elif name not in known and name not in groups and name != "print_config":
+                raise ConfigError(_unknown(name, known, "on the command line"))
+            expects_value = "=" not in argument
+        elif expects_value:
+            expects_value = False
+        else:
+            raise ConfigError(f"{argument!r} on the command line belongs to no setting; write --setting value.")
+
+
+def _check_file(name: str, known: list[str]) -> None:
+    if not name:
+        raise ConfigError("--config needs the path of a YAML file, such as configs/tiny.yaml.")
+    path = Path(name)
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path("configs")
+        beside = sorted(str(other) for other in folder.glob("*.yaml"))
+        there = f" There are: {', '.join(beside)}." if beside else ""
+        raise ConfigError(f"--config names {name}, which is not a file.{there}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if content is None:
+        return
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name} must hold settings as 'name: value' lines, not a {type(content).__name__}.")
+    for setting in _keys(content, ""):
+        if setting not in known:
+            raise ConfigError(_unknown(setting, known, f"in {name}"))
+
+
+def _keys(content: Mapping[Any, Any], prefix: str) -> list[str]:
+    names: list[str] = []
+    for key, value in content.items():
+        names += _keys(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+    return names
+
+
+def _unknown(name: str, known: list[str], where: str) -> str:
+    by_last_part = [setting for setting in known if setting.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+    close = by_last_part or get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f" Did you mean {close[0]}?" if close else " --help lists every setting."
+    return f"There is no setting {name!r} ({where}).{hint}"
+
+
+def _value_error(message: str) -> str:
+    """The parser's message about a value, as one sentence that says what the setting takes."""
+    text = " ".join(message.split())
+    key = re.search(r'Parser key "([\w.]+)"', text)
+    value = re.search(r"(?:Got value|Given value): (.*?)\.?$", text)
+    if key and value and key[1] in known_settings():
+        return f"{key[1]} must be {_takes(_hint(key[1]))}, not {value[1]}."
+    missing = re.match(r"argument --([\w.]+): expected one argument", text)
+    if missing and missing[1] in known_settings():
+        return f"--{missing[1]} needs a value: {_takes(_hint(missing[1]))}."
+    return text if text.endswith(".") else text + "."
+
+
+def _hint(name: str) -> Any:
+    kind: Any = RunConfig
+    for part in name.split("."):
+        kind = get_type_hints(kind)[part]
+    return kind
+
+
+def _takes(hint: Any) -> str:
+    """What a setting of this type takes, in words."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join("null" if part is NoneType else _takes(part) for part in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list of {len(get_args(hint))} whole numbers"
+    words: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(hint, str(hint))

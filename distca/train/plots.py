@@ -1,0 +1,122 @@
+"""Pictures of a run: attention time per rank before and after balancing, and a timeline that opens in Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BEFORE, AFTER, MEASURED = "#d1662f", "#2b6cb0", "#1a202c"
+
+
+def imbalance(per_rank: Sequence[float] | np.ndarray) -> float:
+    """The busiest rank's time over the mean of all ranks; 1 is perfect balance, and so is no work at all."""
+    time = np.asarray(per_rank, dtype=np.float64)
+    mean = float(time.mean())
+    return float(time.max()) / mean if mean > 0 else 1.0
+
+
+def plot_balance(
+    path: Path | str,
+    before: Sequence[float] | np.ndarray,
+    after: Sequence[float] | np.ndarray,
+    measured: Sequence[float] | np.ndarray | None = None,
+    *,
+    unit: str = "ms",
+    title: str | None = None,
+) -> None:
+    """Draw attention time per rank; the file's suffix chooses the format (.png, .svg).
+
+    Args:
+        path: file to write.
+        before: [ranks] planned time with every document computed at home.
+        after: [ranks] planned time with the plan that ran.
+        measured: [ranks] measured time, in the same unit.
+        unit: unit of all three.
+        title: instead of the sentence that gives the imbalance before and after.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
+    assert first.shape == second.shape
+    ranks = np.arange(len(first))
+    # A figure of its own, not pyplot: nothing global, and no display is looked for.
+    figure = Figure(figsize=(min(14.0, max(7.0, 1.2 + 0.42 * len(ranks))), 3.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.bar(ranks - 0.2, first, 0.4, color=BEFORE, label=f"at home: busiest / mean {imbalance(first):.2f}")
+    axes.bar(ranks + 0.2, second, 0.4, color=AFTER, label=f"disaggregated: busiest / mean {imbalance(second):.2f}")
+    axes.axhline(float(second.mean()), color="0.35", linewidth=1, linestyle="--", label="mean")
+    if measured is not None:
+        times = np.asarray(measured, dtype=np.float64)
+        assert times.shape == first.shape
+        label = f"measured: busiest / mean {imbalance(times):.2f}"
+        axes.plot(ranks + 0.2, times, "o", color=MEASURED, markersize=4, label=label)
+    axes.set_title(
+        title or f"Attention per rank: imbalance {imbalance(first):.2f} → {imbalance(second):.2f}", loc="left"
+    )
+    axes.set_xlabel("rank")
+    axes.set_ylabel(f"attention time ({unit})")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(-0.7, len(ranks) - 0.3)
+    axes.set_ylim(0, 1.4 * max(axes.get_ylim()[1] / 1.05, 1e-12))  # headroom for the legend
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=2, loc="upper left", fontsize=8)
+    figure.savefig(Path(path))
+
+
+def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> None:
+    """Write recorded spans as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing open.
+
+    A rank is a process and a track a thread, both named; tracks keep the order compute ping, compute pong, transfers,
+    then others by name. Times are shifted so that the earliest event starts at 0.
+
+    Args:
+        path: file to write.
+        events: dicts of ``rank`` (int), ``track`` (str), ``name`` (str), ``start_us`` and ``duration_us`` (float,
+            microseconds, one clock for all ranks). Optional: ``args`` (dict, shown on click) and ``flow`` (an id:
+            events with the same one are joined by arrows in order of start).
+    """
+    spans = sorted(events, key=lambda event: event["start_us"])
+    origin = spans[0]["start_us"] if spans else 0.0
+    order = {name: number for number, name in enumerate(("compute ping", "compute pong", "transfers"))}
+    others = sorted({span["track"] for span in spans} - set(order))
+    order |= {name: len(order) + number for number, name in enumerate(others)}
+    trace: list[dict[str, Any]] = []
+    for rank in sorted({int(span["rank"]) for span in spans}):
+        trace.append(_name("process_name", rank, 0, {"name": f"rank {rank}"}))
+        trace.append(_name("process_sort_index", rank, 0, {"sort_index": rank}))
+        for track in sorted({span["track"] for span in spans if span["rank"] == rank}, key=order.__getitem__):
+            trace.append(_name("thread_name", rank, order[track], {"name": track}))
+            trace.append(_name("thread_sort_index", rank, order[track], {"sort_index": order[track]}))
+    for span in spans:
+        place = {"pid": int(span["rank"]), "tid": order[span["track"]], "ts": round(span["start_us"] - origin, 3)}
+        event = {"ph": "X", "cat": span["track"], "name": span["name"], "dur": round(span["duration_us"], 3)}
+        trace.append(event | place | ({"args": dict(span["args"])} if span.get("args") else {}))
+    trace += _arrows(spans, origin, order)
+    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": trace}), encoding="utf-8")
+
+
+def _name(kind: str, rank: int, track: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": args}
+
+
+def _arrows(spans: list[Mapping[str, Any]], origin: float, order: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Flow events: each joins one span to the next of the same id, from inside the one to the start of the other."""
+    chains: dict[Any, list[Mapping[str, Any]]] = {}
+    for span in spans:
+        if span.get("flow") is not None:
+            chains.setdefault(span["flow"], []).append(span)
+    arrows = []
+    for number, chain in enumerate(chain for chain in chains.values() if len(chain) > 1):
+        for position, span in enumerate(chain):
+            phase = "s" if position == 0 else ("f" if position == len(chain) - 1 else "t")
+            arrow = {"ph": phase, "cat": "flow", "name": "flow", "id": number, "pid": int(span["rank"])}
+            arrow |= {"tid": order[span["track"]], "ts": round(span["start_us"] - origin, 3)}
+            arrows.append(arrow | ({"bp": "e"} if phase == "f" else {}))
+    return arrows

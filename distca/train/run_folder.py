@@ -1,0 +1,155 @@
+"""The folder of a run, and the checkpoints in it.
+
+    runs/llama-tiny/config.yaml            the settings the run started with
+                    metrics.jsonl          figures of every step
+                    balance.png            attention time per rank, before and after balancing
+                    timeline.json          recorded steps; opens in Perfetto
+                    tensorboard/
+                    checkpoints/step_000060/
+
+Steps are counted from 1, so ``step_000060`` is the state after 60 optimizer steps.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from distca.train.config import ConfigError, RunConfig, to_yaml
+
+_COMPLETE = "COMPLETE"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        step: optimizer steps that were done when it was saved.
+        path: its folder.
+    """
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names of everything a run writes.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def balance_plot(self) -> Path:
+        return self.path / "balance.png"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint after ``step`` steps belongs: ``checkpoints/step_000060``."""
+        return self.path / "checkpoints" / f"step_{step:06d}"
+
+    def mark_complete(self, step: int) -> Checkpoint:
+        """Say that every rank has finished writing the checkpoint of ``step``; until then nobody resumes from it."""
+        path = self.checkpoint_path(step)
+        (path / _COMPLETE).touch()
+        return Checkpoint(step, path)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All complete checkpoints, oldest first."""
+        found = []
+        for path in (self.path / "checkpoints").glob("step_*"):
+            name = re.fullmatch(r"step_(\d+)", path.name)
+            if name and (path / _COMPLETE).exists():
+                found.append(Checkpoint(int(name[1]), path))
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def prune(self, keep: int) -> list[Checkpoint]:
+        """Delete all complete checkpoints but the ``keep`` newest; returns the deleted ones. Call it on one rank."""
+        old = self.checkpoints()[: -keep or None]
+        for checkpoint in old:
+            # Without its mark a half-deleted checkpoint is not taken for a complete one.
+            (checkpoint.path / _COMPLETE).unlink()
+            shutil.rmtree(checkpoint.path)
+        return old
+
+
+def create_run_folder(config: RunConfig) -> RunFolder:
+    """Make the folder of a new run and write config.yaml there.
+
+    The folder is output/name, or the first free one of output/name-2, -3 ... where that exists. Call it on one rank and
+    tell the others the path.
+    """
+    base = Path(config.output) / config.name
+    base.parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            path.mkdir()  # two runs that start together cannot both succeed here
+            break
+        except FileExistsError:
+            number += 1
+    folder = RunFolder(path)
+    folder.config.write_text(to_yaml(config), encoding="utf-8")
+    return folder
+
+
+def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
+    """The folder and the newest complete checkpoint that ``checkpoint.resume`` asks for.
+
+    The run goes on in the same folder. Its config.yaml stays; the settings of the resumed part are written beside it,
+    as ``config-from-step-000060.yaml``. Call it on one rank and tell the others the path.
+
+    Raises:
+        ConfigError: where there is no such run, or no complete checkpoint in it.
+    """
+    latest = config.checkpoint.resume == "latest"
+    folder = _latest_run(config) if latest else RunFolder(Path(str(config.checkpoint.resume)))
+    if not folder.path.is_dir():
+        raise ConfigError(f"checkpoint.resume names {folder.path}, which is not a folder; give the folder of a run.")
+    checkpoints = folder.checkpoints()
+    if not checkpoints:
+        raise ConfigError(
+            f"checkpoint.resume names {folder.path}, which has no complete checkpoint; "
+            "save some with checkpoint.save_every, or start anew without checkpoint.resume."
+        )
+    newest = checkpoints[-1]
+    (folder.path / f"config-from-step-{newest.step:06d}.yaml").write_text(to_yaml(config), encoding="utf-8")
+    return folder, newest
+
+
+def _latest_run(config: RunConfig) -> RunFolder:
+    """The run of this name with the highest number that has a complete checkpoint."""
+    base = Path(config.output) / config.name
+    runs = []
+    for path in base.parent.glob(f"{base.name}*"):
+        suffix = re.fullmatch(re.escape(base.name) + r"(?:-(\d+))?", path.name)
+        if suffix and RunFolder(path).checkpoints():
+            runs.append((int(suffix[1] or 1), path))
+    if not runs:
+        raise ConfigError(
+            f"checkpoint.resume is latest, but no run {base} has a complete checkpoint; "
+            "check name and output, or start anew without checkpoint.resume."
+        )
+    return RunFolder(max(runs)[1])

@@ -1,0 +1,240 @@
+"""The settings of a training run: one tree of keyword-only dataclasses.
+
+The field descriptions are what ``--help`` shows. ``distca.train.config`` reads them from YAML and the command line;
+checks that need more than one field, or the world size, are in ``distca.train.validate``. Steps are counted from 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A setting that no run can be started with; the message names the value, the limit and the setting to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Attributes:
+        layers: number of transformer layers.
+        hidden: width of the residual stream.
+        ffn: width inside the SwiGLU MLP (of each of its gate and up projections).
+        heads: query heads.
+        kv_heads: key and value heads; must divide heads.
+        head_dim: width of one head; 0 means hidden / heads.
+        vocabulary: rows of the embedding and the output layer; 0 means the vocabulary of the data.
+        rope_base: base of the rotary frequencies.
+        norm_epsilon: epsilon of RMSNorm.
+        tie_embeddings: use the embedding's weights as the output layer's.
+        init_std: standard deviation of the weights at the start.
+    """
+
+    layers: int = 4
+    hidden: int = 128
+    ffn: int = 384
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 0
+    vocabulary: int = 0
+    rope_base: float = 500000.0
+    norm_epsilon: float = 1e-5
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """head_dim, or hidden // heads where it is 0."""
+        return self.head_dim or self.hidden // max(self.heads, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is cut. What is left of the world is data parallel, and is the attention server pool.
+
+    Attributes:
+        tp: tensor-parallel ranks; attention heads stay sharded over them.
+        pp: pipeline stages; only 1 is supported so far.
+        sequence_parallel: shard the activations between tensor-parallel blocks by tokens; has an effect with tp > 1.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = True
+
+    def data_parallel(self, world_size: int) -> int:
+        """Data-parallel ranks in a world of ``world_size`` ranks."""
+        return world_size // (self.tp * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CadConfig:
+    """Core attention disaggregation: which rank computes which attention, and how rows get there.
+
+    Attributes:
+        enabled: balance attention over all data-parallel ranks; false computes every document's attention at home.
+        ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
+        backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
+            resend = the home rank keeps them and sends them again (equal memory everywhere).
+        transport: how rows move; auto is nccl on CUDA devices and gloo on CPUs.
+        kernel: core-attention kernel; auto takes the fastest one that runs here.
+        tolerance: the planner stops when the busiest server is within this fraction of the mean.
+        deterministic: add gradients of k and v in a fixed order, so that two runs are bitwise equal.
+        nvshmem_buffer_gb: GiB of symmetric memory per rank for an NVSHMEM transport. Not used yet: no transport of
+            this version takes NVSHMEM memory.
+    """
+
+    enabled: bool = True
+    ping_pong: bool = True
+    backward: Literal["keep", "resend"] = "keep"
+    transport: Literal["auto", "nccl", "gloo"] = "auto"
+    kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
+    tolerance: float = 0.02
+    deterministic: bool = False
+    nvshmem_buffer_gb: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where documents come from and how they fill the ranks.
+
+    Attributes:
+        source: stdlib = the Python files of this interpreter's standard library; text = text files; jsonl = one JSON
+            object with a "text" field a line; indexed = Megatron's .bin/.idx pair; mix = random tokens whose document
+            lengths follow the named mix in path.
+        path: file, folder, .bin/.idx prefix, or the name of a mix.
+        tokenizer: bytes, or the name or folder of a tokenizer.
+        vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
+        context_length: most tokens a document may have.
+        longer: what happens to a longer document: error stops the run, split cuts it into documents that fit.
+        tokens_per_rank: tokens per data-parallel rank and micro-batch.
+        whole_documents: never let a document span ranks; implied when cad.enabled is false and there is more than one
+            data-parallel rank.
+        validation_fraction: share of the documents held back for validation.
+        seed: seed of the order of documents.
+    """
+
+    source: Literal["stdlib", "text", "jsonl", "indexed", "mix"] = "stdlib"
+    path: str | None = None
+    tokenizer: str = "bytes"
+    vocabulary: int = 0
+    context_length: int = 4096
+    longer: Literal["error", "split"] = "error"
+    tokens_per_rank: int = 1024
+    whole_documents: bool = False
+    validation_fraction: float = 0.02
+    seed: int = 1234
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up and a cosine decay.
+
+    Attributes:
+        lr: learning rate at the end of the warm-up.
+        min_lr: learning rate at the last step.
+        warmup_steps: steps in which the learning rate rises from 0 to lr.
+        weight_decay: decoupled weight decay.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        epsilon: Adam's epsilon.
+        clip_grad: largest global norm of the gradient; 0 does not clip.
+        distributed: shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer).
+    """
+
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    warmup_steps: int = 10
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+        steps: optimizer steps of the whole run, also of a resumed one.
+        micro_batches: micro-batches per step and data-parallel rank.
+        precision: of the weights and activations; fp32 master weights are kept with bf16.
+        recompute: recompute each layer's linear part in the backward pass instead of keeping its activations; core
+            attention is never recomputed, so nothing is sent twice.
+        seed: seed of the weights.
+        validate_every: steps between validations; 0 validates only at the end, if there is a validation set.
+        validate_batches: global batches per validation.
+    """
+
+    steps: int = 60
+    micro_batches: int = 1
+    precision: Literal["bf16", "fp32"] = "fp32"
+    recompute: bool = False
+    seed: int = 1234
+    validate_every: int = 0
+    validate_batches: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and going on.
+
+    Attributes:
+        save_every: steps between checkpoints; 0 saves only at the end.
+        resume: folder of a run to go on with, or latest for the newest run of this name.
+        keep: newest checkpoints that stay on disk.
+    """
+
+    save_every: int = 0
+    resume: str | None = None
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is recorded.
+
+    Attributes:
+        every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.
+        timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto).
+        tensorboard: also write TensorBoard events.
+        memory: also record each step's peak memory.
+    """
+
+    every: int = 1
+    timeline_steps: tuple[int, int] | None = None
+    tensorboard: bool = True
+    memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run.
+
+    Attributes:
+        name: name of the run.
+        output: folder of all runs; this run writes into output/name, or name-2, name-3 ... where that one exists.
+        model: the model.
+        parallel: how it is cut.
+        cad: core attention disaggregation.
+        data: the documents.
+        optimizer: the optimizer and its learning rate.
+        train: the loop.
+        checkpoint: saving and going on.
+        log: what is recorded.
+    """
+
+    name: str = "llama-tiny"
+    output: str = "runs"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cad: CadConfig = field(default_factory=CadConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,80 @@
+"""Transport over torch.distributed: pack the rows, one all-to-all per tensor, put them in their places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from distca.transport.transport import Part
+
+
+class CollectiveTransport:
+    """Rows by all-to-all over a process group (NCCL on GPUs, gloo on CPUs).
+
+    Args:
+        group: the server pool; ranks in it are the ranks of plans and routes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.name = str(dist.get_backend(group))
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self._group = group
+
+    def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
+        """Pack and start one all-to-all per part; parts of which no row travels between any ranks are only copied."""
+        under_way = []
+        for part in parts:
+            if part.moves.travelling:
+                under_way.append(self._start(part))
+        # Copies of kept rows are queued behind the packing, so that the transfers start first.
+        for part in parts:
+            part.moves.copy_kept(part.source, part.destination)
+        return CollectiveHandle(under_way)
+
+    def _start(self, part: Part) -> _UnderWay:
+        moves = part.moves
+        sent = part.source.index_select(0, moves.send_index)
+        received = part.destination.new_empty((sum(moves.receive_counts), *part.destination.shape[1:]))
+        work = dist.all_to_all_single(
+            _as_bytes(received),
+            _as_bytes(sent),
+            moves.receive_counts,
+            moves.send_counts,
+            group=self._group,
+            async_op=True,
+        )
+        return _UnderWay(part, sent, received, work)
+
+
+@dataclass
+class _UnderWay:
+    part: Part
+    sent: torch.Tensor  # held until the exchange was waited for
+    received: torch.Tensor
+    work: dist.Work
+
+
+class CollectiveHandle:
+    """All-to-alls under way."""
+
+    def __init__(self, under_way: list[_UnderWay]) -> None:
+        self._under_way = under_way
+
+    @property
+    def works(self) -> list[dist.Work]:
+        """The pending collectives, for whoever records when they end."""
+        return [each.work for each in self._under_way]
+
+    def wait(self) -> None:
+        for each in self._under_way:
+            each.work.wait()
+            each.part.moves.place_received(each.received, each.part.destination)
+        self._under_way = []
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """[rows, bytes per row]: one wire format for every dtype, also those that gloo does not know."""
+    return rows.view(-1).view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.element_size())

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from distca.data import DataError, open_source
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones():
+    with pytest.raises(DataError) as error:
+        open_source("parquet", "x")
+    assert str(error.value) == (
+        "There is no document source 'parquet'; data.source is one of stdlib, text, jsonl, indexed, mix."
+    )
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "indexed", "mix"])
+def test_a_source_without_a_path_is_refused(kind):
+    with pytest.raises(DataError, match=r"needs a path; set data\.path"):
+        open_source(kind)
+
+
+@pytest.mark.parametrize("kind", ["stdlib", "text", "jsonl"])
+def test_another_tokenizer_than_bytes_points_to_the_conversion(kind):
+    with pytest.raises(DataError, match=rf"distca data convert --source {kind} --path here --tokenizer t\.json"):
+        open_source(kind, "here", "t.json")
+
+
+def test_another_vocabulary_than_256_is_refused_for_bytes(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"vocabulary is 256, but data\.vocabulary is 300"):
+        open_source("text", str(tmp_path), vocabulary=300)
+    assert open_source("text", str(tmp_path), vocabulary=0).vocabulary == 256
+
+
+def test_a_negative_vocabulary_is_refused():
+    with pytest.raises(DataError, match=r"data\.vocabulary.*not -1"):
+        open_source("mix", "pretrain", vocabulary=-1)
+
+
+def test_stdlib_takes_no_path():
+    with pytest.raises(DataError, match=r"takes no path, but data\.path is 'x'"):
+        open_source("stdlib", "x")
+
+
+def test_data_and_its_command_import_numpy_only():
+    code = (
+        "import sys, distca.data, distca.data.convert, distca.commands.data\n"
+        "assert not {'torch', 'megatron', 'tokenizers', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

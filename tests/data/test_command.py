@@ -1,0 +1,57 @@
+"""Tests distca/commands/data.py through the parser that the command line uses."""
+
+from __future__ import annotations
+
+import pytest
+
+from distca.commands import data
+from distca.data import DataError, open_source
+
+jsonargparse = pytest.importorskip("jsonargparse")
+
+
+def run(*arguments):
+    return jsonargparse.auto_cli({"convert": data.convert, "describe": data.describe}, args=list(arguments))
+
+
+def test_describe_prints_the_figures_of_a_folder(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("x" * 100)
+    (tmp_path / "b.txt").write_text("x" * 9000)
+    run("describe", str(tmp_path), "--source", "text")
+    lines = {line.strip("│ \n") for line in capsys.readouterr().out.splitlines()}
+    figures = {line.split("│")[0].strip(): line.split("│")[1].strip() for line in lines if "│" in line}
+    assert figures["all 2 documents"] == "9,100"
+    assert figures["mean document"] == "4,550.0"
+    assert figures["longest document"] == "9,000"
+    assert figures["in documents over 8K"] == "98.9%"
+    assert figures["in documents over 32K"] == "0.0%"
+
+
+def test_convert_writes_what_indexed_reads(tmp_path, capsys):
+    pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{"text": "you"}\n')
+    output = str(tmp_path / "out")
+    run("convert", str(tmp_path / "a.jsonl"), "--source", "jsonl", "--output", output)
+    source = open_source("indexed", output)
+    assert bytes(source.read(0, 0, 5).tolist()) == b"hello"
+    assert "2 documents, 8 tokens, vocabulary 256" in " ".join(capsys.readouterr().out.split())
+
+
+def test_convert_with_a_tokenizer_file(tmp_path):
+    pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<unk>": 0, "</s>": 1, "hello": 2, "you": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("hello hello you")
+    output, file = str(tmp_path / "out"), str(tmp_path / "tokenizer.json")
+    run("convert", str(tmp_path / "a.txt"), "--output", output, "--tokenizer", file, "--end_token", "</s>")
+    source = open_source("indexed", output)
+    assert source.vocabulary == 4
+    assert source.read(0, 0, 4).tolist() == [2, 2, 3, 1]
+
+
+def test_a_user_mistake_stays_a_sentence(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        run("describe", str(tmp_path / "nowhere"), "--source", "text")

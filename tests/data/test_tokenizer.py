@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import builtins
+
+import pytest
+
+from distca.data.errors import DataError
+from distca.data.tokenizer import open_tokenizer
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    """A word-level tokenizer with a template that would add <s>, made here."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4, "three": 7}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_bytes():
+    tokenizer = open_tokenizer("bytes")
+    assert tokenizer.vocabulary == 256
+    assert [ids.tolist() for ids in tokenizer.encode([b"a\xff", b""])] == [[97, 255], []]
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_tokenizer_file_or_its_folder(tokenizer_file, as_folder):
+    tokenizer = open_tokenizer(str(tokenizer_file.parent if as_folder else tokenizer_file))
+    assert tokenizer.vocabulary == 8  # the greatest id is 7, ids 5 and 6 are unused
+    assert [ids.tolist() for ids in tokenizer.encode([b"one three", b"two huh"])] == [[3, 7], [4, 0]]
+
+
+def test_an_end_token_closes_every_document(tokenizer_file):
+    tokenizer = open_tokenizer(str(tokenizer_file), "</s>")
+    assert [ids.tolist() for ids in tokenizer.encode([b"one", b"two"])] == [[3, 2], [4, 2]]
+    with pytest.raises(DataError, match="no token '<end>'"):
+        open_tokenizer(str(tokenizer_file), "<end>")
+    with pytest.raises(DataError, match="leave end_token unset"):
+        open_tokenizer("bytes", "</s>")
+
+
+def test_a_missing_or_damaged_file_is_a_sentence(tmp_path, tokenizer_file):
+    with pytest.raises(DataError, match=r"neither 'bytes' nor a tokenizer\.json file"):
+        open_tokenizer(str(tmp_path / "nothing"))
+    for content in ("{", "{}"):
+        tokenizer_file.write_text(content)
+        with pytest.raises(DataError, match=r"is not a tokenizer\.json that the package tokenizers can read"):
+            open_tokenizer(str(tokenizer_file))
+
+
+def test_without_the_package_there_is_a_sentence(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *arguments, **options):
+        if name == "tokenizers":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DataError, match="needs the package tokenizers: pip install tokenizers"):
+        open_tokenizer(str(tmp_path))

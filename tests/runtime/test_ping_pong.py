@@ -1,0 +1,138 @@
+"""The runtime on gloo ranks, with random plans, against whole documents in one process: float64."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from distca.attention.reference import ReferenceKernel
+from distca.plan import lay_out
+from distca.runtime import AttentionPool, NanoRoutes, run_layers
+from distca.runtime.timeline import Timeline
+from distca.testing.plans import random_plan
+from distca.testing.ranks import run_ranks
+from distca.testing.reference_attention import relative_error
+from distca.testing.toy_layers import toy_layers
+from distca.transport import choose_transport
+
+WIDTH, LAYERS, TOLERANCE = 12, 3, 1e-12
+SHAPE = dict(count=LAYERS, width=WIDTH, heads=4, kv_heads=2, head_dim=6, seed=5)
+
+CASES = {
+    "odd lengths": [13, 7, 1, 29, 3],
+    "one document over all ranks": [61],
+    "length 1 only": [1, 1, 1, 1, 1],
+    "one token": [1],
+    "many documents": [1 + (7 * n) % 5 for n in range(300)],
+    "no documents": [],
+}
+
+
+def _documents(lengths):
+    generator = torch.Generator().manual_seed(sum(lengths))
+    hidden = torch.randn(sum(lengths), WIDTH, generator=generator, dtype=torch.float64)
+    weight = torch.randn(sum(lengths), WIDTH, generator=generator, dtype=torch.float64)
+    starts = np.concatenate(([0], np.cumsum(lengths))).astype(int)
+    return hidden, weight, starts
+
+
+def _rows_of(layout, rank, starts):
+    mine = layout.q.on_rank(rank)
+    return [
+        row
+        for document, start, stop in zip(mine.document, mine.start, mine.stop, strict=True)
+        for row in range(starts[document] + start, starts[document] + stop)
+    ]
+
+
+def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of, record):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layouts = lay_out(lengths, ranks, nano_batches=nano_batches, rank_of=rank_of)
+    routes, previous = [], None
+    for nano, layout in enumerate(layouts):
+        forward = random_plan(layout, seed + nano)
+        back = random_plan(layout, seed + nano + 100) if backward == "resend" else forward
+        routes.append(NanoRoutes.of(forward, back, rank, "cpu", previous))
+        previous = layout
+    timeline = Timeline("cpu")
+    if record:
+        timeline.start_recording()
+    pool = AttentionPool(choose_transport("auto", dist.group.WORLD), ReferenceKernel(), timeline, backward)
+    hidden, weight, starts = _documents(lengths)
+    rows = [_rows_of(layout, rank, starts) for layout in layouts]
+    inputs = [torch.cat((hidden[r], hidden.new_zeros(padding, WIDTH))).requires_grad_() for r in rows]
+    layers = toy_layers(**SHAPE)
+    recomputed = (lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=True)) if recompute else None
+    outputs = run_layers(layers, inputs, routes, pool, recomputed)
+    sum((out[: len(r)] * weight[r]).sum() for out, r in zip(outputs, rows, strict=True)).backward()
+    grads = [torch.cat((layer.qkv.grad.flatten(), layer.out.grad.flatten())) for layer in layers]
+    return {
+        "rows": rows,
+        "out": [out[: len(r)].detach() for out, r in zip(outputs, rows, strict=True)],
+        "input_grad": [x.grad[: len(r)] for x, r in zip(inputs, rows, strict=True)],
+        "weight_grad": torch.cat(grads),
+        "order": timeline.order,
+    }
+
+
+def _check(lengths, ranks, nano_batches=2, backward="keep", recompute=False, padding=0, seed=0, rank_of=None):
+    hidden, weight, _ = _documents(lengths)
+    hidden.requires_grad_()
+    layers = toy_layers(**SHAPE)
+    expected = hidden
+    for layer in layers:
+        expected = layer.whole(expected, list(lengths))
+    (expected * weight).sum().backward()
+    results = run_ranks(ranks, _run_rank, lengths, nano_batches, backward, recompute, padding, seed, rank_of, False)
+    out, grad = torch.zeros_like(hidden), torch.zeros_like(hidden)
+    for result in results:
+        for rows, o, g in zip(result["rows"], result["out"], result["input_grad"], strict=True):
+            out[rows], grad[rows] = o, g
+    assert relative_error(out, expected) <= TOLERANCE
+    assert relative_error(grad, hidden.grad if len(hidden) else grad) <= TOLERANCE
+    weight_grad = torch.cat([torch.cat((layer.qkv.grad.flatten(), layer.out.grad.flatten())) for layer in layers])
+    assert relative_error(sum(result["weight_grad"] for result in results), weight_grad) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backward", ["keep", "resend"])
+def test_two_halves_on_three_ranks(case, backward):
+    _check(CASES[case], ranks=3, backward=backward, padding=2, seed=len(case))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("nano_batches", [1, 2])
+@pytest.mark.parametrize("backward", ["keep", "resend"])
+def test_ranks_and_halves(ranks, nano_batches, backward):
+    _check(CASES["odd lengths"], ranks, nano_batches, backward, recompute=True, seed=ranks)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_seeds(seed):
+    lengths = np.random.default_rng(seed).integers(1, 40, size=9).tolist()
+    _check(lengths, ranks=4, backward=("keep", "resend")[seed % 2], recompute=seed % 3 == 0, seed=seed)
+
+
+def test_whole_documents_and_a_rank_without_tokens():
+    _check([5, 40, 3, 9], ranks=4, rank_of=[0, 2, 0, 3])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("backward", ["keep", "resend"])
+def test_backward_hides_every_transfer_behind_the_other_half(backward, recompute):
+    """Each reverse transfer is launched before the other half's compute and joined after it, on every rank."""
+    sent = "dO" if backward == "keep" else "q,k,v,o,dO"
+    for result in run_ranks(2, _run_rank, [13, 7, 40, 29, 3], 2, backward, recompute, 0, 0, None, True):
+        at = {name: place for place, name in enumerate(result["order"])}
+        assert len(at) == len(result["order"])
+
+        def hidden(what, layer, half, behind):
+            return at[f"launch {what} {layer} {half} backward"] < at[behind] < at[f"join {what} {layer} {half} backward"]
+
+        for layer in range(LAYERS):
+            assert hidden("dq,dk,dv", layer, "pong", f"serve {layer} ping backward")
+            assert hidden("dq,dk,dv", layer, "ping", f"post+pre {layer} pong backward")
+            assert hidden(sent, layer, "ping", f"serve {layer} pong backward")
+        for layer in range(LAYERS - 1):
+            assert hidden(sent, layer, "pong", f"post+pre {layer + 1} ping backward")
