@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,8 +12,43 @@ from distca.plan.cost import AttentionShape, CostModel, Direction
 from distca.plan.errors import PlanError
 from distca.plan.layout import Layout
 from distca.plan.links import HeldRows, Links
-from distca.plan.moves import Pieces, Ranges
 from distca.plan.plan import Plan, Tasks, plan_at_home
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Query ranges that one server computes. Arrays: document, start, stop [P] int64; seconds [K, P] float64."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    seconds: np.ndarray
+
+    def take(self, chosen: np.ndarray) -> Pieces:
+        return Pieces(self.document[chosen], self.start[chosen], self.stop[chosen], self.seconds[:, chosen])
+
+    def with_more(self, other: Pieces) -> Pieces:
+        return Pieces(
+            np.concatenate((self.document, other.document)),
+            np.concatenate((self.start, other.start)),
+            np.concatenate((self.stop, other.stop)),
+            np.concatenate((self.seconds, other.seconds), axis=1),
+        )
+
+
+@dataclass(frozen=True)
+class Given:
+    """Ranges that leave a giver. Arrays: document, start, stop, receiver [M] int64; seconds [K, M] at the receiver."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    receiver: np.ndarray
+    seconds: np.ndarray
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
+        columns = (self.document, self.start, self.stop, self.receiver)
+        return zip(*(column.tolist() for column in columns), self.seconds.T, strict=True)
 
 
 class Pool:
@@ -24,8 +60,6 @@ class Pool:
         mean: [K] seconds of a server of speed 1 under a perfect balance of the work as it lies at home.
         order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so that
             a plan does not depend on how ranks are numbered.
-        shared_documents: per rank, its documents that also live on other ranks.
-        homes: per such document, the ranks it lives on.
         node: [R] node of every rank.
         received: [R] bytes of q, k and v rows that arrive at every server; ``cap`` is the most it may be, or None.
     """
@@ -56,7 +90,7 @@ class Pool:
         self.node = links.nodes(layout.ranks)
         self._at_rank = HeldRows(layout.kv, layout.kv.rank, layout.ranks)
         self._at_node = HeldRows(layout.kv, self.node[layout.kv.rank], int(self.node[-1]) + 1)
-        self.homes, self.shared_documents, self._prefix = _shared(tasks)
+        self._readers = _readers_of_cut_documents(tasks)
         self._pieces: dict[int, Pieces] = {}
         self._moved: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
 
@@ -70,51 +104,38 @@ class Pool:
             )
         return self._pieces[rank]
 
-    def arriving(self, receivers: np.ndarray, pieces: Pieces, ranges: Ranges) -> tuple[np.ndarray, ...]:
-        """[3, C, P] k,v rows that a candidate makes travel inside a node and between nodes (a receiver's own rows and
-        those it has already fetched are free)."""
-        had = np.array([[self._prefix.get(rank, {}).get(d, 0) for d in pieces.document.tolist()] for rank in
-                        receivers.tolist()], np.int64)  # fmt: skip
-        stop = np.maximum(ranges.stop, had)
-        receiver = receivers[:, None]
-        ends = np.stack((stop, np.broadcast_to(had, stop.shape)))
-        own = self._at_rank.below(pieces.document, receiver, ends)
-        near = self._at_node.below(pieces.document, self.node[receiver], ends) if self.links.ranks_per_node else ends
-        inside, across = near - own, ends - near
-        return inside[0] - inside[1], across[0] - across[1]
+    def sharers(self, document: int) -> dict[int, int]:
+        """Ranks, other than a sole home, that already read rows of ``document``, and how far."""
+        return self._readers.get(document, {})
 
-    def move(
-        self, giver: int, receiver: int, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray, parts: np.ndarray,
-        received_bytes: int,
-    ) -> None:
-        """Hand ranges [start, stop) of the giver's pieces ``chosen`` to ``receiver``.
+    def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[..., N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read ``document`` up
+        to ``stops`` [..., N]. What they hold as home ranks or have fetched already is free."""
+        readers = self.sharers(document)
+        if not readers and not self.links.ranks_per_node:
+            return stops, np.zeros(1)
+        had = np.array([readers.get(rank, 0) for rank in ranks.tolist()], np.int64)
+        ends = np.stack(np.broadcast_arrays(np.maximum(stops, had), had))
+        own = self._at_rank.below(document, ranks, ends)
+        near = self._at_node.below(document, self.node[ranks], ends) if self.links.ranks_per_node else ends
+        return (near - own)[0] - (near - own)[1], (ends - near)[0] - (ends - near)[1]
 
-        Args:
-            giver, receiver: ranks.
-            chosen: [M] indices of pieces.
-            start, stop: [M] ranges inside them.
-            parts: [K, 3, M] seconds of the range, of what is left before it and of what is left behind it.
-            received_bytes: what arrives at the receiver for them.
-        """
+    def give(self, giver: int, taken: np.ndarray, left: Pieces, given: Given) -> None:
+        """Replace the giver's pieces ``taken`` [M] by what it keeps of them, ``left``; the rest goes as ``given`` says."""
         pieces = self.pieces_of(giver)
-        document = pieces.document[chosen]
-        self._moved.append((document, start, stop, np.full(len(chosen), receiver)))
-        self.load[:, giver] -= (pieces.seconds[:, chosen] - parts[:, 1] - parts[:, 2]).sum(axis=1)
-        self.load[:, receiver] += parts[:, 0].sum(axis=1)
-        kept = np.ones(len(pieces.document), bool)
-        kept[chosen] = False
-        rest = pieces.take(kept)
-        new = Pieces(
-            np.concatenate((rest.document, document, document)),
-            np.concatenate((rest.start, pieces.start[chosen], stop)),
-            np.concatenate((rest.stop, start, pieces.stop[chosen])),
-            np.concatenate((rest.seconds, parts[:, 1], parts[:, 2]), axis=1),
-        )
-        self._pieces[giver] = new.take(new.stop > new.start)
-        self.received[receiver] += received_bytes
-        prefix = self._prefix.setdefault(receiver, {})
-        for d, end in zip(document.tolist(), stop.tolist(), strict=True):
-            prefix[d] = max(prefix.get(d, 0), end)
+        self.load[:, giver] += left.seconds.sum(axis=1) - pieces.seconds[:, taken].sum(axis=1)
+        rest = np.ones(len(pieces.document), bool)
+        rest[taken] = False
+        self._pieces[giver] = pieces.take(rest).with_more(left.take(left.stop > left.start))
+        self._moved.append((given.document, given.start, given.stop, given.receiver))
+        for document, start, stop, receiver, seconds in given:
+            self.load[:, receiver] += seconds
+            readers = self._readers.setdefault(document, {})
+            if self.cap is not None:
+                inside, across = self.kv_rows(document, np.array([receiver]), np.array([stop]))
+                rows = int(inside[0]) + int(across[0])
+                self.received[receiver] += (stop - start) * self.shape.q_bytes + rows * self.shape.kv_bytes
+            readers[receiver] = max(readers.get(receiver, 0), stop)
 
     def tasks(self) -> Tasks:
         """All pieces where they are now."""
@@ -155,18 +176,15 @@ def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.
     return received
 
 
-def _shared(tasks: Tasks) -> tuple[dict[int, list[int]], dict[int, list[int]], dict[int, dict[int, int]]]:
-    """Documents that live on several ranks: their ranks, every rank's such documents, and how far each rank reads them."""
-    pair = np.append(True, (tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]))
-    pair = np.flatnonzero(pair[: len(tasks)])
-    times = np.bincount(tasks.document[pair], minlength=1)
-    pair = pair[times[tasks.document[pair]] > 1]
-    homes: dict[int, list[int]] = {}
-    documents: dict[int, list[int]] = {}
-    prefix: dict[int, dict[int, int]] = {}
-    last = np.append(pair[1:], len(tasks)) - 1
-    for at, document, rank in zip(last.tolist(), tasks.document[pair].tolist(), tasks.server[pair].tolist(), strict=True):
-        homes.setdefault(document, []).append(rank)
-        documents.setdefault(rank, []).append(document)
-        prefix.setdefault(rank, {})[document] = int(tasks.stop[at])
-    return homes, documents, prefix
+def _readers_of_cut_documents(tasks: Tasks) -> dict[int, dict[int, int]]:
+    """For every document that lives on several ranks: those ranks, and how far each reads it at home."""
+    first = np.append(True, (tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]))
+    first = np.flatnonzero(first[: len(tasks)])
+    last = np.append(first[1:], len(tasks))[: len(first)] - 1
+    shared = np.bincount(tasks.document[first], minlength=1)[tasks.document[first]] > 1
+    last = last[shared]
+    readers: dict[int, dict[int, int]] = {}
+    columns = (tasks.document[last], tasks.server[last], tasks.stop[last])
+    for document, rank, stop in zip(*(column.tolist() for column in columns), strict=True):
+        readers.setdefault(document, {})[rank] = stop
+    return readers

@@ -14,18 +14,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distca.plan.bands import Offer, Receivers, Timer, area, fit_band
 from distca.plan.cost import CostModel, Direction
 from distca.plan.errors import PlanError
 from distca.plan.layout import Layout
 from distca.plan.links import Links
-from distca.plan.moves import Pieces, Sizer, worth
 from distca.plan.plan import Plan
-from distca.plan.pool import Pool
+from distca.plan.pool import Given, Pieces, Pool
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 0.02
 """How far above the mean the slowest server may be; docs/planning.md shows the trade-off curve it was chosen from."""
+
+_ENOUGH = 1e-9
+_LEAST_ROOM = 1e-4
+_KV_SHARE = 0.56
+"""Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
 
 
 def schedule(
@@ -60,96 +65,145 @@ def schedule(
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
-    links = links or Links()
     pool = Pool(
-        layout, cost, direction, tolerance=tolerance, speeds=speeds, links=links, max_received_bytes=max_received_bytes
+        layout,
+        cost,
+        direction,
+        tolerance=tolerance,
+        speeds=speeds,
+        links=links or Links(),
+        max_received_bytes=max_received_bytes,
     )
-    q_bytes, kv_bytes = cost.shape.moved_bytes(direction, resend)
-    _balance(pool, Sizer(cost, direction, (q_bytes + kv_bytes / 2) / kv_bytes), q_bytes, kv_bytes)
+    _Balancer(pool, Timer(cost, direction), *cost.shape.moved_bytes(direction, resend)).run()
     return Plan(layout, pool.tasks())
 
 
-def _balance(pool: Pool, sizer: Sizer, q_bytes: int, kv_bytes: int) -> None:
-    """Move work until no server is above its limit, or none of those that are can give any away."""
-    scale = np.maximum(pool.mean, 1e-300)
-    stuck = np.zeros(pool.layout.ranks, bool)
-    while True:
-        excess = ((pool.load - pool.limit) / scale[:, None]).max(axis=0)
-        excess[stuck] = 0.0
+class _Balancer:
+    """Moves work until no server is above its limit, or none of those that are can give any away."""
+
+    def __init__(self, pool: Pool, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
+        self.pool, self.timer, self.q_bytes, self.kv_bytes = pool, timer, q_bytes, kv_bytes
+        self.unit = np.maximum(pool.mean, 1e-300)
+        self.refused: set[tuple[int, int]] = set()
+        self.stuck = np.zeros(pool.layout.ranks, bool)
+
+    def run(self) -> None:
+        giver = self._next(None)
+        while giver is not None:
+            document = self._give(giver)
+            self.stuck[giver] |= document is None
+            giver = self._next(document)
+        if self.stuck.any():
+            logger.debug("%d of %d servers stay above the tolerance.", self.stuck.sum(), len(self.stuck))
+
+    def _next(self, document: int | None) -> int | None:
+        """The server furthest above its limit; first among those that share ``document``, whose k,v rows its receivers
+        now have."""
+        pool = self.pool
+        excess = ((pool.load - pool.limit) / self.unit[:, None]).max(axis=0)
+        excess[self.stuck] = 0.0
+        if document is not None:
+            near = [rank for rank in pool.sharers(document) if excess[rank] > _ENOUGH]
+            if near:
+                return max(near, key=lambda rank: (excess[rank], -rank))
         giver = int(pool.order[np.argmax(excess[pool.order])])
-        if excess[giver] <= 1e-9:
-            break
-        stuck[giver] = not _give(pool, giver, sizer, scale, q_bytes, kv_bytes)
-    if stuck.any():
-        logger.debug("%d of %d servers stay above the tolerance: nothing left to move pays.", stuck.sum(), len(stuck))
+        return giver if excess[giver] > _ENOUGH else None
 
+    def _give(self, giver: int) -> int | None:
+        """Give the piece that costs fewest bytes per second of work; returns its document, None when nothing can go."""
+        pool = self.pool
+        room = pool.limit - pool.load
+        need = -room[:, giver]
+        pieces = pool.pieces_of(giver)
+        free = np.maximum((room / self.unit[:, None]).min(axis=0), 0.0)
+        free[giver] = 0.0
+        price = self._price_per_pair(pieces, need, float(free.max()))
+        while np.isfinite(price).any():
+            best = int(np.argmin(price))
+            if self._give_whole(giver, pieces, price, need, room, free) or self._give_band(giver, best, need, room, free):
+                return int(pieces.document[best])
+            price[best] = np.inf
+        return None
 
-def _give(pool: Pool, giver: int, sizer: Sizer, scale: np.ndarray, q_bytes: int, kv_bytes: int) -> bool:
-    """Make the best move away from ``giver``; False when there is none."""
-    room = pool.limit - pool.load
-    need = -room[:, giver]
-    receivers = _receivers(pool, giver, (room / scale[:, None]).min(axis=0), float((need / scale).max()))
-    pieces = pool.pieces_of(giver)
-    if not len(receivers) or not len(pieces.document):
-        return False
-    room = room[:, receivers]
-    ranges = sizer.ranges(pieces, need, room)
-    useful = worth(ranges, need, room, scale)
-    rows = ranges.stop - ranges.start
-    inside, across = pool.arriving(receivers, pieces, ranges)
-    received = rows * pool.shape.q_bytes + (inside + across) * pool.shape.kv_bytes
-    if pool.cap is not None:
-        useful[pool.received[receivers][:, None] + received > pool.cap] = 0.0
-    network = pool.links.network_price
-    away = (pool.node[receivers] != pool.node[giver])[:, None]
-    price = kv_bytes * (inside + network * across) + q_bytes * rows * np.where(away, network, 1.0)
-    score = np.where(useful > 0, price / np.maximum(useful, 1e-300), np.inf)
-    best = np.unravel_index(int(np.argmin(score)), score.shape)
-    if not np.isfinite(score[best]):
-        return False
-    placement, chosen, piece = (int(x) for x in best)
-    taken = _with_more_whole_pieces(piece, score[:, chosen], rows[:, chosen], pieces, need, room[:, chosen])
-    if pool.cap is not None:
-        spare = pool.cap - pool.received[receivers[chosen]]
-        taken = taken[: max(1, int(np.searchsorted(np.cumsum(received[placement, chosen, taken]), spare, side="right")))]
-    at = (placement, chosen, taken)
-    parts = ranges.parts[:, :, placement, chosen, taken]
-    pool.move(giver, int(receivers[chosen]), taken, ranges.start[at], ranges.stop[at], parts, int(received[at].sum()))
-    return True
+    def _price_per_pair(self, pieces: Pieces, need: np.ndarray, most: float) -> np.ndarray:
+        """[P] bytes per query-key pair of the best single range of each piece that meets the need or the largest room."""
+        if not len(pieces.document) or most <= _ENOUGH:
+            return np.full(len(pieces.document), np.inf)
+        whole = np.asarray(area(pieces.start, pieces.stop))
+        per_pair = (pieces.seconds / self.unit[:, None]).max(axis=0) / whole
+        wanted = np.minimum(whole, min(most, float((need / self.unit).max())) / per_pair)
+        middle = np.sqrt(wanted * (self.q_bytes + self.kv_bytes / 2) / self.kv_bytes)
+        half = wanted / np.maximum(middle, 1.0) / 2
+        middle = np.clip(middle, pieces.start + half, np.maximum(pieces.stop - half, 1.0))
+        rows = np.minimum(wanted / np.maximum(middle, 0.5), pieces.stop - pieces.start)
+        return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, pieces.stop)) / wanted
 
+    def _give_whole(
+        self, giver: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
+    ) -> bool:
+        """Hand many short pieces to one receiver in one step, where the cheapest ones are smaller than the need."""
+        wanted = float((need / self.unit).max())
+        order = np.argsort(price, kind="stable")
+        order = order[np.isfinite(price[order])]
+        receiver = self._one_receiver(free, wanted)
+        total = np.cumsum(pieces.seconds[:, order], axis=1)
+        fits = (total <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
+        taken = order[: int(np.argmin(fits)) if not fits.all() else len(fits)]
+        if not len(taken):
+            return False
+        part = pieces.take(taken)
+        given = Given(part.document, part.start, part.stop, np.full(len(taken), receiver), part.seconds)
+        if self.pool.cap is not None:
+            given = self._within_cap(given)
+            if not len(given.document):
+                return False
+            taken = taken[: len(given.document)]
+        self.pool.give(giver, taken, Pieces(*(x[:0] for x in (part.document, part.start, part.stop)), part.seconds[:, :0]), given)
+        return True
 
-def _with_more_whole_pieces(
-    best: int, score: np.ndarray, rows: np.ndarray, pieces: Pieces, need: np.ndarray, room: np.ndarray
-) -> np.ndarray:
-    """The best piece and, where it moves whole, the further whole pieces that come next and fit: many short documents
-    move in one step. ``score`` and ``rows`` are [3, P] for one receiver, ``need`` and ``room`` [K]."""
-    length = pieces.stop - pieces.start
-    whole = (rows[0] == length) & np.isfinite(score[0])
-    if not whole[best]:
-        return np.array([best])
-    cut = np.where(rows != length, score, np.inf).min()
-    order = np.argsort(score[0], kind="stable")
-    order = order[whole[order] & (score[0, order] <= cut) & (order != best)]
-    order = np.concatenate(([best], order))
-    total = np.cumsum(pieces.seconds[:, order], axis=1)
-    fits = (total <= room[:, None]).all(axis=0)
-    still_needed = ((total - pieces.seconds[:, order]) < need[:, None]).any(axis=0)
-    return order[: max(1, int((fits & still_needed).sum()))]
+    def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
+        """The fullest rank that can take all, else the emptiest."""
+        order = self.pool.order
+        fits = np.where(free[order] >= wanted, free[order], np.inf)
+        at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
+        return int(order[at])
 
+    def _give_band(self, giver: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        pool = self.pool
+        pieces = pool.pieces_of(giver)
+        document, start, stop = (int(x[piece]) for x in (pieces.document, pieces.start, pieces.stop))
+        offer = Offer(start, stop, pieces.seconds[:, piece], need)
+        receivers = self._receivers(giver, document, stop, room, free)
+        if not len(receivers.rank):
+            return False
+        band = fit_band(offer, receivers, self.timer)
+        if band is None:
+            return False
+        count = len(band.chosen)
+        given = Given(
+            np.full(count, document), band.cuts[:-1], band.cuts[1:], receivers.rank[band.chosen], band.moved
+        )
+        left = Pieces(
+            np.full(2, document), np.array([start, band.cuts[-1]]), np.array([band.cuts[0], stop]), band.kept
+        )
+        pool.give(giver, np.array([piece]), left, given)
+        return True
 
-def _receivers(pool: Pool, giver: int, free: np.ndarray, need: float) -> np.ndarray:
-    """[C] ranks worth looking at: the emptiest, the fullest that can take all, the emptiest of the giver's node, and those
-    that already read the giver's documents. ``free`` is [R], in mean loads."""
-    room = free[pool.order]
-    picks = [int(np.argmax(room))]
-    fits = np.flatnonzero(room >= need)
-    if len(fits):
-        picks.append(int(fits[np.argmin(room[fits])]))
-    if pool.links.ranks_per_node:
-        near = np.flatnonzero((pool.node[pool.order] == pool.node[giver]) & (pool.order != giver))
-        if len(near):
-            picks.append(int(near[np.argmax(room[near])]))
-    ranks = [int(pool.order[i]) for i in picks]
-    sharers = [rank for document in pool.shared_documents.get(giver, ()) for rank in pool.homes[document]]
-    ranks += sorted((rank for rank in sharers if free[rank] > 0.01), key=lambda rank: -free[rank])[:2]
-    return np.array([rank for rank in dict.fromkeys(ranks) if rank != giver and free[rank] > 1e-6], np.int64)
+    def _receivers(self, giver: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
+        """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
+        pool = self.pool
+        price = np.where(pool.node == pool.node[giver], 1.0, pool.links.network_price)
+        saving = np.ones(len(free))
+        for rank, had in pool.sharers(document).items():
+            saving[rank] = 1.0 - _KV_SHARE * min(1.0, had / stop)
+        usable = free > _LEAST_ROOM
+        key = np.where(usable, price * saving / np.sqrt(np.maximum(free, 1e-12)), np.inf)
+        ranks = pool.order[np.argsort(key[pool.order], kind="stable")][: int(usable.sum())]
+        network = pool.links.network_price
+
+        def kv_price(stops: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+            inside, across = pool.kv_rows(document, ranks[chosen], stops)
+            return self.kv_bytes * (inside + network * across)
+
+        distant = pool.node[ranks] != pool.node[giver]
+        return Receivers(ranks, room[:, ranks], distant, self.q_bytes * price[ranks], kv_price)

@@ -9,14 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from distca.plan import imbalance
+
 BEFORE, AFTER, MEASURED = "#d1662f", "#2b6cb0", "#1a202c"
-
-
-def imbalance(per_rank: Sequence[float] | np.ndarray) -> float:
-    """The busiest rank's time over the mean of all ranks; 1 is perfect balance, and so is no work at all."""
-    time = np.asarray(per_rank, dtype=np.float64)
-    mean = float(time.mean())
-    return float(time.max()) / mean if mean > 0 else 1.0
 
 
 def plot_balance(
@@ -38,6 +33,7 @@ def plot_balance(
         unit: unit of all three.
         title: instead of the sentence that gives the imbalance before and after.
     """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -67,7 +63,9 @@ def plot_balance(
     axes.set_ylim(0, 1.4 * max(axes.get_ylim()[1] / 1.05, 1e-12))  # headroom for the legend
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=2, loc="upper left", fontsize=8)
-    figure.savefig(Path(path))
+    # A fixed salt and no date, so that the same plan gives the same file.
+    with rc_context({"svg.hashsalt": "distca"}):
+        figure.savefig(Path(path), metadata={"Date": None} if Path(path).suffix == ".svg" else None)
 
 
 def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.plan import DEFAULT_TOLERANCE
+
 
 class ConfigError(ValueError):
     """A setting that no run can be started with; the message names the value, the limit and the setting to change."""
@@ -91,7 +93,7 @@ class CadConfig:
     backward: Literal["keep", "resend"] = "keep"
     transport: Literal["auto", "nccl", "gloo"] = "auto"
     kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
-    tolerance: float = 0.02
+    tolerance: float = DEFAULT_TOLERANCE
     deterministic: bool = False
     nvshmem_buffer_gb: float = 2.0
 

@@ -17,7 +17,7 @@ def run(*arguments):
 def test_describe_prints_the_figures_of_a_folder(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("x" * 100)
     (tmp_path / "b.txt").write_text("x" * 9000)
-    run("describe", str(tmp_path), "--source", "text")
+    run("describe", "--path", str(tmp_path), "--source", "text")
     lines = {line.strip("│ \n") for line in capsys.readouterr().out.splitlines()}
     figures = {line.split("│")[0].strip(): line.split("│")[1].strip() for line in lines if "│" in line}
     assert figures["all 2 documents"] == "9,100"
@@ -31,7 +31,7 @@ def test_convert_writes_what_indexed_reads(tmp_path, capsys):
     pytest.importorskip("megatron.core.datasets.indexed_dataset")
     (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{"text": "you"}\n')
     output = str(tmp_path / "out")
-    run("convert", str(tmp_path / "a.jsonl"), "--source", "jsonl", "--output", output)
+    run("convert", "--path", str(tmp_path / "a.jsonl"), "--source", "jsonl", "--output", output)
     source = open_source("indexed", output)
     assert bytes(source.read(0, 0, 5).tolist()) == b"hello"
     assert "2 documents, 8 tokens, vocabulary 256" in " ".join(capsys.readouterr().out.split())
@@ -46,7 +46,7 @@ def test_convert_with_a_tokenizer_file(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("hello hello you")
     output, file = str(tmp_path / "out"), str(tmp_path / "tokenizer.json")
-    run("convert", str(tmp_path / "a.txt"), "--output", output, "--tokenizer", file, "--end_token", "</s>")
+    run("convert", "--path", str(tmp_path / "a.txt"), "--output", output, "--tokenizer", file, "--end_token", "</s>")
     source = open_source("indexed", output)
     assert source.vocabulary == 4
     assert source.read(0, 0, 4).tolist() == [2, 2, 3, 1]
@@ -54,4 +54,4 @@ def test_convert_with_a_tokenizer_file(tmp_path):
 
 def test_a_user_mistake_stays_a_sentence(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
-        run("describe", str(tmp_path / "nowhere"), "--source", "text")
+        run("describe", "--path", str(tmp_path / "nowhere"), "--source", "text")

@@ -123,8 +123,8 @@ def test_a_document_longer_than_a_micro_batch_is_refused():
     with pytest.raises(DataError) as error:
         Sampler(np.array([5, 4097]), 4, 1024, 1, 0)
     assert str(error.value) == (
-        "A document of 4,097 tokens does not fit into a micro-batch of 4 ranks × 1,024 tokens, which holds 4,096 tokens; "
-        "raise data.tokens_per_rank, or lower data.context_length and set data.longer to split."
+        "A document of 4,097 tokens does not fit into a micro-batch of 4 ranks × 1,024 tokens, which holds 4,096 "
+        "tokens; raise data.tokens_per_rank, or lower data.context_length and set data.longer to split."
     )
     assert len(Sampler(np.array([5, 4096]), 4, 1024, 1, 0).next()) == 1
 

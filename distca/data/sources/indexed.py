@@ -147,10 +147,12 @@ def _open(prefix: str) -> Any:
     try:
         dataset = IndexedDataset(prefix)
     except (AssertionError, ValueError) as error:
-        raise DataError(f"{prefix}.idx cannot be read: {error or 'its counts contradict each other'}.") from error
+        raise DataError(f"{prefix}.idx cannot be read: {str(error) or 'its counts contradict each other'}.") from error
     index = dataset.index
     needed = int((index.sequence_pointers + index.sequence_lengths.astype(np.int64) * index.dtype_size).max())
     present = Path(f"{prefix}.bin").stat().st_size
+    if np.diff(index.document_indices).min(initial=0) < 0 or index.document_indices.min(initial=0) < 0:
+        raise DataError(f"{prefix}.idx cannot be read: its documents are not in order.")
     if present < needed:
         raise DataError(f"{prefix}.bin is cut off: {present:,} bytes instead of {needed:,}; copy or convert again.")
     return dataset

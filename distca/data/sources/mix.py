@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
-from distca.data.mixes import sample_lengths
+from distca.data.errors import DataError
+from distca.data.mixes import Mix as MixName
+from distca.data.mixes import MixError, sample_lengths
 from distca.data.sources.source import BYTE_VOCABULARY
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -23,8 +27,18 @@ class Mix:
     def __init__(
         self, mix: str, tokens: int, seed: int, *, vocabulary: int | None = None, max_length: int | None = None
     ) -> None:
-        """Draw documents of ``tokens`` tokens in all from the mix called ``mix``."""
-        self.lengths = np.asarray(sample_lengths(mix, tokens, seed, max_length=max_length), dtype=np.int64)
+        """Draw documents of ``tokens`` tokens in all from the mix called ``mix``.
+
+        Raises:
+            DataError: if there is no such mix, or no documents can be drawn.
+        """
+        try:
+            lengths = sample_lengths(cast(MixName, mix), tokens, seed, max_length=max_length)
+        except MixError as error:
+            raise DataError(f"The document source 'mix' with data.path {mix!r} cannot be drawn: {error}") from None
+        if len(lengths) == 0:
+            raise DataError("The document source 'mix' was asked for 0 tokens, so it has no document.")
+        self.lengths = lengths
         self.vocabulary = vocabulary or BYTE_VOCABULARY
         self._seed = seed
 

@@ -100,7 +100,11 @@ def test_damaged_files_are_sentences(tmp_path):
     refused(b"X" * 100, "is not an index of Megatron's")
     refused(good[:9] + struct.pack("<Q", 2) + good[17:], "has format version 2")
     refused(good[:-3], "is cut off: it announces 3 sequences")
-    refused(good[:17] + b"\x63" + good[18:], "cannot be read")
+    refused(good[:17] + b"\x63" + good[18:], "names number type 99, which is no integer type")
+    refused(good[:17] + b"\x06" + good[18:], "names number type 6, which is no integer type")
+    borders = struct.pack("<4q", 0, 2, 2, 1)  # the last one must be the number of sequences
+    refused(good[:-32] + borders, "cannot be read: its counts contradict each other")
+    refused(good[:-32] + struct.pack("<4q", 0, 2, 1, 3), "its documents are not in order")
     index.write_bytes(good)
     tokens.write_bytes(tokens.read_bytes()[:-4])
     with pytest.raises(DataError, match=r"d\.bin is cut off: 32 bytes instead of 36"):

@@ -1,0 +1,104 @@
+"""A transformer block that runs its layers with disaggregated core attention, in the ping-pong order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import make_viewless_tensor
+
+from distca.runtime import AttentionPool, run_layers
+from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.micro_batch import DisaggregatedMicroBatch, gather_nano_rows
+
+
+@dataclass(frozen=True)
+class _BoundLayer:
+    """A split layer with the rotary angles of the micro-batch's halves."""
+
+    layer: SplitTransformerLayer
+    angles: Sequence[torch.Tensor]
+
+    @property
+    def scale(self) -> float:
+        config = self.layer.config
+        return config.softmax_scale or (config.kv_channels or 0) ** -0.5
+
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer.pre(hidden, self.angles[nano])
+
+    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
+        return self.layer.post(o_NHD, hidden)
+
+
+class DisaggregatedBlock(TransformerBlock):
+    """megatron's block with another forward. GPTModel builds its own block, so :func:`disaggregate` turns that one into
+    this class after construction."""
+
+    pool: AttentionPool
+    recompute_segments: bool
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: DisaggregatedMicroBatch,
+        rotary_pos_emb: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Run the block.
+
+        Args:
+            hidden_states: [rows, 1, hidden], this sequence-parallel rank's share of every nano-batch.
+            attention_mask: the micro-batch's routes.
+            rotary_pos_emb: [all rows, 1, 1, head_dim] angles in micro-batch order.
+        """
+        micro_batch = attention_mask
+        if not self.pre_process:
+            hidden_states = self.input_tensor
+        hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        assert rotary_pos_emb is not None
+        angles = gather_nano_rows(rotary_pos_emb, micro_batch.nano_rows, micro_batch.chunks)
+        halves = hidden_states.split([rows // micro_batch.chunks for rows in micro_batch.nano_rows])
+        outputs = run_layers(
+            [_BoundLayer(layer, angles) for layer in self.layers],
+            halves,
+            micro_batch.routes,
+            self.pool,
+            _checkpoint if self.recompute_segments and self.training else None,
+        )
+        hidden_states = torch.cat(outputs)
+        if self.final_layernorm is not None:
+            hidden_states = self.final_layernorm(hidden_states)
+        return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+
+
+def _checkpoint(function: Any, *tensors: torch.Tensor) -> Any:
+    return tensor_parallel.checkpoint(function, False, *tensors)
+
+
+def disaggregate(block: TransformerBlock, pool: AttentionPool, recompute_segments: bool = False) -> None:
+    """Turn a block of :class:`SplitTransformerLayer` into a :class:`DisaggregatedBlock`, in place.
+
+    Args:
+        block: the block of a GPTModel.
+        pool: the server pool.
+        recompute_segments: recompute post(i)+pre(i+1) in backward, never core attention.
+
+    Raises:
+        ValueError: the block's configuration recomputes core attention or drops activations out.
+    """
+    config = block.config
+    if config.recompute_granularity is not None:
+        raise ValueError(
+            f"recompute_granularity is '{config.recompute_granularity}', which would recompute core attention and send "
+            "its rows twice. Leave it unset and use train.recompute, which recomputes everything else."
+        )
+    if config.hidden_dropout or config.attention_dropout:
+        raise ValueError("Disaggregated core attention has no dropout: set hidden_dropout and attention_dropout to 0.")
+    assert all(isinstance(layer, SplitTransformerLayer) for layer in block.layers)
+    block.__class__ = DisaggregatedBlock
+    block.pool, block.recompute_segments = pool, recompute_segments  # type: ignore[attr-defined]

@@ -1,0 +1,168 @@
+"""Build a LLaMA-style GPTModel: with disaggregated core attention, with packed documents at home, or stock."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from distca.attention import Kernel
+from distca.runtime import AttentionPool
+from distca.runtime.timeline import Timeline
+from megatron_patches.block import disaggregate
+from megatron_patches.chunked_loss import chunk_loss
+from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.norm import RMSNorm
+from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.rotary import use_position_rotary
+
+Attention = Literal["disaggregated", "packed", "stock"]
+
+
+class ModelShape(Protocol):
+    """A LLaMA's sizes; distca.train.settings.ModelConfig is one."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def resolved_head_dim(self) -> int: ...
+    @property
+    def rope_base(self) -> float: ...
+    @property
+    def norm_epsilon(self) -> float: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+    @property
+    def init_std(self) -> float: ...
+
+
+def transformer_config(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    *,
+    sequence_parallel: bool = False,
+    recompute_at_home: bool = False,
+    cpu_initialization: bool = False,
+) -> TransformerConfig:
+    """megatron's configuration of the model.
+
+    Args:
+        shape: the model's sizes.
+        dtype: of parameters and activations.
+        sequence_parallel: shard activations between tensor-parallel blocks by tokens.
+        recompute_at_home: let stock layers recompute norms and MLPs (not for disaggregated blocks, which recompute whole
+            segments by themselves).
+        cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.resolved_head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        init_method_std=shape.init_std,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # The loss is summed over tokens and divided once by the tokens of the whole global batch.
+        calculate_per_token_loss=True,
+        # megatron's stock attention needs it where packed documents are masked; ours has its own precision.
+        attention_softmax_in_fp32=True,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=False,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel and tp > 1,
+        use_cpu_initialization=cpu_initialization,
+        recompute_granularity="selective" if recompute_at_home else None,
+        recompute_modules=["layernorm", "mlp"] if recompute_at_home else None,
+    )
+
+
+def build_model(
+    shape: ModelShape,
+    vocabulary: int,
+    config: TransformerConfig,
+    attention: Attention,
+    *,
+    pool: AttentionPool | None = None,
+    kernel: Kernel | None = None,
+    timeline: Timeline | None = None,
+    recompute_segments: bool = False,
+) -> GPTModel:
+    """Build the model on the current device.
+
+    Args:
+        shape: the model's sizes.
+        vocabulary: rows of the embedding; a multiple of the tensor-parallel size.
+        config: from :func:`transformer_config`.
+        attention: "disaggregated": over the server pool. "packed": stock layers and block, whole documents at home.
+            "stock": nothing of megatron-core replaced but the rotary embedding's positions; takes a dense mask.
+        pool: for "disaggregated".
+        kernel: for "packed".
+        timeline: for "packed".
+        recompute_segments: for "disaggregated": recompute everything but core attention in backward.
+
+    Returns:
+        A GPTModel; its ``rotary_pos_emb`` takes the positions of each micro-batch before forward.
+    """
+    spec: ModuleSpec | TransformerBlockSubmodules = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if attention != "stock":
+        spec = _block_spec(spec, config, attention)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=vocabulary,
+        max_sequence_length=0,  # only learned positions and exports read it
+        position_embedding_type="rope",
+        rotary_base=int(shape.rope_base),
+        share_embeddings_and_output_weights=shape.tie_embeddings,
+        parallel_output=True,
+    )
+    use_position_rotary(model)
+    if attention != "stock":
+        chunk_loss(model)
+    if attention == "disaggregated":
+        assert pool is not None
+        disaggregate(model.decoder, pool, recompute_segments)
+    elif attention == "packed":
+        assert kernel is not None and timeline is not None
+        for module in model.modules():
+            if isinstance(module, PackedAttention):
+                module.kernel, module.timeline = kernel, timeline
+    return model
+
+
+def _block_spec(layer: ModuleSpec, config: TransformerConfig, attention: Attention) -> TransformerBlockSubmodules:
+    """megatron's local spec with norms that know sequence parallelism and core attention that knows documents."""
+    if attention == "disaggregated":
+        layer.module = SplitTransformerLayer
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), RMSNorm)

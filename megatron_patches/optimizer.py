@@ -1,0 +1,96 @@
+"""AdamW with warm-up and cosine decay, by megatron's optimizer and schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+class OptimizerSettings(Protocol):
+    """What the optimizer needs to know; distca.train.settings.OptimizerConfig is one."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def min_lr(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def beta2(self) -> float: ...
+    @property
+    def epsilon(self) -> float: ...
+    @property
+    def clip_grad(self) -> float: ...
+    @property
+    def distributed(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class OptimizerAndSchedule:
+    """What updates the weights, and with which learning rate."""
+
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+    def step(self) -> tuple[float, float]:
+        """Clip, update and advance the schedule; returns (gradient norm before clipping, learning rate used)."""
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        done, grad_norm, _ = self.optimizer.step()
+        assert done, "without a loss scale no update is ever skipped"
+        self.schedule.step(increment=1)
+        return float(grad_norm), float(lr)
+
+
+def build_optimizer(
+    model: DistributedDataParallel, settings: OptimizerSettings, steps: int, dtype: torch.dtype
+) -> OptimizerAndSchedule:
+    """Build the optimizer of a wrapped model.
+
+    Args:
+        model: from wrap_for_data_parallel.
+        settings: learning rates, decays, clipping.
+        steps: length of the whole run, for the cosine decay.
+        dtype: of the parameters; float32 master weights are kept with bfloat16.
+    """
+    config = OptimizerConfig(
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=settings.distributed,
+    )
+    optimizer = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        # The first step already moves: megatron's warm-up counts from step 0, where the rate would be 0.
+        init_lr=settings.lr / max(settings.warmup_steps, 1) if settings.warmup_steps else settings.lr,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(steps, settings.warmup_steps + 1),
+        lr_decay_style="cosine",
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )
+    return OptimizerAndSchedule(optimizer, schedule)

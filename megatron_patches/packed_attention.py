@@ -1,0 +1,59 @@
+"""Core attention over whole packed documents, as a megatron module: what runs where attention stays at home.
+
+megatron's own DotProductAttention refuses packed documents. With this in its place and nothing else changed, stock
+megatron-core trains on packed documents: the baseline, with the same kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from distca.attention import Kernel
+from distca.attention.autograd import core_attention
+from distca.runtime.timeline import Timeline
+from megatron_patches.micro_batch import PackedMicroBatch
+
+
+class PackedAttention(MegatronModule):
+    """Drop-in for DotProductAttention; ``kernel`` and ``timeline`` are set after the model is built."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+        self.layer = layer_number - 1
+        self.scale = config.softmax_scale or (config.kv_channels or 0) ** -0.5
+        self.kernel: Kernel | None = None
+        self.timeline: Timeline | None = None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: PackedMicroBatch,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attention inside each document.
+
+        Args:
+            query: [rows, 1, heads, head_dim].
+            key: [rows, 1, kv_heads, head_dim].
+            value: [rows, 1, kv_heads, head_dim].
+            attention_mask: the micro-batch's documents.
+
+        Returns:
+            [rows, 1, heads · head_dim]; zero in padding rows.
+        """
+        assert self.kernel is not None and self.timeline is not None
+        rows, padding = attention_mask.rows, len(query) - attention_mask.rows
+        q, k, v = (x.squeeze(1)[:rows] for x in (query, key, value))
+        if not rows:
+            return (query * 0).flatten(2)
+        timer = partial(self.timeline.serve, self.layer, 0)
+        o = core_attention(q, k, v, attention_mask.batch, self.kernel, self.scale, timer)
+        return torch.nn.functional.pad(o.flatten(1), (0, 0, 0, padding)).unsqueeze(1)
+

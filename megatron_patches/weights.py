@@ -1,0 +1,32 @@
+"""Full weights and gradients in tensor-parallel shares, by megatron's own layout of each parameter."""
+
+from __future__ import annotations
+
+import torch
+
+
+def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int) -> torch.Tensor:
+    """This tensor-parallel rank's share of a full parameter.
+
+    Args:
+        name: the parameter's name in a GPTModel.
+        full: its value in a model without tensor parallelism.
+        shape: its shape on this rank.
+        rank: this tensor-parallel rank.
+    """
+    if full.shape == shape:
+        return full
+    dim = next(d for d in range(full.dim()) if full.shape[d] != shape[d])
+    if name.endswith("linear_fc1.weight"):
+        # Each rank's rows are its part of the gate, then its part of the up projection.
+        gate, up = full.chunk(2, dim=0)
+        rows = shape[0] // 2
+        return torch.cat((gate[rank * rows : (rank + 1) * rows], up[rank * rows : (rank + 1) * rows]))
+    return full.narrow(dim, rank * shape[dim], shape[dim])
+
+
+def load_full_weights(model: torch.nn.Module, full: dict[str, torch.Tensor], rank: int) -> None:
+    """Copy this rank's shares of full parameters into ``model``."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(share_of(name, full[name], parameter.shape, rank))

@@ -1,0 +1,290 @@
+"""pretrain_llama.sh, with stand-ins for srun, scontrol, nvidia-smi, nsys and torchrun on PATH, and no network."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distca.train.config import known_settings
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "pretrain_llama.sh"
+
+# Each stand-in writes its name, arguments and some environment, one an line, into $RECORD.
+RECORDER = """#!/bin/bash
+{ echo "$(basename "$0")"; printf '%s\\n' "$@"; env | grep -E '^(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|MASTER_|WORLD_SIZE)'
+} > "$RECORD"
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    """A machine whose PATH has the system's tools, this Python and stand-ins."""
+    return Machine(tmp_path)
+
+
+class Machine:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.record = folder / "record"
+        # A Python that has everything, so that nothing is installed.
+        self.tool("python", f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
+        self.tool("torchrun", RECORDER)
+        self.variables = {"PATH": f"{self.bin}:/usr/bin:/bin", "RECORD": str(self.record), "HOME": str(folder)}
+
+    def tool(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def gpus(self, count: int) -> None:
+        lines = "".join(f"echo 'GPU {number}: NVIDIA H100 80GB HBM3 (UUID: x)'\n" for number in range(count))
+        self.tool("nvidia-smi", f"#!/bin/bash\n{lines}")
+
+    def slurm(self, nodes: int, gpus: int | str | None, **variables: str) -> None:
+        self.tool("srun", RECORDER)
+        hosts = "".join(f"echo host{number}\n" for number in range(1, nodes + 1))
+        self.tool("scontrol", f'#!/bin/bash\n[[ "$*" == "show hostnames host[1-{nodes}]" ]] || exit 1\n{hosts}')
+        self.variables |= {
+            "SLURM_JOB_ID": "20017",
+            "SLURM_JOB_NUM_NODES": str(nodes),
+            "SLURM_JOB_NODELIST": f"host[1-{nodes}]",
+        }
+        if gpus is not None:
+            self.variables["SLURM_GPUS_ON_NODE"] = str(gpus)
+        self.variables |= variables
+
+    def run(self, *arguments: str, script: Path = SCRIPT, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(script), *arguments],
+            env=self.variables | variables,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def dry(self, *arguments: str, **variables: str) -> list[str]:
+        result = self.run(*arguments, DRY_RUN="1", **variables)
+        assert result.returncode == 0, result.stderr
+        assert not self.record.exists(), "a dry run started something"
+        return shlex.split(result.stdout)
+
+
+def has_pair(command: list[str], option: str, value: str) -> bool:
+    return any(pair == (option, value) for pair in zip(command, command[1:], strict=False))
+
+
+def test_cpu_machine_starts_four_ranks_of_the_tiny_run(machine: Machine) -> None:
+    result = machine.run()
+    assert result.returncode == 0, result.stderr
+    recorded = machine.record.read_text().splitlines()
+    assert recorded[:3] == ["torchrun", "--nproc-per-node=4", "--standalone"]
+    assert recorded[3] == str(ROOT / "pretrain_llama.py")
+    assert has_pair(recorded, "--config", str(ROOT / "configs" / "tiny.yaml"))
+    assert "OMP_NUM_THREADS=1" in recorded
+    assert "4 CPU ranks" in result.stderr
+
+
+def test_gpu_machine_starts_a_rank_per_gpu(machine: Machine) -> None:
+    machine.gpus(2)
+    command = machine.dry()
+    assert "--nproc-per-node=2" in command
+    assert has_pair(command, "--config", str(ROOT / "configs" / "llama-8b-cut.yaml"))
+    assert not [word for word in command if word.startswith("OMP_NUM_THREADS")]
+    assert "--nproc-per-node=1" in machine.dry(GPUS_PER_NODE="1")
+
+
+def test_gpus_per_node_0_uses_the_cpu(machine: Machine) -> None:
+    machine.gpus(2)
+    command = machine.dry(GPUS_PER_NODE="0")
+    assert "--nproc-per-node=4" in command
+    assert "CUDA_VISIBLE_DEVICES=" in command
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "options"),
+    [
+        ("NAME", "try", {"--name": "try"}),
+        ("RESUME", "latest", {"--checkpoint.resume": "latest"}),
+        ("TP_SIZE", "2", {"--parallel.tp": "2"}),
+        ("PP_SIZE", "2", {"--parallel.pp": "2"}),
+        ("STEPS", "7", {"--train.steps": "7"}),
+        ("CONTEXT_LENGTH", "2048", {"--data.context_length": "2048"}),
+        ("TOKENS_PER_RANK", "512", {"--data.tokens_per_rank": "512"}),
+        ("MICRO_BATCHES", "3", {"--train.micro_batches": "3"}),
+        ("SEED", "5", {"--train.seed": "5", "--data.seed": "5"}),
+        ("DATA_SOURCE", "text", {"--data.source": "text"}),
+        ("DATA_PATH", "a b", {"--data.path": "a b"}),
+        ("CAD", "0", {"--cad.enabled": "false"}),
+        ("CAD", "1", {"--cad.enabled": "true"}),
+        ("PING_PONG", "0", {"--cad.ping_pong": "false"}),
+        ("BACKWARD", "resend", {"--cad.backward": "resend"}),
+        ("EXPERIMENT_LOG_MEMORY_USAGE", "1", {"--log.memory": "true"}),
+        ("EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB", "2.5", {"--cad.nvshmem_buffer_gb": "2.5"}),
+        ("MODEL", "34b", {"--config": str(ROOT / "configs" / "llama-34b.yaml")}),
+        ("CONFIG", str(ROOT / "configs" / "llama-8b.yaml"), {"--config": str(ROOT / "configs" / "llama-8b.yaml")}),
+    ],
+)
+def test_each_variable_takes_effect(machine: Machine, variable: str, value: str, options: dict[str, str]) -> None:
+    command = machine.dry(**{variable: value})
+    for option, expected in options.items():
+        assert has_pair(command, option, expected)
+        assert option == "--config" or option.removeprefix("--") in known_settings()
+        assert not has_pair(machine.dry(), option, expected), "the default already says so: this test shows nothing"
+
+
+def test_arguments_are_passed_on_and_an_own_config_replaces_the_default(machine: Machine) -> None:
+    command = machine.dry("--config", "mine.yaml", "--optimizer.lr", "1e-3")
+    assert has_pair(command, "--config", "mine.yaml")
+    assert has_pair(command, "--optimizer.lr", "1e-3")
+    assert command.count("--config") == 1
+
+
+def test_slurm_job_starts_a_task_per_gpu_on_all_nodes(machine: Machine) -> None:
+    machine.slurm(2, 8, SLURM_JOB_CPUS_PER_NODE="64(x2)")
+    result = machine.run("--train.steps", "3", TP_SIZE="4")
+    assert result.returncode == 0, result.stderr
+    recorded = machine.record.read_text().splitlines()
+    assert recorded[0] == "srun"
+    assert {"--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=8"} <= set(recorded)
+    assert {"MASTER_ADDR=host1", "MASTER_PORT=20017", "WORLD_SIZE=16"} <= set(recorded)
+    assert has_pair(recorded, "--parallel.tp", "4")
+    assert has_pair(recorded, "--train.steps", "3")
+
+
+def test_slurm_tasks_know_their_rank(machine: Machine) -> None:
+    machine.slurm(1, 2)
+    command = machine.dry()
+    task = command[command.index("bash") :]
+    program = task.index("python")
+    shown = [*task[:program], "bash", "-c", "echo $RANK $LOCAL_RANK"]
+    variables = machine.variables | {"SLURM_PROCID": "11", "SLURM_LOCALID": "3"}
+    result = subprocess.run(shown, env=variables, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["11", "3"]
+
+
+def test_slurm_gpu_count_with_a_type(machine: Machine) -> None:
+    machine.slurm(1, None, SLURM_GPUS_PER_NODE="h100:4")
+    assert "--ntasks-per-node=4" in machine.dry()
+
+
+def test_sbatch_runs_a_copy_from_another_folder(machine: Machine) -> None:
+    machine.slurm(1, 2)
+    copy = machine.folder / "slurm_script"
+    shutil.copy(SCRIPT, copy)
+    result = machine.run(script=copy, SLURM_SUBMIT_DIR=str(ROOT), DRY_RUN="1")
+    assert str(ROOT / "pretrain_llama.py") in shlex.split(result.stdout), result.stderr
+    lost = machine.run(script=copy, SLURM_SUBMIT_DIR=str(machine.folder))
+    assert lost.returncode == 2
+    assert "submit the job from the project's folder" in lost.stderr
+
+
+def test_machines_without_slurm(machine: Machine) -> None:
+    machine.gpus(8)
+    command = machine.dry(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500"} <= set(command)
+    assert "--standalone" not in command
+
+
+def test_nsys_wraps_the_ranks(machine: Machine) -> None:
+    machine.tool("nsys", RECORDER)
+    command = machine.dry(ENABLE_NSYS="1", NAME="look")
+    assert command.index("nsys") < command.index("torchrun")
+    assert "--output=runs/nsys/look-node0" in command
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"TPSIZE": "2"}, "did you mean TP_SIZE?"),
+        ({"TP": "2"}, "did you mean TP_SIZE?"),
+        ({"NUM_NODES": "2"}, "did you mean NNODES?"),
+        ({"DP_SIZE": "2"}, "all ranks that TP_SIZE leaves are data parallel"),
+        ({"CP_SIZE": "2"}, "There is no variable CP_SIZE"),
+        ({"DISTCA_DEBUG": "1"}, "There is no variable DISTCA_DEBUG"),
+        ({"EXPERIMENT_FOO": "1"}, "There is no variable EXPERIMENT_FOO"),
+        ({"STEPS": "ten"}, "STEPS is 'ten'; it must be a whole number of at least 1."),
+        ({"STEPS": "0"}, "STEPS is '0'"),
+        ({"CAD": "yes"}, "CAD is 'yes'; it must be 0 or 1."),
+        ({"BACKWARD": "send"}, "BACKWARD is 'send'; it must be keep or resend."),
+        ({"MODEL": "70b"}, "MODEL is '70b'"),
+        ({"EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB": "2GB"}, "must be a number of GiB"),
+        ({"TP_SIZE": "3"}, "The 4 ranks (1 nodes × 4) are not divisible by TP_SIZE × PP_SIZE = 3."),
+        ({"NNODES": "2"}, "MASTER_ADDR and NODE_RANK are not both set"),
+        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),
+        ({"GPUS_PER_NODE": "1"}, "GPUS_PER_NODE is 1, but this machine has 0 GPUs."),
+        ({"ENABLE_NSYS": "1"}, "nsys is not on PATH"),
+        ({"MODEL": "tiny", "CONFIG": "configs/tiny.yaml"}, "MODEL and CONFIG are both set"),
+        ({"CONFIG": "nowhere.yaml"}, "There is no configuration file nowhere.yaml."),
+    ],
+)
+def test_mistakes_are_one_sentence(machine: Machine, variables: dict[str, str], said: str) -> None:
+    result = machine.run(**variables)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "next step: " in result.stderr
+    assert not machine.record.exists()
+
+
+def test_contradictions_with_slurm_and_arguments(machine: Machine) -> None:
+    result = machine.run("--train.steps=4", STEPS="3")
+    assert (result.returncode, "STEPS and --train.steps are both given" in result.stderr) == (2, True)
+    machine.slurm(2, 8)
+    result = machine.run(NNODES="4")
+    assert (result.returncode, "NNODES is 4, but the Slurm job has 2 nodes." in result.stderr) == (2, True)
+    result = machine.run(SLURM_STEP_NUM_TASKS="16")
+    assert (result.returncode, "it starts the ranks itself" in result.stderr) == (2, True)
+
+
+def test_missing_dependencies_are_installed_beside_the_script(machine: Machine) -> None:
+    """A copy of the project, a Python without dependencies, and a stand-in for it that records pip's calls."""
+    project = machine.folder / "project"
+    (project / "configs").mkdir(parents=True)
+    for name in ("pretrain_llama.sh", "pyproject.toml", "configs/tiny.yaml"):
+        shutil.copy(ROOT / name, project / name)
+    calls = machine.folder / "calls"
+    bare = f"""#!/bin/bash
+if [[ $1 == - ]]; then exit 1; fi
+if [[ $1 == -c ]]; then exit 0; fi
+echo "$@" >> {calls}
+if [[ $2 == venv ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
+if [[ $* == *"$FAIL"* && -n $FAIL ]]; then echo no such package; exit 1; fi
+"""
+    for name in ("python", "python3.12"):
+        machine.tool(name, bare)
+    dry = machine.run(script=project / "pretrain_llama.sh", DRY_RUN="1")
+    assert dry.returncode == 0, dry.stderr
+    assert not (project / ".venv").exists()
+    result = machine.run(script=project / "pretrain_llama.sh")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[0].startswith("DistCA's dependencies are missing: installing them into")
+    made, torch, rest = calls.read_text().splitlines()
+    assert made == f"-m venv {project}/.venv"
+    assert torch.endswith("torch==2.13.0"), "torch comes first and by itself where there is no GPU"
+    assert rest.endswith(f"-e {project}")
+    assert machine.record.read_text().startswith("torchrun")
+    # With a GPU it is one step, and a failure says where to look.
+    machine.gpus(1)
+    failed = machine.run(script=project / "pretrain_llama.sh", FAIL="[gpu]", MODEL="tiny")
+    assert failed.returncode == 2
+    assert calls.read_text().splitlines()[-1].endswith(f"-e {project}[gpu]")
+    assert "no such package" in failed.stderr
+    assert "setup.log" in failed.stderr
+
+
+def test_documented_variables_are_the_ones_that_are_read() -> None:
+    text = SCRIPT.read_text()
+    head, body = text.split("set -euo pipefail", 1)
+    documented = set(re.findall(r"^#     ([A-Z_]+)(?=[ ,])", head, re.MULTILINE)) | {"NODE_RANK", "MASTER_PORT"}
+    read = set(re.findall(r"^(?:option|switch) ([A-Z_]+) ", body, re.MULTILINE))
+    read |= set(re.findall(r"\$\{([A-Z_]+):-", body)) - {"BASH_SOURCE", "OMP_NUM_THREADS"}
+    assert documented == {name for name in read if not name.startswith("SLURM_")}
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in sorted(documented) if f"`{name}`" not in readme] == []
