@@ -250,7 +250,7 @@ PYTHON
 
 set_up() {
     local base='' candidate log=$here/setup.log
-    for candidate in python3.12 python3.11 python3 python; do
+    for candidate in python3.11 python3.12 python3 python; do
         if "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' >/dev/null 2>&1; then
             base=$candidate
             break

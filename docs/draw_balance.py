@@ -16,7 +16,7 @@ TOKENS_PER_RANK = 65_536
 
 
 def main() -> None:
-    lengths = sample_lengths("pretrain", RANKS * TOKENS_PER_RANK, seed=2)
+    lengths = sample_lengths("pretrain", RANKS * TOKENS_PER_RANK, seed=0)
     plan = plan_micro_batch(lengths, RANKS, analytic_cost(heads=32, kv_heads=8, head_dim=128))
     mean = plan.seconds_before.mean()
     plot_balance(

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from distca.train.config import known_settings
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "pretrain_llama.sh"
 
-# Each stand-in writes its name, arguments and some environment, one an line, into $RECORD.
+# Each stand-in writes its name, arguments and some environment, one a line, into $RECORD.
 RECORDER = """#!/bin/bash
-{ echo "$(basename "$0")"; printf '%s\\n' "$@"; env | grep -E '^(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|MASTER_|WORLD_SIZE)'
+{
+    basename "$0"
+    printf '%s\\n' "$@"
+    env | grep -E '^(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|MASTER_|WORLD_SIZE)'
 } > "$RECORD"
 """
 
@@ -77,7 +81,7 @@ class Machine:
 
 
 def has_pair(command: list[str], option: str, value: str) -> bool:
-    return any(pair == (option, value) for pair in zip(command, command[1:], strict=False))
+    return (option, value) in pairwise(command)
 
 
 def test_cpu_machine_starts_four_ranks_of_the_tiny_run(machine: Machine) -> None:
@@ -257,7 +261,7 @@ echo "$@" >> {calls}
 if [[ $2 == venv ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
 if [[ $* == *"$FAIL"* && -n $FAIL ]]; then echo no such package; exit 1; fi
 """
-    for name in ("python", "python3.12"):
+    for name in ("python", "python3.11"):
         machine.tool(name, bare)
     dry = machine.run(script=project / "pretrain_llama.sh", DRY_RUN="1")
     assert dry.returncode == 0, dry.stderr

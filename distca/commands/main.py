@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
             description="DistCA: core attention disaggregation for long-context training.",
         )
     except ValueError as error:
-        # Our own errors are subclasses with a sentence for the user; a bare ValueError is a bug and keeps its traceback.
+        # Our own errors are subclasses with a sentence for the user; a bare ValueError is a bug with its traceback.
         if type(error).__module__.partition(".")[0] not in ("distca", "megatron_patches"):
             raise
         die(error)
@@ -64,3 +64,7 @@ def _load(place: str) -> Callable[..., Any] | None:
         return None
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ MOST_OVERHEAD = 0.25
 """A cut that adds more than this share of the time it moves is refused; the shortest shards follow from it."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
-_ROUNDS = 3
+_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,11 @@ def fit_band(offer: Offer, receivers: Receivers, timer: Timer) -> Band | None:
     per_pair = offer.seconds / whole
     size = (receivers.room / per_pair[:, None]).min(axis=0)
     wanted = min(float((offer.need / per_pair).max()), whole)
+    # A range costs more per pair than the whole piece: start from the rate of one that fills the preferred receiver.
+    rows = np.ceil(min(size[0], wanted) / (0.5 * (offer.start + offer.stop)))
+    probe = np.array([max(offer.start, int(0.5 * (offer.start + offer.stop) - rows))])
+    probe_stop = np.minimum(probe + int(rows), offer.stop)
+    size *= (per_pair / (timer.seconds(probe, probe_stop)[:, 0] / area(probe, probe_stop))).min()
     band = None
     for _ in range(_ROUNDS):
         chosen, sizes = _choose(size, wanted, receivers.distant)
@@ -107,10 +112,11 @@ def fit_band(offer: Offer, receivers: Receivers, timer: Timer) -> Band | None:
             return None
         cuts = _place(offer, receivers, chosen, sizes, whole, timer.cost.block)
         band = _timed(offer, chosen, cuts, timer)
+        chosen, cuts = band.chosen, band.cuts
         # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, then choose again.
         got = np.asarray(area(cuts[:-1], cuts[1:]))
         fill = (receivers.room[:, chosen] / np.maximum(band.moved, 1e-300)).min(axis=0)
-        size[chosen] = got * fill
+        size[chosen] = got * fill * 0.999
         relief = offer.seconds - band.kept.sum(axis=1)
         wanted = min(float(got.sum() * (offer.need / np.maximum(relief, 1e-300)).max()), whole)
     return _without_misfits(offer, receivers, band, timer) if band is not None else None
@@ -175,6 +181,8 @@ def _end(start: np.ndarray | float, pairs: np.ndarray | float) -> np.ndarray:
 
 
 def _timed(offer: Offer, chosen: np.ndarray, cuts: np.ndarray, timer: Timer) -> Band:
+    some = np.append(cuts[:-1] < cuts[1:], True)
+    chosen, cuts = chosen[some[:-1]], cuts[some]
     edges = np.concatenate(([offer.start], cuts, [offer.stop]))
     seconds = timer.seconds(edges[:-1], edges[1:])
     return Band(chosen, cuts, seconds[:, 1:-1], seconds[:, [0, -1]])
@@ -189,7 +197,7 @@ def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Time
         rows = np.maximum(np.diff(band.cuts) - over * timer.cost.block, 0)
         # The high end stays: ranges slide up into the place that a shorter neighbour leaves, the giver keeps the low end.
         cuts = band.cuts[-1] - np.append(np.cumsum(rows[::-1])[::-1], 0)
-        band = _timed(offer, band.chosen[rows > 0], np.append(cuts[:-1][rows > 0], cuts[-1]), timer)
+        band = _timed(offer, band.chosen, cuts, timer)
     while len(band.chosen):
         bad = _over(receivers, band) | _wasteful(offer, band, timer)
         if not bad.any():
@@ -208,9 +216,11 @@ def _over(receivers: Receivers, band: Band) -> np.ndarray:
 
 def _wasteful(offer: Offer, band: Band, timer: Timer) -> np.ndarray:
     """[N] bool: ranges whose cut from the rows behind them (and, for the first, before them) costs too much."""
-    edges = np.concatenate((band.cuts, [offer.stop]))
-    behind = np.concatenate((band.moved[:, 1:], band.kept[:, 1:]), axis=1)
-    added = band.moved + behind - timer.seconds(edges[:-2], edges[2:])
-    before = timer.seconds(np.array([offer.start]), band.cuts[1:2])[:, 0]
-    added[:, 0] += band.kept[:, 0] + band.moved[:, 0] - before
-    return (added / np.maximum(band.moved, 1e-300)).mean(axis=0) > MOST_OVERHEAD
+    start = np.append(band.cuts[:-1], offer.start)
+    stop = np.concatenate((band.cuts[2:], [offer.stop, band.cuts[1]]))
+    joined = timer.seconds(start, stop)
+    added = band.moved - joined[:, :-1]
+    added[:, :-1] += band.moved[:, 1:]
+    added[:, -1] += band.kept[:, 1]
+    added[:, 0] += band.kept[:, 0] + band.moved[:, 0] - joined[:, -1]
+    return (added > MOST_OVERHEAD * band.moved).all(axis=0)

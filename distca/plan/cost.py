@@ -112,16 +112,22 @@ class AnalyticCost(CostModel):
     backward_terms: tuple[float, float, float]
 
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        return _linear(self.forward_terms, q_rows, kv_rows)
+        return _linear((self.forward_terms,), q_rows, kv_rows)[0]
 
     def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        return _linear(self.backward_terms, q_rows, kv_rows)
+        return _linear((self.backward_terms,), q_rows, kv_rows)[0]
+
+    def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        wanted = {"forward": (self.forward_terms,), "backward": (self.backward_terms,)}
+        return _linear(wanted.get(direction, (self.forward_terms, self.backward_terms)), q_rows, kv_rows)
 
 
-def _linear(terms: tuple[float, float, float], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-    per_pair, per_q, per_kv = terms
-    seconds = per_pair * pairs(q_rows, kv_rows) + per_q * np.asarray(q_rows) + per_kv * np.asarray(kv_rows)
-    return np.where(np.asarray(q_rows) > 0, seconds, 0.0)
+def _linear(terms: tuple[tuple[float, float, float], ...], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+    """[K, ...] seconds for each of K triples of terms; 0 without queries, whatever the keys."""
+    q = np.asarray(q_rows, np.float64)
+    kv = kv_rows * (q > 0)
+    area = q * (kv - 0.5 * (q - 1))
+    return np.stack([per_pair * area + per_q * q + per_kv * kv for per_pair, per_q, per_kv in terms])
 
 
 def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:

@@ -58,7 +58,7 @@ class HeldRows:
     def below(self, document: np.ndarray, group: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Rows of ``document`` before ``position`` that ``group`` holds; arguments broadcast."""
         document, group, position = np.broadcast_arrays(document, group, position)
-        rows = np.zeros(position.shape, np.int64)
+        rows = np.zeros(position.shape, position.dtype)
         if not len(self._key):
             return rows
         key = document * self._groups + group

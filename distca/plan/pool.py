@@ -56,8 +56,6 @@ class Pool:
 
     Attributes:
         load: [K, R] seconds.
-        limit: [K, R] the most each server may have.
-        mean: [K] seconds of a server of speed 1 under a perfect balance of the work as it lies at home.
         order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so that
             a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
@@ -81,9 +79,8 @@ class Pool:
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         self._seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop)
         self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
-        speed = check_speeds(speeds, layout.ranks)
-        self.mean = self.load.sum(axis=1) / speed.sum()
-        self.limit = (1 + tolerance) * self.mean[:, None] * speed
+        self._share = (1 + tolerance) * check_speeds(speeds, layout.ranks)
+        self._speed = float(self._share.sum()) / (1 + tolerance)
         self.order = _canonical_order(tasks, layout.ranks)
         self.cap = max_received_bytes
         self.received = _received_at_home(home, cost.shape, max_received_bytes)
@@ -93,6 +90,16 @@ class Pool:
         self._readers = _readers_of_cut_documents(tasks)
         self._pieces: dict[int, Pieces] = {}
         self._moved: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    @property
+    def mean(self) -> np.ndarray:
+        """[K] seconds of a server of speed 1 if the work, with what cuts added so far, were spread evenly."""
+        return self.load.sum(axis=1) / self._speed
+
+    @property
+    def limit(self) -> np.ndarray:
+        """[K, R] the most each server may have."""
+        return self.mean[:, None] * self._share
 
     def pieces_of(self, rank: int) -> Pieces:
         """What ``rank`` still computes of its home rows."""
@@ -112,8 +119,8 @@ class Pool:
         """[..., N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read ``document`` up
         to ``stops`` [..., N]. What they hold as home ranks or have fetched already is free."""
         readers = self.sharers(document)
-        if not readers and not self.links.ranks_per_node:
-            return stops, np.zeros(1)
+        if not self.links.ranks_per_node and not any(rank in readers for rank in ranks.tolist()):
+            return stops, np.zeros(1, np.int64)
         had = np.array([readers.get(rank, 0) for rank in ranks.tolist()], np.int64)
         ends = np.stack(np.broadcast_arrays(np.maximum(stops, had), had))
         own = self._at_rank.below(document, ranks, ends)

@@ -29,6 +29,8 @@ DEFAULT_TOLERANCE = 0.02
 
 _ENOUGH = 1e-9
 _LEAST_ROOM = 1e-4
+_TRIES = 3
+_NO_DOCUMENT = -1
 _KV_SHARE = 0.56
 """Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
 
@@ -118,12 +120,12 @@ class _Balancer:
         free = np.maximum((room / self.unit[:, None]).min(axis=0), 0.0)
         free[giver] = 0.0
         price = self._price_per_pair(pieces, need, float(free.max()))
-        while np.isfinite(price).any():
-            best = int(np.argmin(price))
-            if self._give_whole(giver, pieces, price, need, room, free) or self._give_band(giver, best, need, room, free):
+        if self._give_whole(giver, pieces, price, need, room, free):
+            return _NO_DOCUMENT
+        for best in np.argsort(price, kind="stable")[:_TRIES]:
+            if np.isfinite(price[best]) and self._give_band(giver, int(best), need, room, free):
                 return int(pieces.document[best])
-            price[best] = np.inf
-        return None
+        return _NO_DOCUMENT if self._give_one(giver, pieces, need, room, free) else None
 
     def _price_per_pair(self, pieces: Pieces, need: np.ndarray, most: float) -> np.ndarray:
         """[P] bytes per query-key pair of the best single range of each piece that meets the need or the largest room."""
@@ -141,25 +143,42 @@ class _Balancer:
     def _give_whole(
         self, giver: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
     ) -> bool:
-        """Hand many short pieces to one receiver in one step, where the cheapest ones are smaller than the need."""
-        wanted = float((need / self.unit).max())
+        """Hand the cheapest pieces, as long as they are smaller than the need, to one receiver in one step."""
         order = np.argsort(price, kind="stable")
-        order = order[np.isfinite(price[order])]
-        receiver = self._one_receiver(free, wanted)
+        receiver = self._one_receiver(free, float((need / self.unit).max()))
         total = np.cumsum(pieces.seconds[:, order], axis=1)
         fits = (total <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
-        taken = order[: int(np.argmin(fits)) if not fits.all() else len(fits)]
-        if not len(taken):
+        fits &= np.isfinite(price[order])
+        taken = order[: int(np.argmin(np.append(fits, False)))]
+        return self._hand_over(giver, pieces, taken, receiver)
+
+    def _give_one(self, giver: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        """Where no cut pays: hand over the shortest document that covers the need, else the longest that fits."""
+        receiver = self._one_receiver(free, np.inf)
+        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0)
+        covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
+        if not fits.any() or receiver == giver:
             return False
+        rows = pieces.stop - pieces.start
+        best = np.argmin(np.where(covers, rows, np.iinfo(np.int64).max)) if covers.any() else np.argmax(fits * rows)
+        return self._hand_over(giver, pieces, np.array([best]), receiver)
+
+    def _hand_over(self, giver: int, pieces: Pieces, taken: np.ndarray, receiver: int) -> bool:
         part = pieces.take(taken)
-        given = Given(part.document, part.start, part.stop, np.full(len(taken), receiver), part.seconds)
         if self.pool.cap is not None:
-            given = self._within_cap(given)
-            if not len(given.document):
-                return False
-            taken = taken[: len(given.document)]
-        self.pool.give(giver, taken, Pieces(*(x[:0] for x in (part.document, part.start, part.stop)), part.seconds[:, :0]), given)
+            most = self.pool.cap - self.pool.received[receiver]
+            taken = taken[self._arriving_bytes(receiver, part).cumsum() <= most]
+            part = pieces.take(taken)
+        if not len(taken) or receiver == giver:
+            return False
+        given = Given(part.document, part.start, part.stop, np.full(len(taken), receiver), part.seconds)
+        self.pool.give(giver, taken, part.take(np.zeros(0, np.int64)), given)
         return True
+
+    def _arriving_bytes(self, receiver: int, part: Pieces) -> np.ndarray:
+        """[P] most bytes of q, k and v rows that would arrive with each piece."""
+        shape = self.pool.shape
+        return (part.stop - part.start) * shape.q_bytes + part.stop * shape.kv_bytes
 
     def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
         """The fullest rank that can take all, else the emptiest."""

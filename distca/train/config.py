@@ -69,7 +69,7 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
         parsed = parser.parse_args(arguments)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_value_error(str(error))) from None
-    config: RunConfig = _build(RunConfig, parser.instantiate_classes(parsed).as_dict())
+    config: RunConfig = _build(RunConfig, parsed.as_dict())
     return config
 
 

@@ -1,0 +1,75 @@
+"""Saving and resuming a run: the checkpoint's place, what it belongs to, and where the data stood."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distca.train.run_folder import Checkpoint, RunFolder
+from distca.train.settings import ConfigError, RunConfig
+
+if TYPE_CHECKING:
+    from distca.train.setup import Trainer
+
+logger = logging.getLogger(__name__)
+
+_MODEL_FILE = "model.json"
+
+
+def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str, Any]) -> None:
+    """Write the checkpoint after ``step`` steps and delete the oldest ones; every rank calls it."""
+    import torch.distributed as dist
+
+    from megatron_patches.checkpoint import save_checkpoint
+
+    path = folder.checkpoint_path(step)
+    if trainer.world.rank == 0:
+        path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    save_checkpoint(path, trainer.model, trainer.optimizer, {"step": step, "sampler": sampler_state})  # type: ignore[arg-type]
+    dist.barrier()
+    if trainer.world.rank == 0:
+        (path / _MODEL_FILE).write_text(json.dumps(_identity(trainer.config, trainer.vocabulary), indent=1))
+        folder.mark_complete(step)
+        folder.prune(trainer.config.checkpoint.keep)
+        logger.info("Saved %s", path)
+
+
+def load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Restore a checkpoint; returns the sampler's state. Every rank calls it."""
+    from megatron_patches.checkpoint import load_checkpoint
+
+    extra = load_checkpoint(checkpoint.path, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
+    assert extra["step"] == checkpoint.step
+    logger.info("Resumed from %s", checkpoint.path)
+    sampler: dict[str, Any] = extra["sampler"]
+    return sampler
+
+
+def check_same_model(checkpoint: Path, config: RunConfig, vocabulary: int) -> None:
+    """Refuse a checkpoint that another model wrote, before anything is built.
+
+    Raises:
+        ConfigError: naming each size that differs.
+    """
+    saved = json.loads((checkpoint / _MODEL_FILE).read_text())
+    own = _identity(config, config.model.vocabulary or vocabulary)
+    differing = [f"{name} was {saved.get(name)}, now {own[name]}" for name in own if saved.get(name) != own[name]]
+    if differing:
+        raise ConfigError(
+            f"{checkpoint} holds another model: {'; '.join(differing)}. Restore these settings, or start without "
+            "checkpoint.resume."
+        )
+
+
+def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:
+    """What a checkpoint's tensors depend on."""
+    model = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "init_std"}
+    model["model.vocabulary"] = vocabulary
+    model["model.head_dim"] = config.model.resolved_head_dim
+    model["train.precision"] = config.train.precision
+    model["optimizer.distributed"] = config.optimizer.distributed
+    return model

@@ -1,0 +1,139 @@
+"""The training loop: steps, validation, checkpoints, and everything a person looks at afterwards."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.data.corpus import Corpus
+from distca.train import checkpoints
+from distca.train.corpus import open_sampler
+from distca.train.metrics import MetricsWriter
+from distca.train.plots import plot_balance, write_timeline
+from distca.train.progress import StepProgress, print_summary
+from distca.train.run_folder import Checkpoint, RunFolder
+from distca.train.setup import Trainer
+from distca.train.step_inputs import Ahead, StepInputs, make_step_inputs
+from distca.train.step_record import StepRecorder
+
+
+def train(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
+    """Run all steps; every rank calls it.
+
+    Args:
+        trainer: what is trained.
+        corpus: the documents.
+        folder: where rank 0 writes.
+        resume: the checkpoint to go on from.
+    """
+    _Loop(trainer, corpus, folder, resume).run()
+
+
+class _Loop:
+    def __init__(self, trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
+        self._trainer, self._corpus, self._folder = trainer, corpus, folder
+        self._config = trainer.config
+        self._first = resume.step if resume else 0
+        self._sampler = open_sampler(self._config, corpus.train, trainer.planning.ranks)
+        self._sampler_state = self._sampler.state_dict()
+        if resume:
+            self._sampler_state = checkpoints.load(trainer, resume)
+            self._sampler.load_state_dict(self._sampler_state)
+        self._recorder = StepRecorder(trainer)
+        self._ahead = Ahead(
+            partial(make_step_inputs, trainer.planning, corpus.train, self._sampler), trainer.world.device
+        )
+        self._speaks = trainer.world.rank == 0
+        self._metrics: MetricsWriter | None = None
+        self._progress: StepProgress | None = None
+
+    def run(self) -> None:
+        """All steps, then validation, the last checkpoint and the summary."""
+        steps, log = self._config.train.steps, self._config.log
+        validation = None
+        with ExitStack() as stack:
+            if self._speaks:
+                resumed_at = self._first + 1 if self._first else None
+                self._metrics = stack.enter_context(MetricsWriter(self._folder.path, log.tensorboard, resumed_at))
+                self._progress = stack.enter_context(StepProgress(steps, done=self._first, every=log.every))
+            stack.callback(self._ahead.close)
+            for step in range(self._first + 1, steps + 1):
+                self._record_timeline(step)
+                values = self._step()
+                validate_every = self._config.train.validate_every
+                if step == steps or (validate_every and step % validate_every == 0):
+                    validation = values["validation_loss"] = self._validate()
+                self._show(step, values)
+                save_every = self._config.checkpoint.save_every
+                if step == steps or (save_every and step % save_every == 0):
+                    checkpoints.save(self._trainer, self._folder, step, self._sampler_state)
+        if self._trainer.pool.timeline.recording:
+            self._write_timeline()
+        if self._speaks:
+            self._draw()
+            print_summary(self._recorder.summary(validation), self._folder)
+
+    def _step(self) -> dict[str, Any]:
+        from megatron_patches.training_step import run_micro_batches
+
+        began = time.perf_counter()
+        inputs, waited_ms = self._ahead.take()
+        self._ahead.start()
+        loss_sum, tokens = run_micro_batches(self._trainer.model, inputs.batches)  # type: ignore[arg-type]
+        grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
+        loss = (loss_sum / tokens).item()
+        self._sampler_state = inputs.sampler_state
+        seconds = time.perf_counter() - began
+        return self._recorder.record(inputs, loss, grad_norm, lr, seconds, waited_ms)
+
+    def _validate(self) -> float | None:
+        """Mean loss per target token over the first global batches of the validation set; the same ones every time."""
+        from megatron_patches.training_step import run_micro_batches
+
+        if not len(self._corpus.validation):
+            return None
+        trainer = self._trainer
+        sampler = open_sampler(self._config, self._corpus.validation, trainer.planning.ranks)
+        total = torch.zeros(2, dtype=torch.float64, device=trainer.world.device)
+        trainer.model.eval()  # type: ignore[attr-defined]
+        for _ in range(self._config.train.validate_batches):
+            inputs: StepInputs = make_step_inputs(trainer.planning, self._corpus.validation, sampler)
+            total += torch.stack(run_micro_batches(trainer.model, inputs.batches, forward_only=True))  # type: ignore[arg-type]
+        trainer.model.train()  # type: ignore[attr-defined]
+        trainer.pool.timeline.serve_seconds()  # validation does not count as the next step's attention
+        return float(total[0] / total[1])
+
+    def _show(self, step: int, values: dict[str, Any]) -> None:
+        if self._metrics is not None and self._progress is not None:
+            self._metrics.log(step, values)
+            self._progress.update(step, values)
+
+    def _record_timeline(self, step: int) -> None:
+        """Start recording before the first of log.timeline_steps, and write the file after the last."""
+        wanted = self._config.log.timeline_steps
+        if wanted is None:
+            return
+        timeline = self._trainer.pool.timeline
+        if step == max(wanted[0], self._first + 1):
+            timeline.start_recording()
+        elif step == wanted[1] + 1 and timeline.recording:
+            self._write_timeline()
+
+    def _write_timeline(self) -> None:
+        world = self._trainer.world
+        mine = self._trainer.pool.timeline.take(world.rank)
+        gathered: list[Any] = [None] * world.size
+        dist.gather_object(mine, gathered if self._speaks else None)
+        if self._speaks:
+            write_timeline(self._folder.timeline, [event for events in gathered for event in events])
+
+    def _draw(self) -> None:
+        """balance.png: each series against its own mean, because the plan counts one layer and the clock all of them."""
+        series = (self._recorder.before, self._recorder.after, self._recorder.measured)
+        if all(seconds.sum() > 0 for seconds in series):
+            plot_balance(self._folder.balance_plot, *(seconds / seconds.mean() for seconds in series), unit="1 = mean")

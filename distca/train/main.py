@@ -1,0 +1,99 @@
+"""From a command line to a trained model: parse, refuse what cannot work, then start."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from distca.data.corpus import Corpus
+from distca.data.errors import DataError
+from distca.log import die, setup_logging
+from distca.plan import PlanError
+from distca.train.config import ConfigError, parse_run_config
+from distca.train.run_folder import Checkpoint, RunFolder, create_run_folder, resume_run_folder
+from distca.train.settings import RunConfig
+from distca.train.validate import validate
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run ``pretrain_llama.py``. A mistake of the user ends in one sentence and exit code 2.
+
+    ``--check WORLD_SIZE`` in front of the settings only checks them, the data and the checkpoint for that many ranks; it
+    takes a second and needs no torch.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    setup_logging(0)
+    try:
+        if arguments[:1] == ["--check"]:
+            _check(parse_run_config(arguments[2:]), int(arguments[1]))
+        else:
+            _run(parse_run_config(arguments))
+    except (ConfigError, DataError, PlanError) as error:
+        die(error)
+
+
+def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | None]:
+    """Everything that can be refused without torch, process groups or tokens."""
+    from distca.train.checkpoints import check_same_model
+    from distca.train.corpus import open_corpus, open_sampler
+
+    validate(config, world_size)
+    corpus = open_corpus(config)
+    validate(config, world_size, corpus.vocabulary)
+    data_parallel = config.parallel.data_parallel(world_size)
+    open_sampler(config, corpus.train, data_parallel)
+    if len(corpus.validation):
+        open_sampler(config, corpus.validation, data_parallel)
+    checkpoint = None
+    if config.checkpoint.resume:
+        _, checkpoint = resume_run_folder(config)
+        check_same_model(checkpoint.path, config, corpus.vocabulary)
+        if checkpoint.step >= config.train.steps:
+            raise ConfigError(
+                f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "
+                "nothing is left to do. Raise train.steps."
+            )
+    return corpus, checkpoint
+
+
+def _run(config: RunConfig) -> None:
+    from distca.train.world import join_world, leave_world, world_size_of_environment
+
+    corpus, _ = _check(config, world_size_of_environment())
+
+    from distca.attention import KernelError
+    from distca.train.loop import train
+    from distca.train.setup import build_trainer
+    from distca.transport import TransportError
+
+    world = join_world()
+    setup_logging(world.rank)
+    try:
+        trainer = build_trainer(config, world, corpus.vocabulary)
+        folder, checkpoint = _folder(config, world.rank)
+        logger.info("Run folder: %s", folder.path)
+        train(trainer, corpus, folder, checkpoint)
+    except (KernelError, TransportError) as error:
+        die(error)
+    finally:
+        leave_world()
+
+
+def _folder(config: RunConfig, rank: int) -> tuple[RunFolder, Checkpoint | None]:
+    """The run's folder, chosen by rank 0; all ranks see the same file system."""
+    import torch.distributed as dist
+
+    chosen: list[tuple[str, int | None]] = [("", None)]
+    if rank == 0:
+        if config.checkpoint.resume:
+            resumed, checkpoint = resume_run_folder(config)
+            chosen = [(str(resumed.path), checkpoint.step)]
+        else:
+            chosen = [(str(create_run_folder(config).path), None)]
+    dist.broadcast_object_list(chosen)
+    path, step = chosen[0]
+    folder = RunFolder(Path(path))
+    return folder, None if step is None else Checkpoint(step, folder.checkpoint_path(step))

@@ -1,0 +1,119 @@
+"""Everything a run trains with, built from its configuration."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from distca.attention import Kernel, choose_kernel
+from distca.plan.cost import CostModel, analytic_cost, area_cost
+from distca.runtime import AttentionPool
+from distca.runtime.timeline import Timeline
+from distca.train.settings import RunConfig
+from distca.train.step_inputs import Planning
+from distca.train.world import World
+from distca.transport import choose_transport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The parts of a run. ``model``, ``optimizer`` are megatron's, see megatron_patches."""
+
+    config: RunConfig
+    world: World
+    model: object
+    optimizer: object
+    pool: AttentionPool
+    planning: Planning
+    vocabulary: int
+
+
+def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
+    """Create process groups, model, optimizer and server pool. Every rank calls it together.
+
+    Args:
+        config: a validated configuration.
+        world: this process's place.
+        vocabulary: token ids of the data; the model may have more rows.
+    """
+    with warnings.catch_warnings():
+        # megatron-core says once per module that Transformer Engine or Apex are missing; `distca doctor` says it once.
+        warnings.simplefilter("ignore")
+        return _build(config, world, config.model.vocabulary or vocabulary)
+
+
+def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
+    from megatron_patches.model import build_model, transformer_config
+    from megatron_patches.optimizer import build_optimizer
+    from megatron_patches.parallel import initialize_model_parallel, server_pool_group
+    from megatron_patches.training_step import wrap_for_data_parallel
+
+    parallel, on_gpu = config.parallel, world.device.type == "cuda"
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
+    kernel = choose_kernel(
+        config.cad.kernel,
+        device=world.device,
+        dtype=dtype,
+        head_dim=config.model.resolved_head_dim,
+        deterministic=config.cad.deterministic,
+    )
+    timeline = Timeline(world.device)
+    transport = choose_transport(config.cad.transport, server_pool_group())
+    pool = AttentionPool(transport, kernel, timeline, config.cad.backward)
+    torch.manual_seed(config.train.seed)
+    model_config = transformer_config(
+        config.model,
+        dtype,
+        sequence_parallel=parallel.sequence_parallel,
+        recompute_at_home=config.train.recompute and not config.cad.enabled,
+        cpu_initialization=not on_gpu,
+    )
+    gpt = build_model(
+        config.model,
+        vocabulary,
+        model_config,
+        "disaggregated" if config.cad.enabled else "packed",
+        pool=pool,
+        kernel=kernel,
+        timeline=timeline,
+        recompute_segments=config.train.recompute,
+    )
+    if on_gpu:
+        gpt.cuda()
+    model = wrap_for_data_parallel(gpt, config.optimizer.distributed)
+    optimizer = build_optimizer(model, config.optimizer, config.train.steps, dtype)
+    planning = Planning(
+        rank=transport.rank,
+        ranks=transport.ranks,
+        cost=_cost(config, kernel, dtype),
+        disaggregate=config.cad.enabled,
+        nano_batches=2 if config.cad.enabled and config.cad.ping_pong else 1,
+        resend=config.cad.enabled and config.cad.backward == "resend",
+        tolerance=config.cad.tolerance,
+        chunks=parallel.tp if model_config.sequence_parallel else 1,
+        device=world.device,
+    )
+    logger.info(
+        "Model: %s parameters on this rank; %d data-parallel ranks, TP %d, PP %d; core attention %s",
+        f"{sum(p.numel() for p in model.parameters()):,}",
+        transport.ranks,
+        parallel.tp,
+        parallel.pp,
+        "disaggregated" if config.cad.enabled else "at home",
+    )
+    return Trainer(config, world, model, optimizer, pool, planning, vocabulary)
+
+
+def _cost(config: RunConfig, kernel: Kernel, dtype: torch.dtype) -> CostModel:
+    """Seconds per CA-task for the planner, for the heads of one tensor-parallel rank."""
+    model, tp = config.model, config.parallel.tp
+    heads = (model.heads // tp, model.kv_heads // tp, model.resolved_head_dim)
+    if kernel.name == "reference":
+        return area_cost(*heads)
+    return analytic_cost(*heads, value_bytes=dtype.itemsize)

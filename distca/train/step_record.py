@@ -1,0 +1,124 @@
+"""The figures of one step, gathered over ranks, and their means over a run."""
+
+from __future__ import annotations
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from distca.plan.balance import imbalance
+from distca.train.flops import mfu, model_flops, peak_flops
+from distca.train.progress import RunSummary
+from distca.train.setup import Trainer
+from distca.train.step_inputs import StepInputs
+
+Values = dict[str, float | int | str | None]
+
+
+class StepRecorder:
+    """Collects what the step log, balance.png and the final table show.
+
+    Attributes:
+        before: [ranks] planned attention seconds of one layer with every document at home, summed over steps.
+        after: [ranks] the same as planned.
+        measured: [ranks] measured attention seconds, all layers, summed over steps.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        ranks = trainer.planning.ranks
+        self.before, self.after, self.measured = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+        self._steps: list[Values] = []
+        on_gpu = trainer.world.device.type == "cuda"
+        name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
+        self._peak = peak_flops(name, trainer.config.train.precision)
+
+    def record(
+        self, inputs: StepInputs, loss: float, grad_norm: float, lr: float, seconds: float, waited_ms: float
+    ) -> Values:
+        """The metrics of a step, keyed as in distca.train.metrics. Every rank calls it."""
+        config, world = self._trainer.config, self._trainer.world
+        before = np.sum([plan.seconds_before for plan in inputs.plans], axis=0)
+        after = np.sum([plan.seconds_after for plan in inputs.plans], axis=0)
+        measured, memory = self._gather()
+        self.before, self.after, self.measured = self.before + before, self.after + after, self.measured + measured
+        tokens = int(inputs.lengths.sum())
+        flops = model_flops(config.model, self._trainer.vocabulary, inputs.lengths).total
+        copies = config.model.layers * config.parallel.tp
+        values: Values = {
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens": tokens,
+            "step_s": seconds,
+            "tokens_per_s": tokens / seconds,
+            "mfu": mfu(flops, seconds, world.size, self._peak),
+            "imbalance_before": imbalance(before),
+            "imbalance_after": imbalance(after),
+            "imbalance_measured": imbalance(measured),
+            "bytes_moved": copies * sum(plan.bytes_moved.total for plan in inputs.plans),
+            "plan_ms": inputs.planning_ms,
+            "plan_wait_ms": waited_ms,
+            "peak_memory_gb": memory if world.device.type == "cuda" or config.log.memory else None,
+        }
+        self._steps.append(values)
+        return values
+
+    def summary(self, validation_loss: float | None) -> RunSummary:
+        """Means over the recorded steps; the first, which compiles and warms up, does not count for speed."""
+        return RunSummary(
+            steps=len(self._steps),
+            first_loss=self._first("loss"),
+            last_loss=self._last("loss"),
+            validation_loss=validation_loss,
+            tokens_per_s=self._speed(),
+            mfu=self._mean("mfu", skip=1),
+            imbalance_before=self._mean("imbalance_before"),
+            imbalance_after=self._mean("imbalance_after"),
+            imbalance_measured=self._mean("imbalance_measured"),
+            bytes_moved=self._mean("bytes_moved"),
+            plan_ms=self._mean("plan_ms"),
+            peak_memory_gb=max((float(v) for v in self._column("peak_memory_gb")), default=None),
+        )
+
+    def _gather(self) -> tuple[np.ndarray, float]:
+        """([ranks] measured attention seconds of this step by server, largest memory of any rank in GiB)."""
+        trainer = self._trainer
+        served = sum(trainer.pool.timeline.serve_seconds().values())
+        mine = torch.tensor([trainer.planning.rank, served, _memory_gb(trainer.world.device)], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(trainer.world.size)]
+        dist.all_gather(everyone, mine)
+        measured = np.zeros(trainer.planning.ranks)
+        # Tensor-parallel ranks serve the same tasks for other heads: a server is as slow as its slowest.
+        for rank, seconds, _ in (row.tolist() for row in everyone):
+            measured[int(rank)] = max(measured[int(rank)], seconds)
+        return measured, max(float(row[2]) for row in everyone)
+
+    def _column(self, key: str) -> list[float]:
+        return [float(values[key]) for values in self._steps if values.get(key) is not None]  # type: ignore[arg-type]
+
+    def _first(self, key: str) -> float | None:
+        return next(iter(self._column(key)), None)
+
+    def _last(self, key: str) -> float | None:
+        return next(iter(self._column(key)[::-1]), None)
+
+    def _mean(self, key: str, skip: int = 0) -> float | None:
+        column = self._column(key)
+        column = column[skip:] or column
+        return sum(column) / len(column) if column else None
+
+    def _speed(self) -> float | None:
+        tokens, seconds = self._column("tokens"), self._column("step_s")
+        skip = 1 if len(seconds) > 1 else 0
+        return sum(tokens[skip:]) / sum(seconds[skip:]) if seconds else None
+
+
+def _memory_gb(device: torch.device) -> float:
+    """Peak allocated device memory since the last call; on CPUs the process's memory now."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / 2**30
+    return float(psutil.Process().memory_info().rss) / 2**30

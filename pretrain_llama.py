@@ -1,0 +1,10 @@
+"""Train a LLaMA with core attention disaggregation: ``python pretrain_llama.py --config configs/tiny.yaml``.
+
+``--help`` lists every setting. ``pretrain_llama.sh`` starts it on all ranks.
+"""
+
+from distca.train.main import main
+
+# The guard matters: checkpoints are written by spawned processes, which import this file again.
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+import subprocess
+import sys
+
+import pytest
+
+from distca.commands import main as module
+from distca.commands.main import COMMANDS, components, main
+
+
+class OurError(ValueError):
+    pass
+
+
+OurError.__module__ = "distca.somewhere"
+
+
+def ours(value: int = 1) -> None:
+    """Fail as a user's mistake."""
+    raise OurError(f"value is {value}; change it.")
+
+
+def bug() -> None:
+    """Fail as a bug."""
+    raise ValueError("a bug")
+
+
+def test_doctor_runs_and_names_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    main(["doctor", "--head_dim", "64"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert torch.__version__ in shown
+    assert "head_dim 64" in shown
+    if not torch.cuda.is_available():
+        assert "gloo (not nccl:" in shown
+
+
+def test_help_lists_the_commands() -> None:
+    command = [sys.executable, "-m", "distca.commands.main", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    assert [name for name in components(None) if name not in result.stdout] == []
+
+
+def test_only_the_chosen_command_is_imported() -> None:
+    code = (
+        "import sys; from distca.commands.main import components; components('doctor'); print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_every_command_exists() -> None:
+    found = components(None)
+    for name, place in COMMANDS.items():
+        assert name in found
+        if isinstance(place, dict):
+            assert set(found[name]) == {"_help", *place}
+
+
+def test_mistakes_are_sentences_and_bugs_keep_their_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "components", lambda chosen: {"ours": ours, "bug": bug})
+    with pytest.raises(SystemExit) as ended:
+        main(["ours", "--value", "7"])
+    assert ended.value.code == 2
+    with pytest.raises(ValueError, match="a bug"):
+        main(["bug"])

@@ -1,0 +1,46 @@
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from distca.log import die
+
+SPEAK = """
+import logging, sys
+from distca.log import setup_logging
+setup_logging(0)
+setup_logging(int(sys.argv[1]))
+logging.getLogger("distca.x").info("fine")
+logging.getLogger("distca.x").warning("odd [value]")
+logging.getLogger("elsewhere").info("chatter")
+"""
+
+
+def lines(rank: int) -> list[str]:
+    result = subprocess.run([sys.executable, "-c", SPEAK, str(rank)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    return [line.split(" ", 1)[1] for line in result.stderr.splitlines()]
+
+
+def test_rank_0_speaks_and_the_others_only_warn() -> None:
+    assert lines(0) == ["INFO fine", "WARNING odd [value]"]
+    assert lines(3) == ["WARNING [rank 3] odd [value]"]
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("2", False)])
+def test_die_says_it_once(rank: str, speaks: bool) -> None:
+    code = "from distca.log import die; die(ValueError('tp is [3]; change it.'), 'do that.')"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={"RANK": rank, "PYTHONPATH": "."}
+    )
+    assert result.returncode == 2
+    assert result.stderr == ("error: tp is [3]; change it.\nnext step: do that.\n" if speaks else "")
+
+
+def test_die_exits_this_process_too() -> None:
+    with pytest.raises(SystemExit) as ended:
+        die("no")
+    assert ended.value.code == 2
+    assert logging.getLogger("distca") is not None

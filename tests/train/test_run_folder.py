@@ -1,0 +1,83 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from distca.train.config import CheckpointConfig, ConfigError, RunConfig, parse_run_config
+from distca.train.run_folder import RunFolder, create_run_folder, resume_run_folder
+
+
+def config_in(folder: Path, resume: str | None = None) -> RunConfig:
+    return RunConfig(name="try", output=str(folder / "runs"), checkpoint=CheckpointConfig(resume=resume))
+
+
+def save(folder: RunFolder, step: int, complete: bool = True) -> None:
+    folder.checkpoint_path(step).mkdir(parents=True)
+    (folder.checkpoint_path(step) / "weights").touch()
+    if complete:
+        folder.mark_complete(step)
+
+
+def test_a_second_run_of_a_name_gets_a_number(tmp_path: Path) -> None:
+    paths = [create_run_folder(config_in(tmp_path)).path.name for _ in range(3)]
+    assert paths == ["try", "try-2", "try-3"]
+
+
+def test_config_yaml_starts_the_same_run(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    folder = create_run_folder(config)
+    assert parse_run_config(["--config", str(folder.config)]) == config
+
+
+def test_checkpoints_are_found_in_order_and_unfinished_ones_are_not(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.checkpoints() == []
+    for step in (20, 1_000_000, 100):
+        save(folder, step)
+    save(folder, 2_000_000, complete=False)
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [20, 100, 1_000_000]
+    assert folder.checkpoint_path(60).name == "step_000060"
+
+
+def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (10, 20, 30):
+        save(folder, step)
+    assert [checkpoint.step for checkpoint in folder.prune(2)] == [10]
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [20, 30]
+    assert not folder.checkpoint_path(10).exists()
+    assert folder.prune(5) == []
+
+
+def test_resume_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    save(folder, 10)
+    save(folder, 20)
+    before = folder.config.read_text()
+    config = dataclasses.replace(config_in(tmp_path, str(folder.path)))
+    found, checkpoint = resume_run_folder(config)
+    assert (found, checkpoint.step) == (folder, 20)
+    assert folder.config.read_text() == before
+    assert parse_run_config(["--config", str(folder.path / "config-from-step-000020.yaml")]) == config
+
+
+def test_latest_is_the_highest_number_with_a_checkpoint(tmp_path: Path) -> None:
+    folders = [create_run_folder(config_in(tmp_path)) for _ in range(12)]
+    save(folders[8], 5)
+    save(folders[9], 5)
+    save(folders[10], 7, complete=False)
+    # Another run whose name begins alike.
+    other = create_run_folder(dataclasses.replace(config_in(tmp_path), name="try-out"))
+    save(other, 99)
+    found, _ = resume_run_folder(config_in(tmp_path, "latest"))
+    assert found.path.name == "try-10"
+
+
+def test_resume_mistakes_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="which is not a folder"):
+        resume_run_folder(config_in(tmp_path, str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match=r"no run .* has a complete checkpoint"):
+        resume_run_folder(config_in(tmp_path, "latest"))
+    folder = create_run_folder(config_in(tmp_path))
+    with pytest.raises(ConfigError, match="has no complete checkpoint"):
+        resume_run_folder(config_in(tmp_path, str(folder.path)))

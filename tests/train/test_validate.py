@@ -1,0 +1,92 @@
+from pathlib import Path
+
+import pytest
+
+from distca.train.config import ConfigError, parse_run_config
+from distca.train.validate import validate
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("tiny", 4), ("llama-8b", 8), ("llama-8b", 32), ("llama-8b-cut", 1), ("llama-34b", 16)]
+)
+def test_shipped_configurations_are_accepted(name: str, world_size: int) -> None:
+    validate(parse_run_config(["--config", str(CONFIGS / f"{name}.yaml")]), world_size)
+
+
+def test_the_defaults_are_accepted() -> None:
+    validate(parse_run_config([]), 4, vocabulary=256)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "said"),
+    [
+        ("--parallel.tp 2", 5, "The 5 ranks are not divisible by parallel.tp 2"),
+        ("--parallel.tp 2", 1, "The run has 1 ranks, but parallel.tp 2 needs at least 2"),
+        ("--parallel.pp 2", 8, "parallel.pp is 2, but pipelines are not supported yet"),
+        ("--parallel.tp 4", 16, "model.kv_heads 2 is not divisible by parallel.tp 4"),
+        ("--model.ffn 385 --parallel.tp 2", 8, "model.ffn 385 is not divisible by parallel.tp 2"),
+        ("--model.vocabulary 301 --parallel.tp 2", 8, "model.vocabulary 301 is not divisible by parallel.tp 2"),
+        ("--model.hidden 129 --model.head_dim 32 --parallel.tp 2", 8, "model.hidden 129 is not divisible"),
+        ("--model.vocabulary 200", 4, "model.vocabulary is 200, but the data uses 256 tokens"),
+        ("--model.kv_heads 3", 4, "model.heads 4 is not divisible by model.kv_heads 3"),
+        ("--model.hidden 130", 4, "model.hidden 130 is not divisible by model.heads 4"),
+        ("--model.head_dim 33", 4, "The head dimension is 33"),
+        ("--data.context_length 4097", 4, "data.context_length is 4097, but a micro-batch holds 4096 tokens"),
+        ("--data.whole_documents true", 4, "data.context_length is 4096, but data.whole_documents keeps"),
+        ("--cad.enabled false", 4, "data.context_length is 4096, but without cad.enabled"),
+        ("--train.steps 0", 4, "train.steps is 0; it must be at least 1."),
+        ("--optimizer.warmup_steps 60", 4, "optimizer.warmup_steps is 60, but train.steps is 60"),
+        ("--optimizer.lr 0", 4, "optimizer.lr is 0.0; it must be above 0."),
+        ("--optimizer.min_lr 1", 4, "optimizer.min_lr is 1.0, above optimizer.lr"),
+        ("--optimizer.weight_decay -1", 4, "optimizer.weight_decay is -1.0; it must not be negative."),
+        ("--optimizer.lr .inf", 4, "optimizer.lr is inf; it must be a finite number."),
+        ("--optimizer.beta2 1", 4, "optimizer.beta2 is 1.0; it must be below 1."),
+        ("--checkpoint.keep 0", 4, "checkpoint.keep is 0; it must be at least 1."),
+        ("--cad.kernel flash4", 4, "cad.kernel flash4 computes in bf16, but train.precision is fp32"),
+        ("--log.timeline_steps [5,3]", 4, "log.timeline_steps is [5, 3]"),
+        ("--log.timeline_steps [5,61]", 4, "train.steps 60"),
+        ("--data.source text", 4, "data.source text needs data.path."),
+        ("--name a/b", 4, "name is 'a/b'"),
+    ],
+)
+def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(parse_run_config(arguments.split()), world_size, vocabulary=256)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value), "one mistake is one sentence"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--cad.kernel reference --train.precision bf16",
+        "--cad.enabled false --data.context_length 1024",
+        "--data.whole_documents true --data.context_length 1024",
+        "--train.steps 1 --optimizer.warmup_steps 0",
+        "--model.head_dim 64",
+        "--log.timeline_steps [60,60]",
+    ],
+)
+def test_unusual_settings_that_work_are_accepted(arguments: str) -> None:
+    validate(parse_run_config(arguments.split()), 4, vocabulary=256)
+
+
+def test_without_disaggregation_one_rank_may_hold_all() -> None:
+    validate(parse_run_config(["--cad.enabled", "false", "--data.tokens_per_rank", "4096"]), 1)
+
+
+def test_all_problems_are_reported_together() -> None:
+    arguments = "--model.heads 5 --parallel.tp 3 --optimizer.warmup_steps 99"
+    with pytest.raises(ConfigError) as caught:
+        validate(parse_run_config(arguments.split()), 4)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{len(lines) - 1} settings cannot work:"
+    for part in (
+        "model.hidden 128 is not divisible by model.heads 5",
+        "model.heads 5 is not divisible by parallel.tp 3",
+        "The 4 ranks",
+        "optimizer.warmup_steps is 99",
+    ):
+        assert any(part in line for line in lines[1:])
