@@ -325,8 +325,8 @@ fi
 
 program=("$here/pretrain_llama.py" ${options[@]+"${options[@]}"} ${arguments[@]+"${arguments[@]}"})
 if [[ $launcher == srun ]]; then
-    first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    environment+=("MASTER_ADDR=$first_node" "MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}")
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    environment+=("MASTER_ADDR=${hosts%%$'\n'*}" "MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}")
     environment+=("WORLD_SIZE=$world" "LOCAL_WORLD_SIZE=$local_ranks")
     steps=(srun "--nodes=$nodes" "--ntasks=$world" "--ntasks-per-node=$local_ranks" --kill-on-bad-exit=1)
     # Without this a task may get one core only. SLURM_JOB_CPUS_PER_NODE may read 64(x2).
@@ -352,6 +352,11 @@ if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '\n'
     exit 0
 fi
+for argument in ${arguments[@]+"${arguments[@]}"}; do
+    if [[ $argument == -h || $argument == --help ]]; then exec "$python" "$here/pretrain_llama.py" --help; fi
+done
+# Once and here, so that a mistake is one sentence and not a failure report of every rank.
+"$python" "${program[0]}" --check "$world" "${program[@]:1}"
 if ((gpus > 0)); then kind=GPU; else kind=CPU; fi
 say "Starting $world $kind ranks on $nodes node(s) through $launcher.${given[*]:+ From the environment: ${given[*]}.}"
 exec "${command[@]}"

@@ -152,14 +152,14 @@ def test_arguments_are_passed_on_and_an_own_config_replaces_the_default(machine:
 
 def test_slurm_job_starts_a_task_per_gpu_on_all_nodes(machine: Machine) -> None:
     machine.slurm(2, 8, SLURM_JOB_CPUS_PER_NODE="64(x2)")
-    result = machine.run("--train.steps", "3", TP_SIZE="4")
+    result = machine.run("--train.steps", "30", TP_SIZE="4")
     assert result.returncode == 0, result.stderr
     recorded = machine.record.read_text().splitlines()
     assert recorded[0] == "srun"
     assert {"--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=8"} <= set(recorded)
     assert {"MASTER_ADDR=host1", "MASTER_PORT=20017", "WORLD_SIZE=16"} <= set(recorded)
     assert has_pair(recorded, "--parallel.tp", "4")
-    assert has_pair(recorded, "--train.steps", "3")
+    assert has_pair(recorded, "--train.steps", "30")
 
 
 def test_slurm_tasks_know_their_rank(machine: Machine) -> None:
@@ -237,6 +237,21 @@ def test_mistakes_are_one_sentence(machine: Machine, variables: dict[str, str], 
     assert not machine.record.exists()
 
 
+def test_settings_are_checked_once_before_any_rank_is_started(machine: Machine) -> None:
+    result = machine.run(STEPS="5")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: optimizer.warmup_steps is 10, but train.steps is 5;")
+    assert len(result.stderr.splitlines()) == 2
+    assert not machine.record.exists()
+
+
+def test_help_is_shown_once(machine: Machine) -> None:
+    result = machine.run("--help")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("--train.steps") == 2, "usage and description"
+    assert not machine.record.exists()
+
+
 def test_contradictions_with_slurm_and_arguments(machine: Machine) -> None:
     result = machine.run("--train.steps=4", STEPS="3")
     assert (result.returncode, "STEPS and --train.steps are both given" in result.stderr) == (2, True)
@@ -269,10 +284,11 @@ if [[ $* == *"$FAIL"* && -n $FAIL ]]; then echo no such package; exit 1; fi
     result = machine.run(script=project / "pretrain_llama.sh")
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines()[0].startswith("DistCA's dependencies are missing: installing them into")
-    made, torch, rest = calls.read_text().splitlines()
+    made, torch, rest, checked = calls.read_text().splitlines()
     assert made == f"-m venv {project}/.venv"
     assert torch.endswith("torch==2.13.0"), "torch comes first and by itself where there is no GPU"
     assert rest.endswith(f"-e {project}")
+    assert checked.startswith(f"{project}/pretrain_llama.py --check 4 ")
     assert machine.record.read_text().startswith("torchrun")
     # With a GPU it is one step, and a failure says where to look.
     machine.gpus(1)

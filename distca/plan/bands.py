@@ -11,6 +11,7 @@ Array legend: K directions, C receivers, N chosen receivers, G tried places of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,15 +23,34 @@ MOST_OVERHEAD = 0.25
 """A cut that adds more than this share of the time it moves is refused; the shortest shards follow from it."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
-_ROUNDS = 2
+_NEVER_WASTEFUL = 32
+"""Ranges of this many blocks always pay for their cut: checking them is skipped."""
+_FINEST = 0.004
+_SLIVER = 8
+"""A giver keeps nothing shorter than this part of the range beside it."""
 
 
 @dataclass(frozen=True)
 class Timer:
-    """Seconds of query ranges in the directions that are balanced."""
+    """Seconds of query ranges in the directions that are balanced.
+
+    Attributes:
+        cost, direction: what to count.
+        unit: [K] mean load of a server.
+    """
 
     cost: CostModel
     direction: Direction
+    unit: np.ndarray
+
+    def block(self, per_row: np.ndarray) -> int:
+        """Rows to round cuts to: the kernel's tile, or less where a tile of [K] ``per_row`` seconds is a visible part of
+        a server's load."""
+        block = self.cost.block
+        fine = _FINEST * float((self.unit / np.maximum(per_row, 1e-300)).min())
+        while block > fine and block > max(1, self.cost.block // 16):
+            block //= 2
+        return block
 
     def seconds(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """[K, ...] seconds of the ranges [start, stop)."""
@@ -60,6 +80,7 @@ class Receivers:
     Attributes:
         rank: [C].
         room: [K, C] seconds they may still gain.
+        most_rows: [C] query rows they may get, for their memory; infinite without a cap.
         distant: [C] bool, not on the giver's node.
         q_price: [C] price of moving one query row there.
         kv_price: (positions [..., N], indices [N]) -> [..., N] price of the k,v rows that a range ending there still needs.
@@ -67,6 +88,7 @@ class Receivers:
 
     rank: np.ndarray
     room: np.ndarray
+    most_rows: np.ndarray
     distant: np.ndarray
     q_price: np.ndarray
     kv_price: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -89,14 +111,15 @@ class Band:
     kept: np.ndarray
 
 
-def area(start: np.ndarray | float, stop: np.ndarray | float) -> np.ndarray | float:
+def area(start: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:
     """Query-key pairs of the causal query ranges [start, stop)."""
-    return (stop * (stop + 1.0) - start * (start + 1.0)) / 2
+    return np.asarray((stop * (stop + 1.0) - start * (start + 1.0)) / 2)
 
 
 def fit_band(offer: Offer, receivers: Receivers, timer: Timer) -> Band | None:
     """The cheapest band that relieves the giver of what it needs and fits the receivers; None when no cut pays."""
     whole = float(area(offer.start, offer.stop))
+    block = timer.block(offer.seconds / (offer.stop - offer.start))
     per_pair = offer.seconds / whole
     size = (receivers.room / per_pair[:, None]).min(axis=0)
     wanted = min(float((offer.need / per_pair).max()), whole)
@@ -105,21 +128,29 @@ def fit_band(offer: Offer, receivers: Receivers, timer: Timer) -> Band | None:
     probe = np.array([max(offer.start, int(0.5 * (offer.start + offer.stop) - rows))])
     probe_stop = np.minimum(probe + int(rows), offer.stop)
     size *= (per_pair / (timer.seconds(probe, probe_stop)[:, 0] / area(probe, probe_stop))).min()
-    band = None
-    for _ in range(_ROUNDS):
+    # The lowest place of a range has fewest pairs a row: no place holds more rows for that many pairs.
+    most = area(offer.start, offer.start + receivers.most_rows)
+    size = np.minimum(size, most)
+    chosen, sizes = _choose(size, wanted, receivers.distant)
+    if not len(chosen):
+        return None
+    low = _place(offer, receivers, chosen, sizes, whole)
+    band = _timed(offer, chosen, _on_blocks(offer, low, sizes, block), timer)
+    # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, in the same place.
+    got = area(band.cuts[:-1], band.cuts[1:])
+    fill = (receivers.room[:, band.chosen] / np.maximum(band.moved, 1e-300)).min(axis=0)
+    size[band.chosen] = np.minimum(got * fill * 0.999, most[band.chosen])
+    relief = offer.seconds - band.kept.sum(axis=1)
+    wanted = min(float(got.sum() * (offer.need / np.maximum(relief, 1e-300)).max()), whole)
+    sizes = size[chosen]
+    sizes[0] = min(sizes[0], wanted - sizes[1:].sum())
+    if sizes[0] <= 0 or sizes.sum() < wanted * (1 - 1e-12):
         chosen, sizes = _choose(size, wanted, receivers.distant)
         if not len(chosen):
             return None
-        cuts = _place(offer, receivers, chosen, sizes, whole, timer.cost.block)
-        band = _timed(offer, chosen, cuts, timer)
-        chosen, cuts = band.chosen, band.cuts
-        # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, then choose again.
-        got = np.asarray(area(cuts[:-1], cuts[1:]))
-        fill = (receivers.room[:, chosen] / np.maximum(band.moved, 1e-300)).min(axis=0)
-        size[chosen] = got * fill * 0.999
-        relief = offer.seconds - band.kept.sum(axis=1)
-        wanted = min(float(got.sum() * (offer.need / np.maximum(relief, 1e-300)).max()), whole)
-    return _without_misfits(offer, receivers, band, timer) if band is not None else None
+        low = _place(offer, receivers, chosen, sizes, whole)
+    band = _timed(offer, chosen, _on_blocks(offer, low, sizes, block), timer)
+    return _without_misfits(offer, receivers, band, timer, block)
 
 
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -139,40 +170,41 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.nd
     return chosen[order], sizes[order]
 
 
-def _place(
-    offer: Offer, receivers: Receivers, chosen: np.ndarray, sizes: np.ndarray, whole: float, block: int
-) -> np.ndarray:
-    """[N + 1] cuts of the cheapest place for ranges of those sizes, on multiples of ``block`` rows from the piece's start."""
+def _place(offer: Offer, receivers: Receivers, chosen: np.ndarray, sizes: np.ndarray, whole: float) -> float:
+    """Low end of the cheapest place for consecutive ranges of those sizes."""
     total = np.cumsum(sizes)
     if total[-1] >= whole * (1 - 1e-12):
-        low = np.array([float(offer.start)])
-    else:
-        highest = _end(offer.start, whole - total[-1])
-        low = offer.start + (highest - offer.start) * _PLACES
+        return float(offer.start)
+    low = offer.start + (_end(offer.start, whole - total[-1]) - offer.start) * _PLACES
     ends = np.minimum(_end(low[:, None], total), offer.stop)
-    rows = np.diff(ends, axis=1, prepend=low[:, None])
-    price = (rows * receivers.q_price[chosen] + receivers.kv_price(ends, chosen)).sum(axis=1)
-    best = int(np.argmin(price))
-    return _on_blocks(offer, np.append(low[best], ends[best]), block)
+    q_price = receivers.q_price[chosen]
+    price = ends @ (q_price - np.append(q_price[1:], 0.0)) - low * q_price[0]
+    price += receivers.kv_price(ends, chosen).sum(axis=1)
+    return float(low[price.argmin()])
 
 
-def _on_blocks(offer: Offer, cuts: np.ndarray, block: int) -> np.ndarray:
-    """Round every range down to whole blocks and lengthen the first so that the band keeps its size."""
-    rows = np.diff(cuts)
-    rows[1:] = np.maximum(np.floor(rows[1:] / block), 1) * block
-    high = offer.start + np.ceil((cuts[-1] - offer.start) / block) * block
-    if high > offer.stop - block / 2:
+def _on_blocks(offer: Offer, low: float, sizes: np.ndarray, block: int) -> np.ndarray:
+    """[N + 1] cuts of ranges of those sizes from ``low`` on: every range rounded down to whole blocks counted from the
+    piece's start, and the first lengthened so that the band keeps its size."""
+    squared = (low + 0.5) ** 2
+    edges = [low]
+    for pairs in sizes.tolist():
+        squared += 2 * pairs
+        edges.append(min(math.sqrt(squared) - 0.5, float(offer.stop)))
+    high = offer.start + math.ceil((edges[-1] - offer.start) / block) * block
+    if high > offer.stop - max(block / 2, (edges[-1] - edges[-2]) / _SLIVER):
         high = offer.stop
-    inner = high - np.cumsum(rows[:0:-1])[::-1]
-    bottom = inner[0] if len(inner) else high
-    lost = float(area(cuts[0], cuts[-1])) - float(area(bottom, high))
-    squared = (bottom + 0.5) ** 2 - 2 * lost
-    low = np.sqrt(max(squared, 0.0)) - 0.5
-    count = max(np.ceil((bottom - low) / block), 1) * block
-    low = bottom - count
-    if low < offer.start + block / 2:
-        low = offer.start
-    return np.maximum(np.concatenate(([low], inner, [high])), offer.start).astype(np.int64)
+    cuts = [high]
+    for begin, end in zip(edges[-2:0:-1], edges[:1:-1], strict=True):
+        cuts.append(cuts[-1] - max(int((end - begin) // block), 1) * block)
+    # The first range makes up for what rounding took from the others.
+    bottom = cuts[-1]
+    lowest = (low + 0.5) ** 2 - (edges[-1] + 0.5) ** 2 + (high + 0.5) ** 2
+    rows = bottom - (math.sqrt(max(lowest, 0.25)) - 0.5)
+    cuts.append(bottom - max(math.ceil(rows / block), 1) * block)
+    if cuts[-1] < offer.start + max(block / 2, rows / _SLIVER):
+        cuts[-1] = offer.start
+    return np.maximum(np.array(cuts[::-1], np.int64), offer.start)
 
 
 def _end(start: np.ndarray | float, pairs: np.ndarray | float) -> np.ndarray:
@@ -188,18 +220,23 @@ def _timed(offer: Offer, chosen: np.ndarray, cuts: np.ndarray, timer: Timer) -> 
     return Band(chosen, cuts, seconds[:, 1:-1], seconds[:, [0, -1]])
 
 
-def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Timer) -> Band | None:
+def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Timer, block: int) -> Band | None:
     """Shorten ranges that exceed their room, a block at a time, and then give up those that still do or do not pay."""
     for _ in range(3):
         over = _over(receivers, band)
         if not over.any():
             break
-        rows = np.maximum(np.diff(band.cuts) - over * timer.cost.block, 0)
-        # The high end stays: ranges slide up into the place that a shorter neighbour leaves, the giver keeps the low end.
-        cuts = band.cuts[-1] - np.append(np.cumsum(rows[::-1])[::-1], 0)
+        rows = np.maximum(np.diff(band.cuts) - over * block, 0)
+        # Ranges slide into the place that a shorter neighbour leaves, away from the side where the giver keeps rows anyway.
+        if band.cuts[0] == offer.start and band.cuts[-1] < offer.stop:
+            cuts = band.cuts[0] + np.append(0, np.cumsum(rows))
+        else:
+            cuts = band.cuts[-1] - np.append(np.cumsum(rows[::-1])[::-1], 0)
         band = _timed(offer, band.chosen, cuts, timer)
     while len(band.chosen):
-        bad = _over(receivers, band) | _wasteful(offer, band, timer)
+        bad = _over(receivers, band)
+        if (np.diff(band.cuts) < _NEVER_WASTEFUL * timer.cost.block).any():
+            bad |= _wasteful(offer, band, timer)
         if not bad.any():
             return band
         # A band has no holes: what lies on the shorter side of a bad range is given up with it.
@@ -211,7 +248,9 @@ def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Time
 
 
 def _over(receivers: Receivers, band: Band) -> np.ndarray:
-    return (band.moved > receivers.room[:, band.chosen] * (1 + 1e-9)).any(axis=0)
+    """[N] bool: ranges that exceed their receiver's time or memory."""
+    rows = band.cuts[1:] - band.cuts[:-1]
+    return (rows > receivers.most_rows[band.chosen]) | (band.moved > receivers.room[:, band.chosen] * (1 + 1e-9)).any(axis=0)
 
 
 def _wasteful(offer: Offer, band: Band, timer: Timer) -> np.ndarray:

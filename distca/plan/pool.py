@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -56,6 +57,7 @@ class Pool:
 
     Attributes:
         load: [K, R] seconds.
+        tolerance: how far above its fair share a server may be.
         order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so that
             a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
@@ -79,17 +81,25 @@ class Pool:
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         self._seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop)
         self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
-        self._share = (1 + tolerance) * check_speeds(speeds, layout.ranks)
-        self._speed = float(self._share.sum()) / (1 + tolerance)
+        self.tolerance = tolerance
+        self._speeds = check_speeds(speeds, layout.ranks)
+        self._speed = float(self._speeds.sum())
         self.order = _canonical_order(tasks, layout.ranks)
         self.cap = max_received_bytes
         self.received = _received_at_home(home, cost.shape, max_received_bytes)
         self.node = links.nodes(layout.ranks)
-        self._at_rank = HeldRows(layout.kv, layout.kv.rank, layout.ranks)
-        self._at_node = HeldRows(layout.kv, self.node[layout.kv.rank], int(self.node[-1]) + 1)
         self._readers = _readers_of_cut_documents(tasks)
+        self._homes = {document: list(readers) for document, readers in self._readers.items()}
         self._pieces: dict[int, Pieces] = {}
         self._moved: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    @cached_property
+    def _at_rank(self) -> HeldRows:
+        return HeldRows(self.layout.kv, self.layout.kv.rank, self.layout.ranks)
+
+    @cached_property
+    def _at_node(self) -> HeldRows:
+        return HeldRows(self.layout.kv, self.node[self.layout.kv.rank], int(self.node[-1]) + 1)
 
     @property
     def mean(self) -> np.ndarray:
@@ -99,7 +109,15 @@ class Pool:
     @property
     def limit(self) -> np.ndarray:
         """[K, R] the most each server may have."""
-        return self.mean[:, None] * self._share
+        return self.mean[:, None] * self._speeds * (1 + self.tolerance)
+
+    def spare_bytes(self, ranks: np.ndarray) -> np.ndarray:
+        """[N] bytes that ``ranks`` may still receive; infinite without a cap."""
+        return np.full(len(ranks), np.inf) if self.cap is None else self.cap - self.received[ranks]
+
+    def must_be_empty(self, rank: int) -> bool:
+        """Whether ``rank`` has speed 0."""
+        return bool(self._speeds[rank] == 0)
 
     def pieces_of(self, rank: int) -> Pieces:
         """What ``rank`` still computes of its home rows."""
@@ -114,6 +132,10 @@ class Pool:
     def sharers(self, document: int) -> dict[int, int]:
         """Ranks, other than a sole home, that already read rows of ``document``, and how far."""
         return self._readers.get(document, {})
+
+    def homes(self, document: int) -> list[int]:
+        """Home ranks of a document that lives on several; empty for others."""
+        return self._homes.get(document, [])
 
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[..., N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read ``document`` up
@@ -173,8 +195,10 @@ def _canonical_order(tasks: Tasks, ranks: int) -> np.ndarray:
 
 def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.ndarray:
     """[R] bytes every server receives before anything moves: k,v rows of documents that span ranks."""
+    if cap is None:
+        return np.zeros(home.layout.ranks, np.int64)
     received = traffic(home).kv.sum(axis=0) * shape.kv_bytes
-    if cap is not None and received.max(initial=0) > cap:
+    if received.max(initial=0) > cap:
         rank = int(received.argmax())
         raise PlanError(
             f"Rank {rank} must receive {int(received[rank]):,} bytes of k,v rows for documents that began on other ranks, "

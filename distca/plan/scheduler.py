@@ -19,7 +19,7 @@ from distca.plan.cost import CostModel, Direction
 from distca.plan.errors import PlanError
 from distca.plan.layout import Layout
 from distca.plan.links import Links
-from distca.plan.plan import Plan
+from distca.plan.plan import Plan, Tasks
 from distca.plan.pool import Given, Pieces, Pool
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,9 @@ DEFAULT_TOLERANCE = 0.02
 _ENOUGH = 1e-9
 _LEAST_ROOM = 1e-4
 _TRIES = 3
+_MORE_TOLERANCE = (0.0, 0.01, 0.03, 0.1)
+"""Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a little
+short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can relieve."""
 _NO_DOCUMENT = -1
 _KV_SHARE = 0.56
 """Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
@@ -67,17 +70,25 @@ def schedule(
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
-    pool = Pool(
-        layout,
-        cost,
-        direction,
-        tolerance=tolerance,
-        speeds=speeds,
-        links=links or Links(),
-        max_received_bytes=max_received_bytes,
-    )
-    _Balancer(pool, Timer(cost, direction), *cost.shape.moved_bytes(direction, resend)).run()
-    return Plan(layout, pool.tasks())
+    best: tuple[float, Tasks] | None = None
+    for more in _MORE_TOLERANCE:
+        pool = Pool(
+            layout,
+            cost,
+            direction,
+            tolerance=tolerance + more,
+            speeds=speeds,
+            links=links or Links(),
+            max_received_bytes=max_received_bytes,
+        )
+        over = _Balancer(pool, Timer(cost, direction, pool.mean), *cost.shape.moved_bytes(direction, resend)).run()
+        if best is None or over < best[0] - _ENOUGH:
+            best = (over, pool.tasks())
+        if over <= tolerance + more + _ENOUGH:
+            break
+    if best[0] > tolerance + _ENOUGH:
+        logger.debug("No server more than %.3f above its share was wanted; the best plan has %.3f.", tolerance, best[0])
+    return Plan(layout, best[1])
 
 
 class _Balancer:
@@ -86,17 +97,17 @@ class _Balancer:
     def __init__(self, pool: Pool, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
         self.pool, self.timer, self.q_bytes, self.kv_bytes = pool, timer, q_bytes, kv_bytes
         self.unit = np.maximum(pool.mean, 1e-300)
-        self.refused: set[tuple[int, int]] = set()
         self.stuck = np.zeros(pool.layout.ranks, bool)
 
-    def run(self) -> None:
+    def run(self) -> float:
+        """Balance; returns how far above its fair share the slowest server still is."""
         giver = self._next(None)
         while giver is not None:
             document = self._give(giver)
             self.stuck[giver] |= document is None
             giver = self._next(document)
-        if self.stuck.any():
-            logger.debug("%d of %d servers stay above the tolerance.", self.stuck.sum(), len(self.stuck))
+        limit = self.pool.limit / (1 + self.pool.tolerance)
+        return float(np.divide(self.pool.load, limit, out=np.ones_like(limit), where=limit > 0).max(initial=1.0)) - 1
 
     def _next(self, document: int | None) -> int | None:
         """The server furthest above its limit; first among those that share ``document``, whose k,v rows its receivers
@@ -105,7 +116,7 @@ class _Balancer:
         excess = ((pool.load - pool.limit) / self.unit[:, None]).max(axis=0)
         excess[self.stuck] = 0.0
         if document is not None:
-            near = [rank for rank in pool.sharers(document) if excess[rank] > _ENOUGH]
+            near = [rank for rank in pool.homes(document) if excess[rank] > _ENOUGH]
             if near:
                 return max(near, key=lambda rank: (excess[rank], -rank))
         giver = int(pool.order[np.argmax(excess[pool.order])])
@@ -144,6 +155,8 @@ class _Balancer:
         self, giver: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
     ) -> bool:
         """Hand the cheapest pieces, as long as they are smaller than the need, to one receiver in one step."""
+        if not len(price) or (pieces.seconds[:, int(np.argmin(price))] > need).all():
+            return False
         order = np.argsort(price, kind="stable")
         receiver = self._one_receiver(free, float((need / self.unit).max()))
         total = np.cumsum(pieces.seconds[:, order], axis=1)
@@ -153,9 +166,9 @@ class _Balancer:
         return self._hand_over(giver, pieces, taken, receiver)
 
     def _give_one(self, giver: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Where no cut pays: hand over the shortest document that covers the need, else the longest that fits."""
+        """Where no cut pays: hand over the shortest piece that covers the need, else the longest that fits."""
         receiver = self._one_receiver(free, np.inf)
-        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0)
+        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0) | self.pool.must_be_empty(giver)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
         if not fits.any() or receiver == giver:
             return False
@@ -166,8 +179,8 @@ class _Balancer:
     def _hand_over(self, giver: int, pieces: Pieces, taken: np.ndarray, receiver: int) -> bool:
         part = pieces.take(taken)
         if self.pool.cap is not None:
-            most = self.pool.cap - self.pool.received[receiver]
-            taken = taken[self._arriving_bytes(receiver, part).cumsum() <= most]
+            most = self.pool.spare_bytes(np.array([receiver]))
+            taken = taken[np.cumsum(self._most_arriving(part)) <= most]
             part = pieces.take(taken)
         if not len(taken) or receiver == giver:
             return False
@@ -175,8 +188,8 @@ class _Balancer:
         self.pool.give(giver, taken, part.take(np.zeros(0, np.int64)), given)
         return True
 
-    def _arriving_bytes(self, receiver: int, part: Pieces) -> np.ndarray:
-        """[P] most bytes of q, k and v rows that would arrive with each piece."""
+    def _most_arriving(self, part: Pieces) -> np.ndarray:
+        """[P] most bytes of q, k and v rows that can arrive with each piece."""
         shape = self.pool.shape
         return (part.stop - part.start) * shape.q_bytes + part.stop * shape.kv_bytes
 
@@ -215,7 +228,9 @@ class _Balancer:
         saving = np.ones(len(free))
         for rank, had in pool.sharers(document).items():
             saving[rank] = 1.0 - _KV_SHARE * min(1.0, had / stop)
-        usable = free > _LEAST_ROOM
+        shape = pool.shape
+        most_rows = np.floor((pool.spare_bytes(np.arange(len(free))) - stop * shape.kv_bytes) / shape.q_bytes)
+        usable = (free > _LEAST_ROOM) & (most_rows >= self.timer.cost.block)
         key = np.where(usable, price * saving / np.sqrt(np.maximum(free, 1e-12)), np.inf)
         ranks = pool.order[np.argsort(key[pool.order], kind="stable")][: int(usable.sum())]
         network = pool.links.network_price
@@ -225,4 +240,4 @@ class _Balancer:
             return self.kv_bytes * (inside + network * across)
 
         distant = pool.node[ranks] != pool.node[giver]
-        return Receivers(ranks, room[:, ranks], distant, self.q_bytes * price[ranks], kv_price)
+        return Receivers(ranks, room[:, ranks], most_rows[ranks], distant, self.q_bytes * price[ranks], kv_price)

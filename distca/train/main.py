@@ -90,6 +90,7 @@ def _folder(config: RunConfig, rank: int) -> tuple[RunFolder, Checkpoint | None]
     if rank == 0:
         if config.checkpoint.resume:
             resumed, checkpoint = resume_run_folder(config)
+            resumed.write_resumed_config(config, checkpoint.step)
             chosen = [(str(resumed.path), checkpoint.step)]
         else:
             chosen = [(str(create_run_folder(config).path), None)]

@@ -75,6 +75,11 @@ class RunFolder:
         (path / _COMPLETE).touch()
         return Checkpoint(step, path)
 
+    def write_resumed_config(self, config: RunConfig, step: int) -> None:
+        """Write the settings of the part that resumes after ``step``, beside config.yaml, which stays as it is."""
+        path = self.path / f"config-from-step-{step:06d}.yaml"
+        path.write_text(to_yaml(config), encoding="utf-8")
+
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first."""
         found = []
@@ -118,8 +123,7 @@ def create_run_folder(config: RunConfig) -> RunFolder:
 def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
     """The folder and the newest complete checkpoint that ``checkpoint.resume`` asks for.
 
-    The run goes on in the same folder. Its config.yaml stays; the settings of the resumed part are written beside it,
-    as ``config-from-step-000060.yaml``. Call it on one rank and tell the others the path.
+    Nothing is written: every rank may ask. The rank that starts the run then calls ``write_resumed_config``.
 
     Raises:
         ConfigError: where there is no such run, or no complete checkpoint in it.
@@ -134,9 +138,7 @@ def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
             f"checkpoint.resume names {folder.path}, which has no complete checkpoint; "
             "save some with checkpoint.save_every, or start anew without checkpoint.resume."
         )
-    newest = checkpoints[-1]
-    (folder.path / f"config-from-step-{newest.step:06d}.yaml").write_text(to_yaml(config), encoding="utf-8")
-    return folder, newest
+    return folder, checkpoints[-1]
 
 
 def _latest_run(config: RunConfig) -> RunFolder:

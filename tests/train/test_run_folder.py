@@ -53,11 +53,13 @@ def test_resume_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     folder = create_run_folder(config_in(tmp_path))
     save(folder, 10)
     save(folder, 20)
-    before = folder.config.read_text()
+    before = sorted(folder.path.iterdir()), folder.config.read_text()
     config = dataclasses.replace(config_in(tmp_path, str(folder.path)))
     found, checkpoint = resume_run_folder(config)
     assert (found, checkpoint.step) == (folder, 20)
-    assert folder.config.read_text() == before
+    assert (sorted(folder.path.iterdir()), folder.config.read_text()) == before, "looking changes nothing"
+    found.write_resumed_config(config, checkpoint.step)
+    assert folder.config.read_text() == before[1]
     assert parse_run_config(["--config", str(folder.path / "config-from-step-000020.yaml")]) == config
 
 
