@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
 _entered: list[TorchFunctionMode] = []
@@ -51,6 +52,8 @@ def use_cpu() -> None:
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # megatron compiles small fusions with torch.compile, which on CPUs needs a C++ compiler at run time.
+    torch._dynamo.config.disable = True
     mode = _CudaMeansCpu()
     mode.__enter__()
     _entered.append(mode)

@@ -26,8 +26,8 @@ class MixError(ValueError):
 def sample_lengths(mix: Mix, tokens: int, seed: int, *, max_length: int | None = None) -> np.ndarray:
     """Draw document lengths of a mix until they hold exactly ``tokens`` tokens.
 
-    A bin is drawn by its count of documents, a length evenly inside the bin. The last document is cut to fit, so that it
-    may be shorter than any of the mix.
+    A bin is drawn by its count of documents, a length evenly inside the bin. The last document is cut to fit, so that
+    it may be shorter than any of the mix.
 
     Args:
         mix: "pretrain" (lengths up to 125K) or "prolong" (up to 340K).

@@ -1,6 +1,7 @@
 """Documents → layout → plan → routes. numpy only: runs anywhere, imports no torch."""
 
 from distca.plan.balance import Traffic, imbalance, server_seconds, traffic
+from distca.plan.bounds import makespan_bound
 from distca.plan.cost import AttentionShape, CostModel, Direction, TableCost, analytic_cost, area_cost, load_table
 from distca.plan.errors import PlanError
 from distca.plan.layout import Layout, Shards, lay_out
@@ -34,6 +35,7 @@ __all__ = [
     "imbalance",
     "lay_out",
     "load_table",
+    "makespan_bound",
     "plan_at_home",
     "plan_micro_batch",
     "route",

@@ -49,8 +49,8 @@ def imbalance(seconds: np.ndarray) -> float:
 
 
 def traffic(plan: Plan) -> Traffic:
-    """The rows that ``plan`` really moves: what a server already holds as a home rank is free, and a document's k,v rows
-    travel to a server once, however many of its tasks read them."""
+    """The rows that ``plan`` really moves: what a server already holds as a home rank is free, and a document's k,v
+    rows travel to a server once, however many of its tasks read them."""
     layout, tasks = plan.layout, plan.tasks
     last = np.append((tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]), True)
     last = last[: len(tasks)]

@@ -1,10 +1,10 @@
 """Cutting a band of queries out of one document's piece and dealing it to several receivers.
 
 A range of m query rows that ends at position d costs m rows of q (and o) and up to d rows of k,v, and brings about
-m (d - m/2) query-key pairs. For a wanted number of pairs A the bytes Q m + K d are least where the range's middle lies at
-sqrt(A (Q + K/2) / K): a long document gives its inner rows best, and one long range is cheaper than two short ones. So a
-giver hands over one band [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver, short ranges
-first (which makes the sum of their ends, and so the k,v rows, least).
+m (d - m/2) query-key pairs. For a wanted number of pairs A the bytes Q m + K d are least where the range's middle lies
+at sqrt(A (Q + K/2) / K): a long document gives its inner rows best, and one long range is cheaper than two short ones.
+So a giver hands over one band [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver,
+short ranges first (which makes the sum of their ends, and so the k,v rows, least).
 
 Array legend: K directions, C receivers, N chosen receivers, G tried places of a band.
 """
@@ -44,8 +44,8 @@ class Timer:
     unit: np.ndarray
 
     def block(self, per_row: np.ndarray) -> int:
-        """Rows to round cuts to: the kernel's tile, or less where a tile of [K] ``per_row`` seconds is a visible part of
-        a server's load."""
+        """Rows to round cuts to: the kernel's tile, or less where a tile of [K] ``per_row`` seconds is a visible part
+        of a server's load."""
         block = self.cost.block
         fine = _FINEST * float((self.unit / np.maximum(per_row, 1e-300)).min())
         while block > fine and block > max(1, self.cost.block // 16):
@@ -83,7 +83,8 @@ class Receivers:
         most_rows: [C] query rows they may get, for their memory; infinite without a cap.
         distant: [C] bool, not on the giver's node.
         q_price: [C] price of moving one query row there.
-        kv_price: (positions [..., N], indices [N]) -> [..., N] price of the k,v rows that a range ending there still needs.
+        kv_price: (positions [..., N], indices [N]) -> [..., N] price of the k,v rows that a range ending there still
+        needs.
     """
 
     rank: np.ndarray
@@ -154,7 +155,8 @@ def fit_band(offer: Offer, receivers: Receivers, timer: Timer) -> Band | None:
 
 
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[N] receivers and the pairs each gets, smallest first: the preferred ones are filled, the last is the tightest fit."""
+    """[N] receivers and the pairs each gets, smallest first: the preferred ones are filled, the last is the tightest
+    fit."""
     usable = np.flatnonzero(size > 0)
     total = np.cumsum(size[usable])
     full = int(np.searchsorted(total, wanted * (1 - 1e-12)))
@@ -227,7 +229,8 @@ def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Time
         if not over.any():
             break
         rows = np.maximum(np.diff(band.cuts) - over * block, 0)
-        # Ranges slide into the place that a shorter neighbour leaves, away from the side where the giver keeps rows anyway.
+        # Ranges slide into the place that a shorter neighbour leaves, away from the side where the giver keeps rows
+        # anyway.
         if band.cuts[0] == offer.start and band.cuts[-1] < offer.stop:
             cuts = band.cuts[0] + np.append(0, np.cumsum(rows))
         else:
@@ -250,7 +253,9 @@ def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Time
 def _over(receivers: Receivers, band: Band) -> np.ndarray:
     """[N] bool: ranges that exceed their receiver's time or memory."""
     rows = band.cuts[1:] - band.cuts[:-1]
-    return (rows > receivers.most_rows[band.chosen]) | (band.moved > receivers.room[:, band.chosen] * (1 + 1e-9)).any(axis=0)
+    return (rows > receivers.most_rows[band.chosen]) | (band.moved > receivers.room[:, band.chosen] * (1 + 1e-9)).any(
+        axis=0
+    )
 
 
 def _wasteful(offer: Offer, band: Band, timer: Timer) -> np.ndarray:

@@ -1,8 +1,8 @@
 """What a CA-task costs: seconds of the attention kernel over (query rows, key rows), forward and backward.
 
 A task with ``q_rows`` queries and ``kv_rows`` keys is the causal query range [kv_rows - q_rows, kv_rows) of a document.
-Seconds are those a task adds to a *full* fused batch, so a batch costs the sum over its tasks: one small task alone cannot
-fill the GPU, but a plan never runs one alone. Array legend: N tasks; rows are int64, seconds float64.
+Seconds are those a task adds to a *full* fused batch, so a batch costs the sum over its tasks: one small task alone
+cannot fill the GPU, but a plan never runs one alone. Array legend: N tasks; rows are int64, seconds float64.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class CostModel(ABC):
     def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         """[N] seconds of the backward kernel."""
 
+    def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        """[K, N] seconds that the ranges take at least, however they are cut. By default cutting never helps."""
+        return self.per_direction(direction, q_rows, kv_rows)
+
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         """[K, N] seconds; K is 2 (forward, backward) for "both", else 1."""
         if direction == "both":
@@ -87,7 +91,8 @@ class CostModel(ABC):
 
 
 def pairs(q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-    """[N] float64 query-key pairs under the causal mask; a FLOP count is 4 x head_dim x heads of it (backward: 10 x)."""
+    """[N] float64 query-key pairs under the causal mask; a FLOP count is 4 x head_dim x heads of it (backward: 10
+    x)."""
     q = np.asarray(q_rows, np.float64)
     return q * (kv_rows - (q - 1) * 0.5)
 
@@ -97,7 +102,7 @@ class AnalyticCost(CostModel):
     """seconds = pairs / rate + q rows x tile overhead + k,v rows x load overhead.
 
     The q term is what every tile pays at its start, end and diagonal; the k,v term is what every task pays for its keys
-    (small in forward; in backward every block of keys is loaded, and its dK and dV stored, however few queries read it).
+    (small in forward; in backward every block of keys is loaded and its dK and dV stored, however few queries read it).
 
     Attributes:
         shape: the attention layer.
@@ -133,8 +138,8 @@ def _linear(terms: tuple[tuple[float, float, float], ...], q_rows: np.ndarray, k
 def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:
     """Cost model without a measured table: least squares over flash-attn-4 figures of one H200 (see docs/planning.md).
 
-    The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 8 % forward, 6 % backward. Other
-    shapes scale every term with heads x head_dim. Only ratios matter to a schedule.
+    The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 8 % forward, 6 % backward.
+    Other shapes scale every term with heads x head_dim. Only ratios matter to a schedule.
     """
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes)
     width = heads * head_dim
@@ -148,15 +153,16 @@ def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int 
 
 
 def area_cost(heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, block: int = 1) -> AnalyticCost:
-    """Pure FLOP counting: seconds are query-key pairs. For tests, tiny models and CPU runs, where tiles mean nothing."""
+    """Pure FLOP counting: seconds are query-key pairs. For tests, tiny models and CPU runs, where tiles mean
+    nothing."""
     return AnalyticCost(AttentionShape(heads, kv_heads, head_dim), block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
 
 
 class TableCost(CostModel):
     """Measured seconds, interpolated.
 
-    The table is used as a factor on the analytic model: bilinear in (log2 q rows, log2 k,v rows) between measured points
-    and constant beyond them, so that it is exact at every measured point and sensible outside the grid.
+    The table is used as a factor on the analytic model: bilinear in (log2 q rows, log2 k,v rows) between measured
+    points and constant beyond them, so that it is exact at every measured point and sensible outside the grid.
 
     Args:
         shape: the attention layer that was measured.
@@ -198,6 +204,12 @@ class TableCost(CostModel):
 
     def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         return self._base.backward(q_rows, kv_rows) * self._interpolate(self._backward_factor, q_rows, kv_rows)
+
+    def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        """The analytic model, which cutting never makes cheaper, at the best measured factor."""
+        factors = {"forward": (self._forward_factor,), "backward": (self._backward_factor,)}
+        best = [factor.min() for factor in factors.get(direction, (self._forward_factor, self._backward_factor))]
+        return self._base.per_direction(direction, q_rows, kv_rows) * np.array(best)[:, None]
 
     def _interpolate(self, factor: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         q, dq = _cell(self._log_q, q_rows)
@@ -243,11 +255,6 @@ def load_table(path: str | Path) -> TableCost:
     missing = [key for key in wanted if key not in content]
     if missing:
         raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
-    return TableCost(
-        AttentionShape(content["heads"], content["kv_heads"], content["head_dim"], content.get("value_bytes", 2)),
-        *(
-            np.asarray(content[key], np.float64)
-            for key in ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")
-        ),
-        block=content.get("block", 128),
-    )
+    q_rows, kv_rows, forward, backward = (np.asarray(content[key], np.float64) for key in wanted[3:])
+    shape = AttentionShape(content["heads"], content["kv_heads"], content["head_dim"], content.get("value_bytes", 2))
+    return TableCost(shape, q_rows, kv_rows, forward, backward, block=content.get("block", 128))

@@ -2,8 +2,8 @@
 
 A micro-batch is a list of documents over ``ranks`` home ranks. It is processed as one or two *nano-batches* (ping and
 pong). Dealing cuts at most one document per stream in two: its head is computed in ping, its tail in pong. The tail's
-queries need the head's keys and values, so pong's layout lists those rows as *carried*: they stay where ping put them and
-are exchanged again with pong's own rows. Every nano-batch is then laid out and planned on its own.
+queries need the head's keys and values, so pong's layout lists those rows as *carried*: they stay where ping put them
+and are exchanged again with pong's own rows. Every nano-batch is then laid out and planned on its own.
 
 Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are int64.
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
+from distca.plan.dealing import Dealing, Stream, dealt_evenly, halves
 from distca.plan.errors import PlanError
 
 
@@ -84,15 +86,6 @@ class Layout:
         return int(self.q_rows.sum())
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """Ranges of documents in the order in which they are placed on ranks."""
-
-    document: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-
-
 def lay_out(
     lengths: Sequence[int] | np.ndarray,
     ranks: int,
@@ -101,12 +94,13 @@ def lay_out(
     rank_of: Sequence[int] | np.ndarray | None = None,
     capacities: Sequence[int] | np.ndarray | None = None,
     align: int = 1,
+    dealing: Dealing = "in_order",
 ) -> tuple[Layout, ...]:
     """Place a micro-batch's documents on ranks, as one or two nano-batches.
 
-    Documents are placed in the order given. Without ``rank_of`` and ``capacities`` every rank gets an equal share of each
-    nano-batch's tokens (a multiple of ``align``, so that sequence-parallel shards need no padding except on the last
-    rank) and a document that overflows goes on on the next rank.
+    Documents are placed in the order given, except as ``dealing`` says. Without ``rank_of`` and ``capacities`` every
+    rank gets an equal share of each nano-batch's tokens (a multiple of ``align``, so that sequence-parallel shards need
+    no padding except on the last rank) and a document that overflows goes on on the next rank.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
@@ -114,9 +108,11 @@ def lay_out(
         nano_batches: 1, or 2 for ping and pong.
         rank_of: [D] home rank of each document; documents then never span ranks, and each rank deals its own
             documents to the halves.
-        capacities: [R] rows per rank of the whole micro-batch, filled in order; for two nano-batches each half gets half
-            of every rank's capacity (the first half rounded up).
+        capacities: [R] rows per rank of the whole micro-batch, filled in order; for two nano-batches each half gets
+            half of every rank's capacity (the first half rounded up).
         align: rows per rank are multiples of this where documents may span ranks.
+        dealing: which documents go into which of two halves, both of equal tokens. "in_order": ping gets the first
+            ones. "even": documents are dealt by length, so that both halves also have about equal attention work.
 
     Returns:
         One layout per nano-batch.
@@ -125,55 +121,53 @@ def lay_out(
         PlanError: on lengths, ranks or capacities that cannot be laid out; the message names the value and the limit.
     """
     length = np.asarray(lengths, dtype=np.int64).reshape(-1)
-    _check(length, ranks, nano_batches, rank_of, capacities)
+    _check(length, ranks, nano_batches, rank_of, capacities, align, dealing)
     if rank_of is not None:
-        placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64))
+        placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64), dealing)
     else:
-        placed = _place_spanning(length, ranks, nano_batches, capacities, align)
+        placed = _place_spanning(length, ranks, nano_batches, capacities, align, dealing)
     layouts: list[Layout] = []
     for shards, rows in placed:
         layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
     return tuple(layouts)
 
 
-def _check(length: np.ndarray, ranks: int, nano_batches: int, rank_of: object, capacities: object) -> None:
+def _check(
+    length: np.ndarray,
+    ranks: int,
+    nano_batches: int,
+    rank_of: Sequence[int] | np.ndarray | None,
+    capacities: Sequence[int] | np.ndarray | None,
+    align: int,
+    dealing: str,
+) -> None:
     if ranks < 1:
         raise PlanError(f"A layout needs at least one rank, not {ranks}.")
     if nano_batches not in (1, 2):
         raise PlanError(f"A micro-batch is cut into 1 or 2 nano-batches, not {nano_batches}.")
+    if align < 1:
+        raise PlanError(f"align is {align}; rows per rank can only be multiples of 1 or more.")
+    if dealing not in get_args(Dealing):
+        raise PlanError(f"dealing is {dealing!r}; choose one of {', '.join(get_args(Dealing))}.")
     if len(length) and length.min() < 1:
-        raise PlanError(f"Document {int(length.argmin())} has {int(length.min())} tokens; every document needs at least 1.")
+        raise PlanError(
+            f"Document {int(length.argmin())} has {int(length.min())} tokens; every document needs at least 1."
+        )
     if rank_of is not None:
         homes = np.asarray(rank_of)
         if len(homes) != len(length):
             raise PlanError(f"rank_of names {len(homes)} home ranks for {len(length)} documents.")
-        if len(homes) and (homes.min() < 0 or homes.max() >= ranks):
-            raise PlanError(f"rank_of names rank {int(homes.max())}, but there are {ranks} ranks.")
+        outside = homes[(homes < 0) | (homes >= ranks)]
+        if len(outside):
+            raise PlanError(f"rank_of names rank {int(outside[0])}, but the {ranks} ranks are 0 to {ranks - 1}.")
         if capacities is not None:
             raise PlanError("Give rank_of or capacities, not both.")
+    if capacities is not None and (len(capacities) != ranks or np.min(capacities) < 0):
+        raise PlanError(f"capacities must be {ranks} numbers of 0 or more, one for each rank; got {list(capacities)}.")
     if capacities is not None and int(np.sum(capacities)) < int(length.sum()):
         raise PlanError(
             f"The documents hold {int(length.sum()):,} tokens, the ranks' capacities only {int(np.sum(capacities)):,}."
         )
-
-
-def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[_Stream, _Stream]:
-    """Cut the stream of ``documents`` after ``cut`` tokens; the document at the cut is split."""
-    own = length[documents]
-    ends = np.cumsum(own)
-    in_ping = np.clip(cut - (ends - own), 0, own)
-    ping = in_ping > 0
-    pong = in_ping < own
-    return (
-        _Stream(documents[ping], np.zeros(int(ping.sum()), np.int64), in_ping[ping]),
-        _Stream(documents[pong], in_ping[pong], own[pong]),
-    )
-
-
-def _halves(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut: int) -> list[_Stream]:
-    if nano_batches == 1:
-        return [_Stream(documents, np.zeros(len(documents), np.int64), length[documents])]
-    return list(_deal(length, documents, cut))
 
 
 def _place_spanning(
@@ -182,17 +176,23 @@ def _place_spanning(
     nano_batches: int,
     capacities: Sequence[int] | np.ndarray | None,
     align: int,
+    dealing: Dealing,
 ) -> list[tuple[Shards, np.ndarray]]:
     total = int(length.sum())
     if capacities is None:
         cut = min(total, -(-total // (2 * align)) * align)
-        bounds = [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
+        bounds = [
+            _even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))
+        ]
     else:
         whole = np.asarray(capacities, dtype=np.int64)
         parts = (whole,) if nano_batches == 1 else (-(-whole // 2), whole // 2)
         cut = min(total, int(parts[0].sum()))
         bounds = [np.concatenate(([0], np.cumsum(part))) for part in parts]
-    streams = _halves(length, np.arange(len(length)), nano_batches, cut)
+    documents = np.arange(len(length))
+    if nano_batches == 2 and dealing == "even":
+        documents = dealt_evenly(length, documents, ping_first=True)
+    streams = halves(length, documents, nano_batches, cut)
     return [_cut_at_ranks(stream, bound) for stream, bound in zip(streams, bounds, strict=True)]
 
 
@@ -201,7 +201,7 @@ def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
     return np.minimum(np.arange(ranks + 1) * units // ranks * align, tokens)
 
 
-def _cut_at_ranks(stream: _Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
+def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
     """Cut a stream of document ranges wherever a rank's capacity ends."""
     own = stream.stop - stream.start
     ends = np.cumsum(own)
@@ -221,18 +221,24 @@ def _cut_at_ranks(stream: _Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarr
 
 
 def _place_whole(
-    length: np.ndarray, ranks: int, nano_batches: int, rank_of: np.ndarray
+    length: np.ndarray, ranks: int, nano_batches: int, rank_of: np.ndarray, dealing: Dealing
 ) -> list[tuple[Shards, np.ndarray]]:
     parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
     rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
+    ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
     for rank in range(ranks):
         mine = np.flatnonzero(rank_of == rank)
+        if nano_batches == 2 and dealing == "even":
+            mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
         cut = -(-int(length[mine].sum()) // 2)
-        for half, stream in enumerate(_halves(length, mine, nano_batches, cut)):
+        for half, stream in enumerate(halves(length, mine, nano_batches, cut)):
             own = stream.stop - stream.start
             row = np.cumsum(own) - own
             parts[half].append(Shards(stream.document, stream.start, stream.stop, np.full(len(own), rank), row))
             rows[half][rank] = own.sum()
+            ahead += (1 - 2 * half) * float(
+                ((stream.stop + 1.0) * stream.stop - (stream.start + 1.0) * stream.start).sum()
+            )
     return [
         (Shards(*(np.concatenate(column) for column in zip(*(s.columns() for s in part), strict=True))), count)
         for part, count in zip(parts, rows, strict=True)

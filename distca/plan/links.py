@@ -25,7 +25,8 @@ class Links:
     def __post_init__(self) -> None:
         if self.ranks_per_node < 0 or self.network_price < 1:
             raise PlanError(
-                f"ranks_per_node={self.ranks_per_node} must be 0 or more and network_price={self.network_price} at least 1."
+                f"ranks_per_node is {self.ranks_per_node} and must be 0 or more; "
+                f"network_price is {self.network_price} and must be at least 1."
             )
 
     def nodes(self, ranks: int) -> np.ndarray:
@@ -55,7 +56,7 @@ class HeldRows:
         self._count = count
         self._most = int(count.max(initial=0))
 
-    def below(self, document: np.ndarray, group: np.ndarray, position: np.ndarray) -> np.ndarray:
+    def below(self, document: np.ndarray | int, group: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Rows of ``document`` before ``position`` that ``group`` holds; arguments broadcast."""
         document, group, position = np.broadcast_arrays(document, group, position)
         rows = np.zeros(position.shape, position.dtype)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from distca.plan.balance import imbalance, server_seconds, traffic
 from distca.plan.cost import CostModel
-from distca.plan.layout import Layout, lay_out
+from distca.plan.layout import Dealing, Layout, lay_out
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler import DEFAULT_TOLERANCE, Links, schedule
 
@@ -119,6 +120,7 @@ def plan_micro_batch(
     rank_of: Sequence[int] | np.ndarray | None = None,
     capacities: Sequence[int] | np.ndarray | None = None,
     align: int = 1,
+    dealing: Dealing = "even",
     resend: bool = False,
     disaggregate: bool = True,
     tolerance: float = DEFAULT_TOLERANCE,
@@ -132,7 +134,7 @@ def plan_micro_batch(
         lengths: [D] tokens per document.
         ranks: home ranks, which are also the attention servers.
         cost: seconds per CA-task.
-        nano_batches, rank_of, capacities, align: see ``lay_out``.
+        nano_batches, rank_of, capacities, align, dealing: see ``lay_out``; unlike there, two halves are dealt evenly.
         resend: plan the backward on its own; needed where a forward's server is gone by its backward (pipelines).
         disaggregate: False computes every shard at home.
         tolerance, links, speeds, max_received_bytes: see ``schedule``.
@@ -142,18 +144,31 @@ def plan_micro_batch(
     """
     began = time.perf_counter()
     layouts = lay_out(
-        lengths, ranks, nano_batches=nano_batches, rank_of=rank_of, capacities=capacities, align=align
+        lengths,
+        ranks,
+        nano_batches=nano_batches,
+        rank_of=rank_of,
+        capacities=capacities,
+        align=align,
+        dealing=dealing,
+    )
+    plan_one = partial(
+        schedule,
+        cost=cost,
+        tolerance=tolerance,
+        resend=resend,
+        links=links,
+        speeds=speeds,
+        max_received_bytes=max_received_bytes,
     )
     planned = []
     for layout in layouts:
         if not disaggregate:
             forward = backward = plan_at_home(layout)
+        elif resend:
+            forward, backward = plan_one(layout, direction="forward"), plan_one(layout, direction="backward")
         else:
-            options = {
-                "tolerance": tolerance, "links": links, "speeds": speeds, "max_received_bytes": max_received_bytes
-            }  # fmt: skip
-            forward = schedule(layout, cost, direction="forward" if resend else "both", resend=resend, **options)
-            backward = schedule(layout, cost, direction="backward", resend=True, **options) if resend else forward
+            forward = backward = plan_one(layout, direction="both")
         planned.append(NanoPlan(layout, forward, backward))
     return MicroBatchPlan(
         tuple(planned),

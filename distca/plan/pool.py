@@ -58,8 +58,8 @@ class Pool:
     Attributes:
         load: [K, R] seconds.
         tolerance: how far above its fair share a server may be.
-        order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so that
-            a plan does not depend on how ranks are numbered.
+        order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so
+            that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
         received: [R] bytes of q, k and v rows that arrive at every server; ``cap`` is the most it may be, or None.
     """
@@ -138,8 +138,8 @@ class Pool:
         return self._homes.get(document, [])
 
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[..., N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read ``document`` up
-        to ``stops`` [..., N]. What they hold as home ranks or have fetched already is free."""
+        """[..., N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read
+        ``document`` up to ``stops`` [..., N]. What they hold as home ranks or have fetched already is free."""
         readers = self.sharers(document)
         if not self.links.ranks_per_node and not any(rank in readers for rank in ranks.tolist()):
             return stops, np.zeros(1, np.int64)
@@ -150,7 +150,8 @@ class Pool:
         return (near - own)[0] - (near - own)[1], (ends - near)[0] - (ends - near)[1]
 
     def give(self, giver: int, taken: np.ndarray, left: Pieces, given: Given) -> None:
-        """Replace the giver's pieces ``taken`` [M] by what it keeps of them, ``left``; the rest goes as ``given`` says."""
+        """Replace the giver's pieces ``taken`` [M] by what it keeps of them, ``left``; the rest goes as ``given``
+        says."""
         pieces = self.pieces_of(giver)
         self.load[:, giver] += left.seconds.sum(axis=1) - pieces.seconds[:, taken].sum(axis=1)
         rest = np.ones(len(pieces.document), bool)
@@ -171,9 +172,7 @@ class Pool:
         home = self._home
         untouched = ~np.isin(home.server, list(self._pieces))
         columns = [(home.document[untouched], home.start[untouched], home.stop[untouched], home.server[untouched])]
-        columns += [
-            (p.document, p.start, p.stop, np.full(len(p.document), rank)) for rank, p in self._pieces.items()
-        ]
+        columns += [(p.document, p.start, p.stop, np.full(len(p.document), rank)) for rank, p in self._pieces.items()]
         return Tasks.sorted(*(np.concatenate(column) for column in zip(*columns, *self._moved, strict=True)))
 
 
@@ -201,8 +200,9 @@ def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.
     if received.max(initial=0) > cap:
         rank = int(received.argmax())
         raise PlanError(
-            f"Rank {rank} must receive {int(received[rank]):,} bytes of k,v rows for documents that began on other ranks, "
-            f"before any balancing; max_received_bytes allows {cap:,}. Raise it or keep documents from spanning ranks."
+            f"Rank {rank} must receive {int(received[rank]):,} bytes of k,v rows for documents that began on other "
+            f"ranks, before any balancing; max_received_bytes allows {cap:,}. "
+            "Raise it or keep documents from spanning ranks."
         )
     return received
 

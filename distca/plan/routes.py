@@ -1,10 +1,10 @@
 """Routes: one rank's part of a plan, as row ranges to send, receive and keep.
 
-Rows of a shard are contiguous, so a transfer is a list of segments and nothing is indexed by token. The reverse of a route
-(o back home, gradients back home) is the same list with source and destination exchanged.
+Rows of a shard are contiguous, so a transfer is a list of segments and nothing is indexed by token. The reverse of a
+route (o back home, gradients back home) is the same list with source and destination exchanged.
 
-A server's k,v buffer holds one region [0, stop) per task, in task order, as varlen kernels read it. The rows of a document
-travel to a server once, into the region of its last task there; regions of earlier tasks are copied from it.
+A server's k,v buffer holds one region [0, stop) per task, in task order, as varlen kernels read it. The rows of a
+document travel to a server once, into the region of its last task there; regions of earlier tasks are copied from it.
 """
 
 from __future__ import annotations

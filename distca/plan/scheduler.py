@@ -1,8 +1,8 @@
 """The scheduler: which server computes which CA-task, so that every server is done at about the same time.
 
 Like the paper's greedy (arXiv 2510.18121, section 5.2) it starts with every shard at home and moves work from loaded to
-idle servers by best time per byte. It differs in that only a server above its limit gives work away, and never more than
-its excess, so that the makespan itself is bounded; see docs/planning.md.
+idle servers by best time per byte. It differs in that only a server above its limit gives work away, and never more
+than its excess, so that the makespan itself is bounded; see docs/planning.md.
 
 Array legend: K directions (forward, backward, or both), R ranks, C receivers looked at, P pieces of one giving server.
 """
@@ -19,7 +19,7 @@ from distca.plan.cost import CostModel, Direction
 from distca.plan.errors import PlanError
 from distca.plan.layout import Layout
 from distca.plan.links import Links
-from distca.plan.plan import Plan, Tasks
+from distca.plan.plan import Plan, plan_at_home
 from distca.plan.pool import Given, Pieces, Pool
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,9 @@ _ENOUGH = 1e-9
 _LEAST_ROOM = 1e-4
 _TRIES = 3
 _MORE_TOLERANCE = (0.0, 0.01, 0.03, 0.1)
-"""Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a little
-short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can relieve."""
+"""Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
+little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
+relieve."""
 _NO_DOCUMENT = -1
 _KV_SHARE = 0.56
 """Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
@@ -70,7 +71,7 @@ def schedule(
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
-    best: tuple[float, Tasks] | None = None
+    best, lowest = plan_at_home(layout).tasks, np.inf
     for more in _MORE_TOLERANCE:
         pool = Pool(
             layout,
@@ -82,13 +83,13 @@ def schedule(
             max_received_bytes=max_received_bytes,
         )
         over = _Balancer(pool, Timer(cost, direction, pool.mean), *cost.shape.moved_bytes(direction, resend)).run()
-        if best is None or over < best[0] - _ENOUGH:
-            best = (over, pool.tasks())
+        if over < lowest - _ENOUGH:
+            best, lowest = pool.tasks(), over
         if over <= tolerance + more + _ENOUGH:
             break
-    if best[0] > tolerance + _ENOUGH:
-        logger.debug("No server more than %.3f above its share was wanted; the best plan has %.3f.", tolerance, best[0])
-    return Plan(layout, best[1])
+    if lowest > tolerance + _ENOUGH:
+        logger.debug("A tolerance of %.3f was wanted; the best plan found has %.3f.", tolerance, lowest)
+    return Plan(layout, best)
 
 
 class _Balancer:
@@ -139,7 +140,8 @@ class _Balancer:
         return _NO_DOCUMENT if self._give_one(giver, pieces, need, room, free) else None
 
     def _price_per_pair(self, pieces: Pieces, need: np.ndarray, most: float) -> np.ndarray:
-        """[P] bytes per query-key pair of the best single range of each piece that meets the need or the largest room."""
+        """[P] bytes per query-key pair of the best single range of each piece that meets the need or the largest
+        room."""
         if not len(pieces.document) or most <= _ENOUGH:
             return np.full(len(pieces.document), np.inf)
         whole = np.asarray(area(pieces.start, pieces.stop))
@@ -212,12 +214,8 @@ class _Balancer:
         if band is None:
             return False
         count = len(band.chosen)
-        given = Given(
-            np.full(count, document), band.cuts[:-1], band.cuts[1:], receivers.rank[band.chosen], band.moved
-        )
-        left = Pieces(
-            np.full(2, document), np.array([start, band.cuts[-1]]), np.array([band.cuts[0], stop]), band.kept
-        )
+        given = Given(np.full(count, document), band.cuts[:-1], band.cuts[1:], receivers.rank[band.chosen], band.moved)
+        left = Pieces(np.full(2, document), np.array([start, band.cuts[-1]]), np.array([band.cuts[0], stop]), band.kept)
         pool.give(giver, np.array([piece]), left, given)
         return True
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distca.data.corpus import Corpus
 from distca.data.errors import DataError
@@ -14,6 +16,9 @@ from distca.train.config import ConfigError, parse_run_config
 from distca.train.run_folder import Checkpoint, RunFolder, create_run_folder, resume_run_folder
 from distca.train.settings import RunConfig
 from distca.train.validate import validate
+
+if TYPE_CHECKING:
+    from distca.train.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -60,26 +65,42 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
 
 
 def _run(config: RunConfig) -> None:
-    from distca.train.world import join_world, leave_world, world_size_of_environment
+    with warnings.catch_warnings():
+        # megatron-core warns at import, in every rank, that Transformer Engine and Apex are missing; `distca doctor` says
+        # so once.
+        warnings.simplefilter("ignore")
+        from distca.attention import KernelError
+        from distca.train.world import join_world, leave_world, world_size_of_environment
+        from distca.transport import TransportError
 
-    corpus, _ = _check(config, world_size_of_environment())
-
-    from distca.attention import KernelError
-    from distca.train.loop import train
-    from distca.train.setup import build_trainer
-    from distca.transport import TransportError
-
-    world = join_world()
+        corpus, _ = _check(config, world_size_of_environment())
+        world = join_world()
     setup_logging(world.rank)
     try:
-        trainer = build_trainer(config, world, corpus.vocabulary)
-        folder, checkpoint = _folder(config, world.rank)
-        logger.info("Run folder: %s", folder.path)
-        train(trainer, corpus, folder, checkpoint)
+        run_on(world, config, corpus)
     except (KernelError, TransportError) as error:
         die(error)
     finally:
         leave_world()
+
+
+def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
+    """Train on the ranks of an initialised torch.distributed; every rank calls it. Returns the run's folder.
+
+    Raises:
+        ConfigError, DataError, PlanError: as :func:`main` reports them.
+        KernelError, TransportError: what the settings ask for cannot run here.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in _run
+        from distca.train.loop import train
+        from distca.train.setup import build_trainer
+
+    trainer = build_trainer(config, world, corpus.vocabulary)
+    folder, checkpoint = _folder(config, world.rank)
+    logger.info("Run folder: %s", folder.path)
+    train(trainer, corpus, folder, checkpoint)
+    return folder
 
 
 def _folder(config: RunConfig, rank: int) -> tuple[RunFolder, Checkpoint | None]:

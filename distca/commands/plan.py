@@ -1,0 +1,193 @@
+"""``distca plan``: what disaggregation would do to a batch, from document lengths alone. No GPU, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
+
+import numpy as np
+
+from distca.data.mixes import Mix, sample_lengths
+from distca.plan import (
+    DEFAULT_TOLERANCE,
+    Links,
+    MicroBatchPlan,
+    PlanError,
+    analytic_cost,
+    load_table,
+    makespan_bound,
+    plan_micro_batch,
+    traffic,
+)
+from distca.plan.balance import overlaps
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def plan(
+    lengths: str,
+    ranks: int = 8,
+    *,
+    tokens_per_rank: int = 131_072,
+    seed: int = 0,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    layers: int = 1,
+    nano_batches: int = 1,
+    resend: bool = False,
+    tolerance: float = DEFAULT_TOLERANCE,
+    ranks_per_node: int = 0,
+    cost_table: str | None = None,
+    picture: str | None = None,
+) -> None:
+    """Plan one micro-batch and show the balance before and after, the bytes that travel and the memory they take.
+
+    Args:
+        lengths: a file with one document length per line, or a mix: pretrain or prolong.
+        ranks: home ranks, which are also the attention servers.
+        tokens_per_rank: tokens drawn from a mix for every rank; a file is taken as it is.
+        seed: of the draw from a mix.
+        heads: query heads per rank.
+        kv_heads: key/value heads per rank.
+        head_dim: size of a head.
+        layers: layers to count bytes for.
+        nano_batches: 1, or 2 for ping and pong.
+        resend: plan the backward on its own, as pipelines need.
+        tolerance: how far above the mean the slowest server may be.
+        ranks_per_node: consecutive ranks that share NVLink; 0 when all do.
+        cost_table: a measured cost table (JSON); without one the analytic H200 model is used.
+        picture: file to draw who computes what for whom into, such as plan.png.
+    """
+    from rich.console import Console
+
+    cost = load_table(cost_table) if cost_table else analytic_cost(heads, kv_heads, head_dim)
+    made = plan_micro_batch(
+        read_lengths(lengths, tokens=ranks * tokens_per_rank, seed=seed),
+        ranks,
+        cost,
+        nano_batches=nano_batches,
+        resend=resend,
+        tolerance=tolerance,
+        links=Links(ranks_per_node),
+    )
+    Console().print(summary(made, layers))
+    if picture:
+        draw(made, picture)
+        Console().print(f"Picture written to {picture}.", highlight=False)
+
+
+def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:
+    """[D] int64 document lengths from a mix (``tokens`` of it) or a file with one length per line.
+
+    Raises:
+        PlanError: when ``lengths`` is neither a mix nor a file, or a line is no positive whole number.
+    """
+    if lengths in get_args(Mix):
+        return sample_lengths(cast(Mix, lengths), tokens, seed)
+    path = Path(lengths)
+    if not path.is_file():
+        raise PlanError(f"lengths is {lengths!r}: neither a file nor one of the mixes {', '.join(get_args(Mix))}.")
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            if not line.strip().isdecimal() or int(line) < 1:
+                raise PlanError(
+                    f"Line {number} of {lengths} is {line.strip()!r}; a line holds one length of 1 or more."
+                )
+            found.append(int(line))
+    if not found:
+        raise PlanError(f"{lengths} holds no document length; write one per line.")
+    return np.array(found, np.int64)
+
+
+def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
+    """A table of what the plan achieves; bytes are those of ``layers`` layers, all ranks together."""
+    from rich.table import Table
+
+    table = Table(title=f"{len(made.lengths):,} documents, {int(made.lengths.sum()):,} tokens", show_header=True)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    moved = made.bytes_moved
+    rows = [
+        ("slowest / mean attention time, at home", f"{made.imbalance_before:.3f}"),
+        ("slowest / mean attention time, planned", f"{made.imbalance_after:.3f}"),
+        ("slowest / lower bound, planned", f"{float(made.seconds_after.max()) / lower_bound(made):.3f}"),
+        ("slowest server, one layer, forward and backward", f"{made.seconds_after.max() * 1e3:.2f} ms"),
+        ("q to servers", _size(moved.q * layers)),
+        ("o back home", _size(moved.o * layers)),
+        ("k,v to servers", _size(moved.kv * layers)),
+        ("backward", _size(moved.backward * layers)),
+        ("most received by one server, forward, one layer", _size(most_received(made))),
+        ("shortest shard sent away", f"{shortest_shard(made):,} tokens"),
+        ("planning", f"{made.planning_ms:.1f} ms"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def lower_bound(made: MicroBatchPlan) -> float:
+    """Seconds of forward and backward of one layer that no plan of these layouts can beat."""
+    return sum(makespan_bound(nano.layout, made.cost, "both") for nano in made.nano_batches)
+
+
+def most_received(made: MicroBatchPlan) -> int:
+    """Bytes of q, k and v rows that the busiest receiver takes in for one nano-batch's forward."""
+    shape = made.cost.shape
+    moved = [traffic(nano.forward) for nano in made.nano_batches]
+    received = [rows.q.sum(axis=0) * shape.q_bytes + rows.kv.sum(axis=0) * shape.kv_bytes for rows in moved]
+    return int(np.max(received))
+
+
+def shortest_shard(made: MicroBatchPlan) -> int:
+    """Query rows of the shortest range that is computed away from its home rank; 0 when nothing moves."""
+    shortest: list[int] = []
+    for nano in made.nano_batches:
+        tasks, homes = nano.forward.tasks, nano.layout.q
+        task, shard, rows = overlaps(tasks.document, tasks.start, tasks.stop, homes)
+        away = homes.rank[shard] != tasks.server[task]
+        shortest += rows[away].tolist()
+    return min(shortest, default=0)
+
+
+def draw(made: MicroBatchPlan, path: str) -> None:
+    """Draw who computes what for whom (forward seconds by server, split by home rank) into an image file."""
+    from matplotlib.figure import Figure
+
+    ranks = made.nano_batches[0].layout.ranks
+    matrix = seconds_by_home(made) * 1e3
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    before, after, who = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
+    top = 1.05 * max(float(made.seconds_before.max()), float(made.seconds_after.max())) * 1e3
+    for axes, seconds, title in ((before, made.seconds_before, "at home"), (after, made.seconds_after, "planned")):
+        axes.bar(np.arange(ranks), seconds * 1e3, width=1.0)
+        axes.axhline(float(seconds.mean()) * 1e3, color="black", linewidth=0.8)
+        axes.set(title=title, xlabel="rank", ylabel="attention ms, one layer, fwd + bwd", ylim=(0, top))
+    image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto")
+    who.set(title="who computes for whom", xlabel="server", ylabel="home rank")
+    figure.colorbar(image, ax=who, label="forward ms")
+    figure.savefig(path, dpi=120)
+
+
+def seconds_by_home(made: MicroBatchPlan) -> np.ndarray:
+    """[R, R] forward seconds by home rank and server, over all nano-batches; a task that spans home ranks is split by
+    its rows."""
+    ranks = made.nano_batches[0].layout.ranks
+    matrix = np.zeros((ranks, ranks))
+    for nano in made.nano_batches:
+        tasks, homes = nano.forward.tasks, nano.layout.q
+        length = tasks.stop - tasks.start
+        task, shard, rows = overlaps(tasks.document, tasks.start, tasks.stop, homes)
+        seconds = made.cost.forward(length, tasks.stop)[task] * rows / length[task]
+        np.add.at(matrix, (homes.rank[shard], tasks.server[task]), seconds)
+    return matrix
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"

@@ -1,0 +1,137 @@
+"""Hold the disaggregated transformer block alone against megatron-core's, in any precision.
+
+The full model's loss is float32 inside megatron-core; the block is not, so in float64 this comparison is exact to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from distca.attention import Kernel
+from distca.data.corpus import DocumentSet
+from distca.runtime import AttentionPool
+from distca.runtime.timeline import Timeline
+from distca.transport import choose_transport
+from megatron_patches.micro_batch import DisaggregatedMicroBatch
+from megatron_patches.parallel import server_pool_group
+from megatron_patches.parity import ParityCase, RandomDocuments, build, gather_shares, hidden_scores, initialize, plans_of
+from megatron_patches.weights import load_full_weights
+
+
+@dataclass(frozen=True)
+class BlockOutcome:
+    """What a block computed, over all rows of the micro-batch; CPU tensors.
+
+    Attributes:
+        output: [tokens, hidden].
+        input_gradient: [tokens, hidden].
+        weight_gradients: full gradient of every parameter.
+    """
+
+    output: torch.Tensor
+    input_gradient: torch.Tensor
+    weight_gradients: dict[str, torch.Tensor]
+
+    def error(self, reference: BlockOutcome) -> dict[str, float]:
+        """Relative norms of the differences: output, input gradient, worst weight gradient."""
+
+        def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+            return float((a.double() - b.double()).norm() / b.double().norm())
+
+        return {
+            "output": relative(self.output, reference.output),
+            "input_gradient": relative(self.input_gradient, reference.input_gradient),
+            "weight_gradient": max(
+                relative(self.weight_gradients[name], reference.weight_gradients[name]) for name in self.weight_gradients
+            ),
+        }
+
+
+class _RowNumbers(DocumentSet):
+    """Reads as if each token were its row in the packed micro-batch, counted from 1; padding reads as 0."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+        self._first = np.cumsum(lengths) - lengths + 1
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        return np.arange(start, stop) + self._first[document]
+
+
+def block_stock(
+    case: ParityCase, dtype: torch.dtype, device: torch.device
+) -> tuple[BlockOutcome, dict[str, torch.Tensor]]:
+    """megatron-core's block on the case's first micro-batch, by this rank alone; also returns the weights."""
+    initialize(1, case.seed)
+    model = build(case, dtype, "stock").to(device=device, dtype=dtype)
+    micro_batch = RandomDocuments(case).micro_batches[0]
+    hidden, weight = _rows(case, int(micro_batch.lengths.sum()), dtype, device)
+    positions = np.concatenate([np.arange(length) for length in micro_batch.lengths])
+    mask = hidden_scores(micro_batch.lengths, positions).to(device)
+    model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(device))
+    output = model.decoder(hidden[:, None], mask, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
+    (output * weight).sum().backward()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.cpu() for name, p in model.decoder.named_parameters()}
+    return BlockOutcome(output.detach().cpu(), hidden.grad.cpu(), gradients), weights
+
+
+def block_disaggregated(
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
+) -> BlockOutcome:
+    """The disaggregated block over all ranks; every rank calls it and gets the same outcome."""
+    initialize(case.tp, case.seed)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
+    model = build(case, dtype, "disaggregated", pool).to(device=device, dtype=dtype)
+    load_full_weights(model, weights, tp_rank)
+    micro_batch = RandomDocuments(case).micro_batches[0]
+    tokens = int(micro_batch.lengths.sum())
+    planned = plans_of(case, micro_batch, pool.transport.rank, pool.transport.ranks, 0, device)
+    rows = planned.rows(_RowNumbers(micro_batch.lengths), micro_batch)
+    model.rotary_pos_emb.set_positions(torch.from_numpy(rows.positions).to(device))
+    share = len(rows.tokens) // case.tp
+    mine = torch.from_numpy(rows.tokens[tp_rank * share : (tp_rank + 1) * share]).to(device)
+    full, weight = _rows(case, tokens, dtype, device)
+    padded = torch.cat((full.new_zeros(1, full.shape[1]), full.detach()))
+    hidden = padded[mine].requires_grad_()
+    attention = DisaggregatedMicroBatch(planned.routes, rows.nano_rows, case.tp)
+    output = model.decoder(hidden[:, None], attention, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
+    real = mine > 0
+    (output[real] * weight[mine[real] - 1]).sum().backward()
+    gradients = {}
+    for name, parameter in model.decoder.named_parameters():
+        gradient = parameter.grad
+        dist.all_reduce(gradient, group=server_pool_group())
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+        gradients[name] = gather_shares(name, gradient, weights[f"decoder.{name}"].shape)
+    return BlockOutcome(
+        _everywhere(output.detach(), mine, tokens), _everywhere(hidden.grad, mine, tokens), gradients
+    )
+
+
+def _rows(
+    case: ParityCase, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeded input rows that require gradients, and the weights of the output's sum."""
+    generator = torch.Generator().manual_seed(case.seed + 7)
+    hidden, weight = (
+        torch.randn(tokens, case.shape.hidden, generator=generator, dtype=torch.float64).to(device, dtype)
+        for _ in range(2)
+    )
+    return hidden.requires_grad_(), weight
+
+
+def _everywhere(rows: torch.Tensor, numbers: torch.Tensor, tokens: int) -> torch.Tensor:
+    """All ranks' rows in their places."""
+    whole = rows.new_zeros(tokens + 1, rows.shape[1])
+    whole[numbers] = rows
+    whole[0] = 0
+    dist.all_reduce(whole)
+    return whole[1:].cpu()

@@ -1,0 +1,105 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distca.plan import Layout, PlanError, lay_out
+from tests.plan.cases import home_rows, lengths
+
+
+def covered(layouts: tuple[Layout, ...]) -> list[tuple[int, int]]:
+    """Every (document, position) computed in some nano-batch."""
+    return sorted(tuple(row) for layout in layouts for tensor in home_rows(layout, "q") for row in tensor.tolist())
+
+
+@given(
+    lengths, st.integers(1, 6), st.sampled_from((1, 2)), st.sampled_from((1, 4)), st.sampled_from(("in_order", "even"))
+)
+def test_every_token_has_one_home_row(
+    documents: list[int], ranks: int, nano_batches: int, align: int, dealing: str
+) -> None:
+    layouts = lay_out(documents, ranks, nano_batches=nano_batches, align=align, dealing=dealing)
+    assert len(layouts) == nano_batches
+    assert covered(layouts) == [(d, p) for d, length in enumerate(documents) for p in range(length)]
+    for layout in layouts:
+        assert layout.tokens == layout.q_rows.sum()
+        # All ranks but those at the end hold multiples of align, and differ by at most one unit.
+        full = layout.q_rows[layout.q_rows.cumsum() < layout.tokens]
+        assert (full % align == 0).all()
+        units = -(-layout.q_rows // align)
+        assert units.max() - units.min() <= 1
+
+
+@given(st.data(), lengths, st.integers(1, 6), st.sampled_from((1, 2)), st.sampled_from(("in_order", "even")))
+def test_whole_documents_stay_on_their_rank(
+    data: st.DataObject, documents: list[int], ranks: int, nano_batches: int, dealing: str
+) -> None:
+    homes = data.draw(st.lists(st.integers(0, ranks - 1), min_size=len(documents), max_size=len(documents)))
+    layouts = lay_out(documents, ranks, nano_batches=nano_batches, rank_of=homes, dealing=dealing)
+    assert covered(layouts) == [(d, p) for d, length in enumerate(documents) for p in range(length)]
+    for layout in layouts:
+        assert (layout.q.rank == np.array(homes, np.int64)[layout.q.document]).all()
+    if nano_batches == 2:
+        rows = layouts[0].q_rows + layouts[1].q_rows
+        assert (layouts[0].q_rows == -(-rows // 2)).all()
+
+
+@given(lengths, st.integers(1, 6), st.sampled_from(("in_order", "even")))
+def test_pong_holds_all_keys_its_queries_need(documents: list[int], ranks: int, dealing: str) -> None:
+    ping, pong = lay_out(documents, ranks, nano_batches=2, dealing=dealing)
+    held = sorted(tuple(row) for tensor in home_rows(pong, "kv") for row in tensor.tolist())
+    needed = [(d, p) for d in range(len(documents)) if pong.first[d] < pong.last[d] for p in range(pong.last[d])]
+    assert held == needed
+    for rank, (own, keys) in enumerate(zip(home_rows(pong, "q"), home_rows(pong, "kv"), strict=True)):
+        carried = int(pong.carried_rows[rank])
+        assert np.array_equal(keys[carried:], own)
+        assert np.array_equal(keys[:carried], home_rows(ping, "q")[rank][len(home_rows(ping, "q")[rank]) - carried :])
+
+
+@given(st.data(), lengths, st.integers(1, 5), st.sampled_from((1, 2)))
+def test_capacities_are_filled_in_order(
+    data: st.DataObject, documents: list[int], ranks: int, nano_batches: int
+) -> None:
+    total = sum(documents)
+    capacities = data.draw(st.lists(st.integers(0, 500), min_size=ranks, max_size=ranks))
+    if sum(capacities) < total:
+        with pytest.raises(PlanError, match="capacities"):
+            lay_out(documents, ranks, capacities=capacities)
+        return
+    layouts = lay_out(documents, ranks, nano_batches=nano_batches, capacities=capacities)
+    assert covered(layouts) == [(d, p) for d, length in enumerate(documents) for p in range(length)]
+    assert (sum(layout.q_rows for layout in layouts) <= np.array(capacities)).all()
+
+
+def test_even_dealing_evens_out_the_work_of_the_halves() -> None:
+    documents = np.random.default_rng(0).choice([300, 400, 500, 9000, 20000, 60000], size=400)
+
+    def work(dealing: str) -> float:
+        halves = [float((x.last.astype(float) ** 2 - x.first.astype(float) ** 2).sum())
+                  for x in lay_out(np.sort(documents), 8, nano_batches=2, dealing=dealing)]  # fmt: skip
+        return max(halves) / sum(halves)
+
+    assert work("in_order") > 0.7
+    assert work("even") < 0.505
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"lengths": [3], "ranks": 0}, "at least one rank"),
+        ({"lengths": [3, 0], "ranks": 1}, "Document 1 has 0 tokens"),
+        ({"lengths": [3], "ranks": 1, "nano_batches": 3}, "1 or 2 nano-batches, not 3"),
+        ({"lengths": [3], "ranks": 1, "align": 0}, "align is 0"),
+        ({"lengths": [3], "ranks": 1, "dealing": "odd"}, "dealing is 'odd'"),
+        ({"lengths": [3], "ranks": 2, "rank_of": [2]}, "names rank 2, but the 2 ranks are 0 to 1"),
+        ({"lengths": [3], "ranks": 2, "rank_of": [-1]}, "names rank -1"),
+        ({"lengths": [3], "ranks": 2, "rank_of": [0, 1]}, "2 home ranks for 1 documents"),
+        ({"lengths": [3], "ranks": 2, "rank_of": [0], "capacities": [3, 3]}, "not both"),
+        ({"lengths": [3], "ranks": 2, "capacities": [1, 1]}, "3 tokens"),
+        ({"lengths": [3], "ranks": 2, "capacities": [9]}, "capacities must be 2 numbers"),
+        ({"lengths": [3], "ranks": 2, "capacities": [9, -1]}, "capacities must be 2 numbers"),
+    ],
+)
+def test_mistakes_are_sentences(arguments: dict, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        lay_out(**arguments)

@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+from hypothesis import given
+
+from distca.plan import Layout, Plan, PlanError, Tasks, lay_out, plan_at_home
+from tests.plan.cases import arbitrary_plans, layouts
+
+
+@given(arbitrary_plans())
+def test_any_complete_plan_passes_its_check(plan: Plan) -> None:
+    plan.check()
+
+
+@given(layouts())
+def test_at_home_every_row_is_computed_where_it_lives(found: tuple[Layout, ...]) -> None:
+    for layout in found:
+        plan = plan_at_home(layout)
+        plan.check()
+        rows = np.bincount(plan.tasks.server, plan.tasks.stop - plan.tasks.start, layout.ranks)
+        assert np.array_equal(rows, layout.q_rows)
+
+
+def test_touching_ranges_on_one_server_are_joined() -> None:
+    tasks = Tasks.sorted(*np.array([[0, 0, 0, 1], [4, 0, 6, 0], [6, 4, 9, 3], [1, 1, 0, 1]]))
+    assert tasks.document.tolist() == [0, 0, 1]
+    assert tasks.start.tolist() == [6, 0, 0]
+    assert tasks.stop.tolist() == [9, 6, 3]
+    assert tasks.server.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "start, stop, server",
+    [
+        ([0, 4], [4, 9], [0, 0]),  # a row missing
+        ([0, 4], [6, 10], [0, 0]),  # rows twice
+        ([0, 6], [4, 10], [0, 0]),  # a hole
+        ([1, 6], [6, 11], [0, 0]),  # shifted
+        ([0, 5], [5, 10], [0, 2]),  # a server that does not exist
+        ([0, 5], [5, 10], [0, -1]),
+    ],
+)
+def test_check_refuses_what_does_not_compute_every_row_once(
+    start: list[int], stop: list[int], server: list[int]
+) -> None:
+    (layout,) = lay_out([10], 2)
+    plan = Plan(layout, Tasks(np.zeros(2, np.int64), np.array(start), np.array(stop), np.array(server)))
+    with pytest.raises(PlanError):
+        plan.check()

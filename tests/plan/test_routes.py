@@ -1,0 +1,74 @@
+import numpy as np
+from hypothesis import given, settings
+
+from distca.plan import Plan, lay_out, plan_at_home, route
+from tests.plan.cases import arbitrary_plans, deliver, home_rows, readers, return_home, routes
+
+
+@given(arbitrary_plans())
+def test_every_task_finds_its_rows_and_its_whole_context(plan: Plan) -> None:
+    made = routes(plan)
+    q = deliver([r.q for r in made], home_rows(plan.layout, "q"))
+    kv = deliver([r.kv for r in made], home_rows(plan.layout, "kv"))
+    tasks = plan.tasks
+    for rank, part in enumerate(made):
+        mine = np.flatnonzero(tasks.server == rank)
+        assert len(part.cu_q) == len(part.cu_kv) == len(mine) + 1
+        for i, task in enumerate(mine.tolist()):
+            document, start, stop = (int(x[task]) for x in (tasks.document, tasks.start, tasks.stop))
+            wanted = [[document, position] for position in range(start, stop)]
+            assert q[rank][part.cu_q[i] : part.cu_q[i + 1]].tolist() == wanted
+            wanted = [[document, position] for position in range(stop)]
+            assert kv[rank][part.cu_kv[i] : part.cu_kv[i + 1]].tolist() == wanted
+        assert part.cu_q[-1] == len(q[rank])
+        assert part.cu_kv[-1] == len(kv[rank])
+        assert part.max_q == max(np.diff(part.cu_q).tolist(), default=0)
+        assert part.max_kv == max(np.diff(part.cu_kv).tolist(), default=0)
+
+
+@given(arbitrary_plans())
+def test_what_one_rank_sends_the_other_receives(plan: Plan) -> None:
+    made = routes(plan)
+    for name in ("q", "kv"):
+        for a, sender in enumerate(made):
+            for b, receiver in enumerate(made):
+                out, there = getattr(sender, name).send, getattr(receiver, name).receive
+                to, came = out.peer == b, there.peer == a
+                assert np.array_equal(out.source[to], there.source[came])
+                assert np.array_equal(out.destination[to], there.destination[came])
+                assert np.array_equal(out.rows[to], there.rows[came])
+                assert a != b or not to.any()
+
+
+@given(arbitrary_plans())
+def test_gradients_add_up_at_home(plan: Plan) -> None:
+    made = routes(plan)
+    ones = [np.ones(r.q.destination_rows) for r in made]
+    assert all((home == 1).all() for home in return_home([r.q for r in made], ones))
+    ones = [np.ones(r.kv.destination_rows) for r in made]
+    count = readers(plan)
+    for home, rows in zip(return_home([r.kv for r in made], ones), home_rows(plan.layout, "kv"), strict=True):
+        assert home.tolist() == [count.get((d, p), 0) for d, p in rows.tolist()]
+
+
+@settings(max_examples=25)
+@given(arbitrary_plans())
+def test_key_rows_travel_to_a_server_once(plan: Plan) -> None:
+    for part in routes(plan):
+        arrived = [
+            (int(peer), row)
+            for peer, source, rows in zip(
+                part.kv.receive.peer, part.kv.receive.source, part.kv.receive.rows, strict=True
+            )
+            for row in range(source, source + rows)
+        ]
+        assert len(arrived) == len(set(arrived))
+
+
+def test_nothing_travels_when_no_document_spans_ranks() -> None:
+    (layout,) = lay_out([5, 7, 3], 3, rank_of=[0, 1, 1])
+    for rank in range(3):
+        part = route(plan_at_home(layout), rank)
+        assert part.q.send.total == part.q.receive.total == part.kv.send.total == part.kv.receive.total == 0
+        assert part.q.keep.total == layout.q_rows[rank]
+    assert route(plan_at_home(layout), 2).max_q == 0

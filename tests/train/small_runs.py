@@ -1,0 +1,83 @@
+"""Runs of a very small model for tests: a folder of texts, settings, and several runs in one world of gloo ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 96
+
+SETTINGS = {
+    "model.layers": 2,
+    "model.hidden": 32,
+    "model.ffn": 64,
+    "model.heads": 4,
+    "model.kv_heads": 2,
+    "data.source": "text",
+    "data.context_length": LONGEST,
+    "data.tokens_per_rank": LONGEST,
+    "data.validation_fraction": 0.1,
+    "optimizer.lr": 0.01,
+    "optimizer.min_lr": 0.001,
+    "optimizer.warmup_steps": 2,
+    "train.steps": 6,
+    "train.validate_batches": 2,
+    "log.tensorboard": "false",
+}
+
+
+def write_texts(folder: Path, lengths: list[int] | None = None) -> Path:
+    """A folder with one text file per length; by default 60 of 2 to 96 bytes."""
+    random = np.random.default_rng(3)
+    lengths = random.integers(2, LONGEST + 1, 60).tolist() if lengths is None else lengths
+    folder.mkdir(parents=True)
+    words = ["the ", "attention ", "of ", "long ", "documents ", "is ", "moved ", "to ", "idle ", "ranks. "]
+    for number, length in enumerate(lengths):
+        text = "".join(random.choice(words, length))[:length]
+        (folder / f"{number:03d}.txt").write_text(text)
+    return folder
+
+
+def arguments(**settings: Any) -> list[str]:
+    """A command line of the small settings; ``cad__enabled`` stands for cad.enabled, None leaves a setting out."""
+    chosen = SETTINGS | {name.replace("__", "."): value for name, value in settings.items()}
+    line = []
+    for name, value in chosen.items():
+        if value is not None:
+            line += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return line
+
+
+def steps_of(run: Path, key: str = "loss") -> dict[int, float]:
+    """A figure of every step that has it, from metrics.jsonl."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line[key] for line in lines if key in line}
+    assert len(lines) == len({line["step"] for line in lines}), "a step is in metrics.jsonl twice"
+    return steps
+
+
+def train_all(command_lines: list[list[str]]) -> list[str]:
+    """Train one run after the other on the ranks that call this; returns their folders."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from distca.data.errors import DataError  # noqa: F401
+    from distca.train.config import parse_run_config
+    from distca.train.corpus import open_corpus
+    from distca.train.main import run_on
+    from distca.train.world import World
+    from megatron_patches.cpu import use_cpu
+
+    use_cpu()
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    folders = []
+    for line in command_lines:
+        config = parse_run_config(line)
+        folders.append(str(run_on(world, config, open_corpus(config)).path))
+        parallel_state.destroy_model_parallel()
+    return folders
