@@ -11,13 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 
-from distca.attention import Kernel
+from distca.attention import Kernel, TaskBatch
 from distca.data.corpus import DocumentSet
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
-from megatron_patches.micro_batch import DisaggregatedMicroBatch
+from megatron_patches.micro_batch import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.parallel import server_pool_group
 from megatron_patches.parity import ParityCase, RandomDocuments, build, gather_shares, hidden_scores, initialize, plans_of
 from megatron_patches.weights import load_full_weights
@@ -63,22 +64,52 @@ class _RowNumbers(DocumentSet):
         return np.arange(start, stop) + self._first[document]
 
 
+def rounded_weights(case: ParityCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The case's full weights, rounded to ``dtype`` and held in float64. Every rank calls it together."""
+    initialize(1, case.seed)
+    model = build(case, torch.float32, "stock")
+    return {name: p.detach().to(dtype).double() for name, p in model.named_parameters()}
+
+
 def block_stock(
-    case: ParityCase, dtype: torch.dtype, device: torch.device
-) -> tuple[BlockOutcome, dict[str, torch.Tensor]]:
-    """megatron-core's block on the case's first micro-batch, by this rank alone; also returns the weights."""
+    case: ParityCase, dtype: torch.dtype, device: torch.device, weights: dict[str, torch.Tensor]
+) -> BlockOutcome:
+    """megatron-core's own block on the case's first micro-batch, by this rank alone."""
     initialize(1, case.seed)
     model = build(case, dtype, "stock").to(device=device, dtype=dtype)
     micro_batch = RandomDocuments(case).micro_batches[0]
-    hidden, weight = _rows(case, int(micro_batch.lengths.sum()), dtype, device)
     positions = np.concatenate([np.arange(length) for length in micro_batch.lengths])
-    mask = hidden_scores(micro_batch.lengths, positions).to(device)
-    model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(device))
-    output = model.decoder(hidden[:, None], mask, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
+    return _alone(case, model, weights, positions, hidden_scores(micro_batch.lengths, positions).to(device))
+
+
+def block_packed(
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
+) -> BlockOutcome:
+    """megatron-core's block and layers with a packed-document kernel, by this rank alone: what training runs where core
+    attention is not disaggregated."""
+    initialize(1, case.seed)
+    model = build(case, dtype, "packed", kernel=kernel, timeline=Timeline(device)).to(device=device, dtype=dtype)
+    lengths = RandomDocuments(case).micro_batches[0].lengths
+    borders = np.concatenate(([0], np.cumsum(lengths)))
+    documents = PackedMicroBatch(TaskBatch.of(borders, borders, device), int(borders[-1]))
+    return _alone(case, model, weights, np.concatenate([np.arange(length) for length in lengths]), documents)
+
+
+def _alone(
+    case: ParityCase,
+    model: GPTModel,
+    weights: dict[str, torch.Tensor],
+    positions: np.ndarray,
+    attention: torch.Tensor | PackedMicroBatch,
+) -> BlockOutcome:
+    load_full_weights(model, weights, 0)
+    parameter = next(model.parameters())
+    hidden, weight = _rows(case, len(positions), parameter.dtype, parameter.device)
+    model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(parameter.device))
+    output = model.decoder(hidden[:, None], attention, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
     (output * weight).sum().backward()
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     gradients = {name: p.grad.cpu() for name, p in model.decoder.named_parameters()}
-    return BlockOutcome(output.detach().cpu(), hidden.grad.cpu(), gradients), weights
+    return BlockOutcome(output.detach().cpu(), hidden.grad.cpu(), gradients)
 
 
 def block_disaggregated(
@@ -88,7 +119,7 @@ def block_disaggregated(
     initialize(case.tp, case.seed)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
-    model = build(case, dtype, "disaggregated", pool).to(device=device, dtype=dtype)
+    model = build(case, dtype, "disaggregated", pool=pool).to(device=device, dtype=dtype)
     load_full_weights(model, weights, tp_rank)
     micro_batch = RandomDocuments(case).micro_batches[0]
     tokens = int(micro_batch.lengths.sum())
@@ -106,7 +137,9 @@ def block_disaggregated(
     (output[real] * weight[mine[real] - 1]).sum().backward()
     gradients = {}
     for name, parameter in model.decoder.named_parameters():
-        gradient = parameter.grad
+        # As in training: halves and ranks are added up in float32.
+        gradient = torch.zeros_like(parameter, dtype=torch.promote_types(dtype, torch.float32))
+        gradient += parameter.grad
         dist.all_reduce(gradient, group=server_pool_group())
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
@@ -122,7 +155,8 @@ def _rows(
     """Seeded input rows that require gradients, and the weights of the output's sum."""
     generator = torch.Generator().manual_seed(case.seed + 7)
     hidden, weight = (
-        torch.randn(tokens, case.shape.hidden, generator=generator, dtype=torch.float64).to(device, dtype)
+        # Rounded first, so that every precision starts from the same numbers.
+        torch.randn(tokens, case.shape.hidden, generator=generator).bfloat16().to(device, dtype)
         for _ in range(2)
     )
     return hidden.requires_grad_(), weight

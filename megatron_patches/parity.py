@@ -7,8 +7,8 @@ itself: split layers, server pool, megatron's DDP, gradient finalisation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,9 +46,9 @@ class ParityShape:
     resolved_head_dim: int = 8
     rope_base: float = 10000.0
     norm_epsilon: float = 1e-5
-    tie_embeddings: bool = False
     init_std: float = 0.1
     vocabulary: int = 64
+    tie_embeddings: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ class ParityCase:
         scheduler: "real": the planner's. "random": random cuts on random servers, to stress routes.
         seed: of weights, tokens and random plans.
         changed_document: (micro-batch, document) whose tokens are drawn anew.
-        shape: the model.
+        tie_embeddings: the output layer's weights are the embedding's.
+        shape: the model's sizes.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -75,6 +76,7 @@ class ParityCase:
     scheduler: Literal["real", "random"] = "real"
     seed: int = 1
     changed_document: tuple[int, int] | None = None
+    tie_embeddings: bool = False
     shape: ParityShape = field(default_factory=ParityShape)
 
 
@@ -172,7 +174,7 @@ def run_disaggregated(
     initialize(case.tp, case.seed)
     timeline = Timeline(device)
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, timeline, case.backward)
-    gpt = build(case, dtype, "disaggregated", pool).to(device)
+    gpt = build(case, dtype, "disaggregated", pool=pool).to(device)
     load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank())
     model = wrap_for_data_parallel(gpt, distributed_optimizer=False)
     batches = [batch for batch, _ in _batches(case, pool, device)]
@@ -190,7 +192,7 @@ def document_losses(
     """Per micro-batch, [documents] summed loss of each document, by the disaggregated model over all ranks."""
     initialize(case.tp, case.seed)
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
-    gpt = build(case, dtype, "disaggregated", pool).to(device)
+    gpt = build(case, dtype, "disaggregated", pool=pool).to(device)
     load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank())
     results = []
     for (batch, owner), lengths in zip(_batches(case, pool, device), case.micro_batches, strict=True):
@@ -210,12 +212,15 @@ def initialize(tp: int, seed: int) -> None:
     initialize_model_parallel(tp, 1, seed)
 
 
-def build(case: ParityCase, dtype: torch.dtype, attention: Attention, pool: AttentionPool | None = None) -> GPTModel:
-    """The case's model on the CPU, with weights drawn the same way for every tensor-parallel size."""
+def build(case: ParityCase, dtype: torch.dtype, attention: Attention, **parts: Any) -> GPTModel:
+    """The case's model on the CPU, with weights drawn the same way for every tensor-parallel size; ``parts`` go to
+    build_model."""
     torch.manual_seed(case.seed)
-    config = transformer_config(case.shape, dtype, sequence_parallel=attention != "stock", cpu_initialization=True)
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    config = transformer_config(case.shape, dtype, sequence_parallel=tp > 1, cpu_initialization=True)
+    shape = replace(case.shape, tie_embeddings=case.tie_embeddings)
     return build_model(
-        case.shape, case.shape.vocabulary, config, attention, pool=pool, recompute_segments=case.recompute
+        shape, shape.vocabulary, config, attention, recompute_segments=case.recompute, **parts
     )
 
 

@@ -12,167 +12,101 @@ Array legend: K directions, C receivers, N chosen receivers, G tried places of a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.cost import CostModel, Direction
+from distca.plan.offers import Band, Offer, Receivers, Timer, area, least_of
 
 MOST_OVERHEAD = 0.25
 """A cut that adds more than this share of the time it moves is refused; the shortest shards follow from it."""
 
 _PLACES = np.linspace(0.0, 1.0, 13)
+_LEAST_BLOCKS = 8
+"""Fewest blocks to hand over where whole documents do not fit the need."""
+_FEW = 8
+"""Bands of more receivers get their sizes corrected three times instead of once: errors add up along the band."""
+_LONG_CONTEXT = 131_072
+"""From here on, reading a document's keys once more at home is worth looking at when a band's place is chosen."""
 _NEVER_WASTEFUL = 32
 """Ranges of this many blocks always pay for their cut: checking them is skipped."""
-_FINEST = 0.004
 _SLIVER = 8
 """A giver keeps nothing shorter than this part of the range beside it."""
-
-
-@dataclass(frozen=True)
-class Timer:
-    """Seconds of query ranges in the directions that are balanced.
-
-    Attributes:
-        cost, direction: what to count.
-        unit: [K] mean load of a server.
-    """
-
-    cost: CostModel
-    direction: Direction
-    unit: np.ndarray
-
-    def block(self, per_row: np.ndarray) -> int:
-        """Rows to round cuts to: the kernel's tile, or less where a tile of [K] ``per_row`` seconds is a visible part
-        of a server's load."""
-        block = self.cost.block
-        fine = _FINEST * float((self.unit / np.maximum(per_row, 1e-300)).min())
-        while block > fine and block > max(1, self.cost.block // 16):
-            block //= 2
-        return block
-
-    def seconds(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """[K, ...] seconds of the ranges [start, stop)."""
-        return self.cost.per_direction(self.direction, stop - start, stop)
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A giver's piece and what should leave it.
-
-    Attributes:
-        start, stop: the piece.
-        seconds: [K] what it costs as it is.
-        need: [K] seconds the giver should lose; negative where it is below its limit.
-    """
-
-    start: int
-    stop: int
-    seconds: np.ndarray
-    need: np.ndarray
-
-
-@dataclass(frozen=True)
-class Receivers:
-    """Who may take ranges, in order of preference.
-
-    Attributes:
-        rank: [C].
-        room: [K, C] seconds they may still gain.
-        most_rows: [C] query rows they may get, for their memory; infinite without a cap.
-        distant: [C] bool, not on the giver's node.
-        q_price: [C] price of moving one query row there.
-        kv_price: (positions [..., N], indices [N]) -> [..., N] price of the k,v rows that a range ending there still
-        needs.
-    """
-
-    rank: np.ndarray
-    room: np.ndarray
-    most_rows: np.ndarray
-    distant: np.ndarray
-    q_price: np.ndarray
-    kv_price: Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
-class Band:
-    """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece.
-
-    Attributes:
-        chosen: [N] indices of receivers.
-        cuts: [N + 1] int64 positions.
-        moved: [K, N] seconds each receiver gains.
-        kept: [K, 2] seconds the giver keeps before and behind the band.
-    """
-
-    chosen: np.ndarray
-    cuts: np.ndarray
-    moved: np.ndarray
-    kept: np.ndarray
-
-
-def area(start: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:
-    """Query-key pairs of the causal query ranges [start, stop)."""
-    return np.asarray((stop * (stop + 1.0) - start * (start + 1.0)) / 2)
 
 
 def fit_band(offer: Offer, receivers: Receivers, timer: Timer) -> Band | None:
     """The cheapest band that relieves the giver of what it needs and fits the receivers; None when no cut pays."""
     whole = float(area(offer.start, offer.stop))
     block = timer.block(offer.seconds / (offer.stop - offer.start))
-    per_pair = offer.seconds / whole
-    size = (receivers.room / per_pair[:, None]).min(axis=0)
-    wanted = min(float((offer.need / per_pair).max()), whole)
-    # A range costs more per pair than the whole piece: start from the rate of one that fills the preferred receiver.
-    rows = np.ceil(min(size[0], wanted) / (0.5 * (offer.start + offer.stop)))
-    probe = np.array([max(offer.start, int(0.5 * (offer.start + offer.stop) - rows))])
-    probe_stop = np.minimum(probe + int(rows), offer.stop)
-    size *= (per_pair / (timer.seconds(probe, probe_stop)[:, 0] / area(probe, probe_stop))).min()
     # The lowest place of a range has fewest pairs a row: no place holds more rows for that many pairs.
     most = area(offer.start, offer.start + receivers.most_rows)
+    size, wanted, least = _first_sizes(offer, receivers, timer, whole)
     size = np.minimum(size, most)
     chosen, sizes = _choose(size, wanted, receivers.distant)
     if not len(chosen):
         return None
-    low = _place(offer, receivers, chosen, sizes, whole)
+    low = _place(offer, receivers, chosen, sizes, whole, timer)
     band = _timed(offer, chosen, _on_blocks(offer, low, sizes, block), timer)
     # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, in the same place.
-    got = area(band.cuts[:-1], band.cuts[1:])
-    fill = (receivers.room[:, band.chosen] / np.maximum(band.moved, 1e-300)).min(axis=0)
-    size[band.chosen] = np.minimum(got * fill * 0.999, most[band.chosen])
-    relief = offer.seconds - band.kept.sum(axis=1)
-    wanted = min(float(got.sum() * (offer.need / np.maximum(relief, 1e-300)).max()), whole)
-    sizes = size[chosen]
-    sizes[0] = min(sizes[0], wanted - sizes[1:].sum())
-    if sizes[0] <= 0 or sizes.sum() < wanted * (1 - 1e-12):
-        chosen, sizes = _choose(size, wanted, receivers.distant)
-        if not len(chosen):
-            return None
-        low = _place(offer, receivers, chosen, sizes, whole)
-    band = _timed(offer, chosen, _on_blocks(offer, low, sizes, block), timer)
+    for _ in range(1 if len(chosen) <= _FEW else 3):
+        relief = offer.seconds - band.kept.sum(axis=1)
+        if len(band.chosen) == 1 and (relief >= offer.need).all() and not _over(receivers, band).any():
+            break
+        got = area(band.cuts[:-1], band.cuts[1:])
+        fill = least_of(receivers.room[:, band.chosen] / np.maximum(band.moved, 1e-300))
+        size[band.chosen] = np.minimum(got * fill * 0.999, most[band.chosen])
+        wanted = min(max(float(got.sum() * (offer.need / np.maximum(relief, 1e-300)).max()), least), whole)
+        sizes = size[chosen]
+        sizes[0] = min(sizes[0], wanted - sizes[1:].sum())
+        if sizes[0] <= 0 or sizes.sum() < wanted * (1 - 1e-12):
+            chosen, sizes = _choose(size, wanted, receivers.distant)
+            if not len(chosen):
+                return None
+            low = _place(offer, receivers, chosen, sizes, whole, timer)
+        band = _timed(offer, chosen, _on_blocks(offer, low, sizes, block), timer)
     return _without_misfits(offer, receivers, band, timer, block)
+
+
+def _first_sizes(offer: Offer, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
+    """[C] pairs that fill each receiver, the pairs that should leave the giver, and the fewest worth a cut.
+
+    A range costs more per pair than the whole piece, so the rate is that of a range in the piece's middle that fills
+    the preferred receiver.
+    """
+    middle = 0.5 * (offer.start + offer.stop)
+    per_pair = offer.seconds / whole
+    size = least_of(receivers.room / per_pair[:, None])
+    # Giving more than needed is better than giving nothing.
+    least = min(_LEAST_BLOCKS * timer.cost.block * middle, float(size.max()))
+    wanted = min(max(float((offer.need / per_pair).max()), least), whole)
+    rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
+    start = np.array([max(offer.start, int(middle - rows))])
+    stop = np.minimum(start + rows, offer.stop)
+    rate = float((per_pair / (timer.seconds(start, stop)[:, 0] / area(start, stop))).min())
+    return size * rate, wanted, least
 
 
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[N] receivers and the pairs each gets, smallest first: the preferred ones are filled, the last is the tightest
     fit."""
     usable = np.flatnonzero(size > 0)
-    total = np.cumsum(size[usable])
-    full = int(np.searchsorted(total, wanted * (1 - 1e-12)))
-    if full >= len(usable):
-        chosen, sizes = usable, size[usable]
-    else:
+    size = size[usable]
+    total = size.cumsum()
+    full = int(total.searchsorted(wanted * (1 - 1e-12)))
+    if full < len(size):
         rest = wanted - (total[full - 1] if full else 0.0)
-        others = usable[full:]
-        tight = np.where(size[others] >= rest, size[others] + distant[others] * size.max(), np.inf)
-        chosen = np.append(usable[:full], others[np.argmin(tight)])
-        sizes = np.append(size[usable[:full]], rest)
-    order = np.argsort(sizes, kind="stable")
-    return chosen[order], sizes[order]
+        left = size[full:]
+        tight = np.where(left >= rest, left + distant[usable[full:]] * size.max(), np.inf)
+        last = usable[full + int(tight.argmin())]
+        if full == 0:
+            return np.array([last]), np.array([rest])
+        usable, size = np.append(usable[:full], last), np.append(size[:full], rest)
+    order = size.argsort(kind="stable")
+    return usable[order], size[order]
 
 
-def _place(offer: Offer, receivers: Receivers, chosen: np.ndarray, sizes: np.ndarray, whole: float) -> float:
+def _place(
+    offer: Offer, receivers: Receivers, chosen: np.ndarray, sizes: np.ndarray, whole: float, timer: Timer
+) -> float:
     """Low end of the cheapest place for consecutive ranges of those sizes."""
     total = np.cumsum(sizes)
     if total[-1] >= whole * (1 - 1e-12):
@@ -182,6 +116,12 @@ def _place(offer: Offer, receivers: Receivers, chosen: np.ndarray, sizes: np.nda
     q_price = receivers.q_price[chosen]
     price = ends @ (q_price - np.append(q_price[1:], 0.0)) - low * q_price[0]
     price += receivers.kv_price(ends, chosen).sum(axis=1)
+    if offer.stop > _LONG_CONTEXT:
+        # Two parts left at home read their keys twice: count that time at the price of the work that leaves.
+        start = np.concatenate((np.full(len(low), offer.start), ends[:, -1]))
+        stop = np.concatenate((low, np.full(len(low), offer.stop)))
+        kept = (timer.seconds(start, stop) / timer.unit[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
+        price *= 1 + (kept - kept.min()) / ((offer.seconds / timer.unit).sum() - kept.min())
     return float(low[price.argmin()])
 
 
@@ -223,23 +163,18 @@ def _timed(offer: Offer, chosen: np.ndarray, cuts: np.ndarray, timer: Timer) -> 
 
 
 def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Timer, block: int) -> Band | None:
-    """Shorten ranges that exceed their room, a block at a time, and then give up those that still do or do not pay."""
+    """Shorten ranges that exceed their room, then give up those that still do or do not pay."""
+    over = _over(receivers, band)
     for _ in range(3):
-        over = _over(receivers, band)
         if not over.any():
             break
-        rows = np.maximum(np.diff(band.cuts) - over * block, 0)
-        # Ranges slide into the place that a shorter neighbour leaves, away from the side where the giver keeps rows
-        # anyway.
-        if band.cuts[0] == offer.start and band.cuts[-1] < offer.stop:
-            cuts = band.cuts[0] + np.append(0, np.cumsum(rows))
-        else:
-            cuts = band.cuts[-1] - np.append(np.cumsum(rows[::-1])[::-1], 0)
-        band = _timed(offer, band.chosen, cuts, timer)
+        band = _shortened(offer, receivers, band, over, timer, block)
+        over = _over(receivers, band)
     while len(band.chosen):
-        bad = _over(receivers, band)
-        if (np.diff(band.cuts) < _NEVER_WASTEFUL * timer.cost.block).any():
-            bad |= _wasteful(offer, band, timer)
+        rows = band.cuts[1:] - band.cuts[:-1]
+        bad = over
+        if rows.min() < _NEVER_WASTEFUL * timer.cost.block:
+            bad = over | _wasteful(offer, band, timer)
         if not bad.any():
             return band
         # A band has no holes: what lies on the shorter side of a bad range is given up with it.
@@ -247,15 +182,28 @@ def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Time
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = band.cuts[at + 1 :] if at < len(bad) / 2 else band.cuts[: at + 1]
         band = _timed(offer, band.chosen[kept], cuts, timer)
+        over = _over(receivers, band)
     return None
+
+
+def _shortened(offer: Offer, receivers: Receivers, band: Band, over: np.ndarray, timer: Timer, block: int) -> Band:
+    """The band with the ranges that are ``over`` cut to what fits; the others slide into the place that leaves."""
+    fit = least_of(receivers.room[:, band.chosen] / np.maximum(band.moved, 1e-300))
+    rows = band.cuts[1:] - band.cuts[:-1]
+    most = np.minimum(rows * fit * 0.999, receivers.most_rows[band.chosen])
+    rows = np.where(over, (most // block * block).astype(np.int64), rows)
+    # They slide away from the side where the giver keeps rows anyway.
+    if band.cuts[0] == offer.start and band.cuts[-1] < offer.stop:
+        cuts = band.cuts[0] + np.append(0, np.cumsum(rows))
+    else:
+        cuts = band.cuts[-1] - np.append(np.cumsum(rows[::-1])[::-1], 0)
+    return _timed(offer, band.chosen, cuts, timer)
 
 
 def _over(receivers: Receivers, band: Band) -> np.ndarray:
     """[N] bool: ranges that exceed their receiver's time or memory."""
-    rows = band.cuts[1:] - band.cuts[:-1]
-    return (rows > receivers.most_rows[band.chosen]) | (band.moved > receivers.room[:, band.chosen] * (1 + 1e-9)).any(
-        axis=0
-    )
+    too_long = band.cuts[1:] - band.cuts[:-1] > receivers.most_rows[band.chosen]
+    return too_long | (least_of(receivers.room[:, band.chosen] * (1 + 1e-9) - band.moved) < 0)
 
 
 def _wasteful(offer: Offer, band: Band, timer: Timer) -> np.ndarray:

@@ -123,22 +123,23 @@ class AnalyticCost(CostModel):
         return _linear((self.backward_terms,), q_rows, kv_rows)[0]
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        wanted = {"forward": (self.forward_terms,), "backward": (self.backward_terms,)}
-        return _linear(wanted.get(direction, (self.forward_terms, self.backward_terms)), q_rows, kv_rows)
+        if direction == "both":
+            return _linear((self.forward_terms, self.backward_terms), q_rows, kv_rows)
+        return _linear((self.forward_terms if direction == "forward" else self.backward_terms,), q_rows, kv_rows)
 
 
 def _linear(terms: tuple[tuple[float, float, float], ...], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
     """[K, ...] seconds for each of K triples of terms; 0 without queries, whatever the keys."""
     q = np.asarray(q_rows, np.float64)
     kv = kv_rows * (q > 0)
-    area = q * (kv - 0.5 * (q - 1))
-    return np.stack([per_pair * area + per_q * q + per_kv * kv for per_pair, per_q, per_kv in terms])
+    features = np.array((q * (kv - 0.5 * (q - 1)), q, kv))
+    return (np.array(terms) @ features.reshape(3, -1)).reshape(len(terms), *q.shape)
 
 
 def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:
     """Cost model without a measured table: least squares over flash-attn-4 figures of one H200 (see docs/planning.md).
 
-    The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 8 % forward, 6 % backward.
+    The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 9 % forward, 6.5 % backward.
     Other shapes scale every term with heads x head_dim. Only ratios matter to a schedule.
     """
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes)

@@ -57,6 +57,7 @@ class Pool:
 
     Attributes:
         load: [K, R] seconds.
+        mean: [K] seconds of a server of speed 1 if the work, with what cuts added so far, were spread evenly.
         tolerance: how far above its fair share a server may be.
         order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so
             that a plan does not depend on how ranks are numbered.
@@ -83,7 +84,7 @@ class Pool:
         self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
         self.tolerance = tolerance
         self._speeds = check_speeds(speeds, layout.ranks)
-        self._speed = float(self._speeds.sum())
+        self.mean = self.load.sum(axis=1) / self._speeds.sum()
         self.order = _canonical_order(tasks, layout.ranks)
         self.cap = max_received_bytes
         self.received = _received_at_home(home, cost.shape, max_received_bytes)
@@ -102,9 +103,10 @@ class Pool:
         return HeldRows(self.layout.kv, self.node[self.layout.kv.rank], int(self.node[-1]) + 1)
 
     @property
-    def mean(self) -> np.ndarray:
-        """[K] seconds of a server of speed 1 if the work, with what cuts added so far, were spread evenly."""
-        return self.load.sum(axis=1) / self._speed
+    def slowest(self) -> np.ndarray:
+        """[K] longest time of a server, infinite while one of speed 0 has work."""
+        idle = np.where(self.load > 0, np.inf, 0.0)
+        return np.divide(self.load, self._speeds, out=idle, where=self._speeds > 0).max(axis=1)
 
     @property
     def limit(self) -> np.ndarray:
@@ -153,7 +155,9 @@ class Pool:
         """Replace the giver's pieces ``taken`` [M] by what it keeps of them, ``left``; the rest goes as ``given``
         says."""
         pieces = self.pieces_of(giver)
-        self.load[:, giver] += left.seconds.sum(axis=1) - pieces.seconds[:, taken].sum(axis=1)
+        lost = pieces.seconds[:, taken].sum(axis=1) - left.seconds.sum(axis=1)
+        self.load[:, giver] -= lost
+        self.mean = self.mean + (given.seconds.sum(axis=1) - lost) / self._speeds.sum()
         rest = np.ones(len(pieces.document), bool)
         rest[taken] = False
         self._pieces[giver] = pieces.take(rest).with_more(left.take(left.stop > left.start))

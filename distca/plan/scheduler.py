@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distca.plan.bands import Offer, Receivers, Timer, area, fit_band
+from distca.plan.bands import fit_band
 from distca.plan.cost import CostModel, Direction
 from distca.plan.errors import PlanError
 from distca.plan.layout import Layout
 from distca.plan.links import Links
+from distca.plan.offers import Offer, Receivers, Timer, area, least_of
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.pool import Given, Pieces, Pool
 
@@ -30,7 +31,8 @@ DEFAULT_TOLERANCE = 0.02
 _ENOUGH = 1e-9
 _LEAST_ROOM = 1e-4
 _TRIES = 3
-_MORE_TOLERANCE = (0.0, 0.01, 0.03, 0.1)
+_AIM = 0.95
+_MORE_TOLERANCE = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
 little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
 relieve."""
@@ -71,24 +73,28 @@ def schedule(
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
-    best, lowest = plan_at_home(layout).tasks, np.inf
-    for more in _MORE_TOLERANCE:
+    best, lowest, over = plan_at_home(layout).tasks, np.inf, np.inf
+    for aim in (_AIM * tolerance, *(tolerance + more for more in _MORE_TOLERANCE)):
         pool = Pool(
             layout,
             cost,
             direction,
-            tolerance=tolerance + more,
+            tolerance=aim,
             speeds=speeds,
             links=links or Links(),
             max_received_bytes=max_received_bytes,
         )
-        over = _Balancer(pool, Timer(cost, direction, pool.mean), *cost.shape.moved_bytes(direction, resend)).run()
-        if over < lowest - _ENOUGH:
-            best, lowest = pool.tasks(), over
-        if over <= tolerance + more + _ENOUGH:
+        unit = np.maximum(pool.mean, 1e-300)
+        lowest = min(lowest, float((pool.slowest / unit).max()))
+        _Balancer(pool, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend)).run()
+        slowest = float((pool.slowest / unit).max())
+        if slowest < lowest:
+            best, lowest = pool.tasks(), slowest
+        over = float((pool.slowest / np.maximum(pool.mean, 1e-300)).max()) - 1
+        if over <= max(aim, tolerance) + _ENOUGH:
             break
-    if lowest > tolerance + _ENOUGH:
-        logger.debug("A tolerance of %.3f was wanted; the best plan found has %.3f.", tolerance, lowest)
+    if over > tolerance + _ENOUGH:
+        logger.debug("A tolerance of %.3f was wanted; the plan found has %.3f.", tolerance, over)
     return Plan(layout, best)
 
 
@@ -97,24 +103,22 @@ class _Balancer:
 
     def __init__(self, pool: Pool, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
         self.pool, self.timer, self.q_bytes, self.kv_bytes = pool, timer, q_bytes, kv_bytes
-        self.unit = np.maximum(pool.mean, 1e-300)
+        self.unit = timer.unit
         self.stuck = np.zeros(pool.layout.ranks, bool)
+        self.equal_prices, self.endless = np.ones(pool.layout.ranks), np.full(pool.layout.ranks, np.inf)
 
-    def run(self) -> float:
-        """Balance; returns how far above its fair share the slowest server still is."""
+    def run(self) -> None:
         giver = self._next(None)
         while giver is not None:
             document = self._give(giver)
             self.stuck[giver] |= document is None
             giver = self._next(document)
-        limit = self.pool.limit / (1 + self.pool.tolerance)
-        return float(np.divide(self.pool.load, limit, out=np.ones_like(limit), where=limit > 0).max(initial=1.0)) - 1
 
     def _next(self, document: int | None) -> int | None:
         """The server furthest above its limit; first among those that share ``document``, whose k,v rows its receivers
         now have."""
         pool = self.pool
-        excess = ((pool.load - pool.limit) / self.unit[:, None]).max(axis=0)
+        excess = -least_of((pool.limit - pool.load) / self.unit[:, None])
         excess[self.stuck] = 0.0
         if document is not None:
             near = [rank for rank in pool.homes(document) if excess[rank] > _ENOUGH]
@@ -129,7 +133,7 @@ class _Balancer:
         room = pool.limit - pool.load
         need = -room[:, giver]
         pieces = pool.pieces_of(giver)
-        free = np.maximum((room / self.unit[:, None]).min(axis=0), 0.0)
+        free = np.maximum(least_of(room / self.unit[:, None]), 0.0)
         free[giver] = 0.0
         price = self._price_per_pair(pieces, need, float(free.max()))
         if self._give_whole(giver, pieces, price, need, room, free):
@@ -145,7 +149,7 @@ class _Balancer:
         if not len(pieces.document) or most <= _ENOUGH:
             return np.full(len(pieces.document), np.inf)
         whole = np.asarray(area(pieces.start, pieces.stop))
-        per_pair = (pieces.seconds / self.unit[:, None]).max(axis=0) / whole
+        per_pair = -least_of(-pieces.seconds / self.unit[:, None]) / whole
         wanted = np.minimum(whole, min(most, float((need / self.unit).max())) / per_pair)
         middle = np.sqrt(wanted * (self.q_bytes + self.kv_bytes / 2) / self.kv_bytes)
         half = wanted / np.maximum(middle, 1.0) / 2
@@ -221,16 +225,21 @@ class _Balancer:
 
     def _receivers(self, giver: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
         """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
-        pool = self.pool
-        price = np.where(pool.node == pool.node[giver], 1.0, pool.links.network_price)
-        saving = np.ones(len(free))
+        pool, nodes = self.pool, self.pool.links.ranks_per_node > 0
+        usable = free > _LEAST_ROOM
+        most_rows = self.endless
+        if pool.cap is not None:
+            spare = pool.cap - pool.received - stop * pool.shape.kv_bytes
+            most_rows = spare // pool.shape.q_bytes
+            usable &= most_rows >= self.timer.cost.block
+        worth = np.where(usable, free, 0.0)
+        price = np.where(pool.node == pool.node[giver], 1.0, pool.links.network_price) if nodes else self.equal_prices
+        if nodes:
+            worth = worth / price**2
         for rank, had in pool.sharers(document).items():
-            saving[rank] = 1.0 - _KV_SHARE * min(1.0, had / stop)
-        shape = pool.shape
-        most_rows = np.floor((pool.spare_bytes(np.arange(len(free))) - stop * shape.kv_bytes) / shape.q_bytes)
-        usable = (free > _LEAST_ROOM) & (most_rows >= self.timer.cost.block)
-        key = np.where(usable, price * saving / np.sqrt(np.maximum(free, 1e-12)), np.inf)
-        ranks = pool.order[np.argsort(key[pool.order], kind="stable")][: int(usable.sum())]
+            worth[rank] /= (1.0 - _KV_SHARE * min(1.0, had / stop)) ** 2
+        # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
+        ranks = pool.order[np.argsort(-worth[pool.order], kind="stable")][: int(usable.sum())]
         network = pool.links.network_price
 
         def kv_price(stops: np.ndarray, chosen: np.ndarray) -> np.ndarray:

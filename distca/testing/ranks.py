@@ -1,4 +1,4 @@
-"""Run a function on several ranks of this machine, over gloo and without GPUs."""
+"""Run a function on several ranks of this machine: over gloo without GPUs, or over NCCL with one GPU per rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ class RankFailure(RuntimeError):
     """A rank raised or died; the message holds its traceback."""
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Call ``function(*arguments)`` in ``ranks`` processes that form one gloo world.
+def run_ranks(
+    ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0, gpus: bool = False
+) -> list[Any]:
+    """Call ``function(*arguments)`` in ``ranks`` processes that form one world.
 
     Args:
         ranks: number of processes.
         function: importable from a module; inside it torch.distributed is initialised.
         arguments: picklable, the same for every rank.
         timeout: seconds until a rank that neither returns nor raises counts as failed.
+        gpus: give each rank the GPU of its number and NCCL (gloo stays for CPU tensors).
 
     Returns:
         What each rank returned, by rank.
@@ -42,7 +45,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
         processes, pipes = [], []
         for rank in range(ranks):
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, ranks, store, theirs, function, arguments))
+            process = context.Process(target=_rank_main, args=(rank, ranks, store, gpus, theirs, function, arguments))
             process.start()
             theirs.close()
             processes.append(process)
@@ -77,12 +80,21 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, ranks: int, store: str, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    ranks: int,
+    store: str,
+    gpus: bool,
+    pipe: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:
+        if gpus:
+            torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+            backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
         )
         buffer = io.BytesIO()
         torch.save(function(*arguments), buffer)

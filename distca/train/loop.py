@@ -70,7 +70,7 @@ class _Loop:
                     validation = values["validation_loss"] = self._validate()
                 self._show(step, values)
                 save_every = self._config.checkpoint.save_every
-                if step == steps or (save_every and step % save_every == 0):
+                if (step == steps and self._config.checkpoint.save_at_end) or (save_every and step % save_every == 0):
                     checkpoints.save(self._trainer, self._folder, step, self._sampler_state)
         if self._trainer.pool.timeline.recording:
             self._write_timeline()
@@ -84,6 +84,8 @@ class _Loop:
         began = time.perf_counter()
         inputs, waited_ms = self._ahead.take()
         self._ahead.start()
+        # Without this megatron's plain optimizer leaves its gradients where the next backward adds them a second time.
+        self._trainer.optimizer.optimizer.zero_grad()  # type: ignore[attr-defined]
         loss_sum, tokens = run_micro_batches(self._trainer.model, inputs.batches)  # type: ignore[arg-type]
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (loss_sum / tokens).item()

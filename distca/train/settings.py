@@ -186,12 +186,14 @@ class CheckpointConfig:
     """Saving and going on.
 
     Attributes:
-        save_every: steps between checkpoints; 0 saves only at the end.
+        save_every: steps between checkpoints; 0 saves none on the way.
+        save_at_end: also save after the last step.
         resume: folder of a run to go on with, or latest for the newest run of this name.
         keep: newest checkpoints that stay on disk.
     """
 
     save_every: int = 0
+    save_at_end: bool = True
     resume: str | None = None
     keep: int = 2
 

@@ -44,7 +44,10 @@ def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     with warnings.catch_warnings():
         # megatron-core says once per module that Transformer Engine or Apex are missing; `distca doctor` says it once.
         warnings.simplefilter("ignore")
-        return _build(config, world, config.model.vocabulary or vocabulary)
+        trainer = _build(config, world, config.model.vocabulary or vocabulary)
+    # torch renames collectives faster than megatron-core follows; every rank would say so at the first call of each.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    return trainer
 
 
 def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:

@@ -40,8 +40,6 @@ def join_world() -> World:
 
     Without a launcher (``python pretrain_llama.py``) this process is a world of one rank.
     """
-    # torch renames collectives faster than megatron-core follows; each rank would say so at every first call.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     rank, size = int(os.environ.get("RANK", "0")), world_size_of_environment()
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))

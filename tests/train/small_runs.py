@@ -66,7 +66,6 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from distca.data.errors import DataError  # noqa: F401
     from distca.train.config import parse_run_config
     from distca.train.corpus import open_corpus
     from distca.train.main import run_on
@@ -80,4 +79,15 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
         config = parse_run_config(line)
         folders.append(str(run_on(world, config, open_corpus(config)).path))
         parallel_state.destroy_model_parallel()
+    _end_checkpoint_writer()
     return folders
+
+
+def _end_checkpoint_writer() -> None:
+    """End the process that megatron's checkpoint writer starts and keeps: ranks may be ended before they clean up."""
+    import gc
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = None
+    gc.collect()

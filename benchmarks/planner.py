@@ -1,0 +1,273 @@
+"""How well, how cheaply and how fast the planner balances; writes results/planner.json and the plot in docs/images.
+
+    OMP_NUM_THREADS=1 python benchmarks/planner.py
+
+Times are CPU milliseconds of one core (``time.process_time``): planning runs in a background thread, and wall time on a
+shared machine would measure its neighbours. Everything else is predicted by the analytic cost model (32 query heads, 8
+key/value heads, d 128, bf16, one H200's flash-attn-4 rates), not measured on GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import distca
+from distca.data.mixes import Mix, long_context, sample_lengths
+from distca.plan import (
+    Layout,
+    Plan,
+    Tasks,
+    analytic_cost,
+    imbalance,
+    lay_out,
+    makespan_bound,
+    plan_at_home,
+    route,
+    schedule,
+    server_seconds,
+    traffic,
+)
+
+TOKENS = 131_072
+SEEDS = 10
+SERVERS = (8, 32, 64, 256, 512)
+MIXES: tuple[Mix, ...] = ("pretrain", "prolong")
+TOLERANCES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
+COST = analytic_cost(32, 8, 128)
+RELEASED = {"pretrain": (0.10, 0.46), "prolong": (0.04, 0.36)}
+"""Share of all tokens that the released research planner moves as q and as k,v rows at 64 servers x 128K tokens."""
+ROOT = Path(__file__).parent
+
+
+def kilobytes(q_rows: float, kv_rows: float) -> float:
+    """A moved q row counts with its o row (16 KB), a k,v row with 4 KB."""
+    return 16 * q_rows + 4 * kv_rows
+
+
+def plain_greedy(layout: Layout, tolerance: float = 0.02) -> Plan:
+    """The yardstick: the most overloaded server gives its excess of FLOPs to the emptiest one, as the head or tail of
+    the piece with fewest bytes per FLOP, until none is above (1 + tolerance) of the mean."""
+    q = layout.q
+    pieces = [
+        [[int(x) for x in row] for row in zip(*(c[q.rank == r] for c in (q.document, q.start, q.stop)), strict=True)]
+        for r in range(layout.ranks)
+    ]
+    moved: list[tuple[int, int, int, int]] = []
+    load = np.array([sum(_area(a, b) for _, a, b in mine) for mine in pieces])
+    limit = (1 + tolerance) * load.mean()
+    while load.max() > limit * (1 + 1e-9):
+        giver, taker = int(load.argmax()), int(load.argmin())
+        amount = min(load[giver] - limit, limit - load[taker])
+        best: tuple[float, list[int], int, int] | None = None
+        for piece in pieces[giver]:
+            _, a, b = piece
+            want = min(amount, _area(a, b))
+            head = min(b, int(np.ceil(np.sqrt((a + 0.5) ** 2 + 2 * want) - 0.5)))
+            tail = max(a, int(np.floor(np.sqrt(max((b + 0.5) ** 2 - 2 * want, 0.25)) - 0.5)))
+            for start, stop in ((a, head), (tail, b)):
+                price = kilobytes(stop - start, stop) / _area(start, stop)
+                if best is None or price < best[0]:
+                    best = price, piece, start, stop
+        assert best is not None
+        _, piece, start, stop = best
+        load[giver] -= _area(start, stop)
+        load[taker] += _area(start, stop)
+        moved.append((piece[0], start, stop, taker))
+        pieces[giver].remove(piece)
+        pieces[giver] += [[piece[0], a, b] for a, b in ((piece[1], start), (stop, piece[2])) if a < b]
+    rows = moved + [(d, a, b, rank) for rank, mine in enumerate(pieces) for d, a, b in mine]
+    return Plan(layout, Tasks.sorted(*np.array(rows, np.int64).T))
+
+
+def _area(start: int, stop: int) -> float:
+    return (stop * (stop + 1) - start * (start + 1)) / 2
+
+
+def figures(layout: Layout, plan: Plan) -> dict[str, float]:
+    """What one plan achieves."""
+    plan.check()
+    home, moved = plan_at_home(layout), traffic(plan)
+    seconds = {d: server_seconds(plan, COST, d) for d in ("forward", "backward")}
+    at_home = {d: server_seconds(home, COST, d) for d in seconds}
+    return {
+        "home_makespan_over_mean": max(imbalance(at_home[d]) for d in seconds),
+        "makespan_over_mean": max(imbalance(seconds[d]) for d in seconds),
+        "makespan_over_bound": sum(s.max() for s in seconds.values()) / makespan_bound(layout, COST, "both"),
+        "work_added": sum(s.sum() for s in seconds.values()) / sum(s.sum() for s in at_home.values()) - 1,
+        "q_share": moved.q_rows / layout.tokens,
+        "kv_share": moved.kv_rows / layout.tokens,
+        "kv_share_at_home": traffic(home).kv_rows / layout.tokens,
+        "kb_per_token": kilobytes(moved.q_rows, moved.kv_rows) / layout.tokens,
+        "kb_per_token_estimate": estimate(layout, sum(at_home.values())) + 4 * traffic(home).kv_rows / layout.tokens,
+    }
+
+
+def estimate(layout: Layout, seconds: np.ndarray, tolerance: float = 0.02) -> float:
+    """KB per token if every receiver, emptiest first, were filled by one range at its cheapest place in an endless
+    document whose keys it does not have: about what plans of contiguous ranges can reach, besides the k,v rows that
+    travel at home already. No bound: a receiver that has some of the keys needs less."""
+    limit = (1 + tolerance) * seconds.mean()
+    excess = float(np.maximum(seconds - limit, 0).sum())
+    rooms = np.sort(np.maximum(limit - seconds, 0))[::-1]
+    filled = np.minimum(rooms, np.maximum(excess - (np.cumsum(rooms) - rooms), 0))
+    pairs = filled / (COST.forward_terms[0] + COST.backward_terms[0])
+    return float(2 * np.sqrt((16 + 4 / 2) * 4 * pairs).sum()) / layout.tokens
+
+
+def timed(layout: Layout) -> tuple[Plan, float, float]:
+    """The plan, and CPU milliseconds of planning and of one rank's routes."""
+    began = time.process_time()
+    plan = schedule(layout, COST)
+    planned = time.process_time()
+    route(plan, layout.ranks // 2)
+    return plan, (planned - began) * 1e3, (time.process_time() - planned) * 1e3
+
+
+def summarise(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {
+        key: {"median": statistics.median(r[key] for r in rows), "max": max(r[key] for r in rows)} for key in rows[0]
+    }
+
+
+def case(lengths: Callable[[int], np.ndarray], servers: int, released: tuple[float, float] | None) -> dict[str, object]:
+    """Ten seeds of one mix and size, ours and the plain greedy."""
+    ours, greedy = [], []
+    for seed in range(SEEDS):
+        (layout,) = lay_out(lengths(seed), servers)
+        plan, plan_ms, route_ms = timed(layout)
+        ours.append({**figures(layout, plan), "plan_ms": plan_ms, "route_ms": route_ms, "total_ms": plan_ms + route_ms})
+        if servers <= 64:
+            greedy.append(figures(layout, plain_greedy(layout)))
+    result: dict[str, object] = {"planner": summarise(ours), "seeds_within_1.02": _within(ours)}
+    if greedy:
+        result["plain_greedy"] = summarise(greedy)
+    if released:
+        theirs = kilobytes(*released)
+        result["bytes_over_released"] = [round(row["kb_per_token"] / theirs, 3) for row in ours]
+        result["median_bytes_over_released"] = statistics.median(row["kb_per_token"] / theirs for row in ours)
+    return result
+
+
+def _within(rows: list[dict[str, float]]) -> str:
+    return f"{sum(row['makespan_over_mean'] <= 1.0201 for row in rows)} of {len(rows)} seeds"
+
+
+def stretched(mix: Mix, context: int, tokens: int, seed: int) -> np.ndarray:
+    """Exactly ``tokens`` of the long-context version of a mix."""
+    drawn, enough = np.zeros(0, np.int64), tokens
+    while drawn.sum() < tokens:
+        drawn = long_context(sample_lengths(mix, enough, seed), context, seed)
+        enough *= 2
+    ends = np.cumsum(drawn)
+    kept = drawn[: int(np.searchsorted(ends, tokens)) + 1]
+    kept[-1] -= int(kept.sum()) - tokens
+    return kept
+
+
+def curve(mix: Mix, servers: int = 64) -> list[dict[str, float]]:
+    """Bytes and makespan by tolerance, medians over the seeds."""
+    layouts = [lay_out(sample_lengths(mix, servers * TOKENS, seed), servers)[0] for seed in range(SEEDS)]
+    points = []
+    for tolerance in TOLERANCES:
+        rows = [figures(layout, schedule(layout, COST, tolerance=tolerance)) for layout in layouts]
+        keys = ("makespan_over_mean", "makespan_over_bound", "kb_per_token", "q_share", "kv_share", "work_added")
+        points.append({"tolerance": tolerance, **{key: statistics.median(r[key] for r in rows) for key in keys}})
+    return points
+
+
+def plot(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for mix, points in curves.items():
+        line = axes.plot(
+            [p["makespan_over_bound"] for p in points], [p["kb_per_token"] for p in points], "o-", label=mix
+        )
+        for p in points:
+            axes.annotate(
+                f"{p['tolerance']:g}",
+                (p["makespan_over_bound"], p["kb_per_token"]),
+                textcoords="offset points",
+                xytext=(3, 4),
+                fontsize=7,
+                color=line[0].get_color(),
+            )
+    axes.set(
+        xlabel="slowest server / lower bound", ylabel="KB moved per token, forward", xscale="linear", ylim=(0, None)
+    )
+    axes.legend(title="tolerance at the points, 64 servers")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def processor() -> str:
+    found = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
+    return found[0].partition(":")[2].strip() if found else platform.processor()
+
+
+def main() -> None:
+    results: dict[str, object] = {
+        "command": "OMP_NUM_THREADS=1 python benchmarks/planner.py",
+        "hardware": f"{processor()}, {os.cpu_count()} cores, one used",
+        "versions": {"python": sys.version.split()[0], "numpy": np.__version__, "distca": distca.__version__},
+        "tokens_per_server": TOKENS,
+        "seeds": SEEDS,
+        "released_planner_shares_of_tokens": {"q, kv at 64 servers": RELEASED, "note": "used for 32 servers too"},
+    }
+    cases: dict[str, object] = {}
+    for mix in MIXES:
+        for servers in SERVERS:
+            tokens = servers * TOKENS
+            made = case(
+                lambda seed, mix=mix, tokens=tokens: sample_lengths(mix, tokens, seed),  # type: ignore[misc]
+                servers,
+                RELEASED[mix] if servers in (32, 64) else None,
+            )
+            cases[f"{mix} {servers}"] = made
+            show(f"{mix} {servers}", made)
+        for context in (131_072, 262_144, 524_288):
+            made = case(
+                lambda seed, mix=mix, context=context: stretched(mix, context, 64 * TOKENS, seed),  # type: ignore[misc]
+                64,
+                None,
+            )
+            cases[f"{mix} 64, context {context // 1024}K"] = made
+            show(f"{mix} 64, context {context // 1024}K", made)
+    results["cases"] = cases
+    curves = {mix: curve(mix) for mix in MIXES}
+    results["tolerance_curve_64_servers"] = curves
+    (ROOT / "results").mkdir(exist_ok=True)
+    (ROOT / "results" / "planner.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(curves, ROOT.parent / "docs" / "images" / "planner_tolerance.png")
+
+
+def show(name: str, made: dict) -> None:
+    ours = made["planner"]
+    line = (
+        f"{name:28} home {ours['home_makespan_over_mean']['median']:5.2f} -> "
+        f"{ours['makespan_over_mean']['median']:.4f} (max {ours['makespan_over_mean']['max']:.4f}), "
+        f"q {ours['q_share']['median']:.3f} kv {ours['kv_share']['median']:.3f} "
+        f"{ours['kb_per_token']['median']:.2f} KB/token, {ours['total_ms']['median']:.1f} ms"
+    )
+    if "plain_greedy" in made:
+        greedy = made["plain_greedy"]
+        line += (
+            f"; plain greedy {greedy['kb_per_token']['median']:.2f} KB, {greedy['makespan_over_mean']['median']:.3f}"
+        )
+    if "median_bytes_over_released" in made:
+        line += f"; {made['median_bytes_over_released']:.2f}x released"
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+from importlib import resources
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.data.mixes import MixError, long_context, sample_lengths
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(("pretrain", "prolong")),
+    st.integers(0, 500_000),
+    st.integers(0, 1000),
+    st.none() | st.integers(1, 5000),
+)
+def test_lengths_hold_exactly_the_tokens(mix: str, tokens: int, seed: int, max_length: int | None) -> None:
+    lengths = sample_lengths(mix, tokens, seed, max_length=max_length)
+    assert lengths.dtype == np.int64
+    assert lengths.sum() == tokens
+    assert (lengths >= 1).all()
+    assert np.array_equal(lengths, sample_lengths(mix, tokens, seed, max_length=max_length))
+    if max_length is not None:
+        assert lengths.max(initial=0) <= max_length
+
+
+@pytest.mark.parametrize("mix, longest", [("pretrain", 124_914), ("prolong", 340_150)])
+def test_samples_look_like_their_mix(mix: str, longest: int) -> None:
+    text = resources.files("distca.data").joinpath("mixes", f"{mix}.csv").read_text()
+    rows = np.array([line.split(",") for line in text.splitlines()[3:]], float)
+    mean = (rows[:, 2] * rows[:, 3]).sum() / rows[:, 2].sum()
+    lengths = sample_lengths(mix, 100_000_000, 0)
+    assert abs(lengths.mean() / mean - 1) < 0.05
+    assert longest / 2 < lengths.max() < longest
+    share = (lengths < rows[20, 0]).mean()
+    assert abs(share - rows[:20, 2].sum() / rows[:, 2].sum()) < 0.02
+
+
+def test_seeds_differ() -> None:
+    assert not np.array_equal(sample_lengths("pretrain", 10**6, 0)[:20], sample_lengths("pretrain", 10**6, 1)[:20])
+
+
+@pytest.mark.parametrize("context", [65_536, 131_072, 262_144, 524_288])
+def test_long_context_thins_out_short_documents_and_stretches_all(context: int) -> None:
+    lengths = np.concatenate((np.arange(1, 2001), [70_000, 100_000]))
+    stretched = long_context(lengths, context, seed=0)
+    factor = context // 65_536
+    # 1000 of 2000 short documents stay, each of two long ones comes four times, cut to the context.
+    assert len(stretched) == 1000 + 8
+    assert (stretched == min(70_000 * factor, context)).sum() >= 4
+    assert stretched.max() == context
+    short = stretched[stretched <= 2000 * factor]
+    assert len(short) == len(np.unique(short)) == 1000
+    assert (short % factor == 0).all()
+    assert np.array_equal(stretched, long_context(lengths, context, seed=0))
+    assert not np.array_equal(stretched, long_context(lengths, context, seed=1))
+
+
+def test_mistakes_are_sentences() -> None:
+    with pytest.raises(MixError, match="no mix 'web'; choose one of pretrain, prolong"):
+        sample_lengths("web", 10, 0)
+    with pytest.raises(MixError, match="Cannot draw -1"):
+        sample_lengths("pretrain", -1, 0)
+    with pytest.raises(MixError, match="max_length is 0"):
+        sample_lengths("pretrain", 10, 0, max_length=0)
+    with pytest.raises(MixError, match="context is 1,000"):
+        long_context(np.array([5]), 1000, 0)

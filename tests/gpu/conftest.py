@@ -1,0 +1,15 @@
+"""Tests that need GPUs; they skip themselves where there are none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -1,0 +1,49 @@
+"""GPU kernels against direct attention in float64, on whole and cut documents."""
+
+import numpy as np
+import pytest
+import torch
+
+from distca.attention import KernelError, TaskBatch, choose_kernel
+from distca.attention.reference import ReferenceKernel
+from distca.testing.reference_attention import relative_error
+
+# bfloat16 rounds at 2^-9 = 0.2 %; a kernel that rounds inputs, probabilities and outputs stays within a few of these.
+TOLERANCE = 6e-3
+
+BATCHES = {
+    "whole odd lengths": [(n, n) for n in (1, 777, 130, 1, 2049, 64)],
+    "cut documents": [(100, 4000), (1, 3001), (513, 513), (2048, 8192), (7, 7)],
+    "many short documents": [(1 + (7 * n) % 50,) * 2 for n in range(300)],
+}
+
+
+@pytest.mark.parametrize("kernel", ["flash4", "torch"])
+@pytest.mark.parametrize("heads,groups,dim", [(8, 2, 128), (4, 4, 64)])
+@pytest.mark.parametrize("case", BATCHES)
+def test_forward_and_backward(kernel, heads, groups, dim, case):
+    try:
+        chosen = choose_kernel(kernel, device="cuda", dtype=torch.bfloat16, head_dim=dim)
+    except KernelError as error:
+        pytest.skip(str(error))
+    q_rows, kv_rows = (np.array(rows) for rows in zip(*BATCHES[case], strict=True))
+    borders = [np.concatenate(([0], np.cumsum(rows))).astype(np.int32) for rows in (q_rows, kv_rows)]
+    batch, scale = TaskBatch.of(*borders, "cuda"), dim**-0.5
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, do = (
+        torch.randn(int(q_rows.sum()), heads, dim, device="cuda", generator=generator).bfloat16() for _ in range(2)
+    )
+    # k and v as the server holds them: interleaved, so each is strided.
+    kv = torch.randn(int(kv_rows.sum()), 2, groups, dim, device="cuda", generator=generator).bfloat16()
+    k, v = kv[:, 0], kv[:, 1]
+    o, lse = chosen.forward(q, k, v, batch, scale)
+    gradients = chosen.backward(do, q, k, v, o, lse, batch, scale)
+
+    exact = ReferenceKernel()
+    wide = [x.double() for x in (q, k, v)]
+    o_exact, lse_exact = exact.forward(*wide, batch, scale)
+    gradients_exact = exact.backward(do.double(), *wide, o_exact, lse_exact, batch, scale)
+    assert relative_error(o, o_exact) < TOLERANCE
+    assert relative_error(lse, lse_exact) < TOLERANCE
+    for actual, expected in zip(gradients, gradients_exact, strict=True):
+        assert relative_error(actual, expected) < TOLERANCE

@@ -1,0 +1,322 @@
+"""Whole runs of a very small model on gloo ranks: what a run promises, from the command line to the last checkpoint.
+
+megatron-core takes seconds to import in every rank, so each world of ranks is started once and trains several runs in a
+row; the tests then compare what is in their folders.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distca.testing.ranks import run_ranks
+from tests.train.small_runs import ROOT, arguments, steps_of, train_all, write_texts
+
+pytestmark = pytest.mark.slow
+
+# float32, losses of about 5: what is left between two orders of the same additions, after a few steps of Adam.
+CLOSE = 3e-6
+
+VARIANTS = {
+    "cad": {},
+    "resend": {"cad__backward": "resend"},
+    "one-nano-batch": {"cad__ping_pong": False},
+    "recompute": {"train__recompute": True},
+    "resend-recompute": {"cad__backward": "resend", "train__recompute": True},
+    "home": {"cad__enabled": False},
+    "home-recompute": {"cad__enabled": False, "train__recompute": True},
+}
+EVEN = 48
+"""Tokens of every document where a global batch must hold the same documents however it is cut into micro-batches."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("training")
+    write_texts(path / "texts")
+    write_texts(path / "even", [EVEN] * 40)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Path:
+    """Runs on two ranks, by name."""
+
+    def line(name: str, **settings: object) -> list[str]:
+        return arguments(**{"name": name, "output": folder, "data__path": folder / "texts"} | settings)
+
+    saving = {"checkpoint__save_every": 3}
+    lines = [
+        line("saving", **saving),
+        line("saving-plain", optimizer__distributed=False, **saving),
+        line("saving-bf16", train__precision="bf16", **saving),
+        line("validating", train__validate_every=2),
+        # The smallest learning rate changes no weight, so every validation sees the same model.
+        line("standing", train__validate_every=1, train__steps=4, optimizer__lr=1e-30, optimizer__min_lr=0),
+    ]
+    for name, settings in VARIANTS.items():
+        lines.append(line(f"whole-{name}", data__whole_documents=True, train__steps=4, **settings))
+    even = {"data__path": folder / "even", "data__context_length": EVEN, "train__steps": 4}
+    lines.append(line("accumulated", train__micro_batches=2, data__tokens_per_rank=EVEN, **even))
+    lines.append(line("at-once", data__tokens_per_rank=2 * EVEN, **even))
+    run_ranks(2, train_all, lines)
+    # Fresh processes, and checkpoints as a run leaves them that died after its third step.
+    for name in ("saving", "saving-plain", "saving-bf16"):
+        _die_after_third_step(folder / name, folder / f"{name}-resumed")
+    resumed = [
+        line("ignored", checkpoint__resume=folder / "saving-resumed"),
+        line("ignored", checkpoint__resume=folder / "saving-plain-resumed", optimizer__distributed=False),
+        line("ignored", checkpoint__resume=folder / "saving-bf16-resumed", train__precision="bf16"),
+    ]
+    run_ranks(2, train_all, resumed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four_ranks(two_ranks: Path) -> Path:
+    """Runs on four ranks, by name, in the same folder."""
+    folder = two_ranks
+
+    def line(name: str, **settings: object) -> list[str]:
+        return arguments(**{"name": name, "output": folder, "data__path": folder / "texts"} | settings)
+
+    run_ranks(4, train_all, [line("tensor", parallel__tp=2, checkpoint__save_every=3)])
+    _die_after_third_step(folder / "tensor", folder / "tensor-resumed")
+    _die_after_third_step(folder / "saving", folder / "saving-on-four")
+    resumed = [
+        line("ignored", parallel__tp=2, checkpoint__resume=folder / "tensor-resumed"),
+        # As many tokens per step on twice as many ranks.
+        line("ignored", data__tokens_per_rank=48, checkpoint__resume=folder / "saving-on-four"),
+    ]
+    run_ranks(4, train_all, resumed)
+    return folder
+
+
+def _die_after_third_step(run: Path, copy: Path) -> None:
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_000006")
+    assert (copy / "checkpoints" / "step_000003" / "COMPLETE").exists()
+
+
+@pytest.mark.parametrize("name", ["saving", "saving-plain", "saving-bf16"])
+def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Path, name: str) -> None:
+    for key in ("loss", "grad_norm", "lr", "tokens"):
+        assert steps_of(two_ranks / f"{name}-resumed", key) == steps_of(two_ranks / name, key), key
+    validation = steps_of(two_ranks / name, "validation_loss")
+    assert steps_of(two_ranks / f"{name}-resumed", "validation_loss") == validation
+    assert list(steps_of(two_ranks / name)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_small_model_learns(two_ranks: Path) -> None:
+    losses = steps_of(two_ranks / "saving")
+    assert abs(losses[1] - math.log(256)) < 0.1, "an untrained model guesses one of 256 bytes"
+    assert losses[6] < losses[1] - 1
+
+
+def test_the_plain_optimizer_takes_the_same_steps_as_the_distributed_one(two_ranks: Path) -> None:
+    for key in ("loss", "grad_norm"):
+        distributed, plain = steps_of(two_ranks / "saving", key), steps_of(two_ranks / "saving-plain", key)
+        assert plain == pytest.approx(distributed, rel=CLOSE), key
+
+
+def test_tensor_parallel_ranks_train_alike_and_resume_bit_for_bit(four_ranks: Path) -> None:
+    for key in ("loss", "grad_norm", "validation_loss"):
+        assert steps_of(four_ranks / "tensor-resumed", key) == steps_of(four_ranks / "tensor", key), key
+        assert steps_of(four_ranks / "tensor", key) == pytest.approx(steps_of(four_ranks / "saving", key), rel=CLOSE)
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_data_parallel_ranks(four_ranks: Path) -> None:
+    two, four = steps_of(four_ranks / "saving"), steps_of(four_ranks / "saving-on-four")
+    assert four == pytest.approx(two, rel=CLOSE)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "home"])
+def test_where_attention_runs_changes_no_loss(two_ranks: Path, variant: str) -> None:
+    at_home = two_ranks / "whole-home"
+    for key in ("loss", "grad_norm", "validation_loss"):
+        expected = pytest.approx(steps_of(at_home, key), rel=CLOSE)
+        assert steps_of(two_ranks / f"whole-{variant}", key) == expected, key
+    moved = steps_of(two_ranks / f"whole-{variant}", "bytes_moved").values()
+    assert all(moved) != variant.startswith("home"), "rows travel if and only if attention is disaggregated"
+
+
+def test_two_micro_batches_are_one_of_twice_the_size(two_ranks: Path) -> None:
+    for key in ("loss", "grad_norm", "tokens"):
+        twice, once = steps_of(two_ranks / "accumulated", key), steps_of(two_ranks / "at-once", key)
+        assert twice == pytest.approx(once, rel=CLOSE), key
+
+
+def test_validating_a_model_twice_gives_the_same_value(two_ranks: Path) -> None:
+    values = steps_of(two_ranks / "standing", "validation_loss")
+    assert list(values) == [1, 2, 3, 4] and len(set(values.values())) == 1
+
+
+def test_validation_does_not_disturb_training(two_ranks: Path) -> None:
+    assert list(steps_of(two_ranks / "validating", "validation_loss")) == [2, 4, 6]
+    assert steps_of(two_ranks / "validating") == steps_of(two_ranks / "saving")
+
+
+# --- through the real entry point ------------------------------------------------------------------------------------
+
+
+def start(*line: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """``torchrun pretrain_llama.py`` on CPU ranks; ``ranks=0`` starts it directly."""
+    program = [str(ROOT / "pretrain_llama.py"), *line]
+    if ranks:
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *program]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *program],
+        env=os.environ | environment,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+@pytest.fixture(scope="module")
+def started(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    line = arguments(name="started", output=folder, data__path=folder / "texts", log__timeline_steps="[2,3]")
+    line += ["--checkpoint.save_every", "2", "--checkpoint.keep", "2", "--log.tensorboard", "true"]
+    done = start(*line)
+    assert done.returncode == 0, done.stderr
+    return folder / "started", done
+
+
+def test_a_run_leaves_everything_it_promises(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run, done = started
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "balance.png",
+        "timeline.json",
+        "tensorboard",
+        "checkpoints",
+    }
+    assert (run / "balance.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    saved = sorted((run / "checkpoints").iterdir())
+    assert [path.name for path in saved] == ["step_000004", "step_000006"], "keep is 2"
+    assert all((path / "COMPLETE").exists() for path in saved)
+    assert "started: 6 steps" in done.stderr + done.stdout and "step 6/6" in done.stderr
+    assert "Warning" not in done.stderr, "warnings that a user can do nothing about"
+
+
+def test_metrics_hold_the_documented_keys(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    lines = [json.loads(line) for line in (started[0] / "metrics.jsonl").read_text().splitlines()]
+    always = {"step", "loss", "lr", "grad_norm", "tokens", "step_s", "tokens_per_s", "bytes_moved", "plan_ms"}
+    always |= {"imbalance_before", "imbalance_after", "imbalance_measured"}
+    for number, values in enumerate(lines, start=1):
+        assert values["step"] == number
+        assert always <= values.keys()
+        assert values["tokens_per_s"] == pytest.approx(values["tokens"] / values["step_s"])
+        assert values["imbalance_before"] >= 1 and values["imbalance_measured"] >= 1
+    assert "validation_loss" in lines[-1] and "validation_loss" not in lines[0]
+
+
+def test_the_timeline_is_a_trace_of_every_rank(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    events = json.loads((started[0] / "timeline.json").read_text())["traceEvents"]
+    tracks = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
+    assert tracks == {(rank, name) for rank in (0, 1) for name in ("compute ping", "compute pong", "transfers")}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert min(event["ts"] for event in spans) == 0 and all(event["dur"] >= 0 for event in spans)
+    served = [event for event in spans if event["pid"] == 0 and event["name"].startswith("serve")]
+    assert len(served) == 2 * 2 * 2 * 2, "two steps of two layers, two halves, forward and backward"
+
+
+def test_config_yaml_starts_the_same_run_again_and_resumes_it(
+    started: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    run, _ = started
+    copy = run.with_name("copy")
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_000006")
+    done = start("--config", str(run / "config.yaml"), "--checkpoint.resume", str(copy))
+    assert done.returncode == 0, done.stderr
+    assert steps_of(copy) == steps_of(run)
+    assert (copy / "config-from-step-000004.yaml").exists()
+    assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["step_000004", "step_000006"]
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "missing folder": (2, {"data__path": "{folder}/nowhere"}, "nowhere"),
+    "empty folder": (2, {"data__path": "{folder}/nothing"}, "nothing"),
+    "no path": (2, {"data__path": None}, "data.source text needs data.path."),
+    "document longer than the context": (2, {"data__context_length": 90}, "set data.longer to split"),
+    "document longer than a micro-batch": (
+        2,
+        {"data__tokens_per_rank": 40},
+        "data.context_length is 96, but a micro-batch holds 80 tokens",
+    ),
+    "heads": (6, {"parallel__tp": 3}, "model.heads 4 is not divisible by parallel.tp 3"),
+    "too few ranks": (1, {"parallel__tp": 2}, "The run has 1 ranks, but parallel.tp 2 needs at least 2"),
+    "odd ranks": (3, {"parallel__tp": 2}, "The 3 ranks are not divisible by parallel.tp 2"),
+    "unknown setting": (2, {"model__depth": 3}, "There is no setting 'model.depth'"),
+    "word for a number": (2, {"train__steps": "many"}, "train.steps must be a whole number, not many"),
+    "nothing left": (2, {"checkpoint__resume": "{folder}/started"}, "nothing is left to do. Raise train.steps."),
+    "another model": (
+        2,
+        {"checkpoint__resume": "{folder}/started", "model__layers": 3, "train__steps": 9},
+        "does not fit this run: model.layers was 2, now 3.",
+    ),
+    "another tensor-parallel size": (
+        4,
+        {"checkpoint__resume": "{folder}/started", "parallel__tp": 2, "train__steps": 9},
+        "does not fit this run: parallel.tp was 1, now 2.",
+    ),
+    "no checkpoint": (2, {"checkpoint__resume": "{folder}/texts"}, "which has no complete checkpoint"),
+    "other documents": (
+        2,
+        {"checkpoint__resume": "{folder}/started", "train__steps": 9, "data__seed": 5},
+        "restore data.seed",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_before_anything_starts(
+    started: tuple[Path, subprocess.CompletedProcess[str]], mistake: str
+) -> None:
+    folder = started[0].parent
+    (folder / "nothing").mkdir(exist_ok=True)
+    ranks, settings, said = MISTAKES[mistake]
+    settings = {"data__path": "{folder}/texts", "output": "{folder}/mistakes"} | settings
+    filled = {name: str(value).format(folder=folder) for name, value in settings.items() if value is not None}
+    done = start("--check", str(ranks), *arguments(**{"data__path": None} | filled), ranks=0)
+    _is_one_sentence(done, said)
+    assert not (folder / "mistakes").exists()
+
+
+def test_the_checked_settings_of_a_good_run_are_accepted(folder: Path) -> None:
+    done = start("--check", "2", *arguments(data__path=folder / "texts", output=folder / "mistakes"), ranks=0)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "mistakes").exists()
+
+
+def test_a_mistake_ends_all_ranks_of_a_started_run(folder: Path) -> None:
+    done = start(*arguments(data__path=folder / "texts", output=folder / "mistakes", model__heads=5), ranks=0)
+    _is_one_sentence(done, "model.hidden 32 is not divisible by model.heads 5")
+    started = start(*arguments(data__path=folder / "nowhere", output=folder / "mistakes"))
+    assert started.returncode != 0
+    sentences = [line for line in started.stderr.splitlines() if "nowhere" in line and "Traceback" not in line]
+    assert sentences, started.stderr
+    assert 'pretrain_llama.py", line' not in started.stderr, "a traceback of ours"
+    assert not (folder / "mistakes").exists()
+
+
+def _is_one_sentence(done: subprocess.CompletedProcess[str], said: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if "rror" in line]) == 1, done.stderr
