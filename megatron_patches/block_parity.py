@@ -19,8 +19,8 @@ from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
 from megatron_patches.micro_batch import DisaggregatedMicroBatch, PackedMicroBatch
-from megatron_patches.parallel import server_pool_group
-from megatron_patches.parity import ParityCase, RandomDocuments, build, gather_shares, hidden_scores, initialize, plans_of
+from megatron_patches.parallel import initialize_model_parallel, server_pool_group
+from megatron_patches.parity import ParityCase, RandomDocuments, build, gather_shares, hidden_scores, plans_of
 from megatron_patches.weights import load_full_weights
 
 
@@ -66,7 +66,7 @@ class _RowNumbers(DocumentSet):
 
 def rounded_weights(case: ParityCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The case's full weights, rounded to ``dtype`` and held in float64. Every rank calls it together."""
-    initialize(1, case.seed)
+    initialize_model_parallel(1, 1, case.seed)
     model = build(case, torch.float32, "stock")
     return {name: p.detach().to(dtype).double() for name, p in model.named_parameters()}
 
@@ -75,7 +75,7 @@ def block_stock(
     case: ParityCase, dtype: torch.dtype, device: torch.device, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
     """megatron-core's own block on the case's first micro-batch, by this rank alone."""
-    initialize(1, case.seed)
+    initialize_model_parallel(1, 1, case.seed)
     model = build(case, dtype, "stock").to(device=device, dtype=dtype)
     micro_batch = RandomDocuments(case).micro_batches[0]
     positions = np.concatenate([np.arange(length) for length in micro_batch.lengths])
@@ -87,7 +87,7 @@ def block_packed(
 ) -> BlockOutcome:
     """megatron-core's block and layers with a packed-document kernel, by this rank alone: what training runs where core
     attention is not disaggregated."""
-    initialize(1, case.seed)
+    initialize_model_parallel(1, 1, case.seed)
     model = build(case, dtype, "packed", kernel=kernel, timeline=Timeline(device)).to(device=device, dtype=dtype)
     lengths = RandomDocuments(case).micro_batches[0].lengths
     borders = np.concatenate(([0], np.cumsum(lengths)))
@@ -116,7 +116,7 @@ def block_disaggregated(
     case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
     """The disaggregated block over all ranks; every rank calls it and gets the same outcome."""
-    initialize(case.tp, case.seed)
+    initialize_model_parallel(case.tp, 1, case.seed)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
     model = build(case, dtype, "disaggregated", pool=pool).to(device=device, dtype=dtype)

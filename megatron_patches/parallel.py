@@ -8,7 +8,20 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
-    """Create megatron's groups and seed its random states; torch.distributed is initialised already."""
+    """Create megatron's groups and seed its random states; torch.distributed is initialised already.
+
+    Where groups of these sizes exist they are kept, and groups of other sizes are destroyed first: megatron's own clean-up
+    forgets groups without closing them, and every one of them holds threads and connections.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        sizes = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if sizes == (tp, pp):
+            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+            return
+        destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     model_parallel_cuda_manual_seed(seed)
 
@@ -18,3 +31,11 @@ def server_pool_group() -> dist.ProcessGroup:
     the data-parallel ranks."""
     assert parallel_state.get_pipeline_model_parallel_world_size() == 1
     return parallel_state.get_data_parallel_group()
+
+
+def destroy_model_parallel() -> None:
+    """Forget megatron's groups and close them; the default group stays."""
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

@@ -147,7 +147,7 @@ class RandomDocuments(DocumentSet):
 
 def run_stock(case: ParityCase, dtype: torch.dtype, device: torch.device) -> tuple[Outcome, dict[str, torch.Tensor]]:
     """The reference, computed by this rank alone; also returns the full weights. Every rank calls it together."""
-    initialize(1, case.seed)
+    initialize_model_parallel(1, 1, case.seed)
     model = build(case, dtype, "stock").to(device)
     documents = RandomDocuments(case)
     total, tokens, per_document = 0.0, 0, []
@@ -171,7 +171,7 @@ def run_disaggregated(
     case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
 ) -> Outcome:
     """The candidate, over all ranks; every rank calls it and gets the same outcome (document losses are empty)."""
-    initialize(case.tp, case.seed)
+    initialize_model_parallel(case.tp, 1, case.seed)
     timeline = Timeline(device)
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, timeline, case.backward)
     gpt = build(case, dtype, "disaggregated", pool=pool).to(device)
@@ -190,7 +190,7 @@ def document_losses(
     case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
     """Per micro-batch, [documents] summed loss of each document, by the disaggregated model over all ranks."""
-    initialize(case.tp, case.seed)
+    initialize_model_parallel(case.tp, 1, case.seed)
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
     gpt = build(case, dtype, "disaggregated", pool=pool).to(device)
     load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank())
@@ -203,13 +203,6 @@ def document_losses(
         dist.all_reduce(total, group=server_pool_group())
         results.append(total)
     return results
-
-
-def initialize(tp: int, seed: int) -> None:
-    """Create megatron's groups anew, for another tensor-parallel size."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    initialize_model_parallel(tp, 1, seed)
 
 
 def build(case: ParityCase, dtype: torch.dtype, attention: Attention, **parts: Any) -> GPTModel:

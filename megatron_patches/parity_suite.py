@@ -68,11 +68,14 @@ def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = N
     ]
 
 
+# All references come before all candidates, so that megatron's groups change their sizes only once.
+
+
 def float32_differences(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
     """Loss and worst parameter gradient of the whole training path, relative to stock megatron-core in float32."""
+    references = [parity.run_stock(case, torch.float32, device) for case in cases]
     results = []
-    for case in cases:
-        reference, weights = parity.run_stock(case, torch.float32, device)
+    for case, (reference, weights) in zip(cases, references, strict=True):
         candidate = parity.run_disaggregated(case, torch.float32, device, ReferenceKernel(), weights)
         difference = parity.difference(candidate, reference)
         results.append({"loss": difference.loss, "gradient": difference.gradient})
@@ -81,26 +84,27 @@ def float32_differences(cases: Sequence[ParityCase], device: torch.device) -> li
 
 def float64_errors(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
     """Output, input gradient and worst weight gradient of the transformer block in float64."""
-    results = []
-    for case in cases:
-        weights = block_parity.rounded_weights(case, torch.float32)
-        reference = block_parity.block_stock(case, torch.float64, device, weights)
-        candidate = block_parity.block_disaggregated(case, torch.float64, device, ReferenceKernel(), weights)
-        results.append(candidate.error(reference))
-    return results
+    weights = [block_parity.rounded_weights(case, torch.float32) for case in cases]
+    references = [
+        block_parity.block_stock(case, torch.float64, device, full) for case, full in zip(cases, weights, strict=True)
+    ]
+    return [
+        block_parity.block_disaggregated(case, torch.float64, device, ReferenceKernel(), full).error(reference)
+        for case, full, reference in zip(cases, weights, references, strict=True)
+    ]
 
 
-def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
+def bfloat16_ratios(small_cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
     """Our block's distance from float64, over the distance of stock megatron-core's block with the same kernel."""
+    kernel = choose_kernel("auto", device=device, dtype=torch.bfloat16, head_dim=GPU_SHAPE.resolved_head_dim)
+    cases = [replace(case, shape=GPU_SHAPE) for case in small_cases]
+    weights = [block_parity.rounded_weights(case, torch.bfloat16) for case in cases]
+    exact, stock = [], []
+    for case, full in zip(cases, weights, strict=True):
+        exact.append(block_parity.block_stock(case, torch.float64, device, full))
+        stock.append(block_parity.block_packed(case, torch.bfloat16, device, kernel, full).error(exact[-1]))
     results = []
-    for small in cases:
-        case = replace(small, shape=GPU_SHAPE)
-        kernel = choose_kernel(
-            "auto", device=device, dtype=torch.bfloat16, head_dim=case.shape.resolved_head_dim
-        )
-        weights = block_parity.rounded_weights(case, torch.bfloat16)
-        exact = block_parity.block_stock(case, torch.float64, device, weights)
-        stock = block_parity.block_packed(case, torch.bfloat16, device, kernel, weights).error(exact)
-        ours = block_parity.block_disaggregated(case, torch.bfloat16, device, kernel, weights).error(exact)
-        results.append({f"{name}_ratio": ours[name] / stock[name] for name in stock})
+    for case, full, reference, theirs in zip(cases, weights, exact, stock, strict=True):
+        ours = block_parity.block_disaggregated(case, torch.bfloat16, device, kernel, full).error(reference)
+        results.append({f"{name}_ratio": ours[name] / theirs[name] for name in theirs})
     return results

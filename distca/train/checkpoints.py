@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distca.data.sampler import Sampler
 from distca.train.run_folder import Checkpoint, RunFolder
 from distca.train.settings import ConfigError, RunConfig
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MODEL_FILE = "model.json"
+_FITS_FILE = "fits.json"
+"""What a run that resumes must have alike, readable without torch."""
 
 
 def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str, Any]) -> None:
@@ -33,7 +35,8 @@ def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str
     save_checkpoint(path, trainer.model, trainer.optimizer, {"step": step, "sampler": sampler_state})  # type: ignore[arg-type]
     dist.barrier()
     if trainer.world.rank == 0:
-        (path / _MODEL_FILE).write_text(json.dumps(_identity(trainer.config, trainer.vocabulary), indent=1))
+        fits = _identity(trainer.config, trainer.vocabulary) | {"sampler": sampler_state}
+        (path / _FITS_FILE).write_text(json.dumps(fits, indent=1))
         folder.mark_complete(step)
         folder.prune(trainer.config.checkpoint.keep)
         logger.info("Saved %s", path)
@@ -95,13 +98,20 @@ def _restore_step(optimizer: Any, step: int) -> None:
             state["step"] = torch.tensor(float(step))
 
 
-def check_same_model(checkpoint: Path, config: RunConfig, vocabulary: int) -> None:
+def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sampler) -> None:
     """Refuse a checkpoint that does not fit this run, before anything is built.
+
+    Args:
+        checkpoint: its folder.
+        config: the run.
+        vocabulary: token ids of the data.
+        sampler: over the run's documents; moved to where the checkpoint's stood.
 
     Raises:
         ConfigError: naming each size that differs.
+        DataError: the documents or their order are others.
     """
-    saved = json.loads((checkpoint / _MODEL_FILE).read_text())
+    saved = json.loads((checkpoint / _FITS_FILE).read_text())
     own = _identity(config, config.model.vocabulary or vocabulary)
     differing = [f"{name} was {saved.get(name)}, now {own[name]}" for name in own if saved.get(name) != own[name]]
     if differing:
@@ -109,6 +119,7 @@ def check_same_model(checkpoint: Path, config: RunConfig, vocabulary: int) -> No
             f"{checkpoint} does not fit this run: {'; '.join(differing)}. Restore what was, or start without "
             "checkpoint.resume."
         )
+    sampler.load_state_dict(saved["sampler"])
 
 
 def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:

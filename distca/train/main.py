@@ -42,20 +42,20 @@ def main(argv: list[str] | None = None) -> None:
 
 def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | None]:
     """Everything that can be refused without torch, process groups or tokens."""
-    from distca.train.checkpoints import check_same_model
+    from distca.train.checkpoints import check_fits
     from distca.train.corpus import open_corpus, open_sampler
 
     validate(config, world_size)
     corpus = open_corpus(config)
     validate(config, world_size, corpus.vocabulary)
     data_parallel = config.parallel.data_parallel(world_size)
-    open_sampler(config, corpus.train, data_parallel)
+    sampler = open_sampler(config, corpus.train, data_parallel)
     if len(corpus.validation):
         open_sampler(config, corpus.validation, data_parallel)
     checkpoint = None
     if config.checkpoint.resume:
         _, checkpoint = resume_run_folder(config)
-        check_same_model(checkpoint.path, config, corpus.vocabulary)
+        check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
         if checkpoint.step >= config.train.steps:
             raise ConfigError(
                 f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from distca.data.mixes import MixError, long_context, sample_lengths
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(("pretrain", "prolong")),
     st.integers(0, 500_000),

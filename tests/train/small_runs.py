@@ -64,7 +64,6 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     """Train one run after the other on the ranks that call this; returns their folders."""
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     from distca.train.config import parse_run_config
     from distca.train.corpus import open_corpus
@@ -75,12 +74,24 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     use_cpu()
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     folders = []
-    for line in command_lines:
-        config = parse_run_config(line)
-        folders.append(str(run_on(world, config, open_corpus(config)).path))
-        parallel_state.destroy_model_parallel()
-    _end_checkpoint_writer()
+    try:
+        for line in command_lines:
+            config = parse_run_config(line)
+            folders.append(str(run_on(world, config, open_corpus(config)).path))
+            _leave_groups()
+    finally:
+        _end_checkpoint_writer()
     return folders
+
+
+def _leave_groups() -> None:
+    """Forget megatron's process groups: every gloo group has threads of its own."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def _end_checkpoint_writer() -> None:

@@ -66,7 +66,7 @@ def two_ranks(folder: Path) -> Path:
     even = {"data__path": folder / "even", "data__context_length": EVEN, "train__steps": 4}
     lines.append(line("accumulated", train__micro_batches=2, data__tokens_per_rank=EVEN, **even))
     lines.append(line("at-once", data__tokens_per_rank=2 * EVEN, **even))
-    run_ranks(2, train_all, lines)
+    run_ranks(2, train_all, lines, timeout=200)
     # Fresh processes, and checkpoints as a run leaves them that died after its third step.
     for name in ("saving", "saving-plain", "saving-bf16"):
         _die_after_third_step(folder / name, folder / f"{name}-resumed")
@@ -75,7 +75,7 @@ def two_ranks(folder: Path) -> Path:
         line("ignored", checkpoint__resume=folder / "saving-plain-resumed", optimizer__distributed=False),
         line("ignored", checkpoint__resume=folder / "saving-bf16-resumed", train__precision="bf16"),
     ]
-    run_ranks(2, train_all, resumed)
+    run_ranks(2, train_all, resumed, timeout=200)
     return folder
 
 
@@ -95,7 +95,7 @@ def four_ranks(two_ranks: Path) -> Path:
         # As many tokens per step on twice as many ranks.
         line("ignored", data__tokens_per_rank=48, checkpoint__resume=folder / "saving-on-four"),
     ]
-    run_ranks(4, train_all, resumed)
+    run_ranks(4, train_all, resumed, timeout=200)
     return folder
 
 
