@@ -1,6 +1,7 @@
 """Hold the disaggregated transformer block alone against megatron-core's, in any precision.
 
-The full model's loss is float32 inside megatron-core; the block is not, so in float64 this comparison is exact to rounding.
+The full model's loss is float32 inside megatron-core; the block is not, so in float64 this comparison is exact to
+rounding.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class BlockOutcome:
             "output": relative(self.output, reference.output),
             "input_gradient": relative(self.input_gradient, reference.input_gradient),
             "weight_gradient": max(
-                relative(self.weight_gradients[name], reference.weight_gradients[name]) for name in self.weight_gradients
-            ),
+                relative(self.weight_gradients[name], reference.weight_gradients[name]) for name in
+            self.weight_gradients ),
         }
 
 

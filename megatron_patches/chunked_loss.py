@@ -1,8 +1,8 @@
 """The output layer and its cross-entropy, a few thousand rows at a time.
 
 The logits of 128K tokens over a vocabulary of 128K are 33 GB in bfloat16, and megatron's cross-entropy keeps them in
-float32 twice more. Here each chunk's logits are computed, reduced to losses and dropped; backward computes them again, at
-the price of one more output-layer matrix product.
+float32 twice more. Here each chunk's logits are computed, reduced to losses and dropped; backward computes them again,
+at the price of one more output-layer matrix product.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def transformer_config(
         shape: the model's sizes.
         dtype: of parameters and activations.
         sequence_parallel: shard activations between tensor-parallel blocks by tokens.
-        recompute_at_home: let stock layers recompute norms and MLPs (not for disaggregated blocks, which recompute whole
-            segments by themselves).
+        recompute_at_home: let stock layers recompute norms and MLPs (not for disaggregated blocks, which recompute
+            whole segments by themselves).
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()

@@ -11,8 +11,8 @@ from megatron.core.transformer import TransformerConfig
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, built the way megatron builds norms.
 
-    Under sequence parallelism each tensor-parallel rank normalises its own tokens; the mark on the weight makes megatron
-    add up the weight's gradient over these ranks.
+    Under sequence parallelism each tensor-parallel rank normalises its own tokens; the mark on the weight makes
+    megatron add up the weight's gradient over these ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

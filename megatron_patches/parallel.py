@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
     """Create megatron's groups and seed its random states; torch.distributed is initialised already.
 
-    Where groups of these sizes exist they are kept, and groups of other sizes are destroyed first: megatron's own clean-up
-    forgets groups without closing them, and every one of them holds threads and connections.
+    Where groups of these sizes exist they are kept, and groups of other sizes are destroyed first: megatron's own
+    clean-up forgets groups without closing them, and every one of them holds threads and connections.
     """
     if parallel_state.model_parallel_is_initialized():
         sizes = (

@@ -1,7 +1,8 @@
 """Hold disaggregated training against unmodified megatron-core: same weights, same tokens, same loss and gradients.
 
-The reference is stock megatron-core on one rank: its local spec untouched, all documents in one sequence under a dense mask
-that hides other documents; only the rotary angles are set by position in the document. The candidate is the training path
+The reference is stock megatron-core on one rank: its local spec untouched, all documents in one sequence under a dense
+mask that hides other documents; only the rotary angles are set by position in the document. The candidate is the
+training path
 itself: split layers, server pool, megatron's DDP, gradient finalisation.
 """
 

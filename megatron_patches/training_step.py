@@ -45,8 +45,8 @@ class DeviceBatch:
 def wrap_for_data_parallel(model: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
     """Cast to bfloat16 where the configuration says so, and add gradient reduction over data-parallel ranks.
 
-    Gradients are reduced in float32 after backward: recomputed segments run in nested backward passes that touch a weight
-    several times, so a hook on the first touch cannot start the reduction.
+    Gradients are reduced in float32 after backward: recomputed segments run in nested backward passes that touch a
+    weight several times, so a hook on the first touch cannot start the reduction.
     """
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model

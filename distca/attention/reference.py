@@ -1,10 +1,11 @@
 """A plain-torch kernel for CPUs and for float64: exact, any device and dtype, any head dimension.
 
 Query rows are processed in blocks so that memory stays linear in the context, and each block only reads the keys it can
-see. Backward follows the FlashAttention formulas (arXiv 2205.14135, algorithm 4): P = exp(S − lse), dS = P ∘ (dP − Δ) with
-Δ = rowsum(dO ∘ O).
+see. Backward follows the FlashAttention formulas (arXiv 2205.14135, algorithm 4): P = exp(S − lse), dS = P ∘ (dP − Δ)
+with Δ = rowsum(dO ∘ O).
 
-Shape suffixes as in kernel.py; B rows of one query block, C keys that the block sees, R = H / G query heads per k,v head.
+Shape suffixes as in kernel.py; B rows of one query block, C keys that the block sees, R = H / G query heads per k,v
+head.
 """
 
 from __future__ import annotations

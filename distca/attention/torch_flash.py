@@ -1,7 +1,7 @@
 """torch's built-in variable-length flash attention: needs nothing but a CUDA build of torch; float16 and bfloat16.
 
-The operators are torch's own FlashAttention-2 (``aten::_flash_attention_forward`` and ``…_backward``). They align causal
-masks at the end of the keys, as CA-tasks need.
+The operators are torch's own FlashAttention-2 (``aten::_flash_attention_forward`` and ``…_backward``). They align
+causal masks at the end of the keys, as CA-tasks need.
 """
 
 from __future__ import annotations

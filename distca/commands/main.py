@@ -16,6 +16,7 @@ from distca.log import die, setup_logging
 COMMANDS: dict[str, str | dict[str, str]] = {
     "plan": "distca.commands.plan:plan",
     "data": {"convert": "distca.commands.data:convert", "describe": "distca.commands.data:describe"},
+    "profile": "distca.commands.profile:profile",
     "parity": "distca.commands.parity:parity",
     "doctor": "distca.commands.doctor:doctor",
 }

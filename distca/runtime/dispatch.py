@@ -2,10 +2,10 @@
 
     enter: launch q,k,v → join → serve → launch o → leave: join o
 
-Each transfer is a launch node and a join node, so backward *launches* the reverse transfer where forward joined, and joins
-it where forward launched. Between the two, callers put the other nano-batch's compute (see ping_pong.py). The tensors
-travel through an :class:`AttentionCall`; between the nodes only a ticket is passed, which carries the graph's edges:
-under *resend* the backward's buffers are those of another plan and have other shapes than the forward's.
+Each transfer is a launch node and a join node, so backward *launches* the reverse transfer where forward joined, and
+joins it where forward launched. Between the two, callers put the other nano-batch's compute (see ping_pong.py). The
+tensors travel through an :class:`AttentionCall`; between the nodes only a ticket is passed, which carries the graph's
+edges: under *resend* the backward's buffers are those of another plan and have other shapes than the forward's.
 
 Shape suffixes: N rows of the home rank (padding included), T query rows and S key/value rows of the server's buffers, H
 query heads, G key/value heads, D head dimension.

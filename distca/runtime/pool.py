@@ -18,8 +18,8 @@ class AttentionPool:
         transport: moves rows between them.
         kernel: computes CA-tasks on this rank.
         timeline: records what this rank does when.
-        backward: "keep": servers keep q, k, v, o and log-sum-exp of their tasks, home ranks send only dO. "resend": home
-            ranks keep them and send them again with dO, to the servers that the backward plan names.
+        backward: "keep": servers keep q, k, v, o and log-sum-exp of their tasks, home ranks send only dO. "resend":
+            home ranks keep them and send them again with dO, to the servers that the backward plan names.
     """
 
     transport: Transport

@@ -1,7 +1,7 @@
 """What a rank did when: compute and transfers of both nano-batches, for the timeline and for tests of the order.
 
-Recording costs two events per span and nothing while it is off, except the time spent serving, which is always measured:
-the step log compares it over ranks.
+Recording costs two events per span and nothing while it is off, except the time spent serving, which is always
+measured: the step log compares it over ranks.
 """
 
 from __future__ import annotations

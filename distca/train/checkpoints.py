@@ -72,8 +72,8 @@ def _adams(optimizer: Any) -> Iterator[Any]:
 def _allocate_state(optimizer: Any) -> None:
     """Give every weight an Adam state to load into.
 
-    torch's Adam makes it at the first step, and megatron's distributed optimizer (0.16.1) cannot load without it: it reads
-    the number of steps from the state.
+    torch's Adam makes it at the first step, and megatron's distributed optimizer (0.16.1) cannot load without it: it
+    reads the number of steps from the state.
     """
     import torch
 
@@ -88,8 +88,8 @@ def _allocate_state(optimizer: Any) -> None:
 def _restore_step(optimizer: Any, step: int) -> None:
     """Set the number of steps that Adam corrects its moments by.
 
-    megatron's distributed optimizer (0.16.1) gives all weights one common tensor for it, which every weight's update would
-    then count up, and leaves the value from before the load in it.
+    megatron's distributed optimizer (0.16.1) gives all weights one common tensor for it, which every weight's update
+    would then count up, and leaves the value from before the load in it.
     """
     import torch
 

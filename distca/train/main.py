@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> None:
     """Run ``pretrain_llama.py``. A mistake of the user ends in one sentence and exit code 2.
 
-    ``--check WORLD_SIZE`` in front of the settings only checks them, the data and the checkpoint for that many ranks; it
-    takes a second and needs no torch.
+    ``--check WORLD_SIZE`` in front of the settings only checks them, the data and the checkpoint for that many ranks;
+    it takes a second and needs no torch.
     """
     arguments = sys.argv[1:] if argv is None else argv
     setup_logging(0)
@@ -66,8 +66,8 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
 
 def _run(config: RunConfig) -> None:
     with warnings.catch_warnings():
-        # megatron-core warns at import, in every rank, that Transformer Engine and Apex are missing; `distca doctor` says
-        # so once.
+        # megatron-core warns at import, in every rank, that Transformer Engine and Apex are missing; `distca doctor`
+        # says so once.
         warnings.simplefilter("ignore")
         from distca.attention import KernelError
         from distca.train.world import join_world, leave_world, world_size_of_environment

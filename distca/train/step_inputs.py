@@ -1,7 +1,7 @@
 """What a step needs before the GPU starts on it: plans, routes and this rank's tokens, made one step ahead.
 
-Every rank knows the lengths of all documents, so every rank plans the same without talking, in a background thread, while
-the step before runs. The training loop only waits if planning takes longer than a step; it measures that.
+Every rank knows the lengths of all documents, so every rank plans the same without talking, in a background thread,
+while the step before runs. The training loop only waits if planning takes longer than a step; it measures that.
 """
 
 from __future__ import annotations

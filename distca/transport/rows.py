@@ -94,8 +94,8 @@ class Reduction:
         single: int64 packed rows whose home row has no other writer.
         single_home: int64 their home rows.
         shared_home: int64 home rows with several writers.
-        rounds: one entry per repetition, in packed order: (packed rows, their places in ``shared_home``); within a round
-            no home row repeats, so the additions have one order.
+        rounds: one entry per repetition, in packed order: (packed rows, their places in ``shared_home``); within a
+            round no home row repeats, so the additions have one order.
     """
 
     single: torch.Tensor

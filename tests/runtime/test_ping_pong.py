@@ -128,7 +128,8 @@ def test_backward_hides_every_transfer_behind_the_other_half(backward, recompute
         assert len(at) == len(result["order"])
 
         def hidden(what, layer, half, behind):
-            return at[f"launch {what} {layer} {half} backward"] < at[behind] < at[f"join {what} {layer} {half} backward"]
+            return at[f"launch {what} {layer} {half} backward"] < at[behind] < at[f"join {what} {layer} {half}
+            backward"]
 
         for layer in range(LAYERS):
             assert hidden("dq,dk,dv", layer, "pong", f"serve {layer} ping backward")

@@ -1,0 +1,116 @@
+"""``distca profile``: measure this machine's attention kernel, linear layers and links into one cost table."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from distca.attention import choose_kernel
+from distca.commands.versions import versions
+from distca.log import console
+from distca.plan import AttentionShape, PlanError
+from distca.profile.links import measure_links
+from distca.profile.measure import measure_device
+from distca.profile.tables import table_name, write_table
+
+
+def profile(
+    output: str | None = None,
+    *,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    hidden: int = 4096,
+    ffn: int = 14336,
+    kernel: str = "auto",
+    ranks: int | None = None,
+) -> None:
+    """Measure this machine and write one cost table (JSON), which `distca plan --cost_table` reads.
+
+    One device: seconds of the attention kernel per CA-task inside full batches, how well their sum predicts mixed
+    batches, and seconds per token of the linear layers. Several: bandwidth and latency between them. Started by
+    torchrun on several nodes, links are those of all its ranks.
+
+    Args:
+        output: the file to write; by default named after device, kernel and heads, in this folder.
+        heads: query heads on one rank.
+        kv_heads: key/value heads on one rank.
+        head_dim: size of a head.
+        hidden: width of the model, for linear layers.
+        ffn: width of its MLP.
+        kernel: auto, flash4, torch or reference.
+        ranks: ranks of this machine whose links are measured; by default one for every GPU, 1 without GPUs.
+    """
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
+    dtype = torch.bfloat16 if gpus else torch.float32
+    shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize)
+    chosen = choose_kernel(kernel, device=device, dtype=dtype, head_dim=head_dim)
+    if gpus and ranks is not None and ranks > gpus:
+        raise PlanError(f"ranks is {ranks}, but this machine has {gpus} GPUs; give {gpus} or fewer.")
+    links = _links(gpus if ranks is None else ranks, device)
+    if int(os.environ.get("RANK", "0")):
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with warnings.catch_warnings(), Progress(*columns, console=console()) as bar:
+        warnings.simplefilter("ignore")  # kernels compiled at first use have much to say
+
+        def part(name: str, steps: int) -> Callable[[], None]:
+            task = bar.add_task(name, total=steps)
+            return lambda: bar.advance(task)
+
+        measured = measure_device(chosen, shape, device, dtype, hidden=hidden, ffn=ffn, progress=part)
+    path = Path(output or table_name(measured["device"], chosen.name, heads, kv_heads, head_dim))
+    about = {"command": shlex.join(["distca", *sys.argv[1:]]), "versions": versions()}
+    write_table(path, {**about, **measured, "links": links})
+    _show(measured, links)
+    console().print(f"Table written to {path}.", highlight=False)
+
+
+def _links(ranks: int, device: torch.device) -> dict[str, Any] | None:
+    """Links of torchrun's world or of ``ranks`` processes started here; None for a single rank."""
+    from distca.testing.ranks import run_ranks
+
+    on_gpu = device.type == "cuda"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
+        try:
+            return measure_links()
+        finally:
+            dist.destroy_process_group()
+    if ranks < 2:
+        return None
+    found: dict[str, Any] = run_ranks(ranks, measure_links, gpus=on_gpu)[0]
+    return found
+
+
+def _show(measured: dict[str, Any], links: dict[str, Any] | None) -> None:
+    table = Table(title=f"{measured['device']}, {measured['kernel']}", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for direction in ("forward", "backward"):
+        error = measured["validation"][f"{direction}_error"]
+        table.add_row(f"mixed batches, predicted / measured - 1, {direction}", f"worst {error['worst']:.1%}")
+    for direction in ("forward", "backward"):
+        nanoseconds = measured["linear"][f"{direction}_s_per_token"] * 1e9
+        table.add_row(f"linear layers, {direction}", f"{nanoseconds:,.1f} ns per token and layer")
+    if links:
+        rates = [pair["bytes_per_s"] / 1e9 for pair in links["pairs"]]
+        latencies = [pair["latency_s"] * 1e6 for pair in links["pairs"]]
+        table.add_row("slowest and fastest pair, each way", f"{min(rates):,.1f} to {max(rates):,.1f} GB/s")
+        table.add_row("latency of a pair", f"{min(latencies):,.1f} to {max(latencies):,.1f} µs")
+        table.add_row("all to all, each rank", f"{links['all_to_all']['bytes_per_s'] / 1e9:,.1f} GB/s")
+    console().print(table)

@@ -1,0 +1,127 @@
+"""Which CA-tasks are measured, how many of them make a full batch, and how often it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from distca.plan import AttentionShape, analytic_cost
+
+# Offsets of 32 bits reach this many elements; padded buffers inside kernels count.
+_MOST_ELEMENTS = 2**31
+# Copies of a row that forward and backward hold at once: q, dO, o, dQ and dQ in float32; k,v, dK,dV twice and in float32.
+_Q_COPIES, _KV_COPIES = 7, 6
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to measure.
+
+    Attributes:
+        q_rows: increasing query rows per task.
+        kv_rows: increasing key/value rows per task.
+        tile: rows of a kernel's tile. Tasks that are whole documents (q = kv) get lengths spread over one tile around
+            the point, so that unfilled tiles count as they do in real batches; shards end at tile borders.
+        fill_s: a batch takes at least about this long, by the analytic model.
+        tasks: least tasks of a batch, as long as it takes less than ten times ``fill_s``.
+        longest_s: points whose single task takes longer, by the analytic model, are not measured.
+        warm_s: time that a batch runs before it is timed, by the analytic model.
+        tiles: forward is not measured where the batch has fewer query tiles: the last wave would decide.
+        most_q_rows: query rows that a batch may have, each task rounded up by a tile.
+        most_kv_rows: key/value rows that a batch may have.
+    """
+
+    q_rows: tuple[int, ...]
+    kv_rows: tuple[int, ...]
+    tile: int
+    fill_s: float
+    tasks: int
+    longest_s: float
+    warm_s: float
+    tiles: int
+    most_q_rows: int
+    most_kv_rows: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the grid and the batch that stands for it.
+
+    Attributes:
+        at: row and column in the table.
+        q_rows: [N] query rows of the batch's tasks.
+        kv_rows: [N] key/value rows of the batch's tasks.
+        forward_full: whether the batch has enough query tiles for forward.
+        warm_up: runs before timing.
+        repeats: timed runs.
+    """
+
+    at: tuple[int, int]
+    q_rows: np.ndarray
+    kv_rows: np.ndarray
+    forward_full: bool
+    warm_up: int
+    repeats: int
+
+
+def grid_for(device: torch.device, shape: AttentionShape) -> Grid:
+    """The grid of a GPU, as large as its memory allows, or a tiny one for a CPU."""
+    if device.type != "cuda":
+        return Grid((16, 64, 128, 256), (16, 64, 128, 256, 512), 16, 0.0, 8, 1.0, 0.0, 1, 1024, 2048)
+    free, _ = torch.cuda.mem_get_info(device)
+    steps = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768, 65536, 131072)
+    return Grid(
+        q_rows=steps,
+        kv_rows=(*steps, 262144),
+        tile=128,
+        fill_s=6e-3,
+        tasks=8,
+        longest_s=0.25,
+        warm_s=30e-3,
+        tiles=6 * torch.cuda.get_device_properties(device).multi_processor_count,
+        most_q_rows=min(_MOST_ELEMENTS // (shape.q_bytes // shape.value_bytes), int(0.4 * free / _Q_COPIES / shape.q_bytes)),
+        most_kv_rows=min(
+            _MOST_ELEMENTS // (shape.kv_bytes // shape.value_bytes), int(0.4 * free / _KV_COPIES / shape.kv_bytes)
+        ),
+    )
+
+
+def points(grid: Grid, shape: AttentionShape) -> list[Point]:
+    """The points that are measured, with their batches."""
+    return list(_points(grid, shape))
+
+
+def _points(grid: Grid, shape: AttentionShape) -> Iterator[Point]:
+    cost = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes)
+    generator = np.random.default_rng(0)
+    for row, q in enumerate(grid.q_rows):
+        for column, kv in enumerate(grid.kv_rows):
+            one = float(cost.forward(np.array(q), np.array(kv)))
+            tasks = _tasks(grid, shape, q, kv, one)
+            if q > kv or tasks == 0 or one > grid.longest_s:
+                continue
+            q_rows, kv_rows = np.full(tasks, q), np.full(tasks, kv)
+            if q == kv and tasks > 1:
+                half = min(grid.tile, q) // 2
+                q_rows = kv_rows = q - half + generator.permutation(tasks) * 2 * half // tasks
+            batch = one * tasks
+            yield Point(
+                (row, column),
+                q_rows,
+                kv_rows,
+                tasks * shape.heads * -(-q // grid.tile) >= grid.tiles,
+                warm_up=min(max(round(grid.warm_s / batch), 1), 6),
+                repeats=min(max(round(10 * grid.fill_s / batch), 2), 5) if grid.fill_s else 5,
+            )
+
+
+def _tasks(grid: Grid, shape: AttentionShape, q: int, kv: int, one: float) -> int:
+    """Tasks of q and kv rows that make a full batch; 0 where memory does not hold one."""
+    fill = -(-grid.fill_s // one)
+    at_least = min(grid.tasks, max(-(-10 * grid.fill_s // one), 1)) if grid.fill_s else grid.tasks
+    tiles = -(-grid.tiles // (shape.heads * -(-q // grid.tile)))
+    held = min(grid.most_q_rows // (q + grid.tile), grid.most_kv_rows // kv)
+    return int(min(max(fill, at_least, tiles), held))

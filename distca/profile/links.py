@@ -1,0 +1,97 @@
+"""Bandwidth and latency between ranks: every pair by itself, both ways at once, and all to all."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca.runtime.clock import Clock
+
+_REPEATS = 10
+GPU_SIZES = (64 * 1024, 1024**2, 16 * 1024**2, 256 * 1024**2)
+CPU_SIZES = (4 * 1024, 64 * 1024, 1024**2)
+
+
+def measure_links() -> dict[str, Any]:
+    """Measure the links of an initialised world (NCCL with a GPU per rank, or gloo); every rank calls it together.
+
+    Returns:
+        ``backend``; ``pairs``: for each two ranks whether they share a node, seconds by message size, and the latency
+        (s) and bandwidth (bytes/s, each way) of the line through them; ``all_to_all``: the same for every rank sending
+        its share of a message to every other, sizes being the bytes that one rank sends.
+    """
+    on_gpu = "nccl" in str(dist.get_backend())
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    sizes = GPU_SIZES if on_gpu else CPU_SIZES
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    hosts: list[str] = [""] * ranks
+    dist.all_gather_object(hosts, socket.gethostname())
+    clock = Clock(device)
+    dist.barrier()
+    pairs = []
+    for low, high in itertools.combinations(range(ranks), 2):
+        took = None
+        if rank in (low, high):
+            peer = low + high - rank
+            took = [_timed(_swap(peer, size, device), clock) for size in sizes]
+        pairs.append({"ranks": [low, high], "same_node": hosts[low] == hosts[high], **_line(sizes, _from(low, took))})
+        dist.barrier()
+    together = [_timed(_all_to_all(ranks, size, device), clock) for size in sizes]
+    sent = [size // ranks * (ranks - 1) for size in sizes]
+    return {"backend": "nccl" if on_gpu else "gloo", "pairs": pairs, "all_to_all": _line(sent, _from(0, together))}
+
+
+def _swap(peer: int, size: int, device: torch.device) -> Callable[[], None]:
+    out = torch.zeros(size, dtype=torch.uint8, device=device)
+    into = torch.empty_like(out)
+
+    def work() -> None:
+        operations = [dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+
+    return work
+
+
+def _all_to_all(ranks: int, size: int, device: torch.device) -> Callable[[], None]:
+    out = torch.zeros(size // ranks * ranks, dtype=torch.uint8, device=device)
+    into = torch.empty_like(out)
+    return lambda: dist.all_to_all_single(into, out)
+
+
+def _timed(work: Callable[[], None], clock: Clock) -> float:
+    """Seconds of one of several in a row; the host queues them while the first ones run."""
+    for _ in range(3):
+        work()
+    start = clock.now()
+    for _ in range(_REPEATS):
+        work()
+    return clock.seconds(start, clock.now()) / _REPEATS
+
+
+def _from(rank: int, took: list[float] | None) -> list[float]:
+    """What ``rank`` measured, on every rank."""
+    box: list[Any] = [took]
+    dist.broadcast_object_list(box, src=rank)
+    seconds: list[float] = box[0]
+    return seconds
+
+
+def _line(sizes: list[int] | tuple[int, ...], took: list[float]) -> dict[str, Any]:
+    """Least squares of relative errors: seconds = latency + bytes / bandwidth, neither below what was seen at all."""
+    x, y = np.array(sizes, float), np.array(took)
+    latency, per_byte = np.linalg.lstsq(np.stack((1 / y, x / y), axis=1), np.ones(len(x)), rcond=None)[0]
+    if per_byte <= 0 or latency <= 0:  # all latency, or none: the extreme sizes say what there is
+        latency, per_byte = y[0], y[-1] / x[-1]
+    return {
+        "bytes": [int(size) for size in sizes],
+        "seconds": [float(f"{value:.4g}") for value in took],
+        "latency_s": float(latency),
+        "bytes_per_s": float(1 / per_byte),
+    }

@@ -1,0 +1,71 @@
+"""Everything `distca profile` measures on one device, as the content of one table file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from distca.attention import Kernel
+from distca.plan import AttentionShape
+from distca.profile.grid import grid_for, points
+from distca.profile.kernels import measure_points, table_of, validate
+from distca.profile.linear import measure_linear
+from distca.profile.served import TimedServer, route_of_tasks
+
+_MIXED_BATCHES = 10
+
+Progress = Callable[[str, int], Callable[[], None]]
+"""Begins a part of the work with a name and a number of steps; what it returns is called after each step."""
+
+
+def measure_device(
+    kernel: Kernel,
+    shape: AttentionShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    hidden: int,
+    ffn: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Measure the kernel over the device's grid, mixed batches against their prediction, and linear layers.
+
+    Returns:
+        What ``load_table`` reads (see docs/profiling.md), with ``validation`` and ``linear``; arrays are numpy.
+    """
+    began = time.perf_counter()
+    on_gpu = device.type == "cuda"
+    grid = grid_for(device, shape)
+    wanted = points(grid, shape)
+    route = partial(route_of_tasks, device=device)
+    server = TimedServer(kernel, shape, device, dtype, q_rows=grid.most_q_rows, kv_rows=grid.most_kv_rows)
+    measured = measure_points(server, route, grid, wanted, shape, progress(f"{kernel.name} kernel", len(wanted)))
+    cost = table_of(shape, grid, measured, grid.tile)
+    seconds = 40e-3 if on_gpu else 0.1
+    advance = progress("mixed batches", _MIXED_BATCHES)
+    validation = validate(server, route, grid, cost, _MIXED_BATCHES, seconds, advance)
+    del server
+    advance = progress("linear layers", 1)
+    linear = measure_linear(shape, hidden, ffn, tokens=8192 if on_gpu else 64, device=device, dtype=dtype)
+    advance()
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "kernel": kernel.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "value_bytes": dtype.itemsize,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "block": grid.tile,
+        "q_rows": list(grid.q_rows),
+        "kv_rows": list(grid.kv_rows),
+        "forward_seconds": measured.forward,
+        "backward_seconds": measured.backward,
+        "validation": validation,
+        "linear": linear,
+        "measured_in_s": round(time.perf_counter() - began, 1),
+    }
