@@ -49,8 +49,9 @@ class BlockOutcome:
             "output": relative(self.output, reference.output),
             "input_gradient": relative(self.input_gradient, reference.input_gradient),
             "weight_gradient": max(
-                relative(self.weight_gradients[name], reference.weight_gradients[name]) for name in
-            self.weight_gradients ),
+                relative(self.weight_gradients[name], reference.weight_gradients[name])
+                for name in self.weight_gradients
+            ),
         }
 
 
@@ -145,14 +146,10 @@ def block_disaggregated(
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
         gradients[name] = gather_shares(name, gradient, weights[f"decoder.{name}"].shape)
-    return BlockOutcome(
-        _everywhere(output.detach(), mine, tokens), _everywhere(hidden.grad, mine, tokens), gradients
-    )
+    return BlockOutcome(_everywhere(output.detach(), mine, tokens), _everywhere(hidden.grad, mine, tokens), gradients)
 
 
-def _rows(
-    case: ParityCase, tokens: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(case: ParityCase, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Seeded input rows that require gradients, and the weights of the output's sum."""
     generator = torch.Generator().manual_seed(case.seed + 7)
     hidden, weight = (

@@ -139,6 +139,8 @@ def build_model(
         transformer_layer_spec=spec,
         vocab_size=vocabulary,
         max_sequence_length=0,  # only learned positions and exports read it
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_base=int(shape.rope_base),
         share_embeddings_and_output_weights=shape.tie_embeddings,

@@ -56,4 +56,3 @@ class PackedAttention(MegatronModule):
         timer = partial(self.timeline.serve, self.layer, 0)
         o = core_attention(q, k, v, attention_mask.batch, self.kernel, self.scale, timer)
         return torch.nn.functional.pad(o.flatten(1), (0, 0, 0, padding)).unsqueeze(1)
-

@@ -26,16 +26,32 @@ def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+_pools: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+
 def server_pool_group() -> dist.ProcessGroup:
-    """All data-parallel × pipeline ranks that share this rank's tensor-parallel rank; without pipeline stages these are
-    the data-parallel ranks."""
-    assert parallel_state.get_pipeline_model_parallel_world_size() == 1
-    return parallel_state.get_data_parallel_group()
+    """All data-parallel × pipeline ranks that share this rank's tensor-parallel rank, numbered stage by stage; without
+    pipeline stages these are the data-parallel ranks. Every rank calls it together."""
+    tp, pp = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if pp == 1:
+        return parallel_state.get_data_parallel_group()
+    if (tp, pp) not in _pools:
+        # megatron numbers tensor-parallel ranks fastest, then data-parallel ones, then stages.
+        for first in range(tp):
+            ranks = list(range(first, dist.get_world_size(), tp))
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                _pools[tp, pp] = group
+    return _pools[tp, pp]
 
 
 def destroy_model_parallel() -> None:
     """Forget megatron's groups and close them; the default group stays."""
     parallel_state.destroy_model_parallel()
+    _pools.clear()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

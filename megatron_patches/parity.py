@@ -2,8 +2,7 @@
 
 The reference is stock megatron-core on one rank: its local spec untouched, all documents in one sequence under a dense
 mask that hides other documents; only the rotary angles are set by position in the document. The candidate is the
-training path
-itself: split layers, server pool, megatron's DDP, gradient finalisation.
+training path itself: split layers, server pool, megatron's DDP, gradient finalisation.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def run_stock(case: ParityCase, dtype: torch.dtype, device: torch.device) -> tup
         layouts = lay_out(micro_batch.lengths, 1)
         rows = rank_batch(documents, micro_batch, layouts, 0)
         owner = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
-        batch = _to_device(rows, hidden_scores(micro_batch.lengths, rows.positions).to(device), device)
+        batch = to_device_batch(rows, hidden_scores(micro_batch.lengths, rows.positions).to(device), device)
         model.rotary_pos_emb.set_positions(batch.positions)
         losses = model(batch.tokens, None, batch.micro_batch, labels=batch.labels).flatten()
         loss = (losses * batch.loss_mask).sum()
@@ -181,9 +180,7 @@ def run_disaggregated(
     batches = [batch for batch, _ in _batches(case, pool, device)]
     total, tokens = run_micro_batches(model, batches)
     full = {name: value.shape for name, value in weights.items()}
-    gradients = {
-        name: gather_shares(name, p.main_grad, full[name]) for name, p in gpt.named_parameters()
-    }
+    gradients = {name: gather_shares(name, p.main_grad, full[name]) for name, p in gpt.named_parameters()}
     return Outcome((total / tokens).item(), gradients, [])
 
 
@@ -213,9 +210,7 @@ def build(case: ParityCase, dtype: torch.dtype, attention: Attention, **parts: A
     tp = parallel_state.get_tensor_model_parallel_world_size()
     config = transformer_config(case.shape, dtype, sequence_parallel=tp > 1, cpu_initialization=True)
     shape = replace(case.shape, tie_embeddings=case.tie_embeddings)
-    return build_model(
-        shape, shape.vocabulary, config, attention, recompute_segments=case.recompute, **parts
-    )
+    return build_model(shape, shape.vocabulary, config, attention, recompute_segments=case.recompute, **parts)
 
 
 def hidden_scores(lengths: np.ndarray, positions: np.ndarray) -> torch.Tensor:
@@ -235,9 +230,14 @@ class PlannedMicroBatch:
 
     def rows(self, documents: DocumentSet, micro_batch: MicroBatch) -> RankBatch:
         """This rank's rows of ``documents``."""
-        return rank_batch(
-            documents, micro_batch, self.layouts, self.rank, align=self.chunks, chunks=self.chunks
-        )
+        return rank_batch(documents, micro_batch, self.layouts, self.rank, align=self.chunks, chunks=self.chunks)
+
+
+def rows_of(
+    case: ParityCase, documents: DocumentSet, micro_batch: MicroBatch, layouts: tuple[Layout, ...], rank: int
+) -> RankBatch:
+    """The rows of ``documents`` that live on data-parallel rank ``rank``."""
+    return rank_batch(documents, micro_batch, layouts, rank, align=case.tp, chunks=case.tp)
 
 
 def plans_of(
@@ -290,7 +290,7 @@ def _batches(case: ParityCase, pool: AttentionPool, device: torch.device) -> lis
         rows = planned.rows(documents, micro_batch)
         owners = planned.rows(_Owners(documents), micro_batch).tokens
         attention = DisaggregatedMicroBatch(planned.routes, rows.nano_rows, case.tp)
-        batches.append((_to_device(rows, attention, device), owners))
+        batches.append((to_device_batch(rows, attention, device), owners))
     return batches
 
 
@@ -309,7 +309,10 @@ class _Owners(DocumentSet):
         return np.full(stop - start, self._number[document], np.int64)
 
 
-def _to_device(rows: RankBatch, attention: torch.Tensor | DisaggregatedMicroBatch, device: torch.device) -> DeviceBatch:
+def to_device_batch(
+    rows: RankBatch, attention: torch.Tensor | DisaggregatedMicroBatch, device: torch.device
+) -> DeviceBatch:
+    """Bring a rank's rows to the device."""
     tokens, labels, mask, positions = (
         torch.from_numpy(x).to(device) for x in (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
     )

@@ -38,9 +38,7 @@ GPU_EDGES: dict[str, tuple[tuple[int, ...], ...]] = {
     "300 documents": (tuple(1 + (7 * n) % 23 for n in range(300)),),
     "ranks without tokens": ((2,),),
 }
-GPU_SHAPE = ParityShape(
-    hidden=512, ffn=1024, heads=8, kv_heads=2, resolved_head_dim=64, vocabulary=512, init_std=0.04
-)
+GPU_SHAPE = ParityShape(hidden=512, ffn=1024, heads=8, kv_heads=2, resolved_head_dim=64, vocabulary=512, init_std=0.04)
 
 Figures = dict[str, float]
 

@@ -97,10 +97,10 @@ def _forward_step(batches: Iterator[DeviceBatch], model: DistributedDataParallel
     gpt = unwrap_model(model)
     gpt.rotary_pos_emb.set_positions(batch.positions)
     losses = model(batch.tokens, None, batch.micro_batch, labels=batch.labels)
-    return losses, partial(_sum_loss, batch.loss_mask)
+    return losses, partial(sum_loss, batch.loss_mask)
 
 
-def _sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum over tokens; megatron divides the gradients by the global batch's number of tokens."""
     losses = losses.flatten()
     total = losses.float().mul(loss_mask).sum() if losses.dtype != torch.float64 else losses.mul(loss_mask).sum()

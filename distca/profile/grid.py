@@ -12,7 +12,7 @@ from distca.plan import AttentionShape, analytic_cost
 
 # Offsets of 32 bits reach this many elements; padded buffers inside kernels count.
 _MOST_ELEMENTS = 2**31
-# Copies of a row that forward and backward hold at once: q, dO, o, dQ and dQ in float32; k,v, dK,dV twice and in float32.
+# Copies of a row that forward and backward hold at once: q, dO, o, dQ, dQ in float32; k,v, dK,dV twice, in float32.
 _Q_COPIES, _KV_COPIES = 7, 6
 
 
@@ -82,7 +82,9 @@ def grid_for(device: torch.device, shape: AttentionShape) -> Grid:
         longest_s=0.25,
         warm_s=30e-3,
         tiles=6 * torch.cuda.get_device_properties(device).multi_processor_count,
-        most_q_rows=min(_MOST_ELEMENTS // (shape.q_bytes // shape.value_bytes), int(0.4 * free / _Q_COPIES / shape.q_bytes)),
+        most_q_rows=min(
+            _MOST_ELEMENTS // (shape.q_bytes // shape.value_bytes), int(0.4 * free / _Q_COPIES / shape.q_bytes)
+        ),
         most_kv_rows=min(
             _MOST_ELEMENTS // (shape.kv_bytes // shape.value_bytes), int(0.4 * free / _KV_COPIES / shape.kv_bytes)
         ),

@@ -10,7 +10,7 @@ import numpy as np
 
 from distca.plan import AttentionShape, CostModel, TableCost, analytic_cost
 from distca.profile.grid import Grid, Point
-from distca.profile.served import TimedServer, route_of_tasks
+from distca.profile.served import TimedServer
 from distca.runtime.device_routes import ServerRoute
 
 

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,11 +21,11 @@ def measure_links() -> dict[str, Any]:
     """Measure the links of an initialised world (NCCL with a GPU per rank, or gloo); every rank calls it together.
 
     Returns:
-        ``backend``; ``pairs``: for each two ranks whether they share a node, seconds by message size, and the latency
-        (s) and bandwidth (bytes/s, each way) of the line through them; ``all_to_all``: the same for every rank sending
-        its share of a message to every other, sizes being the bytes that one rank sends.
+        ``backend``; ``pairs``: for each two ranks whether they share a node, seconds by message size, the latency
+        (seconds of the smallest message) and the bandwidth (bytes/s each way, largest message); ``all_to_all``: as much
+        for ranks that each send a share of the message to every other; sizes are the bytes that one rank sends.
     """
-    on_gpu = "nccl" in str(dist.get_backend())
+    on_gpu = "nccl" in dist.get_backend_config()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     sizes = GPU_SIZES if on_gpu else CPU_SIZES
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -40,11 +39,13 @@ def measure_links() -> dict[str, Any]:
         if rank in (low, high):
             peer = low + high - rank
             took = [_timed(_swap(peer, size, device), clock) for size in sizes]
-        pairs.append({"ranks": [low, high], "same_node": hosts[low] == hosts[high], **_line(sizes, _from(low, took))})
+        pairs.append(
+            {"ranks": [low, high], "same_node": hosts[low] == hosts[high], **_figures(sizes, _from(low, took))}
+        )
         dist.barrier()
     together = [_timed(_all_to_all(ranks, size, device), clock) for size in sizes]
     sent = [size // ranks * (ranks - 1) for size in sizes]
-    return {"backend": "nccl" if on_gpu else "gloo", "pairs": pairs, "all_to_all": _line(sent, _from(0, together))}
+    return {"backend": "nccl" if on_gpu else "gloo", "pairs": pairs, "all_to_all": _figures(sent, _from(0, together))}
 
 
 def _swap(peer: int, size: int, device: torch.device) -> Callable[[], None]:
@@ -83,15 +84,10 @@ def _from(rank: int, took: list[float] | None) -> list[float]:
     return seconds
 
 
-def _line(sizes: list[int] | tuple[int, ...], took: list[float]) -> dict[str, Any]:
-    """Least squares of relative errors: seconds = latency + bytes / bandwidth, neither below what was seen at all."""
-    x, y = np.array(sizes, float), np.array(took)
-    latency, per_byte = np.linalg.lstsq(np.stack((1 / y, x / y), axis=1), np.ones(len(x)), rcond=None)[0]
-    if per_byte <= 0 or latency <= 0:  # all latency, or none: the extreme sizes say what there is
-        latency, per_byte = y[0], y[-1] / x[-1]
+def _figures(sizes: list[int] | tuple[int, ...], took: list[float]) -> dict[str, Any]:
     return {
         "bytes": [int(size) for size in sizes],
-        "seconds": [float(f"{value:.4g}") for value in took],
-        "latency_s": float(latency),
-        "bytes_per_s": float(1 / per_byte),
+        "seconds": took,
+        "latency_s": took[0],
+        "bytes_per_s": sizes[-1] / took[-1],
     }

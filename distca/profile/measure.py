@@ -16,8 +16,6 @@ from distca.profile.kernels import measure_points, table_of, validate
 from distca.profile.linear import measure_linear
 from distca.profile.served import TimedServer, route_of_tasks
 
-_MIXED_BATCHES = 10
-
 Progress = Callable[[str, int], Callable[[], None]]
 """Begins a part of the work with a name and a number of steps; what it returns is called after each step."""
 
@@ -45,9 +43,9 @@ def measure_device(
     server = TimedServer(kernel, shape, device, dtype, q_rows=grid.most_q_rows, kv_rows=grid.most_kv_rows)
     measured = measure_points(server, route, grid, wanted, shape, progress(f"{kernel.name} kernel", len(wanted)))
     cost = table_of(shape, grid, measured, grid.tile)
-    seconds = 40e-3 if on_gpu else 0.1
-    advance = progress("mixed batches", _MIXED_BATCHES)
-    validation = validate(server, route, grid, cost, _MIXED_BATCHES, seconds, advance)
+    batches, seconds = (10, 40e-3) if on_gpu else (3, 0.1)
+    advance = progress("mixed batches", batches)
+    validation = validate(server, route, grid, cost, batches, seconds, advance)
     del server
     advance = progress("linear layers", 1)
     linear = measure_linear(shape, hidden, ffn, tokens=8192 if on_gpu else 64, device=device, dtype=dtype)

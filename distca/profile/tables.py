@@ -69,9 +69,9 @@ def find_table(
 
 
 def _scaled(content: dict[str, Any], shape: AttentionShape, scale: float) -> TableCost:
-    axes = (np.array(content[key], float) for key in ("q_rows", "kv_rows"))
-    seconds = (np.array(content[f"{direction}_seconds"], float) * scale for direction in ("forward", "backward"))
-    return TableCost(shape, *axes, *seconds, block=content["block"])
+    q_rows, kv_rows = (np.array(content[key], float) for key in ("q_rows", "kv_rows"))
+    forward, backward = (np.array(content[key], float) * scale for key in ("forward_seconds", "backward_seconds"))
+    return TableCost(shape, q_rows, kv_rows, forward, backward, block=content["block"])
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -65,6 +65,38 @@ class AttentionCall:
         """Wait for the o rows that live here; returns o_NHD, zero in padding rows."""
         return _Leave.apply(ticket, self)
 
+    # For a rank without tokens, which serves a backward phase whose forward it served elsewhere or not at all.
+
+    @classmethod
+    def for_backward(
+        cls,
+        pool: AttentionPool,
+        routes: NanoRoutes,
+        layer: int,
+        nano: int,
+        scale: float,
+        home: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> AttentionCall:
+        """A call that begins with its backward; needs *resend*. ``home``: q, kv, o, lse rows that live here."""
+        assert pool.backward == "resend"
+        call = cls(pool, routes, layer, nano, scale)
+        call._home, call._home_rows = home, (len(home[0]), len(home[1]))
+        return call
+
+    def backward_launch_do(self, do_NHD: torch.Tensor) -> None:
+        """Start sending q, k, v, o, lse and dO."""
+        self._launch_do(do_NHD)
+
+    def backward_serve(self) -> None:
+        """Wait for them, compute this server's gradients and start sending them home."""
+        self._join_do()
+        self._serve_backward()
+        self._launch_gradients()
+
+    def backward_join_gradients(self) -> None:
+        """Wait for the gradients of rows that live here."""
+        self._join_gradients()
+
     # Forward.
 
     def _launch_qkv(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor) -> None:

@@ -25,7 +25,10 @@ from distca.runtime.pool import AttentionPool
 class SplitLayer(Protocol):
     """A transformer layer cut at its core attention. ``nano`` is 0 or 1; hidden tensors are opaque here."""
 
-    scale: float
+    @property
+    def scale(self) -> float:
+        """Factor on the attention scores."""
+        ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything before core attention: q_NHD and kv_N2GD."""

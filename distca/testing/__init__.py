@@ -1,1 +1,1 @@
-"""Tools for tests, shipped because users of DistCA test with them too: reference attention, error norms, rank harness."""
+"""Tools for tests, shipped because users of DistCA test with them too: reference attention, error norms, ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from distca.plan import Layout, Plan, Tasks
@@ -15,7 +17,7 @@ def random_plan(layout: Layout, seed: int, cuts: int = 3) -> Plan:
         first, last = int(layout.first[document]), int(layout.last[document])
         places = np.unique(random.integers(first, last, size=random.integers(0, cuts + 1)))
         borders = np.unique(np.concatenate(([first], places, [last])))
-        for start, stop in zip(borders[:-1], borders[1:], strict=True):
+        for start, stop in pairwise(borders):
             pieces.append((int(document), int(start), int(stop), int(random.integers(layout.ranks))))
     columns = np.array(pieces, np.int64).reshape(-1, 4).T
     plan = Plan(layout, Tasks.sorted(*columns))

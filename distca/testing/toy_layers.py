@@ -55,8 +55,6 @@ def toy_layers(count: int, width: int, heads: int, kv_heads: int, head_dim: int,
         return (torch.randn(rows, columns, generator=generator, dtype=torch.float64) / rows**0.5).requires_grad_()
 
     return [
-        ToyLayer(
-            weight(width, (heads + 2 * kv_heads) * head_dim), weight(heads * head_dim, width), heads, kv_heads
-        )
+        ToyLayer(weight(width, (heads + 2 * kv_heads) * head_dim), weight(heads * head_dim, width), heads, kv_heads)
         for _ in range(count)
     ]

@@ -136,7 +136,7 @@ class _Loop:
             write_timeline(self._folder.timeline, [event for events in gathered for event in events])
 
     def _draw(self) -> None:
-        """balance.png: each series against its own mean, because the plan counts one layer and the clock all of them."""
+        """balance.png: each series against its own mean, as the plan counts one layer and the clock all of them."""
         series = (self._recorder.before, self._recorder.after, self._recorder.measured)
         if all(seconds.sum() > 0 for seconds in series):
             plot_balance(self._folder.balance_plot, *(seconds / seconds.mean() for seconds in series), unit="1 = mean")

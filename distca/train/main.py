@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     it takes a second and needs no torch.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    setup_logging(0)
+    setup_logging(int(os.environ.get("RANK", "0")))
     try:
         if arguments[:1] == ["--check"]:
             _check(parse_run_config(arguments[2:]), int(arguments[1]))

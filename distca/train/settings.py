@@ -107,11 +107,13 @@ class DataConfig:
             object with a "text" field a line; indexed = Megatron's .bin/.idx pair; mix = random tokens whose document
             lengths follow the named mix in path.
         path: file, folder, .bin/.idx prefix, or the name of a mix.
-        tokenizer: bytes, or the name or folder of a tokenizer.
+        tokenizer: of sources stdlib, text and jsonl, only bytes: for another one, first tokenize with "distca data
+            convert". Sources indexed and mix hold token ids already and ignore it.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
         context_length: most tokens a document may have.
         longer: what happens to a longer document: error stops the run, split cuts it into documents that fit.
-        tokens_per_rank: tokens per data-parallel rank and micro-batch.
+        tokens_per_rank: tokens per data-parallel rank and micro-batch. Under sequence parallelism best a multiple of
+            2 × tp: otherwise a rank may get up to tp - 1 tokens more in either half.
         whole_documents: never let a document span ranks; implied when cad.enabled is false and there is more than one
             data-parallel rank.
         validation_fraction: share of the documents held back for validation.

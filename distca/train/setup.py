@@ -7,9 +7,11 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from distca.attention import Kernel, choose_kernel
 from distca.plan.cost import CostModel, analytic_cost, area_cost
+from distca.profile.tables import find_table
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.train.settings import RunConfig
@@ -122,4 +124,7 @@ def _cost(config: RunConfig, kernel: Kernel, dtype: torch.dtype) -> CostModel:
     heads = (model.heads // tp, model.kv_heads // tp, model.resolved_head_dim)
     if kernel.name == "reference":
         return area_cost(*heads)
-    return analytic_cost(*heads, value_bytes=dtype.itemsize)
+    # All ranks must plan the same, so all plan with the first one's table, whatever files or GPUs the others have.
+    measured = [find_table(torch.cuda.get_device_name(), kernel.name, *heads)]
+    dist.broadcast_object_list(measured)
+    return measured[0] or analytic_cost(*heads, value_bytes=dtype.itemsize)

@@ -95,9 +95,7 @@ def make_step_inputs(planning: Planning, documents: DocumentSet, sampler: Sample
         ready = attention(planning, plan)
         planning_ms += (time.perf_counter() - began) * 1e3
         layouts = tuple(nano.layout for nano in plan.nano_batches)
-        rows = rank_batch(
-            documents, micro_batch, layouts, planning.rank, align=planning.chunks, chunks=planning.chunks
-        )
+        rows = rank_batch(documents, micro_batch, layouts, planning.rank, align=planning.chunks, chunks=planning.chunks)
         plans.append(plan)
         batches.append(_on_device(planning, rows, ready(rows)))
     lengths = np.concatenate([micro_batch.lengths for micro_batch in micro_batches])

@@ -46,8 +46,10 @@ def _document_losses(changed):
     base = suite.ParityCase(micro_batches=suite.LENGTHS, tp=2)
     _, weights = suite.parity.run_stock(base, torch.float32, CPU)
     return [
-        suite.parity.document_losses(replace(base, changed_document=where), torch.float32, CPU, ReferenceKernel(),
-        weights) for where in [None, *changed]
+        suite.parity.document_losses(
+            replace(base, changed_document=where), torch.float32, CPU, ReferenceKernel(), weights
+        )
+        for where in [None, *changed]
     ]
 
 

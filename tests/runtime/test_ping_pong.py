@@ -17,7 +17,7 @@ from distca.testing.toy_layers import toy_layers
 from distca.transport import choose_transport
 
 WIDTH, LAYERS, TOLERANCE = 12, 3, 1e-12
-SHAPE = dict(count=LAYERS, width=WIDTH, heads=4, kv_heads=2, head_dim=6, seed=5)
+SHAPE = {"count": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 2, "head_dim": 6, "seed": 5}
 
 CASES = {
     "odd lengths": [13, 7, 1, 29, 3],
@@ -127,9 +127,9 @@ def test_backward_hides_every_transfer_behind_the_other_half(backward, recompute
         at = {name: place for place, name in enumerate(result["order"])}
         assert len(at) == len(result["order"])
 
-        def hidden(what, layer, half, behind):
-            return at[f"launch {what} {layer} {half} backward"] < at[behind] < at[f"join {what} {layer} {half}
-            backward"]
+        def hidden(what, layer, half, behind, at=at):
+            launch, join = (f"{action} {what} {layer} {half} backward" for action in ("launch", "join"))
+            return at[launch] < at[behind] < at[join]
 
         for layer in range(LAYERS):
             assert hidden("dq,dk,dv", layer, "pong", f"serve {layer} ping backward")

@@ -70,6 +70,7 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     from distca.train.main import run_on
     from distca.train.world import World
     from megatron_patches.cpu import use_cpu
+    from megatron_patches.parallel import destroy_model_parallel
 
     use_cpu()
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
@@ -78,20 +79,10 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
         for line in command_lines:
             config = parse_run_config(line)
             folders.append(str(run_on(world, config, open_corpus(config)).path))
-            _leave_groups()
     finally:
+        destroy_model_parallel()
         _end_checkpoint_writer()
     return folders
-
-
-def _leave_groups() -> None:
-    """Forget megatron's process groups: every gloo group has threads of its own."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
 
 
 def _end_checkpoint_writer() -> None:

@@ -1,0 +1,195 @@
+"""Placing documents so that most of the work is balanced before anything moves.
+
+The order of documents inside a micro-batch means nothing, so home ranks may be chosen freely as long as each gets its
+token budget. A query row that starts life on the rank that computes it never travels; only the k,v rows of the
+document before it do. So documents with more work than one rank should have are cut at home, from their end, into
+parts of one rank's work each; the others are dealt by work, and the shortest fill what is left of the budgets.
+
+A rank with little room for tokens is still owed the same work, so what counts for a range is its *surplus*: its work
+less what an equal number of tokens of the shorter documents, which will fill the rest of the rank, would bring.
+
+Array legend: N ranges (a document, or a part of one), R ranks. Rows are int64. Work is in units of the mean rank's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from distca.plan.cost import CostModel
+from distca.plan.dealing import Stream
+from distca.plan.offers import area
+
+Placement = Literal["in_order", "spread"]
+Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+_DENSE = 0.5
+"""Documents with at least this part of the mean work per token are cut where they exceed a rank's work; less dense
+ones are needed everywhere as filling. 0.3 and 1.0 both move more bytes (docs/planning.md)."""
+_SAME_SIZE = 1.5
+"""Ranges within this factor of rows are dealt against the same filling."""
+_FILLING = 0.02
+"""The shortest documents, with this part of all work, are not dealt one by one."""
+_ENOUGH_OVER = 0.005
+_ROUNDS = 3
+
+
+def spread(stream: Stream, budgets: np.ndarray, cost: CostModel) -> tuple[Stream, np.ndarray]:
+    """Place ``stream`` on ranks with about equal attention work, both directions together.
+
+    Args:
+        stream: [N] ranges of documents, in any order; at least one token.
+        budgets: [R] tokens per rank; they add up to the stream's tokens.
+        cost: seconds per CA-task.
+
+    Returns:
+        The ranges, some of them cut, and the rank of each.
+    """
+    work = _work_of(stream, len(budgets), cost)
+    parts, rest = _cut_long(stream, budgets, work)
+    rank_of_part = _roomy(budgets)[: len(parts.stop)]
+    left, tokens = _left_over(np.ones(len(budgets)), budgets, work(parts.start, parts.stop), parts, rank_of_part)
+    mean = float(work(parts.start, parts.stop).sum() + work(rest.start, rest.stop).sum()) / len(budgets)
+    dealt, rank_of_dealt, filling = _deal(rest, left + (mean - 1.0), tokens, work)
+    _, tokens = _left_over(left, tokens, np.zeros(len(dealt.stop)), dealt, rank_of_dealt)
+    fill, rank_of_fill = _fill(filling, tokens)
+    placed = _joined(parts, dealt, fill)
+    return placed, np.concatenate((rank_of_part, rank_of_dealt, rank_of_fill))
+
+
+def _work_of(stream: Stream, ranks: int, cost: CostModel) -> Work:
+    """Work of query ranges; forward and backward count equally, and the stream's comes to 1 per rank."""
+    unit = cost.per_direction("both", stream.stop - stream.start, stream.stop).sum(axis=1) * (2 / ranks)
+
+    def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        return np.asarray((1 / unit) @ cost.per_direction("both", stop - start, stop))
+
+    return work
+
+
+def _roomy(budgets: np.ndarray) -> np.ndarray:
+    """Ranks with a usual budget: ``align`` may leave the last ones little or nothing."""
+    return np.flatnonzero(2 * budgets >= budgets.max())
+
+
+def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, Stream]:
+    """Parts that fill one rank each, by document and position, and everything else.
+
+    Cutting adds work (keys are loaded once more for every part), so the cuts are made again with the higher mean.
+    """
+    mean = 1.0
+    for _ in range(_ROUNDS):
+        parts, rest = _parts_of(stream, budgets, work, mean)
+        total = float(work(parts.start, parts.stop).sum() + work(rest.start, rest.stop).sum()) / len(budgets)
+        if abs(total - mean) < _ENOUGH_OVER:
+            break
+        mean = total
+    return parts, rest
+
+
+def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> tuple[Stream, Stream]:
+    start, stop = stream.start, stream.stop.copy()
+    rows = stop - start
+    whole = work(start, stop)
+    dense = whole >= _DENSE * rows / budgets.mean()
+    filling = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
+    surplus = whole - filling * rows
+    roomy = _roomy(budgets)
+    wanted, most_rows = mean - filling * float(budgets[roomy].mean()), int(budgets[roomy].min())
+    cut: list[Stream] = []
+    parts = 0
+    # All long documents lose their last rows at once; an equal share from the end, until no document is too long.
+    while parts < len(roomy):
+        long = np.flatnonzero(dense & (surplus > wanted * (1 + _ENOUGH_OVER)))
+        if not len(long) or wanted <= 0:
+            break
+        long = long[np.argsort(-surplus[long], kind="stable")][: len(roomy) - parts]
+        low, high = start[long], stop[long]
+        pairs = area(low, high) * wanted / surplus[long]
+        for _ in range(_ROUNDS):
+            middle = _start_of(high, pairs)
+            middle = np.clip(middle, np.maximum(low, high - most_rows), high - 1)
+            gained = work(middle, high) - filling * (high - middle)
+            pairs = area(middle, high) * wanted / np.maximum(gained, 1e-3 * wanted)
+        cut.append(Stream(stream.document[long], middle, high))
+        parts += len(long)
+        stop[long] = middle
+        surplus[long] = work(low, middle) - filling * (middle - low)
+    some = stop > start
+    found = _joined(*cut)
+    order = np.lexsort((found.start, found.document))
+    return _take(found, order), Stream(stream.document[some], start[some], stop[some])
+
+
+def _start_of(stop: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Position from which a range up to ``stop`` has about that many query-key pairs."""
+    return np.rint(np.sqrt(np.maximum((stop + 0.5) ** 2 - 2 * pairs, 0.25)) - 0.5).astype(np.int64)
+
+
+def _left_over(
+    work_left: np.ndarray, tokens_left: np.ndarray, work: np.ndarray, taken: Stream, rank: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """[R] work and tokens that ranks are still owed after they got ``taken``."""
+    ranks = len(tokens_left)
+    tokens = np.bincount(rank, weights=taken.stop - taken.start, minlength=ranks).astype(np.int64)
+    return work_left - np.bincount(rank, weights=work, minlength=ranks), tokens_left - tokens
+
+
+def _deal(
+    ranges: Stream, work_left: np.ndarray, tokens_left: np.ndarray, work: Work
+) -> tuple[Stream, np.ndarray, Stream]:
+    """Deal ranges, longest first, each to the rank that is owed most surplus and has the tokens; returns those dealt,
+    their ranks, and what is left for filling."""
+    ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
+    rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
+    rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))
+    count = int((work_from[:-1] > _FILLING * work_from[0]).sum())
+    owed, tokens = work_left.tolist(), tokens_left.tolist()
+    rank = np.full(len(rows), -1)
+    begin = 0
+    while begin < count:
+        end = max(begin + 1, int(np.searchsorted(-rows[:count], -rows[begin] / _SAME_SIZE)))
+        filling = work_from[end] / rows_from[end] if end < len(rows) else 0.0
+        heap = [(filling * room - need, at) for at, (need, room) in enumerate(zip(owed, tokens, strict=True))]
+        heapq.heapify(heap)
+        columns = (rows[begin:end].tolist(), cost[begin:end].tolist())
+        for at, (own, brings) in enumerate(zip(*columns, strict=True), begin):
+            # Ranges get shorter: a rank without room for this one may have some at the next size.
+            while heap and tokens[heap[0][1]] < own:
+                heapq.heappop(heap)
+            if not heap:
+                break
+            key, receiver = heap[0]
+            heapq.heapreplace(heap, (key + brings - filling * own, receiver))
+            owed[receiver] -= brings
+            tokens[receiver] -= own
+            rank[at] = receiver
+        begin = end
+    dealt = rank >= 0
+    return _take(ranges, dealt), rank[dealt], _take(ranges, ~dealt)
+
+
+def _fill(ranges: Stream, tokens_left: np.ndarray) -> tuple[Stream, np.ndarray]:
+    """Lay ranges end to end into what is left of the ranks' budgets, cut where a budget ends."""
+    ranges = _take(ranges, np.lexsort((ranges.start, ranges.document)))
+    ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(tokens_left)
+    begins = ends - (ranges.stop - ranges.start)
+    cuts = np.unique(np.concatenate((begins, tops[tops < (ends[-1] if len(ends) else 0)])))
+    uppers = np.append(cuts[1:], ends[-1:])
+    at = np.searchsorted(ends, cuts, side="right")
+    start = ranges.start[at] + cuts - begins[at]
+    rank = np.searchsorted(tops, cuts, side="right")
+    return Stream(ranges.document[at], start, start + uppers - cuts), rank
+
+
+def _take(ranges: Stream, chosen: np.ndarray) -> Stream:
+    return Stream(ranges.document[chosen], ranges.start[chosen], ranges.stop[chosen])
+
+
+def _joined(*streams: Stream) -> Stream:
+    nothing = Stream(*(np.zeros(0, np.int64),) * 3)
+    columns = zip(*((s.document, s.start, s.stop) for s in (nothing, *streams)), strict=True)
+    return Stream(*(np.concatenate(column) for column in columns))

@@ -1,0 +1,66 @@
+"""A rank without tokens that serves a phase of others: the same exchanges in the same order, and no work of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distca.runtime.device_routes import NanoRoutes
+from distca.runtime.dispatch import AttentionCall
+from distca.runtime.ping_pong import run_layers
+from distca.runtime.pool import AttentionPool
+
+
+@dataclass(frozen=True)
+class EmptyLayer:
+    """Stands in for a transformer layer where there are no tokens.
+
+    Attributes:
+        heads: query heads of this tensor-parallel rank.
+        kv_heads: key/value heads of this tensor-parallel rank.
+        head_dim: elements per head.
+        dtype: of the rows.
+        device: where the server computes.
+        scale: factor on the attention scores.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.empty(0, self.heads, self.head_dim, dtype=self.dtype, device=self.device),
+            torch.empty(0, 2, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device),
+        )
+
+    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
+        return hidden
+
+
+def serve_forward_phase(pool: AttentionPool, routes: Sequence[NanoRoutes], layer: EmptyLayer, layers: int) -> None:
+    """Serve all layers of a forward phase."""
+    with torch.no_grad():
+        run_layers([layer] * layers, [torch.empty(0)] * len(routes), routes, pool)
+
+
+def serve_backward_phase(pool: AttentionPool, routes: Sequence[NanoRoutes], layer: EmptyLayer, layers: int) -> None:
+    """Serve all layers of a backward phase, in the order in which autograd runs them on ranks with tokens."""
+    q, kv = layer.pre(torch.empty(0), 0)
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    for number in reversed(range(layers)):
+        calls = [
+            AttentionCall.for_backward(pool, each, number, nano, layer.scale, (q, kv, q, lse))
+            for nano, each in enumerate(routes)
+        ][::-1]
+        for call in calls:
+            call.backward_launch_do(q)
+        for call in calls:
+            call.backward_serve()
+        for call in calls:
+            call.backward_join_gradients()

@@ -1,0 +1,201 @@
+"""The same-phase pipeline schedule: in a tick all stages run a forward phase, then all run a backward phase.
+
+With p stages, stage s runs the forward of micro-batch m in tick m + s and its backward in tick m + 2(p − 1) − s. M
+micro-batches take M + p − 1 phases of each kind, as 1F1B does; a stage holds 2(p − 1 − s) + 1 micro-batches in flight, where
+1F1B holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
+from megatron.core.utils import unwrap_model
+
+from distca.plan.phases import PipelinePlan
+from distca.runtime import AttentionPool, NanoRoutes
+from distca.runtime.idle import EmptyLayer, serve_backward_phase, serve_forward_phase
+from megatron_patches.training_step import DeviceBatch, sum_loss
+
+
+@dataclass(frozen=True)
+class StageRoutes:
+    """One rank's routes of a step.
+
+    Attributes:
+        busy: by micro-batch, the routes of its nano-batches: forward of its forward phase, backward of its backward phase.
+        idle_forward: by forward phase, the routes of a phase in which this stage only serves; None where it is busy.
+        idle_backward: the same for backward phases.
+    """
+
+    busy: tuple[tuple[NanoRoutes, ...], ...]
+    idle_forward: tuple[tuple[NanoRoutes, ...] | None, ...]
+    idle_backward: tuple[tuple[NanoRoutes, ...] | None, ...]
+
+    @staticmethod
+    def of(plan: PipelinePlan, stage: int, rank: int, device: torch.device | str) -> StageRoutes:
+        """Routes of a stage's data-parallel rank."""
+        me = plan.pool_rank(stage, rank)
+        micro_batches = len(plan.forward) - plan.stages + 1
+
+        def routes(forward: int | None, backward: int | None) -> tuple[NanoRoutes, ...]:
+            there = plan.forward[forward].plans if forward is not None else plan.backward[backward].plans  # type: ignore[index]
+            back = plan.backward[backward].plans if backward is not None else there
+            before = [None, *(each.layout for each in there)]
+            return tuple(
+                NanoRoutes.of(one, other, me, device, previous)
+                for one, other, previous in zip(there, back, before, strict=False)
+            )
+
+        return StageRoutes(
+            tuple(
+                routes(plan.forward_phase(number, stage), plan.backward_phase(number, stage))
+                for number in range(micro_batches)
+            ),
+            tuple(
+                routes(number, None) if phase.micro_batches[stage] is None else None
+                for number, phase in enumerate(plan.forward)
+            ),
+            tuple(
+                routes(None, number) if phase.micro_batches[stage] is None else None
+                for number, phase in enumerate(plan.backward)
+            ),
+        )
+
+
+def run_ticks(
+    model: DistributedDataParallel,
+    batches: Sequence[DeviceBatch],
+    plan: PipelinePlan,
+    routes: StageRoutes,
+    pool: AttentionPool,
+    *,
+    forward_only: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward and, unless told otherwise, backward of a global batch over all stages.
+
+    Args:
+        model: this stage's part, from wrap_for_data_parallel.
+        batches: this rank's micro-batches; stages other than the first and the last only use their sizes and positions.
+        plan: the step's plan.
+        routes: this rank's routes.
+        pool: the server pool, over all stages; it resends.
+        forward_only: compute losses only.
+
+    Returns:
+        (sum of the token losses, number of tokens) over the whole global batch: two float64 scalars on the device.
+    """
+    if not forward_only:
+        model.zero_grad_buffer()
+    stage = _Stage(model, batches, routes, pool)
+    last = plan.stages - 1
+    for tick in range(len(plan.forward) + (0 if forward_only else last)):
+        if tick < len(plan.forward):
+            stage.forward_phase(tick, plan, forward_only)
+        if not forward_only and tick >= last:
+            stage.backward_phase(tick - last, plan)
+    if not forward_only:
+        finalize_model_grads([model], stage.total[1].int())
+    total = stage.total
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total[0], total[1]
+
+
+class _Stage:
+    """One rank's walk through the phases."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        batches: Sequence[DeviceBatch],
+        routes: StageRoutes,
+        pool: AttentionPool,
+    ) -> None:
+        self._model, self._batches, self._routes, self._pool = model, batches, routes, pool
+        self._gpt = unwrap_model(model)
+        self._config = self._gpt.config
+        self._number = parallel_state.get_pipeline_model_parallel_rank()
+        self._p2p = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), self._config)
+        self._inputs: dict[int, torch.Tensor | None] = {}
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._received: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
+        device = batches[0].tokens.device
+        self.total = torch.zeros(2, dtype=torch.float64, device=device)
+        self._layers = len(self._gpt.decoder.layers)
+        tp = self._config.tensor_model_parallel_size
+        self._empty = EmptyLayer(
+            self._config.num_attention_heads // tp,
+            self._config.num_query_groups // tp,
+            self._config.kv_channels,
+            self._config.params_dtype,
+            device,
+            self._config.softmax_scale or self._config.kv_channels**-0.5,
+        )
+
+    def forward_phase(self, number: int, plan: PipelinePlan, forward_only: bool) -> None:
+        """Run or serve forward phase ``number``, then pass activations to the next stage."""
+        running = plan.forward[number].micro_batches
+        output = None
+        if running[self._number] is None:
+            serve_forward_phase(self._pool, self._routes.idle_forward[number] or (), self._empty, self._layers)
+        else:
+            output = self._forward(running[self._number], forward_only)  # type: ignore[arg-type]
+        incoming = self._number > 0 and running[self._number - 1] is not None
+        shape = self._shape(running[self._number - 1]) if incoming else ()
+        sent = output if self._number < plan.stages - 1 else None
+        self._received = self._p2p.send_forward_recv_forward(sent, incoming, shape)
+        if output is not None and not forward_only:
+            deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
+
+    def backward_phase(self, number: int, plan: PipelinePlan) -> None:
+        """Run or serve backward phase ``number``, then pass gradients to the previous stage."""
+        running = plan.backward[number].micro_batches
+        gradient = None
+        micro_batch = running[self._number]
+        if micro_batch is None:
+            serve_backward_phase(self._pool, self._routes.idle_backward[number] or (), self._empty, self._layers)
+        else:
+            gradient = backward_step(
+                self._inputs.pop(micro_batch),
+                self._outputs.pop(micro_batch),
+                self._gradient,
+                ModelType.encoder_or_decoder,
+                self._config,
+            )
+        incoming = self._number < plan.stages - 1 and running[self._number + 1] is not None
+        shape = self._shape(running[self._number + 1]) if incoming else ()
+        self._gradient = self._p2p.send_backward_recv_backward(gradient if self._number else None, incoming, shape)
+
+    def _forward(self, micro_batch: int, forward_only: bool) -> torch.Tensor:
+        batch = self._batches[micro_batch]
+        self._gpt.set_input_tensor(self._received)
+        self._gpt.rotary_pos_emb.set_positions(batch.positions)
+        run = partial(self._model, batch.tokens, None, batch.micro_batch, labels=batch.labels)
+        if forward_only:
+            with torch.no_grad():
+                output = run()
+        else:
+            output = run()
+        if parallel_state.is_pipeline_last_stage():
+            output, _, figures = sum_loss(batch.loss_mask, output)
+            self.total += figures
+        if not forward_only:
+            self._inputs[micro_batch], self._outputs[micro_batch] = self._received, output
+        return output
+
+    def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
+        """Of the activations that a stage passes on: this rank's share of the sequence."""
+        assert micro_batch is not None
+        rows = self._batches[micro_batch].tokens.shape[1]
+        shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+        return rows // shares, 1, self._config.hidden_size

@@ -1,0 +1,43 @@
+import numpy as np
+import pytest
+
+from distca.plan import AttentionShape, analytic_cost
+from distca.profile.grid import Grid, points
+
+SHAPE = AttentionShape(32, 8, 128)
+STEPS = (64, 128, 1024, 16384, 131072)
+GRID = Grid(STEPS, (*STEPS, 262144), 128, 6e-3, 8, 0.25, 30e-3, 792, 500_000, 1_000_000)
+
+
+def test_every_point_has_a_full_batch_that_memory_holds():
+    cost = analytic_cost(32, 8, 128)
+    found = points(GRID, SHAPE)
+    for point in found:
+        q, kv = GRID.q_rows[point.at[0]], GRID.kv_rows[point.at[1]]
+        tasks = len(point.q_rows)
+        assert (point.q_rows + GRID.tile).sum() <= GRID.most_q_rows + GRID.tile * tasks / 2
+        assert point.kv_rows.sum() <= GRID.most_kv_rows + GRID.tile * tasks / 2
+        assert (point.kv_rows >= point.q_rows).all() and (point.q_rows > 0).all()
+        full = cost.forward(point.q_rows, point.kv_rows).sum() >= 0.9 * GRID.fill_s
+        held = min(GRID.most_q_rows // (q + GRID.tile), GRID.most_kv_rows // kv)
+        assert full or tasks == held
+        assert point.forward_full == (tasks * 32 * -(-q // 128) >= GRID.tiles)
+    assert len({point.at for point in found}) == len(found)
+
+
+def test_points_that_take_too_long_are_left_out():
+    at = {(GRID.q_rows[p.at[0]], GRID.kv_rows[p.at[1]]) for p in points(GRID, SHAPE)}
+    assert (131072, 131072) in at
+    assert (16384, 262144) in at
+    assert (131072, 262144) not in at
+    assert (1024, 128) not in at
+
+
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_whole_documents_have_lengths_around_the_point(rows):
+    (point,) = [p for p in points(GRID, SHAPE) if GRID.q_rows[p.at[0]] == rows == GRID.kv_rows[p.at[1]]]
+    assert (point.q_rows == point.kv_rows).all()
+    assert np.unique(point.q_rows).size > 7
+    assert abs(point.q_rows.mean() - rows) <= 8
+    assert point.q_rows.min() == rows - min(64, rows // 2)
+    assert point.q_rows.max() < rows + 64

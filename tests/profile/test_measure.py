@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+import torch
+
+from distca.attention.reference import ReferenceKernel
+from distca.plan import AttentionShape, load_table
+from distca.profile import served
+from distca.profile.grid import grid_for
+from distca.profile.measure import measure_device
+from distca.profile.tables import write_table
+from tests.profile.machine import PretendMachine, true_backward, true_forward
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(2, 1, 8, 4)
+
+
+def silent(name, steps):
+    return lambda: None
+
+
+def measure(kernel):
+    return measure_device(kernel, SHAPE, CPU, torch.float32, hidden=16, ffn=32, progress=silent)
+
+
+@pytest.fixture(scope="module")
+def pretend_table(tmp_path_factory):
+    """What a machine of known costs is measured to cost: the file's content and its path."""
+    machine = PretendMachine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served, "Clock", lambda device: machine)
+        content = measure(machine)
+    path = tmp_path_factory.mktemp("tables") / "table.json"
+    write_table(path, content)
+    return content, path
+
+
+def test_table_holds_the_true_cost_of_shards_at_its_points(pretend_table):
+    _, path = pretend_table
+    cost, grid = load_table(path), grid_for(CPU, SHAPE)
+    points = [(q, kv) for q in grid.q_rows for kv in grid.kv_rows if q < kv]
+    q, kv = np.array(points).T
+    np.testing.assert_allclose(cost.forward(q, kv), true_forward(q, kv), rtol=1e-4)
+    np.testing.assert_allclose(cost.backward(q, kv), true_backward(q, kv), rtol=1e-4)
+
+
+def test_whole_documents_pay_for_their_unfilled_tiles(pretend_table):
+    """A document of any length up to a tile more or less costs half a tile more than one that ends with its tile."""
+    _, path = pretend_table
+    cost = load_table(path)
+    for rows in (64, 128, 256):
+        lengths = np.arange(rows - 8, rows + 8)
+        np.testing.assert_allclose(
+            cost.forward(lengths, lengths).sum(), true_forward(lengths, lengths).sum(), rtol=0.02
+        )
+
+
+def test_validation_finds_how_far_predictions_are_off(pretend_table):
+    content, _ = pretend_table
+    validation = content["validation"]
+    assert 0 < validation["forward_error"]["mean"] <= validation["forward_error"]["worst"] < 0.12
+    for batch in validation["batches"]:
+        assert batch["tasks"] > 3
+        assert batch["backward_measured_s"] > 2.5 * batch["forward_measured_s"]
+
+
+def test_reference_kernel_on_this_machine(tmp_path):
+    content = measure(ReferenceKernel())
+    write_table(tmp_path / "table.json", content)
+    cost = load_table(tmp_path / "table.json")
+    grid = grid_for(CPU, SHAPE)
+    measured = np.array(content["forward_seconds"])
+    for row, q in enumerate(grid.q_rows):
+        for column, kv in enumerate(grid.kv_rows):
+            if q <= kv:
+                assert measured[row, column] > 0
+                assert cost.forward(np.array(q), np.array(kv)) == pytest.approx(measured[row, column], rel=1e-5)
+            else:
+                assert np.isnan(measured[row, column])
+    assert content["linear"]["forward_s_per_token"] > 0
+    assert content["linear"]["backward_s_per_token"] > 0
