@@ -63,7 +63,7 @@ def transformer_config(
         shape: the model's sizes.
         dtype: of parameters and activations.
         sequence_parallel: shard activations between tensor-parallel blocks by tokens.
-        recompute_at_home: let stock layers recompute norms and MLPs (not for disaggregated blocks, which recompute
+        recompute_at_home: let stock layers recompute their MLPs (not for disaggregated blocks, which recompute
             whole segments by themselves).
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
     """
@@ -100,7 +100,8 @@ def transformer_config(
         sequence_parallel=sequence_parallel and tp > 1,
         use_cpu_initialization=cpu_initialization,
         recompute_granularity="selective" if recompute_at_home else None,
-        recompute_modules=["layernorm", "mlp"] if recompute_at_home else None,
+        # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
+        recompute_modules=["mlp"] if recompute_at_home else None,
     )
 
 

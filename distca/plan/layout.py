@@ -16,8 +16,10 @@ from typing import get_args
 
 import numpy as np
 
+from distca.plan.cost import CostModel, area_cost
 from distca.plan.dealing import Dealing, Stream, dealt_evenly, halves
 from distca.plan.errors import PlanError
+from distca.plan.placement import Placement, spread
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,12 @@ def lay_out(
     capacities: Sequence[int] | np.ndarray | None = None,
     align: int = 1,
     dealing: Dealing = "in_order",
+    placement: Placement = "in_order",
+    cost: CostModel | None = None,
 ) -> tuple[Layout, ...]:
     """Place a micro-batch's documents on ranks, as one or two nano-batches.
 
-    Documents are placed in the order given, except as ``dealing`` says. Without ``rank_of`` and ``capacities`` every
+    Documents are placed in the order given, except as ``dealing`` and ``placement`` say. Without ``rank_of`` and ``capacities`` every
     rank gets an equal share of each nano-batch's tokens (a multiple of ``align``, so that sequence-parallel shards need
     no padding except on the last rank) and a document that overflows goes on on the next rank.
 
@@ -113,6 +117,10 @@ def lay_out(
         align: rows per rank are multiples of this where documents may span ranks.
         dealing: which documents go into which of two halves, both of equal tokens. "in_order": ping gets the first
             ones. "even": documents are dealt by length, so that both halves also have about equal attention work.
+        placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
+            every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks.
+            ``rank_of`` and ``capacities`` name the ranks themselves and always mean "in_order".
+        cost: what "spread" counts as work; None counts query-key pairs.
 
     Returns:
         One layout per nano-batch.
@@ -121,11 +129,12 @@ def lay_out(
         PlanError: on lengths, ranks or capacities that cannot be laid out; the message names the value and the limit.
     """
     length = np.asarray(lengths, dtype=np.int64).reshape(-1)
-    _check(length, ranks, nano_batches, rank_of, capacities, align, dealing)
+    _check(length, ranks, nano_batches, rank_of, capacities, align, dealing, placement)
     if rank_of is not None:
         placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64), dealing)
     else:
-        placed = _place_spanning(length, ranks, nano_batches, capacities, align, dealing)
+        spread_by = (cost or area_cost()) if placement == "spread" and capacities is None else None
+        placed = _place_spanning(length, ranks, nano_batches, capacities, align, dealing, spread_by)
     layouts: list[Layout] = []
     for shards, rows in placed:
         layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
@@ -140,6 +149,7 @@ def _check(
     capacities: Sequence[int] | np.ndarray | None,
     align: int,
     dealing: str,
+    placement: str,
 ) -> None:
     if ranks < 1:
         raise PlanError(f"A layout needs at least one rank, not {ranks}.")
@@ -149,6 +159,8 @@ def _check(
         raise PlanError(f"align is {align}; rows per rank can only be multiples of 1 or more.")
     if dealing not in get_args(Dealing):
         raise PlanError(f"dealing is {dealing!r}; choose one of {', '.join(get_args(Dealing))}.")
+    if placement not in get_args(Placement):
+        raise PlanError(f"placement is {placement!r}; choose one of {', '.join(get_args(Placement))}.")
     if len(length) and length.min() < 1:
         raise PlanError(
             f"Document {int(length.argmin())} has {int(length.min())} tokens; every document needs at least 1."
@@ -177,6 +189,7 @@ def _place_spanning(
     capacities: Sequence[int] | np.ndarray | None,
     align: int,
     dealing: Dealing,
+    spread_by: CostModel | None,
 ) -> list[tuple[Shards, np.ndarray]]:
     total = int(length.sum())
     if capacities is None:
@@ -193,7 +206,9 @@ def _place_spanning(
     if nano_batches == 2 and dealing == "even":
         documents = dealt_evenly(length, documents, ping_first=True)
     streams = halves(length, documents, nano_batches, cut)
-    return [_cut_at_ranks(stream, bound) for stream, bound in zip(streams, bounds, strict=True)]
+    if spread_by is None:
+        return [_cut_at_ranks(stream, bound) for stream, bound in zip(streams, bounds, strict=True)]
+    return [_spread(stream, bound, length, spread_by) for stream, bound in zip(streams, bounds, strict=True)]
 
 
 def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
@@ -218,6 +233,23 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
     shards = Shards(stream.document[piece], start, start + tops - cuts, rank, cuts - bounds[rank])
     rows = np.bincount(rank, weights=tops - cuts, minlength=len(bounds) - 1).astype(np.int64)
     return shards, rows
+
+
+def _spread(
+    stream: Stream, bounds: np.ndarray, length: np.ndarray, cost: CostModel
+) -> tuple[Shards, np.ndarray]:
+    """Place a stream of document ranges by work; every rank's rows are in order of document and position."""
+    budgets = np.diff(bounds)
+    if not budgets.any():
+        return _cut_at_ranks(stream, bounds)
+    placed, rank = spread(stream, budgets, cost)
+    # A document that goes on in the next nano-batch comes last on every rank, because carried rows are a rank's tail.
+    goes_on = np.zeros(len(length), bool)
+    goes_on[stream.document] = stream.stop < length[stream.document]
+    order = np.lexsort((placed.start, placed.document, goes_on[placed.document], rank))
+    document, start, stop, rank = (x[order] for x in (placed.document, placed.start, placed.stop, rank))
+    ends = np.cumsum(stop - start)
+    return Shards(document, start, stop, rank, ends - (stop - start) - bounds[rank]), budgets
 
 
 def _place_whole(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,6 +12,7 @@ import numpy as np
 from distca.plan.balance import imbalance, server_seconds, traffic
 from distca.plan.cost import CostModel
 from distca.plan.layout import Dealing, Layout, lay_out
+from distca.plan.placement import Placement
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler import DEFAULT_TOLERANCE, Links, schedule
 
@@ -56,6 +57,7 @@ class MicroBatchPlan:
         cost: the cost model that was planned with.
         resend: whether backward resends rows, to the servers of its own plan.
         planning_ms: milliseconds that laying out and planning took.
+        in_order: makes the layouts that plain packing of the same documents would have.
     """
 
     nano_batches: tuple[NanoPlan, ...]
@@ -63,10 +65,18 @@ class MicroBatchPlan:
     cost: CostModel
     resend: bool
     planning_ms: float = field(compare=False)
+    in_order: Callable[[], tuple[Layout, ...]] = field(compare=False, repr=False)
 
     @property
     def seconds_before(self) -> np.ndarray:
-        """[R] attention seconds per rank of one layer, forward and backward, every shard at home."""
+        """[R] attention seconds per rank of one layer, forward and backward, with neither a placement by work nor
+        servers: documents in order, every shard computed at home."""
+        return self._seconds([(plan_at_home(layout),) * 2 for layout in self.in_order()])
+
+    @property
+    def seconds_at_home(self) -> np.ndarray:
+        """[R] attention seconds per rank of one layer, forward and backward, with this plan's layouts, every shard
+        computed at home."""
         return self._seconds([(plan_at_home(nano.layout),) * 2 for nano in self.nano_batches])
 
     @property
@@ -76,7 +86,7 @@ class MicroBatchPlan:
 
     @property
     def imbalance_before(self) -> float:
-        """Slowest rank over the mean, every shard at home."""
+        """Slowest rank over the mean, documents in order and every shard at home."""
         return imbalance(self.seconds_before)
 
     @property
@@ -121,6 +131,7 @@ def plan_micro_batch(
     capacities: Sequence[int] | np.ndarray | None = None,
     align: int = 1,
     dealing: Dealing = "even",
+    placement: Placement = "spread",
     resend: bool = False,
     disaggregate: bool = True,
     tolerance: float = DEFAULT_TOLERANCE,
@@ -134,16 +145,18 @@ def plan_micro_batch(
         lengths: [D] tokens per document.
         ranks: home ranks, which are also the attention servers.
         cost: seconds per CA-task.
-        nano_batches, rank_of, capacities, align, dealing: see ``lay_out``; unlike there, two halves are dealt evenly.
+        nano_batches, rank_of, capacities, align, dealing, placement: see ``lay_out``; unlike there, two halves are dealt
+            evenly and long documents are spread.
         resend: plan the backward on its own; needed where a forward's server is gone by its backward (pipelines).
-        disaggregate: False computes every shard at home.
+        disaggregate: False places documents in order and computes every shard at home.
         tolerance, links, speeds, max_received_bytes: see ``schedule``.
 
     Raises:
         PlanError: on lengths that cannot be laid out, or a memory cap that cannot be met.
     """
     began = time.perf_counter()
-    layouts = lay_out(
+    in_order = partial(
+        lay_out,
         lengths,
         ranks,
         nano_batches=nano_batches,
@@ -152,6 +165,7 @@ def plan_micro_batch(
         align=align,
         dealing=dealing,
     )
+    layouts = in_order(placement=placement, cost=cost) if disaggregate else in_order()
     plan_one = partial(
         schedule,
         cost=cost,
@@ -176,4 +190,5 @@ def plan_micro_batch(
         cost,
         resend,
         planning_ms=(time.perf_counter() - began) * 1e3,
+        in_order=in_order,
     )

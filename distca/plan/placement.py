@@ -26,15 +26,17 @@ from distca.plan.offers import area
 Placement = Literal["in_order", "spread"]
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
-_DENSE = 0.5
+_DENSE = 0.6
 """Documents with at least this part of the mean work per token are cut where they exceed a rank's work; less dense
-ones are needed everywhere as filling. 0.3 and 1.0 both move more bytes (docs/planning.md)."""
+ones are needed everywhere as filling. Lower values leave ranks full of middling documents without enough work, higher
+ones move more bytes (docs/planning.md)."""
 _SAME_SIZE = 1.5
 """Ranges within this factor of rows are dealt against the same filling."""
-_FILLING = 0.02
+_FILLING = 0.03
 """The shortest documents, with this part of all work, are not dealt one by one."""
 _ENOUGH_OVER = 0.005
-_ROUNDS = 3
+_PASSES = 3
+_CORRECTIONS = 2
 
 
 def spread(stream: Stream, budgets: np.ndarray, cost: CostModel) -> tuple[Stream, np.ndarray]:
@@ -81,7 +83,7 @@ def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, 
     Cutting adds work (keys are loaded once more for every part), so the cuts are made again with the higher mean.
     """
     mean = 1.0
-    for _ in range(_ROUNDS):
+    for _ in range(_PASSES):
         parts, rest = _parts_of(stream, budgets, work, mean)
         total = float(work(parts.start, parts.stop).sum() + work(rest.start, rest.stop).sum()) / len(budgets)
         if abs(total - mean) < _ENOUGH_OVER:
@@ -99,21 +101,23 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     surplus = whole - filling * rows
     roomy = _roomy(budgets)
     wanted, most_rows = mean - filling * float(budgets[roomy].mean()), int(budgets[roomy].min())
+    pairs_wanted = area(start, stop) * wanted / np.where(dense, np.maximum(surplus, 1e-300), np.inf)
     cut: list[Stream] = []
     parts = 0
-    # All long documents lose their last rows at once; an equal share from the end, until no document is too long.
+    # All documents that are too long lose their last rows at once, again and again until none is.
     while parts < len(roomy):
         long = np.flatnonzero(dense & (surplus > wanted * (1 + _ENOUGH_OVER)))
         if not len(long) or wanted <= 0:
             break
         long = long[np.argsort(-surplus[long], kind="stable")][: len(roomy) - parts]
         low, high = start[long], stop[long]
-        pairs = area(low, high) * wanted / surplus[long]
-        for _ in range(_ROUNDS):
+        pairs = pairs_wanted[long]
+        for _ in range(_CORRECTIONS):
             middle = _start_of(high, pairs)
             middle = np.clip(middle, np.maximum(low, high - most_rows), high - 1)
             gained = work(middle, high) - filling * (high - middle)
             pairs = area(middle, high) * wanted / np.maximum(gained, 1e-3 * wanted)
+        pairs_wanted[long] = pairs
         cut.append(Stream(stream.document[long], middle, high))
         parts += len(long)
         stop[long] = middle

@@ -79,9 +79,6 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         recompute_at_home=config.train.recompute and not config.cad.enabled,
         cpu_initialization=not on_gpu,
     )
-    if model_config.recompute_modules == ["layernorm", "mlp"]:
-        # megatron-core 0.16.1 recomputes norms only where Transformer Engine is installed, and fails elsewhere.
-        model_config.recompute_modules = ["mlp"]
     gpt = build_model(
         config.model,
         vocabulary,

@@ -19,7 +19,7 @@ from distca.attention import TaskBatch
 from distca.attention.kernel import to_device
 from distca.data.batch import RankBatch, rank_batch
 from distca.data.corpus import DocumentSet
-from distca.data.sampler import MicroBatch, Sampler
+from distca.data.sampler import Sampler
 from distca.plan.cost import CostModel
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
 from distca.runtime import NanoRoutes

@@ -91,6 +91,7 @@ def test_even_dealing_evens_out_the_work_of_the_halves() -> None:
         ({"lengths": [3], "ranks": 1, "nano_batches": 3}, "1 or 2 nano-batches, not 3"),
         ({"lengths": [3], "ranks": 1, "align": 0}, "align is 0"),
         ({"lengths": [3], "ranks": 1, "dealing": "odd"}, "dealing is 'odd'"),
+        ({"lengths": [3], "ranks": 1, "placement": "odd"}, "placement is 'odd'"),
         ({"lengths": [3], "ranks": 2, "rank_of": [2]}, "names rank 2, but the 2 ranks are 0 to 1"),
         ({"lengths": [3], "ranks": 2, "rank_of": [-1]}, "names rank -1"),
         ({"lengths": [3], "ranks": 2, "rank_of": [0, 1]}, "2 home ranks for 1 documents"),

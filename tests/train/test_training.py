@@ -279,7 +279,7 @@ MISTAKES = {
     "other documents": (
         2,
         {"checkpoint__resume": "{folder}/started", "train__steps": 9, "data__seed": 5},
-        "restore data.seed",
+        "resuming would repeat or skip documents",
     ),
 }
 

@@ -1,0 +1,39 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from distca.commands.main import main
+from distca.plan import PlanError, load_table
+from distca.profile.tables import table_name
+
+SMALL = ["--heads", "2", "--kv_heads", "1", "--head_dim", "8", "--hidden", "16", "--ffn", "32"]
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
+
+
+def test_profile_writes_a_table_with_links(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["profile", "--ranks", "2", *SMALL])
+    path = tmp_path / table_name("cpu", "reference", 2, 1, 8)
+    content = json.loads(path.read_text())
+    assert [pair["ranks"] for pair in content["links"]["pairs"]] == [[0, 1]]
+    assert content["versions"]["torch"] == torch.__version__
+    assert load_table(path).backward(np.array(64), np.array(512)) > 0
+
+
+def test_impossible_heads_are_one_sentence(capfd):
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "--heads", "3", "--kv_heads", "2"])
+    assert ended.value.code == 2
+    assert "heads must be a positive multiple of kv_heads" in " ".join(capfd.readouterr().err.split())
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    from distca.commands import profile as command
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(command, "choose_kernel", lambda *args, **kwargs: None)
+    with pytest.raises(PlanError, match="2 GPUs"):
+        command.profile(ranks=3)

@@ -1,0 +1,42 @@
+"""Training plans with the measured table of its GPU and kernel, where there is one."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.plan import TableCost, analytic_cost
+from distca.plan.cost import AnalyticCost
+from distca.profile.tables import find_table
+from distca.train import setup
+from tests.profile.test_tables import write
+
+CONFIG = SimpleNamespace(
+    model=SimpleNamespace(heads=32, kv_heads=8, resolved_head_dim=128), parallel=SimpleNamespace(tp=2)
+)
+
+
+@pytest.fixture
+def one_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_table_or_analytic_model(tmp_path, monkeypatch):
+    folder = tmp_path / "tables"
+    monkeypatch.setattr(setup, "find_table", lambda *key: find_table(*key, folder=folder))
+    kernel = SimpleNamespace(name="flash4")
+    assert setup._cost(CONFIG, kernel, torch.bfloat16) == analytic_cost(16, 4, 128)
+    write(folder, factor=2.0)
+    cost = setup._cost(CONFIG, kernel, torch.bfloat16)
+    assert isinstance(cost, TableCost)
+    assert (cost.shape.heads, cost.shape.kv_heads) == (16, 4)
+    assert cost.forward(np.array(128), np.array(4096)) == pytest.approx(
+        2 * float(analytic_cost(16, 4, 128).forward(128, 4096)), rel=1e-5
+    )
+    assert isinstance(setup._cost(CONFIG, SimpleNamespace(name="reference"), torch.float32), AnalyticCost)
