@@ -3,8 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/planner.py
 
 Times are CPU milliseconds of one core (``time.process_time``): planning runs in a background thread, and wall time on a
-shared machine would measure its neighbours. Everything else is predicted by the analytic cost model (32 query heads, 8
-key/value heads, d 128, bf16, one H200's flash-attn-4 rates), not measured on GPUs.
+shared machine would measure its neighbours. "planner" is the default of ``plan_micro_batch``: documents are spread over
+ranks by work, then scheduled. "in_order" is the same scheduler on documents laid out one after the other, and
+"plain_greedy" a simple scheduler on that layout. Everything else is predicted by the analytic cost model (32 query
+heads, 8 key/value heads, d 128, bf16, one H200's flash-attn-4 rates), not measured on GPUs.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 import distca
 from distca.data.mixes import Mix, long_context, sample_lengths
 from distca.plan import (
+    Direction,
     Layout,
     Plan,
     Tasks,
@@ -36,6 +39,7 @@ from distca.plan import (
     server_seconds,
     traffic,
 )
+from distca.plan.placement import Placement
 
 TOKENS = 131_072
 SEEDS = 10
@@ -45,6 +49,8 @@ TOLERANCES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
 COST = analytic_cost(32, 8, 128)
 RELEASED = {"pretrain": (0.10, 0.46), "prolong": (0.04, 0.36)}
 """Share of all tokens that the released research planner moves as q and as k,v rows at 64 servers x 128K tokens."""
+PLACEMENTS: dict[str, Placement] = {"planner": "spread", "in_order": "in_order"}
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 ROOT = Path(__file__).parent
 
 
@@ -96,7 +102,7 @@ def figures(layout: Layout, plan: Plan) -> dict[str, float]:
     """What one plan achieves."""
     plan.check()
     home, moved = plan_at_home(layout), traffic(plan)
-    seconds = {d: server_seconds(plan, COST, d) for d in ("forward", "backward")}
+    seconds = {d: server_seconds(plan, COST, d) for d in DIRECTIONS}
     at_home = {d: server_seconds(home, COST, d) for d in seconds}
     return {
         "home_makespan_over_mean": max(imbalance(at_home[d]) for d in seconds),
@@ -107,7 +113,8 @@ def figures(layout: Layout, plan: Plan) -> dict[str, float]:
         "kv_share": moved.kv_rows / layout.tokens,
         "kv_share_at_home": traffic(home).kv_rows / layout.tokens,
         "kb_per_token": kilobytes(moved.q_rows, moved.kv_rows) / layout.tokens,
-        "kb_per_token_estimate": estimate(layout, sum(at_home.values())) + 4 * traffic(home).kv_rows / layout.tokens,
+        "kb_per_token_estimate": estimate(layout, np.sum(list(at_home.values()), axis=0))
+        + 4 * traffic(home).kv_rows / layout.tokens,
     }
 
 
@@ -123,13 +130,24 @@ def estimate(layout: Layout, seconds: np.ndarray, tolerance: float = 0.02) -> fl
     return float(2 * np.sqrt((16 + 4 / 2) * 4 * pairs).sum()) / layout.tokens
 
 
-def timed(layout: Layout) -> tuple[Plan, float, float]:
-    """The plan, and CPU milliseconds of planning and of one rank's routes."""
-    began = time.process_time()
+def planned(lengths: np.ndarray, servers: int, placement: Placement) -> dict[str, float]:
+    """What planning achieves, and CPU milliseconds of layout, plan and one rank's routes."""
+    times = [time.process_time()]
+    (layout,) = lay_out(lengths, servers, placement=placement, cost=COST)
+    times.append(time.process_time())
     plan = schedule(layout, COST)
-    planned = time.process_time()
-    route(plan, layout.ranks // 2)
-    return plan, (planned - began) * 1e3, (time.process_time() - planned) * 1e3
+    times.append(time.process_time())
+    route(plan, servers // 2)
+    times.append(time.process_time())
+    layout_ms, plan_ms, route_ms = (np.diff(times) * 1e3).tolist()
+    return {
+        **figures(layout, plan),
+        "layout_ms": layout_ms,
+        "plan_ms": plan_ms,
+        "route_ms": route_ms,
+        "plan_and_route_ms": plan_ms + route_ms,
+        "total_ms": layout_ms + plan_ms + route_ms,
+    }
 
 
 def summarise(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -139,21 +157,18 @@ def summarise(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def case(lengths: Callable[[int], np.ndarray], servers: int, released: tuple[float, float] | None) -> dict[str, object]:
-    """Ten seeds of one mix and size, ours and the plain greedy."""
-    ours, greedy = [], []
-    for seed in range(SEEDS):
-        (layout,) = lay_out(lengths(seed), servers)
-        plan, plan_ms, route_ms = timed(layout)
-        ours.append({**figures(layout, plan), "plan_ms": plan_ms, "route_ms": route_ms, "total_ms": plan_ms + route_ms})
-        if servers <= 64:
-            greedy.append(figures(layout, plain_greedy(layout)))
-    result: dict[str, object] = {"planner": summarise(ours), "seeds_within_1.02": _within(ours)}
-    if greedy:
-        result["plain_greedy"] = summarise(greedy)
-    if released:
-        theirs = kilobytes(*released)
-        result["bytes_over_released"] = [round(row["kb_per_token"] / theirs, 3) for row in ours]
-        result["median_bytes_over_released"] = statistics.median(row["kb_per_token"] / theirs for row in ours)
+    """Ten seeds of one mix and size."""
+    result: dict[str, object] = {}
+    for name, placement in PLACEMENTS.items():
+        rows = [planned(lengths(seed), servers, placement) for seed in range(SEEDS)]
+        made: dict[str, object] = {**summarise(rows), "seeds_within_1.02": _within(rows)}
+        if released:
+            over = [row["kb_per_token"] / kilobytes(*released) for row in rows]
+            made["bytes_over_released"] = {"median": statistics.median(over), "seeds": [round(x, 3) for x in over]}
+        result[name] = made
+    if servers <= 64:
+        layouts = [lay_out(lengths(seed), servers)[0] for seed in range(SEEDS)]
+        result["plain_greedy"] = summarise([figures(layout, plain_greedy(layout)) for layout in layouts])
     return result
 
 
@@ -173,9 +188,12 @@ def stretched(mix: Mix, context: int, tokens: int, seed: int) -> np.ndarray:
     return kept
 
 
-def curve(mix: Mix, servers: int = 64) -> list[dict[str, float]]:
+def curve(mix: Mix, placement: Placement, servers: int = 64) -> list[dict[str, float]]:
     """Bytes and makespan by tolerance, medians over the seeds."""
-    layouts = [lay_out(sample_lengths(mix, servers * TOKENS, seed), servers)[0] for seed in range(SEEDS)]
+    layouts = [
+        lay_out(sample_lengths(mix, servers * TOKENS, seed), servers, placement=placement, cost=COST)[0]
+        for seed in range(SEEDS)
+    ]
     points = []
     for tolerance in TOLERANCES:
         rows = [figures(layout, schedule(layout, COST, tolerance=tolerance)) for layout in layouts]
@@ -244,7 +262,11 @@ def main() -> None:
             cases[f"{mix} 64, context {context // 1024}K"] = made
             show(f"{mix} 64, context {context // 1024}K", made)
     results["cases"] = cases
-    curves = {mix: curve(mix) for mix in MIXES}
+    curves = {
+        f"{mix}, {name.replace('_', ' ')}": curve(mix, placement)
+        for mix in MIXES
+        for name, placement in (("in order", PLACEMENTS["in_order"]), ("spread", PLACEMENTS["planner"]))
+    }
     results["tolerance_curve_64_servers"] = curves
     (ROOT / "results").mkdir(exist_ok=True)
     (ROOT / "results" / "planner.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -252,21 +274,23 @@ def main() -> None:
 
 
 def show(name: str, made: dict) -> None:
-    ours = made["planner"]
-    line = (
-        f"{name:28} home {ours['home_makespan_over_mean']['median']:5.2f} -> "
-        f"{ours['makespan_over_mean']['median']:.4f} (max {ours['makespan_over_mean']['max']:.4f}), "
-        f"q {ours['q_share']['median']:.3f} kv {ours['kv_share']['median']:.3f} "
-        f"{ours['kb_per_token']['median']:.2f} KB/token, {ours['total_ms']['median']:.1f} ms"
-    )
+    parts = []
+    for kind in PLACEMENTS:
+        ours = made[kind]
+        parts.append(
+            f"{kind}: home {ours['home_makespan_over_mean']['median']:.2f} -> "
+            f"{ours['makespan_over_mean']['median']:.4f} (max {ours['makespan_over_mean']['max']:.4f}), "
+            f"q {ours['q_share']['median']:.3f} kv {ours['kv_share']['median']:.3f} "
+            f"{ours['kb_per_token']['median']:.2f} KB, layout {ours['layout_ms']['median']:.1f}, "
+            f"plan and route {ours['plan_and_route_ms']['median']:.1f} ms"
+            + (f", {ours['bytes_over_released']['median']:.2f}x released" if "bytes_over_released" in ours else "")
+        )
     if "plain_greedy" in made:
         greedy = made["plain_greedy"]
-        line += (
-            f"; plain greedy {greedy['kb_per_token']['median']:.2f} KB, {greedy['makespan_over_mean']['median']:.3f}"
+        parts.append(
+            f"plain greedy {greedy['kb_per_token']['median']:.2f} KB, {greedy['makespan_over_mean']['median']:.3f}"
         )
-    if "median_bytes_over_released" in made:
-        line += f"; {made['median_bytes_over_released']:.2f}x released"
-    print(line, flush=True)
+    print("\n   ".join([name, *parts]), flush=True)
 
 
 if __name__ == "__main__":

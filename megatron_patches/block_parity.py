@@ -87,14 +87,24 @@ def block_stock(
 def block_packed(
     case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
-    """megatron-core's block and layers with a packed-document kernel, by this rank alone: what training runs where core
-    attention is not disaggregated."""
-    initialize_model_parallel(1, 1, case.seed)
+    """megatron-core's block and layers with a packed-document kernel and the case's tensor and sequence parallelism: what
+    training runs where core attention is not disaggregated. Every data-parallel rank computes all documents."""
+    initialize_model_parallel(case.tp, 1, case.seed)
     model = build(case, dtype, "packed", kernel=kernel, timeline=Timeline(device)).to(device=device, dtype=dtype)
     lengths = RandomDocuments(case).micro_batches[0].lengths
+    tokens = int(lengths.sum())
     borders = np.concatenate(([0], np.cumsum(lengths)))
-    documents = PackedMicroBatch(TaskBatch.of(borders, borders, device), int(borders[-1]))
-    return _alone(case, model, weights, np.concatenate([np.arange(length) for length in lengths]), documents)
+    padding = -tokens % case.tp
+    positions = np.concatenate([*(np.arange(length) for length in lengths), np.zeros(padding, np.int64)])
+    numbers = np.concatenate((np.arange(1, tokens + 1), np.zeros(padding, np.int64)))
+    documents = PackedMicroBatch(TaskBatch.of(borders, borders, device), tokens)
+    outcome = _share(case, model, weights, positions, numbers, documents, tokens)
+    replicas = dist.get_world_size() // case.tp
+    return BlockOutcome(
+        outcome.output / replicas,
+        outcome.input_gradient / replicas,
+        {name: gradient / replicas for name, gradient in outcome.weight_gradients.items()},
+    )
 
 
 def _alone(
@@ -102,7 +112,7 @@ def _alone(
     model: GPTModel,
     weights: dict[str, torch.Tensor],
     positions: np.ndarray,
-    attention: torch.Tensor | PackedMicroBatch,
+    attention: torch.Tensor,
 ) -> BlockOutcome:
     load_full_weights(model, weights, 0)
     parameter = next(model.parameters())
@@ -114,39 +124,64 @@ def _alone(
     return BlockOutcome(output.detach().cpu(), hidden.grad.cpu(), gradients)
 
 
+def _share(
+    case: ParityCase,
+    model: GPTModel,
+    weights: dict[str, torch.Tensor],
+    positions: np.ndarray,
+    numbers: np.ndarray,
+    attention: DisaggregatedMicroBatch | PackedMicroBatch,
+    tokens: int,
+) -> BlockOutcome:
+    """Run this rank's share of a block and gather everything, summed over data-parallel ranks.
+
+    Args:
+        case: the case.
+        model: of this tensor-parallel rank.
+        weights: full weights.
+        positions: position of each row of the data-parallel rank.
+        numbers: row of the packed micro-batch that each of them is, counted from 1; 0 for padding.
+        attention: how core attention runs.
+        tokens: rows of the packed micro-batch.
+    """
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    load_full_weights(model, weights, tp_rank)
+    parameter = next(model.parameters())
+    dtype, device = parameter.dtype, parameter.device
+    model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(device))
+    share = len(numbers) // case.tp
+    mine = torch.from_numpy(numbers[tp_rank * share : (tp_rank + 1) * share]).to(device)
+    full, weight = _rows(case, tokens, dtype, device)
+    padded = torch.cat((full.new_zeros(1, full.shape[1]), full.detach()))
+    hidden = padded[mine].requires_grad_()
+    output = model.decoder(hidden[:, None], attention, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
+    real = mine > 0
+    (output[real] * weight[mine[real] - 1]).sum().backward()
+    gradients = {}
+    for name, part in model.decoder.named_parameters():
+        # As in training: halves and ranks are added up in float32.
+        gradient = torch.zeros_like(part, dtype=torch.promote_types(dtype, torch.float32))
+        gradient += part.grad
+        dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
+        if getattr(part, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+        gradients[name] = gather_shares(name, gradient, weights[f"decoder.{name}"].shape)
+    return BlockOutcome(_everywhere(output.detach(), mine, tokens), _everywhere(hidden.grad, mine, tokens), gradients)
+
+
 def block_disaggregated(
     case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
     """The disaggregated block over all ranks; every rank calls it and gets the same outcome."""
     initialize_model_parallel(case.tp, 1, case.seed)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
     model = build(case, dtype, "disaggregated", pool=pool).to(device=device, dtype=dtype)
-    load_full_weights(model, weights, tp_rank)
     micro_batch = RandomDocuments(case).micro_batches[0]
-    tokens = int(micro_batch.lengths.sum())
     planned = plans_of(case, micro_batch, pool.transport.rank, pool.transport.ranks, 0, device)
     rows = planned.rows(_RowNumbers(micro_batch.lengths), micro_batch)
-    model.rotary_pos_emb.set_positions(torch.from_numpy(rows.positions).to(device))
-    share = len(rows.tokens) // case.tp
-    mine = torch.from_numpy(rows.tokens[tp_rank * share : (tp_rank + 1) * share]).to(device)
-    full, weight = _rows(case, tokens, dtype, device)
-    padded = torch.cat((full.new_zeros(1, full.shape[1]), full.detach()))
-    hidden = padded[mine].requires_grad_()
     attention = DisaggregatedMicroBatch(planned.routes, rows.nano_rows, case.tp)
-    output = model.decoder(hidden[:, None], attention, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
-    real = mine > 0
-    (output[real] * weight[mine[real] - 1]).sum().backward()
-    gradients = {}
-    for name, parameter in model.decoder.named_parameters():
-        # As in training: halves and ranks are added up in float32.
-        gradient = torch.zeros_like(parameter, dtype=torch.promote_types(dtype, torch.float32))
-        gradient += parameter.grad
-        dist.all_reduce(gradient, group=server_pool_group())
-        if getattr(parameter, "sequence_parallel", False):
-            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
-        gradients[name] = gather_shares(name, gradient, weights[f"decoder.{name}"].shape)
-    return BlockOutcome(_everywhere(output.detach(), mine, tokens), _everywhere(hidden.grad, mine, tokens), gradients)
+    tokens = int(micro_batch.lengths.sum())
+    return _share(case, model, weights, rows.positions, rows.tokens, attention, tokens)
 
 
 def _rows(case: ParityCase, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,8 +197,9 @@ def _rows(case: ParityCase, tokens: int, dtype: torch.dtype, device: torch.devic
 
 def _everywhere(rows: torch.Tensor, numbers: torch.Tensor, tokens: int) -> torch.Tensor:
     """All ranks' rows in their places."""
-    whole = rows.new_zeros(tokens + 1, rows.shape[1])
-    whole[numbers] = rows
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    whole = torch.zeros(tokens + 1, rows.shape[1], dtype=wide, device=rows.device)
+    whole[numbers] = rows.to(wide)
     whole[0] = 0
     dist.all_reduce(whole)
     return whole[1:].cpu()

@@ -93,7 +93,7 @@ def float64_errors(cases: Sequence[ParityCase], device: torch.device) -> list[Fi
 
 
 def bfloat16_ratios(small_cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
-    """Our block's distance from float64, over the distance of stock megatron-core's block with the same kernel."""
+    """Our block's distance from float64, over that of stock megatron-core with the same kernel and tensor parallelism."""
     kernel = choose_kernel("auto", device=device, dtype=torch.bfloat16, head_dim=GPU_SHAPE.resolved_head_dim)
     cases = [replace(case, shape=GPU_SHAPE) for case in small_cases]
     weights = [block_parity.rounded_weights(case, torch.bfloat16) for case in cases]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -102,9 +103,10 @@ def lay_out(
 ) -> tuple[Layout, ...]:
     """Place a micro-batch's documents on ranks, as one or two nano-batches.
 
-    Documents are placed in the order given, except as ``dealing`` and ``placement`` say. Without ``rank_of`` and ``capacities`` every
-    rank gets an equal share of each nano-batch's tokens (a multiple of ``align``, so that sequence-parallel shards need
-    no padding except on the last rank) and a document that overflows goes on on the next rank.
+    Documents are placed in the order given, except as ``dealing`` and ``placement`` say. Without ``rank_of`` and
+    ``capacities`` every rank gets an equal share of each nano-batch's tokens (a multiple of ``align``, so that
+    sequence-parallel shards need no padding except on the last rank) and a document that overflows goes on on the next
+    rank.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
@@ -119,7 +121,7 @@ def lay_out(
             ones. "even": documents are dealt by length, so that both halves also have about equal attention work.
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
             every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks.
-            ``rank_of`` and ``capacities`` name the ranks themselves and always mean "in_order".
+            With ``rank_of`` or ``capacities`` it is always "in_order".
         cost: what "spread" counts as work; None counts query-key pairs.
 
     Returns:
@@ -206,14 +208,12 @@ def _place_spanning(
     if nano_batches == 2 and dealing == "even":
         documents = dealt_evenly(length, documents, ping_first=True)
     streams = halves(length, documents, nano_batches, cut)
-    if spread_by is None:
-        return [_cut_at_ranks(stream, bound) for stream, bound in zip(streams, bounds, strict=True)]
-    return [_spread(stream, bound, length, spread_by) for stream, bound in zip(streams, bounds, strict=True)]
+    place = _cut_at_ranks if spread_by is None else partial(_spread, length=length, cost=spread_by)
+    return [place(stream, bound) for stream, bound in zip(streams, bounds, strict=True)]
 
 
 def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
-    units = -(-tokens // align)
-    return np.minimum(np.arange(ranks + 1) * units // ranks * align, tokens)
+    return np.minimum(np.arange(ranks + 1) * -(-tokens // align) // ranks * align, tokens)
 
 
 def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
@@ -235,9 +235,7 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
     return shards, rows
 
 
-def _spread(
-    stream: Stream, bounds: np.ndarray, length: np.ndarray, cost: CostModel
-) -> tuple[Shards, np.ndarray]:
+def _spread(stream: Stream, bounds: np.ndarray, length: np.ndarray, cost: CostModel) -> tuple[Shards, np.ndarray]:
     """Place a stream of document ranges by work; every rank's rows are in order of document and position."""
     budgets = np.diff(bounds)
     if not budgets.any():
@@ -248,8 +246,7 @@ def _spread(
     goes_on[stream.document] = stream.stop < length[stream.document]
     order = np.lexsort((placed.start, placed.document, goes_on[placed.document], rank))
     document, start, stop, rank = (x[order] for x in (placed.document, placed.start, placed.stop, rank))
-    ends = np.cumsum(stop - start)
-    return Shards(document, start, stop, rank, ends - (stop - start) - bounds[rank]), budgets
+    return Shards(document, start, stop, rank, np.cumsum(stop - start) - (stop - start) - bounds[rank]), budgets
 
 
 def _place_whole(

@@ -145,8 +145,8 @@ def plan_micro_batch(
         lengths: [D] tokens per document.
         ranks: home ranks, which are also the attention servers.
         cost: seconds per CA-task.
-        nano_batches, rank_of, capacities, align, dealing, placement: see ``lay_out``; unlike there, two halves are dealt
-            evenly and long documents are spread.
+        nano_batches, rank_of, capacities, align, dealing, placement: see ``lay_out``; unlike there, two halves are
+            dealt evenly and long documents are spread.
         resend: plan the backward on its own; needed where a forward's server is gone by its backward (pipelines).
         disaggregate: False places documents in order and computes every shard at home.
         tolerance, links, speeds, max_received_bytes: see ``schedule``.

@@ -24,9 +24,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, ...]:
         return lay_out(documents, ranks, nano_batches=nano_batches, rank_of=rank_of, dealing=dealing)
     align = draw(st.sampled_from((1, 4)))
     placement = draw(st.sampled_from(("in_order", "spread")))
-    return lay_out(
-        documents, ranks, nano_batches=nano_batches, align=align, dealing=dealing, placement=placement
-    )
+    return lay_out(documents, ranks, nano_batches=nano_batches, align=align, dealing=dealing, placement=placement)
 
 
 @st.composite
