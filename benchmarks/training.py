@@ -1,9 +1,9 @@
-"""Train the same batches with core attention disaggregation off and on, and write down what it makes of tokens per second.
+"""Train the same batches with core attention disaggregation off and on, and compare tokens per second.
 
     python benchmarks/training.py --output benchmarks/results/training.json -- --config configs/llama-8b-cut.yaml
 
-Everything behind ``--`` are settings of both runs. Every document stays on one rank in both, as stock megatron-core needs
-it, so both train on the same batches and their losses must agree. Ranks: one per GPU, or four on CPUs.
+Everything behind ``--`` are settings of both runs. Every document stays on one rank in both, as stock megatron-core
+needs it, so both train on the same batches and their losses must agree. Ranks: one per GPU, or four on CPUs.
 """
 
 from __future__ import annotations

@@ -87,8 +87,10 @@ def block_stock(
 def block_packed(
     case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
-    """megatron-core's block and layers with a packed-document kernel and the case's tensor and sequence parallelism: what
-    training runs where core attention is not disaggregated. Every data-parallel rank computes all documents."""
+    """megatron-core's block and layers with a packed-document kernel and the case's tensor and sequence parallelism.
+
+    This is what training runs where core attention stays at home. Every data-parallel rank computes all documents.
+    """
     initialize_model_parallel(case.tp, 1, case.seed)
     model = build(case, dtype, "packed", kernel=kernel, timeline=Timeline(device)).to(device=device, dtype=dtype)
     lengths = RandomDocuments(case).micro_batches[0].lengths
@@ -120,6 +122,7 @@ def _alone(
     model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(parameter.device))
     output = model.decoder(hidden[:, None], attention, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
     (output * weight).sum().backward()
+    assert hidden.grad is not None
     gradients = {name: p.grad.cpu() for name, p in model.decoder.named_parameters()}
     return BlockOutcome(output.detach().cpu(), hidden.grad.cpu(), gradients)
 
@@ -157,6 +160,7 @@ def _share(
     output = model.decoder(hidden[:, None], attention, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
     real = mine > 0
     (output[real] * weight[mine[real] - 1]).sum().backward()
+    assert hidden.grad is not None
     gradients = {}
     for name, part in model.decoder.named_parameters():
         # As in training: halves and ranks are added up in float32.

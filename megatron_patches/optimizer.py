@@ -51,6 +51,8 @@ class OptimizerAndSchedule:
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         done, grad_norm, _ = self.optimizer.step()
         assert done, "without a loss scale no update is ever skipped"
+        # megatron's plain (not distributed) optimizer leaves gradients where the next backward would add them again.
+        self.optimizer.zero_grad()
         self.schedule.step(increment=1)
         return float(grad_norm), float(lr)
 

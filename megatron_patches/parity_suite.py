@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Literal
 
 import torch
 
@@ -41,13 +42,14 @@ GPU_EDGES: dict[str, tuple[tuple[int, ...], ...]] = {
 GPU_SHAPE = ParityShape(hidden=512, ffn=1024, heads=8, kv_heads=2, resolved_head_dim=64, vocabulary=512, init_std=0.04)
 
 Figures = dict[str, float]
+BACKWARDS: tuple[Literal["keep", "resend"], ...] = ("keep", "resend")
 
 
 def all_modes(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[ParityCase]:
     """Ping-pong on and off × keep and resend × recompute on and off."""
     return [
         ParityCase(micro_batches=lengths, tp=tp, ping_pong=ping_pong, backward=backward, recompute=recompute)
-        for ping_pong, backward, recompute in product((True, False), ("keep", "resend"), (False, True))
+        for ping_pong, backward, recompute in product((True, False), BACKWARDS, (False, True))
     ]
 
 
@@ -92,10 +94,10 @@ def float64_errors(cases: Sequence[ParityCase], device: torch.device) -> list[Fi
     ]
 
 
-def bfloat16_ratios(small_cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
-    """Our block's distance from float64, over that of stock megatron-core with the same kernel and tensor parallelism."""
+def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
+    """Our block's distance from float64, over that of megatron-core with the same kernel and tensor parallelism."""
     kernel = choose_kernel("auto", device=device, dtype=torch.bfloat16, head_dim=GPU_SHAPE.resolved_head_dim)
-    cases = [replace(case, shape=GPU_SHAPE) for case in small_cases]
+    cases = [replace(case, shape=GPU_SHAPE) for case in cases]
     weights = [block_parity.rounded_weights(case, torch.bfloat16) for case in cases]
     exact, stock = [], []
     for case, full in zip(cases, weights, strict=True):

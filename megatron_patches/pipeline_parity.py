@@ -35,7 +35,7 @@ def run_pipelined(
     weights: dict[str, torch.Tensor],
     pp: int,
 ) -> Outcome:
-    """The candidate with ``pp`` stages, over all ranks; every rank gets the same outcome (document losses are empty)."""
+    """The candidate with ``pp`` stages; every rank calls it and gets the same outcome (document losses are empty)."""
     initialize_model_parallel(case.tp, pp, case.seed)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     rank = parallel_state.get_data_parallel_rank()

@@ -1,8 +1,8 @@
 """The same-phase pipeline schedule: in a tick all stages run a forward phase, then all run a backward phase.
 
 With p stages, stage s runs the forward of micro-batch m in tick m + s and its backward in tick m + 2(p − 1) − s. M
-micro-batches take M + p − 1 phases of each kind, as 1F1B does; a stage holds 2(p − 1 − s) + 1 micro-batches in flight, where
-1F1B holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
+micro-batches take M + p − 1 phases of each kind, as 1F1B does; a stage holds 2(p − 1 − s) + 1 micro-batches in flight,
+where 1F1B holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class StageRoutes:
     """One rank's routes of a step.
 
     Attributes:
-        busy: by micro-batch, the routes of its nano-batches: forward of its forward phase, backward of its backward phase.
+        busy: by micro-batch, the routes of its nano-batches: forward in its forward phase, backward in its backward
+            phase.
         idle_forward: by forward phase, the routes of a phase in which this stage only serves; None where it is busy.
         idle_backward: the same for backward phases.
     """

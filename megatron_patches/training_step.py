@@ -1,4 +1,4 @@
-"""One training step of megatron-core: forward and backward over the micro-batches, with a token-weighted global loss."""
+"""One training step of megatron-core: forward and backward over the micro-batches, a token-weighted global loss."""
 
 from __future__ import annotations
 

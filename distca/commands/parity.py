@@ -57,7 +57,7 @@ def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
     if gpus:
         device = torch.device("cuda", torch.cuda.current_device())
         cases = suite.all_modes(tp, suite.GPU_LENGTHS) + suite.edge_cases(tp, suite.GPU_EDGES)
-        suites = [("bfloat16 ratio", cases, suite.bfloat16_ratios, suite.BFLOAT16_RATIO)]
+        suites: list[Any] = [("bfloat16 ratio", cases, suite.bfloat16_ratios, suite.BFLOAT16_RATIO)]
     else:
         device = torch.device("cpu")
         cases = suite.all_modes(tp) + suite.edge_cases(tp)

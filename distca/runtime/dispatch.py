@@ -114,12 +114,13 @@ class AttentionCall:
         fill_repeats(self._server[1], self._routes.forward)
 
     def _serve_forward(self) -> None:
+        q, kv = self._server
         with self._pool.timeline.serve(*self._where, "forward"):
-            o_lse = serve_forward(self._pool.kernel, self._routes.forward, *self._server, self._scale)
-        self._server += o_lse
+            o, lse = serve_forward(self._pool.kernel, self._routes.forward, q, kv, self._scale)
+        self._server = (q, kv, o, lse)
 
     def _launch_o(self) -> None:
-        q, _, o, lse = self._server
+        _, _, o, lse = self._server
         o_home = self._rows_at_home(o, self._routes.forward.q_to_home, self._home_rows[0])
         parts = [Part(o, o_home, self._routes.forward.q_to_home)]
         if self._pool.backward == "resend":
@@ -158,10 +159,9 @@ class AttentionCall:
             fill_repeats(self._server[1], self._routes.backward)
 
     def _serve_backward(self) -> None:
+        (do,), (q, kv, o, lse) = self._gradients, self._server
         with self._pool.timeline.serve(*self._where, "backward"):
-            self._gradients = serve_backward(
-                self._pool.kernel, self._routes.backward, *self._gradients, *self._server, self._scale
-            )
+            self._gradients = serve_backward(self._pool.kernel, self._routes.backward, do, q, kv, o, lse, self._scale)
         self._server = ()
 
     def _launch_gradients(self) -> None:

@@ -51,7 +51,11 @@ def run_ranks(
             processes.append(process)
             pipes.append(mine)
         try:
-            return _collect(pipes, timeout)
+            results = _collect(pipes, timeout)
+            # A rank that answered ends by itself: cut short, it would leave processes of its own behind.
+            for process in processes:
+                process.join(10)
+            return results
         finally:
             for process in processes:
                 if process.is_alive():
@@ -68,9 +72,10 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
             silent = [rank for rank in range(len(pipes)) if rank not in results]
             raise RankFailure(f"Ranks {silent} gave no answer within {timeout:.0f} s.")
         for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
             try:
-                failed, payload = pipe.recv()  # type: ignore[union-attr]
+                failed, payload = pipe.recv()
             except EOFError:
                 raise RankFailure(f"Rank {rank} died without a word.") from None
             if failed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,58 +43,13 @@ def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str
 
 def load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
     """Restore a checkpoint; returns the sampler's state. Every rank calls it."""
-    import torch
-
     from megatron_patches.checkpoint import load_checkpoint
 
-    _allocate_state(trainer.optimizer.optimizer)  # type: ignore[attr-defined]
-    with torch.no_grad():  # megatron copies into float32 weights themselves
-        extra = load_checkpoint(checkpoint.path, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
+    extra = load_checkpoint(checkpoint.path, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
     assert extra["step"] == checkpoint.step
-    _restore_step(trainer.optimizer.optimizer, checkpoint.step)  # type: ignore[attr-defined]
     logger.info("Resumed from %s", checkpoint.path)
     sampler: dict[str, Any] = extra["sampler"]
     return sampler
-
-
-def _adams(optimizer: Any) -> Iterator[Any]:
-    """torch's Adam optimizers inside megatron's; Apex's and Transformer Engine's need none of the help below."""
-    import torch
-
-    if hasattr(optimizer, "chained_optimizers"):
-        for part in optimizer.chained_optimizers:
-            yield from _adams(part)
-    elif isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW):
-        yield optimizer.optimizer
-
-
-def _allocate_state(optimizer: Any) -> None:
-    """Give every weight an Adam state to load into.
-
-    torch's Adam makes it at the first step, and megatron's distributed optimizer (0.16.1) cannot load without it: it
-    reads the number of steps from the state.
-    """
-    import torch
-
-    for adam in _adams(optimizer):
-        for group in adam.param_groups:
-            for weight in group["params"]:
-                if not adam.state[weight]:
-                    moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-                    adam.state[weight] = {"step": torch.tensor(0.0)} | moments
-
-
-def _restore_step(optimizer: Any, step: int) -> None:
-    """Set the number of steps that Adam corrects its moments by.
-
-    megatron's distributed optimizer (0.16.1) gives all weights one common tensor for it, which every weight's update
-    would then count up, and leaves the value from before the load in it.
-    """
-    import torch
-
-    for adam in _adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = torch.tensor(float(step))
 
 
 def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sampler) -> None:

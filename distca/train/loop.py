@@ -84,9 +84,6 @@ class _Loop:
         began = time.perf_counter()
         inputs, waited_ms = self._ahead.take()
         self._ahead.start()
-        if not self._config.optimizer.distributed:
-            # megatron's plain optimizer leaves its gradients where the next backward would add them a second time.
-            self._trainer.optimizer.optimizer.zero_grad()  # type: ignore[attr-defined]
         loss_sum, tokens = run_micro_batches(self._trainer.model, inputs.batches)  # type: ignore[arg-type]
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (loss_sum / tokens).item()

@@ -21,9 +21,7 @@ def _differences(tp, pp, settings):
     from megatron_patches import parity
     from megatron_patches.pipeline_parity import run_pipelined
 
-    cases = [
-        replace(parity.ParityCase(tp=tp, **changes), shape=parity.ParityShape(layers=4)) for changes in settings
-    ]
+    cases = [replace(parity.ParityCase(tp=tp, **changes), shape=parity.ParityShape(layers=4)) for changes in settings]
     references = [parity.run_stock(case, torch.float32, CPU) for case in cases]
     results = []
     for case, (reference, weights) in zip(cases, references, strict=True):
