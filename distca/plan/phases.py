@@ -1,7 +1,9 @@
 """Pipelines: every phase of a tick planned over all stages' ranks together.
 
 In a forward phase every stage runs the forward of some micro-batch or nothing, in a backward phase likewise, so the
-attention of all ranks in a phase is one pool: a stage that is idle in warm-up or drain serves without own tokens. With p stages, stage s runs the forward of micro-batch m in forward phase m + s and its backward in backward phase
+attention of all ranks in a phase is one pool: a stage that is idle in warm-up or drain serves without own tokens.
+
+With p stages, stage s runs the forward of micro-batch m in forward phase m + s and its backward in backward phase
 m + (p − 1) − s; backward phase k runs in the same tick as forward phase k + p − 1.
 
 Pool ranks are numbered stage by stage: stage · data_parallel + data-parallel rank.
