@@ -61,6 +61,8 @@ class StepInputs:
     Attributes:
         batches: this rank's micro-batches on its device.
         plans: their plans.
+        seconds_before: [ranks] planned attention seconds of one layer with documents in order, computed at home.
+        seconds_after: [ranks] the same as planned.
         lengths: tokens of every document of the global batch.
         sampler_state: where the sampler stood after it dealt this batch.
         planning_ms: milliseconds of planning and routing.
@@ -68,6 +70,8 @@ class StepInputs:
 
     batches: tuple[DeviceBatch, ...]
     plans: tuple[MicroBatchPlan, ...]
+    seconds_before: np.ndarray
+    seconds_after: np.ndarray
     lengths: np.ndarray
     sampler_state: dict[str, Any]
     planning_ms: float
@@ -99,7 +103,15 @@ def make_step_inputs(planning: Planning, documents: DocumentSet, sampler: Sample
         plans.append(plan)
         batches.append(_on_device(planning, rows, ready(rows)))
     lengths = np.concatenate([micro_batch.lengths for micro_batch in micro_batches])
-    return StepInputs(tuple(batches), tuple(plans), lengths, state, planning_ms)
+    return StepInputs(
+        tuple(batches),
+        tuple(plans),
+        np.sum([plan.seconds_before for plan in plans], axis=0),
+        np.sum([plan.seconds_after for plan in plans], axis=0),
+        lengths,
+        state,
+        planning_ms,
+    )
 
 
 Attention = DisaggregatedMicroBatch | PackedMicroBatch
