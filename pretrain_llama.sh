@@ -36,7 +36,7 @@
 #   how attention runs
 #     CAD              1 | 0                           --cad.enabled
 #     PING_PONG        1 | 0                           --cad.ping_pong
-#     BACKWARD         keep | resend                   --cad.backward
+#     BACKWARD         auto | keep | resend            --cad.backward
 #     EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB   (2)          --cad.nvshmem_buffer_gb; no transport of this version uses it yet
 #   what is recorded
 #     EXPERIMENT_LOG_MEMORY_USAGE         (0)          --log.memory: 1 records each step's peak memory
@@ -158,7 +158,7 @@ each_matches '[1-9][0-9]*' "a whole number of at least 1" \
 each_matches '0|[1-9][0-9]*' "a whole number" GPUS_PER_NODE SEED NODE_RANK MASTER_PORT
 each_matches '[0-9]*[.]?[0-9]+' "a number of GiB" EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB
 each_matches '0|1' "0 or 1" CAD PING_PONG ENABLE_NSYS DRY_RUN EXPERIMENT_LOG_MEMORY_USAGE
-each_matches 'keep|resend' "keep or resend" BACKWARD
+each_matches 'auto|keep|resend' "auto, keep or resend" BACKWARD
 each_matches 'stdlib|text|jsonl|indexed|mix' "stdlib, text, jsonl, indexed or mix" DATA_SOURCE
 each_matches 'tiny|8b|8b-cut|34b' "tiny, 8b, 8b-cut or 34b" MODEL
 

@@ -19,11 +19,16 @@ def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
             parallel_state.get_pipeline_model_parallel_world_size(),
         )
         if sizes == (tp, pp):
-            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+            model_parallel_cuda_manual_seed(seed + pipeline_seed(), force_reset_rng=True)
             return
         destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed + pipeline_seed())
+
+
+def pipeline_seed() -> int:
+    """What a stage adds to the seed of its weights, so that no two stages draw the same ones."""
+    return 100 * parallel_state.get_pipeline_model_parallel_rank()
 
 
 _pools: dict[tuple[int, int], dist.ProcessGroup] = {}

@@ -87,7 +87,10 @@ def run_micro_batches(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    total = torch.stack(store).sum(0)
+    total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
+    for figures in store:  # empty on stages without the loss
+        total += figures
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return total[0], total[1]
 

@@ -216,7 +216,7 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"STEPS": "ten"}, "STEPS is 'ten'; it must be a whole number of at least 1."),
         ({"STEPS": "0"}, "STEPS is '0'"),
         ({"CAD": "yes"}, "CAD is 'yes'; it must be 0 or 1."),
-        ({"BACKWARD": "send"}, "BACKWARD is 'send'; it must be keep or resend."),
+        ({"BACKWARD": "send"}, "BACKWARD is 'send'; it must be auto, keep or resend."),
         ({"MODEL": "70b"}, "MODEL is '70b'"),
         ({"EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB": "2GB"}, "must be a number of GiB"),
         ({"TP_SIZE": "3"}, "The 4 ranks (1 nodes × 4) are not divisible by TP_SIZE × PP_SIZE = 3."),

@@ -84,6 +84,7 @@ def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:
     model["train.precision"] = config.train.precision
     model["optimizer.distributed"] = config.optimizer.distributed
     if config.optimizer.distributed:
-        # Its state is saved as each tensor-parallel rank holds it; other numbers of data-parallel ranks can read that.
+        # Its state is saved as each tensor-parallel rank of each stage holds it; only data-parallel ranks may change.
         model["parallel.tp"] = config.parallel.tp
+        model["parallel.pp"] = config.parallel.pp
     return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from distca.train.run_folder import Checkpoint, RunFolder
 from distca.train.setup import Trainer
 from distca.train.step_inputs import Ahead, StepInputs, make_step_inputs
 from distca.train.step_record import StepRecorder
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
 
 
 def train(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
@@ -78,13 +81,22 @@ class _Loop:
             self._draw()
             print_summary(self._recorder.summary(validation), self._folder)
 
-    def _step(self) -> dict[str, Any]:
+    def _run(self, inputs: StepInputs, forward_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum of losses, target tokens) of a global batch."""
+        from megatron_patches.ticks import run_ticks
         from megatron_patches.training_step import run_micro_batches
 
+        trainer, model = self._trainer, cast("DistributedDataParallel", self._trainer.model)
+        if inputs.pipeline is None:
+            return run_micro_batches(model, inputs.batches, forward_only=forward_only)
+        plan, routes = inputs.pipeline.plan, inputs.pipeline.routes
+        return run_ticks(model, inputs.batches, plan, routes, trainer.pool, forward_only=forward_only)
+
+    def _step(self) -> dict[str, Any]:
         began = time.perf_counter()
         inputs, waited_ms = self._ahead.take()
         self._ahead.start()
-        loss_sum, tokens = run_micro_batches(self._trainer.model, inputs.batches)  # type: ignore[arg-type]
+        loss_sum, tokens = self._run(inputs)
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (loss_sum / tokens).item()
         self._sampler_state = inputs.sampler_state
@@ -93,8 +105,6 @@ class _Loop:
 
     def _validate(self) -> float | None:
         """Mean loss per target token over the first global batches of the validation set; the same ones every time."""
-        from megatron_patches.training_step import run_micro_batches
-
         if not len(self._corpus.validation):
             return None
         trainer = self._trainer
@@ -103,7 +113,7 @@ class _Loop:
         trainer.model.eval()  # type: ignore[attr-defined]
         for _ in range(self._config.train.validate_batches):
             inputs: StepInputs = make_step_inputs(trainer.planning, self._corpus.validation, sampler)
-            total += torch.stack(run_micro_batches(trainer.model, inputs.batches, forward_only=True))  # type: ignore[arg-type]
+            total += torch.stack(self._run(inputs, forward_only=True))
         trainer.model.train()  # type: ignore[attr-defined]
         trainer.pool.timeline.serve_seconds()  # validation does not count as the next step's attention
         return float(total[0] / total[1])

@@ -58,7 +58,7 @@ class ParallelConfig:
 
     Attributes:
         tp: tensor-parallel ranks; attention heads stay sharded over them.
-        pp: pipeline stages; only 1 is supported so far.
+        pp: pipeline stages; stages that are idle in warm-up and drain serve the others' attention.
         sequence_parallel: shard the activations between tensor-parallel blocks by tokens; has an effect with tp > 1.
     """
 
@@ -79,7 +79,8 @@ class CadConfig:
         enabled: balance attention over all data-parallel ranks; false computes every document's attention at home.
         ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
         backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
-            resend = the home rank keeps them and sends them again (equal memory everywhere).
+            resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
+            with pipeline stages, which need it.
         transport: how rows move; auto is nccl on CUDA devices and gloo on CPUs.
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean.
@@ -90,7 +91,7 @@ class CadConfig:
 
     enabled: bool = True
     ping_pong: bool = True
-    backward: Literal["keep", "resend"] = "keep"
+    backward: Literal["auto", "keep", "resend"] = "auto"
     transport: Literal["auto", "nccl", "gloo"] = "auto"
     kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
     tolerance: float = DEFAULT_TOLERANCE
@@ -244,3 +245,10 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def resolved_backward(self) -> Literal["keep", "resend"]:
+        """cad.backward with auto resolved."""
+        if self.cad.backward == "auto":
+            return "resend" if self.parallel.pp > 1 else "keep"
+        return self.cad.backward

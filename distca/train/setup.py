@@ -14,8 +14,8 @@ from distca.plan.cost import CostModel, analytic_cost, area_cost
 from distca.profile.tables import find_table
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
+from distca.train.planning import Planning
 from distca.train.settings import RunConfig
-from distca.train.step_inputs import Planning
 from distca.train.world import World
 from distca.transport import choose_transport
 
@@ -55,7 +55,7 @@ def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     from megatron_patches.model import build_model, transformer_config
     from megatron_patches.optimizer import build_optimizer
-    from megatron_patches.parallel import initialize_model_parallel, server_pool_group
+    from megatron_patches.parallel import initialize_model_parallel, pipeline_seed, server_pool_group
     from megatron_patches.training_step import wrap_for_data_parallel
 
     parallel, on_gpu = config.parallel, world.device.type == "cuda"
@@ -70,14 +70,16 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     )
     timeline = Timeline(world.device)
     transport = choose_transport(config.cad.transport, server_pool_group())
-    pool = AttentionPool(transport, kernel, timeline, config.cad.backward)
-    torch.manual_seed(config.train.seed)
+    pool = AttentionPool(transport, kernel, timeline, config.resolved_backward)
+    data_parallel = parallel.data_parallel(world.size)
+    torch.manual_seed(config.train.seed + pipeline_seed())
     model_config = transformer_config(
         config.model,
         dtype,
         sequence_parallel=parallel.sequence_parallel,
         recompute_at_home=config.train.recompute and not config.cad.enabled,
         cpu_initialization=not on_gpu,
+        one_f_one_b=parallel.pp > 1 and not config.cad.enabled,
     )
     gpt = build_model(
         config.model,
@@ -94,12 +96,14 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     model = wrap_for_data_parallel(gpt, config.optimizer.distributed)
     optimizer = build_optimizer(model, config.optimizer, config.train.steps, dtype)
     planning = Planning(
-        rank=transport.rank,
-        ranks=transport.ranks,
+        rank=transport.rank % data_parallel,
+        ranks=data_parallel,
+        stage=transport.rank // data_parallel,
+        stages=parallel.pp,
         cost=_cost(config, kernel, dtype),
         disaggregate=config.cad.enabled,
         nano_batches=2 if config.cad.enabled and config.cad.ping_pong else 1,
-        resend=config.cad.enabled and config.cad.backward == "resend",
+        resend=config.cad.enabled and config.resolved_backward == "resend",
         tolerance=config.cad.tolerance,
         chunks=parallel.tp if model_config.sequence_parallel else 1,
         device=world.device,
@@ -107,7 +111,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     logger.info(
         "Model: %s parameters on this rank; %d data-parallel ranks, TP %d, PP %d; core attention %s",
         f"{sum(p.numel() for p in model.parameters()):,}",
-        transport.ranks,
+        data_parallel,
         parallel.tp,
         parallel.pp,
         "disaggregated" if config.cad.enabled else "at home",

@@ -7,7 +7,7 @@ while the step before runs. The training loop only waits if planning takes longe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,39 +19,14 @@ from distca.attention import TaskBatch
 from distca.attention.kernel import to_device
 from distca.data.batch import RankBatch, rank_batch
 from distca.data.corpus import DocumentSet
-from distca.data.sampler import Sampler
-from distca.plan.cost import CostModel
+from distca.data.sampler import MicroBatch, Sampler
+from distca.plan import Layout
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
 from distca.runtime import NanoRoutes
+from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline
+from distca.train.planning import Planning
 from megatron_patches.micro_batch import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.training_step import DeviceBatch
-
-
-@dataclass(frozen=True)
-class Planning:
-    """How micro-batches are planned; the same on every rank.
-
-    Attributes:
-        rank: this rank in the server pool.
-        ranks: size of the pool.
-        cost: seconds per CA-task.
-        disaggregate: False computes every document at home.
-        nano_batches: 1, or 2 for ping and pong.
-        resend: whether backward has servers of its own.
-        tolerance: how far above the mean the busiest server may be.
-        chunks: tensor-parallel ranks that share a micro-batch's rows (sequence parallelism).
-        device: where tensors go.
-    """
-
-    rank: int
-    ranks: int
-    cost: CostModel
-    disaggregate: bool
-    nano_batches: int
-    resend: bool
-    tolerance: float
-    chunks: int
-    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -60,18 +35,21 @@ class StepInputs:
 
     Attributes:
         batches: this rank's micro-batches on its device.
-        plans: their plans.
-        seconds_before: [ranks] planned attention seconds of one layer with documents in order, computed at home.
-        seconds_after: [ranks] the same as planned.
+        pipeline: plan and routes of all phases, where core attention is disaggregated over pipeline stages.
+        seconds_before: [phases, pool ranks] planned attention seconds of one layer with documents in order, computed at
+            home. Without pipeline stages a phase is a micro-batch, forward and backward.
+        seconds_after: [phases, pool ranks] the same as planned.
+        bytes_moved: bytes that travel for one layer (of every stage) in the whole step.
         lengths: tokens of every document of the global batch.
         sampler_state: where the sampler stood after it dealt this batch.
         planning_ms: milliseconds of planning and routing.
     """
 
     batches: tuple[DeviceBatch, ...]
-    plans: tuple[MicroBatchPlan, ...]
+    pipeline: PipelineInputs | None
     seconds_before: np.ndarray
     seconds_after: np.ndarray
+    bytes_moved: int
     lengths: np.ndarray
     sampler_state: dict[str, Any]
     planning_ms: float
@@ -81,7 +59,15 @@ def make_step_inputs(planning: Planning, documents: DocumentSet, sampler: Sample
     """Deal, plan and load the next global batch."""
     micro_batches = sampler.next()
     state = sampler.state_dict()
+    make = _pipelined if planning.stages > 1 and planning.disaggregate else _one_stage
+    return make(planning, documents, micro_batches, state)
+
+
+def _one_stage(
+    planning: Planning, documents: DocumentSet, micro_batches: Sequence[MicroBatch], state: dict[str, Any]
+) -> StepInputs:
     plans, batches, planning_ms = [], [], 0.0
+    attention = _disaggregated if planning.disaggregate else _packed
     for micro_batch in micro_batches:
         began = time.perf_counter()
         plan = plan_micro_batch(
@@ -95,23 +81,51 @@ def make_step_inputs(planning: Planning, documents: DocumentSet, sampler: Sample
             disaggregate=planning.disaggregate,
             tolerance=planning.tolerance,
         )
-        attention = _disaggregated if planning.disaggregate else _packed
         ready = attention(planning, plan)
         planning_ms += (time.perf_counter() - began) * 1e3
-        layouts = tuple(nano.layout for nano in plan.nano_batches)
-        rows = rank_batch(documents, micro_batch, layouts, planning.rank, align=planning.chunks, chunks=planning.chunks)
+        rows = _rows(planning, documents, micro_batch, tuple(nano.layout for nano in plan.nano_batches))
         plans.append(plan)
         batches.append(_on_device(planning, rows, ready(rows)))
-    lengths = np.concatenate([micro_batch.lengths for micro_batch in micro_batches])
     return StepInputs(
         tuple(batches),
-        tuple(plans),
-        np.sum([plan.seconds_before for plan in plans], axis=0),
-        np.sum([plan.seconds_after for plan in plans], axis=0),
-        lengths,
+        None,
+        # Every stage's ranks hold the same rows.
+        np.tile([plan.seconds_before for plan in plans], planning.stages),
+        np.tile([plan.seconds_after for plan in plans], planning.stages),
+        sum(plan.bytes_moved.total for plan in plans),
+        np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,
         planning_ms,
     )
+
+
+def _pipelined(
+    planning: Planning, documents: DocumentSet, micro_batches: Sequence[MicroBatch], state: dict[str, Any]
+) -> StepInputs:
+    began = time.perf_counter()
+    pipeline = plan_pipeline(planning, micro_batches)
+    planning_ms = (time.perf_counter() - began) * 1e3
+    batches = []
+    for micro_batch, layouts, routes in zip(micro_batches, pipeline.layouts, pipeline.routes.busy, strict=True):
+        rows = _rows(planning, documents, micro_batch, layouts)
+        attention = DisaggregatedMicroBatch(routes, rows.nano_rows, planning.chunks)
+        batches.append(_on_device(planning, rows, attention))
+    return StepInputs(
+        tuple(batches),
+        pipeline,
+        pipeline.seconds_before,
+        pipeline.seconds_after,
+        pipeline.bytes_moved,
+        np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
+        state,
+        planning_ms,
+    )
+
+
+def _rows(
+    planning: Planning, documents: DocumentSet, micro_batch: MicroBatch, layouts: tuple[Layout, ...]
+) -> RankBatch:
+    return rank_batch(documents, micro_batch, layouts, planning.rank, align=planning.chunks, chunks=planning.chunks)
 
 
 Attention = DisaggregatedMicroBatch | PackedMicroBatch

@@ -27,7 +27,7 @@ class StepRecorder:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        ranks = trainer.planning.ranks
+        ranks = trainer.planning.pool_ranks
         self.before, self.after, self.measured = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
         self._steps: list[Values] = []
         on_gpu = trainer.world.device.type == "cuda"
@@ -39,12 +39,13 @@ class StepRecorder:
     ) -> Values:
         """The metrics of a step, keyed as in distca.train.metrics. Every rank calls it."""
         config, world = self._trainer.config, self._trainer.world
-        before, after = inputs.seconds_before, inputs.seconds_after
         measured, memory = self._gather()
-        self.before, self.after, self.measured = self.before + before, self.after + after, self.measured + measured
+        self.before = self.before + inputs.seconds_before.sum(axis=0)
+        self.after = self.after + inputs.seconds_after.sum(axis=0)
+        self.measured = self.measured + measured
         tokens = int(inputs.lengths.sum())
         flops = model_flops(config.model, self._trainer.vocabulary, inputs.lengths).total
-        copies = config.model.layers * config.parallel.tp
+        copies = config.model.layers // config.parallel.pp * config.parallel.tp
         values: Values = {
             "loss": loss,
             "lr": lr,
@@ -53,10 +54,10 @@ class StepRecorder:
             "step_s": seconds,
             "tokens_per_s": tokens / seconds,
             "mfu": mfu(flops, seconds, world.size, self._peak),
-            "imbalance_before": imbalance(before),
-            "imbalance_after": imbalance(after),
+            "imbalance_before": _over_phases(inputs.seconds_before),
+            "imbalance_after": _over_phases(inputs.seconds_after),
             "imbalance_measured": imbalance(measured),
-            "bytes_moved": copies * sum(plan.bytes_moved.total for plan in inputs.plans),
+            "bytes_moved": copies * inputs.bytes_moved,
             "plan_ms": inputs.planning_ms,
             "plan_wait_ms": waited_ms,
             "peak_memory_gb": memory if world.device.type == "cuda" or config.log.memory else None,
@@ -85,10 +86,10 @@ class StepRecorder:
         """([ranks] measured attention seconds of this step by server, largest memory of any rank in GiB)."""
         trainer = self._trainer
         served = sum(trainer.pool.timeline.serve_seconds().values())
-        mine = torch.tensor([trainer.planning.rank, served, _memory_gb(trainer.world.device)], dtype=torch.float64)
+        mine = torch.tensor([trainer.planning.pool_rank, served, _memory_gb(trainer.world.device)], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(trainer.world.size)]
         dist.all_gather(everyone, mine)
-        measured = np.zeros(trainer.planning.ranks)
+        measured = np.zeros(trainer.planning.pool_ranks)
         # Tensor-parallel ranks serve the same tasks for other heads: a server is as slow as its slowest.
         for rank, seconds, _ in (row.tolist() for row in everyone):
             measured[int(rank)] = max(measured[int(rank)], seconds)
@@ -112,6 +113,12 @@ class StepRecorder:
         tokens, seconds = self._column("tokens"), self._column("step_s")
         skip = 1 if len(seconds) > 1 else 0
         return sum(tokens[skip:]) / sum(seconds[skip:]) if seconds else None
+
+
+def _over_phases(seconds: np.ndarray) -> float:
+    """Slowest over mean, where every phase lasts as long as its slowest rank; 1 for no work at all."""
+    mean = float(seconds.mean(axis=1).sum())
+    return float(seconds.max(axis=1).sum()) / mean if mean > 0 else 1.0
 
 
 def _memory_gb(device: torch.device) -> float:

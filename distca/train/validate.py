@@ -117,15 +117,27 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
 
 def _world(config: RunConfig, world_size: int) -> list[str]:
     tp, pp = config.parallel.tp, config.parallel.pp
-    if pp > 1:
-        return [f"parallel.pp is {pp}, but pipelines are not supported yet; set parallel.pp to 1."]
+    needs = f"parallel.tp {tp}" if pp == 1 else f"parallel.tp {tp} × parallel.pp {pp}"
     if world_size < tp * pp:
-        return [f"The run has {world_size} ranks, but parallel.tp {tp} needs at least {tp}; start more or lower it."]
+        return [f"The run has {world_size} ranks, but {needs} needs at least {tp * pp}; start more or lower it."]
     if world_size % (tp * pp):
-        return [
-            f"The {world_size} ranks are not divisible by parallel.tp {tp}; start another number of ranks or change it."
-        ]
-    return []
+        return [f"The {world_size} ranks are not divisible by {needs}; start another number of ranks or change it."]
+    return _stages(config)
+
+
+def _stages(config: RunConfig) -> list[str]:
+    pp, problems = config.parallel.pp, []
+    if config.model.layers % pp:
+        problems.append(
+            f"model.layers {config.model.layers} is not divisible by parallel.pp {pp}; all stages run the same phase, "
+            "so each needs equally many layers: change one of them."
+        )
+    if pp > 1 and config.cad.enabled and config.cad.backward == "keep":
+        problems.append(
+            f"cad.backward is keep, but with parallel.pp {pp} the server of a forward is busy with other phases by its "
+            "backward; set cad.backward to auto or resend."
+        )
+    return problems
 
 
 def _data(config: RunConfig, world_size: int) -> list[str]:

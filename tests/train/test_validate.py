@@ -24,7 +24,9 @@ def test_the_defaults_are_accepted() -> None:
     [
         ("--parallel.tp 2", 5, "The 5 ranks are not divisible by parallel.tp 2"),
         ("--parallel.tp 2", 1, "The run has 1 ranks, but parallel.tp 2 needs at least 2"),
-        ("--parallel.pp 2", 8, "parallel.pp is 2, but pipelines are not supported yet"),
+        ("--parallel.pp 3", 12, "model.layers 4 is not divisible by parallel.pp 3"),
+        ("--parallel.pp 2 --cad.backward keep", 8, "cad.backward is keep, but with parallel.pp 2"),
+        ("--parallel.pp 2 --parallel.tp 2", 6, "The 6 ranks are not divisible by parallel.tp 2 × parallel.pp 2"),
         ("--parallel.tp 4", 16, "model.kv_heads 2 is not divisible by parallel.tp 4"),
         ("--model.ffn 385 --parallel.tp 2", 8, "model.ffn 385 is not divisible by parallel.tp 2"),
         ("--model.vocabulary 301 --parallel.tp 2", 8, "model.vocabulary 301 is not divisible by parallel.tp 2"),

@@ -1,0 +1,84 @@
+"""A step's plan under pipeline stages: all phases over the server pool of all stages, and this rank's routes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from distca.data.sampler import MicroBatch
+from distca.plan import Layout, Plan, lay_out, plan_at_home, server_seconds
+from distca.plan.balance import traffic
+from distca.plan.cost import CostModel, Direction
+from distca.plan.phases import Phase, PipelinePlan, plan_phases
+from distca.plan.scheduler import schedule
+from distca.train.planning import Planning
+from megatron_patches.ticks import StageRoutes
+
+
+@dataclass(frozen=True)
+class PipelineInputs:
+    """What a pipelined step needs beyond its batches.
+
+    Attributes:
+        layouts: by micro-batch, its layout of each nano-batch over one stage's data-parallel ranks.
+        plan: all phases.
+        routes: this rank's routes.
+        seconds_before: [phases, pool ranks] attention seconds of one layer, every shard at home and idle stages idle.
+        seconds_after: [phases, pool ranks] the same as planned.
+        bytes_moved: bytes that travel for one layer of every stage in the whole step.
+    """
+
+    layouts: tuple[tuple[Layout, ...], ...]
+    plan: PipelinePlan
+    routes: StageRoutes
+    seconds_before: np.ndarray
+    seconds_after: np.ndarray
+    bytes_moved: int
+
+
+def plan_pipeline(planning: Planning, micro_batches: Sequence[MicroBatch]) -> PipelineInputs:
+    """Lay out every micro-batch and plan every phase."""
+    layouts = tuple(
+        lay_out(
+            micro_batch.lengths,
+            planning.ranks,
+            nano_batches=planning.nano_batches,
+            rank_of=micro_batch.rank_of,
+            align=planning.chunks,
+        )
+        for micro_batch in micro_batches
+    )
+    plan = plan_phases(layouts, planning.stages, _scheduler(planning, "forward"), _scheduler(planning, "backward"))
+    both: tuple[tuple[Direction, tuple[Phase, ...]], ...] = (("forward", plan.forward), ("backward", plan.backward))
+    phases = [(direction, phase) for direction, several in both for phase in several]
+    return PipelineInputs(
+        layouts,
+        plan,
+        StageRoutes.of(plan, planning.stage, planning.rank, planning.device),
+        np.stack(
+            [
+                _seconds([plan_at_home(each.layout) for each in phase.plans], planning.cost, direction)
+                for direction, phase in phases
+            ]
+        ),
+        np.stack([_seconds(phase.plans, planning.cost, direction) for direction, phase in phases]),
+        sum(_bytes(each, planning.cost, direction) for direction, phase in phases for each in phase.plans),
+    )
+
+
+def _scheduler(planning: Planning, direction: Direction) -> partial[Plan]:
+    return partial(schedule, cost=planning.cost, direction=direction, resend=True, tolerance=planning.tolerance)
+
+
+def _seconds(plans: Sequence[Plan], cost: CostModel, direction: Direction) -> np.ndarray:
+    seconds: np.ndarray = np.sum([server_seconds(plan, cost, direction) for plan in plans], axis=0)
+    return seconds
+
+
+def _bytes(plan: Plan, cost: CostModel, direction: Direction) -> int:
+    rows = traffic(plan)
+    q_bytes, kv_bytes = cost.shape.moved_bytes(direction, resend=True)
+    return rows.q_rows * q_bytes + rows.kv_rows * kv_bytes

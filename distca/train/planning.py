@@ -1,0 +1,50 @@
+"""How micro-batches are planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from distca.plan.cost import CostModel
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How micro-batches are planned; the same on every rank.
+
+    Attributes:
+        rank: this data-parallel rank, the home of its rows.
+        ranks: data-parallel ranks.
+        stage: this pipeline stage.
+        stages: pipeline stages; the server pool is all of their data-parallel ranks, numbered stage by stage.
+        cost: seconds per CA-task.
+        disaggregate: False computes every document at home.
+        nano_batches: 1, or 2 for ping and pong.
+        resend: whether backward has servers of its own.
+        tolerance: how far above the mean the busiest server may be.
+        chunks: tensor-parallel ranks that share a micro-batch's rows (sequence parallelism).
+        device: where tensors go.
+    """
+
+    rank: int
+    ranks: int
+    stage: int
+    stages: int
+    cost: CostModel
+    disaggregate: bool
+    nano_batches: int
+    resend: bool
+    tolerance: float
+    chunks: int
+    device: torch.device
+
+    @property
+    def pool_rank(self) -> int:
+        """This rank in the server pool."""
+        return self.stage * self.ranks + self.rank
+
+    @property
+    def pool_ranks(self) -> int:
+        """Size of the server pool."""
+        return self.stages * self.ranks
