@@ -2,8 +2,8 @@
 
     python benchmarks/training.py --output benchmarks/results/training.json -- --config configs/llama-8b-cut.yaml
 
-Everything behind ``--`` are settings of both runs. Every document stays on one rank in both, as stock megatron-core
-needs it, so both train on the same batches and their losses must agree. Ranks: one per GPU, or four on CPUs.
+Everything behind ``--`` are settings of both runs. Unless they say otherwise, every document stays on one rank in both,
+as stock megatron-core needs it, so both train on the same batches and their losses must agree. Ranks: one per GPU, or four on CPUs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
 
 def _run(mode: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     name = mode.replace(", ", "-").replace(" ", "-")
-    settings = [*arguments.settings, *MODES[mode], "--data.whole_documents", "true", "--name", name]
+    settings = ["--data.whole_documents", "true", *arguments.settings, *MODES[mode], "--name", name]
     settings += ["--output", str(folder), "--log.tensorboard", "false", "--checkpoint.save_at_end", "false"]
     command = ["torchrun", "--standalone", f"--nproc_per_node={arguments.ranks}", str(ROOT / "pretrain_llama.py")]
     # expandable segments: shapes differ from step to step, which fragments the allocator's fixed blocks
