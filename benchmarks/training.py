@@ -3,7 +3,8 @@
     python benchmarks/training.py --output benchmarks/results/training.json -- --config configs/llama-8b-cut.yaml
 
 Everything behind ``--`` are settings of both runs. Unless they say otherwise, every document stays on one rank in both,
-as stock megatron-core needs it, so both train on the same batches and their losses must agree. Ranks: one per GPU, or four on CPUs.
+as stock megatron-core needs it, so both train on the same batches and their losses must agree. Ranks: one per GPU, or
+four on CPUs.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.plan.errors import PlanError
 from distca.plan.layout import Shards
 from distca.plan.plan import Plan, Tasks
 
@@ -117,7 +118,15 @@ class Route:
 
 
 def route(plan: Plan, rank: int) -> Route:
-    """The part of ``plan`` that concerns ``rank``."""
+    """The part of ``plan`` that concerns ``rank``.
+
+    Raises:
+        PlanError: the plan was made for fewer ranks.
+    """
+    if not 0 <= rank < plan.layout.ranks:
+        raise PlanError(
+            f"Rank {rank} has no part in the plan, which was made for {plan.layout.ranks} ranks; plan again."
+        )
     tasks, layout = plan.tasks, plan.layout
     q_offset = _offsets_within_server(tasks, tasks.stop - tasks.start)
     kv_offset = _offsets_within_server(tasks, tasks.stop)

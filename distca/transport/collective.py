@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distca.transport.transport import Part
+from distca.transport.transport import Part, TransportError
 
 
 class CollectiveTransport:
@@ -24,9 +24,18 @@ class CollectiveTransport:
         self._group = group
 
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
-        """Pack and start one all-to-all per part; parts of which no row travels between any ranks are only copied."""
+        """Pack and start one all-to-all per part; parts of which no row travels between any ranks are only copied.
+
+        Raises:
+            TransportError: the moves belong to a plan for another number of ranks; nothing was sent.
+        """
         under_way = []
         for part in parts:
+            if len(part.moves.send_counts) != self.ranks:
+                raise TransportError(
+                    f"The plan was made for {len(part.moves.send_counts)} ranks, but the server pool has {self.ranks}; "
+                    "plan again for this world size."
+                )
             if part.moves.travelling:
                 under_way.append(self._start(part))
         # Copies of kept rows are queued behind the packing, so that the transfers start first.

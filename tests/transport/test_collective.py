@@ -1,0 +1,34 @@
+"""The transport's refusals; that it moves rows right is tested with the runtime."""
+
+import pytest
+
+from distca.plan import PlanError, lay_out, plan_at_home, route
+from distca.testing.ranks import run_ranks
+
+
+def _launch_a_plan_for_another_world() -> str:
+    import torch
+    import torch.distributed as dist
+
+    from distca.runtime.device_routes import ServerRoute
+    from distca.transport import Part, TransportError, choose_transport
+
+    plan = plan_at_home(lay_out([40, 3], 4)[0])
+    moves = ServerRoute.of(route(plan, dist.get_rank()), "cpu").q_to_server
+    rows = torch.zeros(moves.source_rows, 1)
+    transport = choose_transport("auto", dist.group.WORLD)
+    try:
+        transport.launch((Part(rows, rows.clone(), moves),))
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plan_for_another_world_size_is_refused_before_anything_is_sent() -> None:
+    said = "The plan was made for 4 ranks, but the server pool has 2; plan again for this world size."
+    assert run_ranks(2, _launch_a_plan_for_another_world) == [said, said]
+
+
+def test_a_rank_beyond_the_plan_is_refused() -> None:
+    with pytest.raises(PlanError, match="Rank 4 has no part in the plan, which was made for 4 ranks"):
+        route(plan_at_home(lay_out([40, 3], 4)[0]), 4)
