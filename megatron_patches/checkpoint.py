@@ -33,14 +33,22 @@ def save_checkpoint(
 def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:
     """Restore what :func:`save_checkpoint` wrote; returns its ``extra``."""
     _allocate_state(optimizer.optimizer)
+    settings = [_settings_of(group) for group in optimizer.optimizer.param_groups]
     with torch.no_grad():  # megatron copies into float32 weights themselves
         state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
         unwrap_model(model).load_state_dict(state["model"])
         optimizer.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(optimizer.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         optimizer.schedule.load_state_dict(state["schedule"])
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
     return extra
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What the configuration decides of a parameter group: a resumed run follows its own, not the checkpoint's."""
+    return {name: group[name] for name in ("max_lr", "min_lr", "betas", "eps") if name in group}
 
 
 def _adams(optimizer: Any) -> Iterator[Any]:

@@ -94,5 +94,8 @@ def build_optimizer(
         end_wd=settings.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
+        # A resumed run follows its own settings, which may have changed; the checkpoint says how many steps were done.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     return OptimizerAndSchedule(optimizer, schedule)

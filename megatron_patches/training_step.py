@@ -78,15 +78,17 @@ def run_micro_batches(
     """
     if not forward_only:
         model.zero_grad_buffer()
-    store = get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=iter(batches),
-        model=model,
-        num_microbatches=len(batches),
-        seq_length=max(batch.tokens.shape[1] for batch in batches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    # megatron's schedules leave it to the caller to keep no activations where there is no backward.
+    with torch.set_grad_enabled(not forward_only):
+        store = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=max(batch.tokens.shape[1] for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
     total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
     for figures in store:  # empty on stages without the loss
         total += figures

@@ -47,6 +47,7 @@ class Timeline:
     def start_recording(self) -> None:
         """Record from now on, with a zero that all ranks share; every rank calls it."""
         self.clock.synchronize()
+        self.order.clear()
         self.recording = True
 
     @contextmanager

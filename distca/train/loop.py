@@ -94,6 +94,8 @@ class _Loop:
 
     def _step(self) -> dict[str, Any]:
         began = time.perf_counter()
+        if self._trainer.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # validation and checkpoints do not count as this step's
         inputs, waited_ms = self._ahead.take()
         self._ahead.start()
         loss_sum, tokens = self._run(inputs)
@@ -129,7 +131,7 @@ class _Loop:
         if wanted is None:
             return
         timeline = self._trainer.pool.timeline
-        if step == max(wanted[0], self._first + 1):
+        if step == max(wanted[0], self._first + 1) and step <= wanted[1]:
             timeline.start_recording()
         elif step == wanted[1] + 1 and timeline.recording:
             self._write_timeline()

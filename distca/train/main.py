@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from distca.data.corpus import Corpus
 from distca.data.errors import DataError
@@ -97,11 +100,28 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         from distca.train.loop import train
         from distca.train.setup import build_trainer
 
+    _check_same_documents(corpus, world)
     trainer = build_trainer(config, world, corpus.vocabulary)
     folder, checkpoint = _folder(config, world.rank)
     logger.info("Run folder: %s", folder.path)
     train(trainer, corpus, folder, checkpoint)
     return folder
+
+
+def _check_same_documents(corpus: Corpus, world: World) -> None:
+    """Every rank plans from its own list of documents: refuse lists that differ, on all ranks."""
+    import torch.distributed as dist
+
+    lengths = np.concatenate((corpus.train.lengths, corpus.validation.lengths))
+    digest = hashlib.sha256(lengths.tobytes()).hexdigest()
+    digests: list[str] = [""] * world.size
+    dist.all_gather_object(digests, digest)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise DataError(
+            f"Ranks {others} see other documents than rank 0 (another copy of the data, or another Python version with "
+            "data.source stdlib); put the same data at data.path on every machine."
+        )
 
 
 def _folder(config: RunConfig, rank: int) -> tuple[RunFolder, Checkpoint | None]:

@@ -6,12 +6,13 @@ Keys that other parts of the project read, where a step has them:
     validation_loss     the same over the validation set
     lr, grad_norm       learning rate of the step; gradient norm before clipping
     tokens              tokens of the global batch
-    step_s              seconds of the step
+    step_s              seconds of the step, without what is recorded, validated and saved after it
     tokens_per_s        tokens / step_s, of all ranks together
     mfu                 share of the device's dense peak spent on the model's own FLOPs (absent where no peak is known)
     imbalance_before    planned attention time of the busiest rank over the mean, every document computed at home
     imbalance_after     the same with the plan that ran
-    imbalance_measured  the same, from measured attention seconds
+    imbalance_measured  attention seconds measured over the whole step, busiest rank over the mean (the planned figures
+                        add up the busiest rank of every micro-batch or phase, so they are the stricter ones)
     bytes_moved         bytes that all ranks sent for attention in the step
     plan_ms             milliseconds of planning (in the background, one step ahead)
     peak_memory_gb      largest allocated device memory of any rank, GiB

@@ -60,7 +60,7 @@ def test_shipped_configurations_are_read(file: Path) -> None:
         (["--train.steps", "1.5"], "train.steps must be a whole number, not 1.5."),
         (["--optimizer.lr", "fast"], "optimizer.lr must be a number, not fast."),
         (["--cad.enabled", "1"], "cad.enabled must be true or false, not 1."),
-        (["--cad.backward", "send"], "cad.backward must be one of keep, resend, not send."),
+        (["--cad.backward", "send"], "cad.backward must be one of auto, keep, resend, not send."),
         (["--log.timeline_steps", "[3]"], "log.timeline_steps must be a list of 2 whole numbers or null, not [3]."),
         (["--train.steps"], "--train.steps needs a value: a whole number."),
         (["20"], "'20' on the command line belongs to no setting"),
