@@ -3,8 +3,10 @@
     distca profile --output table.json
     python benchmarks/attention_balance.py --table table.json --output benchmarks/results/attention_balance.json
 
-Every rank is one attention server and runs its CA-tasks of each plan, forward and backward, on random rows, with the
-functions that a training step runs; nothing is sent. All servers compute at once: one per GPU, or four on CPUs.
+What a server computes does not depend on the others, so the servers of a plan, 8 and 32 by default, are dealt to
+whatever GPUs this machine has (ranks on CPUs) and run one after the other: forward and backward of every server's fused
+batch, on random rows, with the functions that a training step runs. Nothing is sent. Batches are timed in rounds, each
+time in another order (``distca/profile/served.py`` says why), as often as ``--seconds`` allow.
 """
 
 from __future__ import annotations
@@ -16,73 +18,74 @@ import platform
 import shlex
 import sys
 import warnings
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.table import Table
+from attention_balance_report import DIRECTIONS, Batch, by_case, factor_of, groups_of, plain, show
+from gpu_state import GpuState
 
 from distca.attention import choose_kernel
 from distca.commands.versions import versions
 from distca.data.mixes import Mix, sample_lengths
-from distca.log import console
-from distca.plan import (
-    AttentionShape,
-    CostModel,
-    Plan,
-    PlanError,
-    TableCost,
-    imbalance,
-    load_table,
-    plan_at_home,
-    plan_micro_batch,
-    route,
-    server_seconds,
-)
-from distca.profile.served import TimedServer
+from distca.plan import AttentionShape, CostModel, PlanError, TableCost, load_table, plan_micro_batch
+from distca.profile.served import TimedServer, route_of_tasks
 from distca.profile.tables import find_table
-from distca.runtime.device_routes import ServerRoute
 from distca.testing.ranks import run_ranks
 
-DIRECTIONS = ("forward", "backward")
+ORDERS = ("document", "longest_first")
 
 
 def main() -> None:
     arguments = _arguments()
-    gpus = torch.cuda.device_count() > 0
-    cases = _cases(arguments, _cost(arguments))
-    plans = [case.pop("plan") for case in cases]
-    measured = run_ranks(arguments.ranks, _serve, plans, arguments.shape, arguments.repeats, timeout=900.0, gpus=gpus)
-    for number, case in enumerate(cases):
-        case["measured_s"] = {side: [rank[number][side] for rank in measured] for side in DIRECTIONS}
-        case["imbalance_predicted"] = {side: imbalance(seconds) for side, seconds in _sides(case["predicted_s"])}
-        case["imbalance_measured"] = {side: imbalance(seconds) for side, seconds in _sides(case["measured_s"])}
+    batches = [batch for batch in _batches(arguments, _cost(arguments)) if len(batch.q_rows)]
+    for number, batch in enumerate(batches):
+        batch.gpu = number % arguments.ranks
+    dealt = [[batch for batch in batches if batch.gpu == rank] for rank in range(arguments.ranks)]
+    rounds = _rounds(dealt, arguments.seconds)
+    with GpuState() as state:
+        tasks = [[(batch.q_rows, batch.kv_rows) for batch in mine] for mine in dealt]
+        gpus = torch.cuda.device_count() > 0
+        taken = run_ranks(arguments.ranks, _serve, tasks, arguments.shape, rounds, timeout=900.0, gpus=gpus)
+    for mine, theirs in zip(dealt, taken, strict=True):
+        for batch, (measured, noise) in zip(mine, theirs, strict=True):
+            batch.measured, batch.noise = measured, noise
+    factors: list[dict[str, float]] = [{side: factor_of(mine, side) for side in DIRECTIONS} for mine in dealt]
+    groups = groups_of(batches, factors)
     report = {
         "command": shlex.join(["python", "benchmarks/attention_balance.py", *sys.argv[1:]]),
         "hardware": _hardware(arguments.ranks),
         "versions": versions(),
         "table": str(arguments.table or "the package's"),
         "tokens_per_server": arguments.tokens,
-        "groups": _groups(cases),
-        "cases": cases,
+        "rounds": rounds,
+        "gpus": [
+            {"measured_over_predicted": factor, **about}
+            for factor, about in zip(factors, state.summaries(arguments.ranks), strict=True)
+        ],
+        "groups": groups,
+        "cases": [plain(case, same) for case, same in by_case(batches)],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    _show(report["groups"])
+    show(groups)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
     parser.add_argument("--table", type=Path, help="a cost table of `distca profile`; by default the package's")
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 4)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="GPUs, or processes on CPUs")
+    parser.add_argument("--servers", type=int, nargs="+", default=[8, 32], help="sizes of the planned pools")
     parser.add_argument("--mixes", nargs="+", choices=get_args(Mix), default=list(get_args(Mix)))
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens per server")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each server's batch")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--halves", type=int, default=1, choices=(1, 2), help="nano-batches; 2 is ping and pong")
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=["document"], help="of a server's tasks")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long every GPU may measure, about")
     parser.add_argument("--shape", type=int, nargs=3, default=[32, 8, 128], metavar=("HEADS", "KV_HEADS", "HEAD_DIM"))
     return parser.parse_args()
 
@@ -109,117 +112,62 @@ def _kernel(head_dim: int) -> Any:
     return choose_kernel("auto", device=device, dtype=dtype, head_dim=head_dim)
 
 
-def _cases(arguments: argparse.Namespace, cost: CostModel) -> list[dict[str, Any]]:
-    """One entry per plan of a nano-batch: where it comes from, the plan, and predicted seconds per server."""
-    cases = []
+def _batches(arguments: argparse.Namespace, cost: CostModel) -> Iterator[Batch]:
+    """Every server's batch of every plan, in every order asked for."""
     for mix in arguments.mixes:
-        for seed in range(arguments.seeds):
-            lengths = sample_lengths(mix, arguments.tokens * arguments.ranks, seed)
-            for nano_batches in (1, 2):
-                made = plan_micro_batch(lengths, arguments.ranks, cost, nano_batches=nano_batches)
-                about = {"mix": mix, "seed": seed, "nano_batches": nano_batches}
-                for nano, planned in enumerate(made.nano_batches):
-                    if nano_batches == 1:
-                        at_home = plan_at_home(planned.layout)
-                        cases.append({**about, "nano": nano, "placed": "at home", **_predicted(at_home, cost)})
-                    cases.append({**about, "nano": nano, "placed": "planned", **_predicted(planned.forward, cost)})
-    return cases
+        for servers in arguments.servers:
+            for seed in range(arguments.seeds):
+                lengths = sample_lengths(mix, arguments.tokens * servers, seed)
+                made = plan_micro_batch(lengths, servers, cost, nano_batches=arguments.halves)
+                for half, planned in enumerate(made.nano_batches):
+                    tasks = planned.forward.tasks
+                    q_rows, kv_rows = tasks.stop - tasks.start, tasks.stop
+                    seconds = {side: cost.per_direction(side, q_rows, kv_rows)[0] for side in DIRECTIONS}
+                    for server in range(servers):
+                        mine = np.flatnonzero(tasks.server == server)
+                        predicted: dict[str, float] = {side: float(seconds[side][mine].sum()) for side in DIRECTIONS}
+                        for order in arguments.orders:
+                            case = (mix, seed, servers, half, order)
+                            at = mine[np.argsort(-kv_rows[mine], kind="stable")] if order == "longest_first" else mine
+                            yield Batch(case, q_rows[at], kv_rows[at], predicted)
 
 
-def _predicted(plan: Plan, cost: CostModel) -> dict[str, Any]:
-    predicted = {
-        "forward": server_seconds(plan, cost, "forward").tolist(),
-        "backward": server_seconds(plan, cost, "backward").tolist(),
-    }
-    return {"plan": plan, "predicted_s": predicted}
+def _rounds(dealt: list[list[Batch]], seconds: float) -> int:
+    once = max(sum(sum(batch.predicted.values()) for batch in mine) for mine in dealt)
+    return min(max(int(seconds / once), 2), 9) if torch.cuda.is_available() else 2
 
 
-def _serve(plans: list[Plan], shape: list[int], repeats: int) -> list[dict[str, float]]:
-    """This rank's seconds as a server of every plan; runs on every rank."""
+def _serve(
+    tasks: list[list[tuple[np.ndarray, np.ndarray]]], shape: list[int], rounds: int
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Median seconds and noise of this rank's batches; runs on every rank."""
     warnings.simplefilter("ignore")  # kernels compiled at first use have much to say
+    mine = tasks[dist.get_rank()]
+    if not mine:
+        return []
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     dtype = torch.bfloat16 if gpu else torch.float32
-    routes = [route(plan, dist.get_rank()) for plan in plans]
-    most = {side: max(getattr(each, side).destination_rows for each in routes) for side in ("q", "kv")}
     server = TimedServer(
         _kernel(shape[2]),
-        AttentionShape(*shape, value_bytes=dtype.itemsize),
+        AttentionShape(shape[0], shape[1], shape[2], dtype.itemsize),
         device,
         dtype,
-        q_rows=most["q"],
-        kv_rows=most["kv"],
+        q_rows=max(int(q_rows.sum()) for q_rows, _ in mine),
+        kv_rows=max(int(kv_rows.sum()) for _, kv_rows in mine),
     )
-    time_one = partial(server.seconds, warm_up=1, repeats=repeats)
-    time_one(ServerRoute.of(routes[0], device))  # compiles
-    seconds = []
-    for each in routes:
-        dist.barrier()
-        took = time_one(ServerRoute.of(each, device))
-        seconds.append({"forward": took.forward, "backward": took.backward})
-    return seconds
-
-
-def _sides(seconds: dict[str, list[float]]) -> list[tuple[str, np.ndarray]]:
-    """Forward, backward and their sum, [R] each."""
-    both = [(side, np.array(seconds[side])) for side in DIRECTIONS]
-    return [*both, ("both", both[0][1] + both[1][1])]
-
-
-def _groups(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Errors and imbalances of all seeds of a mix, nano-batching and placement together."""
-    keys = ("mix", "nano_batches", "placed")
-    groups = []
-    for key in sorted({tuple(case[name] for name in keys) for case in cases}):
-        same = [case for case in cases if tuple(case[name] for name in keys) == key]
-        group: dict[str, Any] = dict(zip(keys, key, strict=True))
-        for side in (*DIRECTIONS, "both"):
-            off = np.concatenate([_errors(case, side) for case in same])
-            measured = [case["imbalance_measured"][side] for case in same]
-            group[side] = {
-                "error_mean": float(off.mean()),
-                "error_worst": float(np.abs(off).max()),
-                "within_5_percent": float((np.abs(off) <= 0.05).mean()),
-                "imbalance_predicted_worst": max(case["imbalance_predicted"][side] for case in same),
-                "imbalance_measured_median": float(np.median(measured)),
-                "imbalance_measured_worst": max(measured),
-            }
-        groups.append(group)
-    return groups
-
-
-def _errors(case: dict[str, Any], side: str) -> np.ndarray:
-    """[R] predicted / measured - 1 of every server that has work."""
-    predicted, measured = dict(_sides(case["predicted_s"]))[side], dict(_sides(case["measured_s"]))[side]
-    busy = predicted > 0
-    return predicted[busy] / measured[busy] - 1
+    routes = [route_of_tasks(q_rows, kv_rows, device) for q_rows, kv_rows in mine]
+    taken = server.samples(routes, [rounds] * len(routes), warm_up_s=2.0 if gpu else 0.0)
+    return [
+        ({side: each.median(side) for side in DIRECTIONS}, {side: each.noise(side) for side in DIRECTIONS})
+        for each in taken
+    ]
 
 
 def _hardware(ranks: int) -> str:
     if torch.cuda.is_available():
         return f"{ranks} × {torch.cuda.get_device_name()}"
     return f"{ranks} ranks on {os.cpu_count()} cores, {platform.machine()}"
-
-
-def _show(groups: list[dict[str, Any]]) -> None:
-    table = Table(title="attention servers: predicted against measured", title_justify="left")
-    for column in ("mix", "halves", "placed", "", "mean error", "worst", "within 5 %"):
-        table.add_column(column)
-    table.add_column("slowest / mean, predicted")
-    table.add_column("measured: median, worst")
-    for group in groups:
-        for side in (*DIRECTIONS, "both"):
-            figures = group[side]
-            table.add_row(
-                *(str(group[name]) if side == "forward" else "" for name in ("mix", "nano_batches", "placed")),
-                side,
-                f"{figures['error_mean']:+.1%}",
-                f"{figures['error_worst']:.1%}",
-                f"{figures['within_5_percent']:.0%}",
-                f"{figures['imbalance_predicted_worst']:.3f}",
-                f"{figures['imbalance_measured_median']:.3f}, {figures['imbalance_measured_worst']:.3f}",
-            )
-    console().print(table)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
 Times are CPU milliseconds of one core (``time.process_time``): planning runs in a background thread, and wall time on a
 shared machine would measure its neighbours. "planner" is the default of ``plan_micro_batch``: documents are spread over
 ranks by work, then scheduled. "in_order" is the same scheduler on documents laid out one after the other, and
-"plain_greedy" a simple scheduler on that layout. Everything else is predicted by the analytic cost model (32 query
-heads, 8 key/value heads, d 128, bf16, one H200's flash-attn-4 rates), not measured on GPUs.
+"plain_greedy" a simple scheduler on that layout. Costs are those of the analytic model (32 query heads, 8 key/value
+heads, d 128, bf16, one H200's flash-attn-4 rates); "planner_with_table" is the default with the measured table of one
+H200 that the package ships. Nothing here runs on GPUs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from pathlib import Path
 import numpy as np
 
 import distca
-from distca.data.mixes import Mix, long_context, sample_lengths
+from distca.data.mixes import Mix, sample_lengths, sample_long_context
 from distca.plan import (
+    CostModel,
     Direction,
     Layout,
     Plan,
@@ -40,6 +42,7 @@ from distca.plan import (
     traffic,
 )
 from distca.plan.placement import Placement
+from distca.profile.tables import find_table
 
 TOKENS = 131_072
 SEEDS = 10
@@ -49,7 +52,13 @@ TOLERANCES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
 COST = analytic_cost(32, 8, 128)
 RELEASED = {"pretrain": (0.10, 0.46), "prolong": (0.04, 0.36)}
 """Share of all tokens that the released research planner moves as q and as k,v rows at 64 servers x 128K tokens."""
-PLACEMENTS: dict[str, Placement] = {"planner": "spread", "in_order": "in_order"}
+TABLE = find_table("NVIDIA H200", "flash4", 32, 8, 128)
+assert TABLE is not None
+KINDS: dict[str, tuple[Placement, CostModel]] = {
+    "planner": ("spread", COST),
+    "planner_with_table": ("spread", TABLE),
+    "in_order": ("in_order", COST),
+}
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 ROOT = Path(__file__).parent
 
@@ -98,16 +107,16 @@ def _area(start: int, stop: int) -> float:
     return (stop * (stop + 1) - start * (start + 1)) / 2
 
 
-def figures(layout: Layout, plan: Plan) -> dict[str, float]:
-    """What one plan achieves."""
+def figures(layout: Layout, plan: Plan, cost: CostModel = COST) -> dict[str, float]:
+    """What one plan achieves, by the costs it was made with."""
     plan.check()
     home, moved = plan_at_home(layout), traffic(plan)
-    seconds = {d: server_seconds(plan, COST, d) for d in DIRECTIONS}
-    at_home = {d: server_seconds(home, COST, d) for d in seconds}
+    seconds = {d: server_seconds(plan, cost, d) for d in DIRECTIONS}
+    at_home = {d: server_seconds(home, cost, d) for d in seconds}
     return {
         "home_makespan_over_mean": max(imbalance(at_home[d]) for d in seconds),
         "makespan_over_mean": max(imbalance(seconds[d]) for d in seconds),
-        "makespan_over_bound": sum(s.max() for s in seconds.values()) / makespan_bound(layout, COST, "both"),
+        "makespan_over_bound": sum(s.max() for s in seconds.values()) / makespan_bound(layout, cost, "both"),
         "work_added": sum(s.sum() for s in seconds.values()) / sum(s.sum() for s in at_home.values()) - 1,
         "q_share": moved.q_rows / layout.tokens,
         "kv_share": moved.kv_rows / layout.tokens,
@@ -130,18 +139,18 @@ def estimate(layout: Layout, seconds: np.ndarray, tolerance: float = 0.02) -> fl
     return float(2 * np.sqrt((16 + 4 / 2) * 4 * pairs).sum()) / layout.tokens
 
 
-def planned(lengths: np.ndarray, servers: int, placement: Placement) -> dict[str, float]:
+def planned(lengths: np.ndarray, servers: int, placement: Placement, cost: CostModel) -> dict[str, float]:
     """What planning achieves, and CPU milliseconds of layout, plan and one rank's routes."""
     times = [time.process_time()]
-    (layout,) = lay_out(lengths, servers, placement=placement, cost=COST)
+    (layout,) = lay_out(lengths, servers, placement=placement, cost=cost)
     times.append(time.process_time())
-    plan = schedule(layout, COST)
+    plan = schedule(layout, cost)
     times.append(time.process_time())
     route(plan, servers // 2)
     times.append(time.process_time())
     layout_ms, plan_ms, route_ms = (np.diff(times) * 1e3).tolist()
     return {
-        **figures(layout, plan),
+        **figures(layout, plan, cost),
         "layout_ms": layout_ms,
         "plan_ms": plan_ms,
         "route_ms": route_ms,
@@ -159,8 +168,8 @@ def summarise(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 def case(lengths: Callable[[int], np.ndarray], servers: int, released: tuple[float, float] | None) -> dict[str, object]:
     """Ten seeds of one mix and size."""
     result: dict[str, object] = {}
-    for name, placement in PLACEMENTS.items():
-        rows = [planned(lengths(seed), servers, placement) for seed in range(SEEDS)]
+    for name, (placement, cost) in KINDS.items():
+        rows = [planned(lengths(seed), servers, placement, cost) for seed in range(SEEDS)]
         made: dict[str, object] = {**summarise(rows), "seeds_within_1.02": _within(rows)}
         if released:
             over = [row["kb_per_token"] / kilobytes(*released) for row in rows]
@@ -174,18 +183,6 @@ def case(lengths: Callable[[int], np.ndarray], servers: int, released: tuple[flo
 
 def _within(rows: list[dict[str, float]]) -> str:
     return f"{sum(row['makespan_over_mean'] <= 1.0201 for row in rows)} of {len(rows)} seeds"
-
-
-def stretched(mix: Mix, context: int, tokens: int, seed: int) -> np.ndarray:
-    """Exactly ``tokens`` of the long-context version of a mix."""
-    drawn, enough = np.zeros(0, np.int64), tokens
-    while drawn.sum() < tokens:
-        drawn = long_context(sample_lengths(mix, enough, seed), context, seed)
-        enough *= 2
-    ends = np.cumsum(drawn)
-    kept = drawn[: int(np.searchsorted(ends, tokens)) + 1]
-    kept[-1] -= int(kept.sum()) - tokens
-    return kept
 
 
 def curve(mix: Mix, placement: Placement, servers: int = 64) -> list[dict[str, float]]:
@@ -255,7 +252,7 @@ def main() -> None:
             show(f"{mix} {servers}", made)
         for context in (131_072, 262_144, 524_288):
             made = case(
-                lambda seed, mix=mix, context=context: stretched(mix, context, 64 * TOKENS, seed),  # type: ignore[misc]
+                lambda seed, mix=mix, context=context: sample_long_context(mix, 64 * TOKENS, context, seed),  # type: ignore[misc]
                 64,
                 None,
             )
@@ -265,7 +262,7 @@ def main() -> None:
     curves = {
         f"{mix}, {name.replace('_', ' ')}": curve(mix, placement)
         for mix in MIXES
-        for name, placement in (("in order", PLACEMENTS["in_order"]), ("spread", PLACEMENTS["planner"]))
+        for name, placement in (("in order", KINDS["in_order"][0]), ("spread", KINDS["planner"][0]))
     }
     results["tolerance_curve_64_servers"] = curves
     (ROOT / "results").mkdir(exist_ok=True)
@@ -275,7 +272,7 @@ def main() -> None:
 
 def show(name: str, made: dict) -> None:
     parts = []
-    for kind in PLACEMENTS:
+    for kind in KINDS:
         ours = made[kind]
         parts.append(
             f"{kind}: home {ours['home_makespan_over_mean']['median']:.2f} -> "

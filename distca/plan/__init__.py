@@ -2,7 +2,7 @@
 
 from distca.plan.balance import Traffic, imbalance, server_seconds, traffic
 from distca.plan.bounds import makespan_bound
-from distca.plan.cost import AttentionShape, CostModel, Direction, TableCost, analytic_cost, area_cost, load_table
+from distca.plan.cost import AttentionShape, CostModel, Direction, analytic_cost, area_cost
 from distca.plan.errors import PlanError
 from distca.plan.layout import Layout, Shards, lay_out
 from distca.plan.links import Links
@@ -10,6 +10,7 @@ from distca.plan.micro_batch import Bytes, MicroBatchPlan, NanoPlan, plan_micro_
 from distca.plan.plan import Plan, Tasks, plan_at_home
 from distca.plan.routes import Route, RowExchange, Segments, route
 from distca.plan.scheduler import DEFAULT_TOLERANCE, schedule
+from distca.plan.table_cost import TableCost, load_table
 
 __all__ = [
     "DEFAULT_TOLERANCE",

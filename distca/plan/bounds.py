@@ -8,7 +8,7 @@ import numpy as np
 
 from distca.plan.cost import CostModel, Direction
 from distca.plan.layout import Layout
-from distca.plan.pool import check_speeds
+from distca.plan.speeds import check_speeds
 
 
 def makespan_bound(

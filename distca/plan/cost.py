@@ -3,14 +3,13 @@
 A task with ``q_rows`` queries and ``kv_rows`` keys is the causal query range [kv_rows - q_rows, kv_rows) of a document.
 Seconds are those a task adds to a *full* fused batch, so a batch costs the sum over its tasks: one small task alone
 cannot fill the GPU, but a plan never runs one alone. Array legend: N tasks; rows are int64, seconds float64.
+``table_cost.py`` has the measured counterpart of the analytic model here.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -157,105 +156,3 @@ def area_cost(heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, block: in
     """Pure FLOP counting: seconds are query-key pairs. For tests, tiny models and CPU runs, where tiles mean
     nothing."""
     return AnalyticCost(AttentionShape(heads, kv_heads, head_dim), block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
-
-
-class TableCost(CostModel):
-    """Measured seconds, interpolated.
-
-    The table is used as a factor on the analytic model: bilinear in (log2 q rows, log2 k,v rows) between measured
-    points and constant beyond them, so that it is exact at every measured point and sensible outside the grid.
-
-    Args:
-        shape: the attention layer that was measured.
-        q_rows: [Q] increasing query rows measured.
-        kv_rows: [V] increasing k,v rows measured.
-        forward_seconds: [Q, V] seconds per task inside a full batch; nan where q_rows > kv_rows or not measured.
-        backward_seconds: [Q, V] the same for backward.
-        block: query rows of one kernel tile.
-
-    Raises:
-        PlanError: on a table whose axes are not increasing or which has no measured point in some column.
-    """
-
-    def __init__(
-        self,
-        shape: AttentionShape,
-        q_rows: np.ndarray,
-        kv_rows: np.ndarray,
-        forward_seconds: np.ndarray,
-        backward_seconds: np.ndarray,
-        block: int = 128,
-    ) -> None:
-        self.shape = shape
-        self.block = block
-        self._base = analytic_cost(
-            shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=block
-        )
-        q_axis, kv_axis = np.asarray(q_rows, np.float64), np.asarray(kv_rows, np.float64)
-        for name, axis in (("q_rows", q_axis), ("kv_rows", kv_axis)):
-            if len(axis) == 0 or axis[0] < 1 or (np.diff(axis) <= 0).any():
-                raise PlanError(f"The cost table's {name} must be positive and increasing, not {axis.tolist()}.")
-        self._log_q, self._log_kv = np.log2(q_axis), np.log2(kv_axis)
-        grid = np.meshgrid(q_axis, kv_axis, indexing="ij")
-        self._forward_factor = _factors("forward", forward_seconds, self._base.forward(*grid))
-        self._backward_factor = _factors("backward", backward_seconds, self._base.backward(*grid))
-
-    def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        return self._base.forward(q_rows, kv_rows) * self._interpolate(self._forward_factor, q_rows, kv_rows)
-
-    def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        return self._base.backward(q_rows, kv_rows) * self._interpolate(self._backward_factor, q_rows, kv_rows)
-
-    def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        """The analytic model, which cutting never makes cheaper, at the best measured factor."""
-        factors = {"forward": (self._forward_factor,), "backward": (self._backward_factor,)}
-        best = [factor.min() for factor in factors.get(direction, (self._forward_factor, self._backward_factor))]
-        return self._base.per_direction(direction, q_rows, kv_rows) * np.array(best)[:, None]
-
-    def _interpolate(self, factor: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        q, dq = _cell(self._log_q, q_rows)
-        v, dv = _cell(self._log_kv, kv_rows)
-        q1, v1 = np.minimum(q + 1, len(self._log_q) - 1), np.minimum(v + 1, len(self._log_kv) - 1)
-        low = factor[q, v] * (1 - dv) + factor[q, v1] * dv
-        high = factor[q1, v] * (1 - dv) + factor[q1, v1] * dv
-        return low * (1 - dq) + high * dq
-
-
-def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the grid cell that holds each value, and the place in it, from 0 to 1."""
-    at = np.clip(np.log2(np.maximum(rows, 1)), axis[0], axis[-1])
-    low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
-    width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]
-    return low, np.divide(at - axis[low], width, out=np.zeros_like(at), where=width > 0)
-
-
-def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """Measured over analytic seconds; a hole takes the value of the nearest measured q rows with the same k,v rows."""
-    table = np.asarray(seconds, np.float64)
-    if table.shape != base.shape:
-        raise PlanError(f"The cost table's {name} seconds have shape {table.shape}; its axes ask for {base.shape}.")
-    if np.isnan(table).all(axis=0).any() or (table <= 0).any() or np.isinf(table).any():
-        raise PlanError(f"The cost table's {name} seconds must be positive, with a measured value for every kv_rows.")
-    factor = table / base
-    for column in factor.T:
-        known = np.flatnonzero(~np.isnan(column))
-        nearest = np.abs(np.arange(len(column))[:, None] - known[None]).argmin(axis=1)
-        column[:] = column[known[nearest]]
-    return factor
-
-
-def load_table(path: str | Path) -> TableCost:
-    """Read a cost table: JSON with heads, kv_heads, head_dim, block, q_rows [Q], kv_rows [V], and forward_seconds and
-    backward_seconds [Q][V] per task inside a full batch (null where q_rows > kv_rows). Other keys describe the machine.
-
-    Raises:
-        PlanError: when the file lacks a key or its table is not usable.
-    """
-    content = json.loads(Path(path).read_text())
-    wanted = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
-    missing = [key for key in wanted if key not in content]
-    if missing:
-        raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
-    q_rows, kv_rows, forward, backward = (np.asarray(content[key], np.float64) for key in wanted[3:])
-    shape = AttentionShape(content["heads"], content["kv_heads"], content["head_dim"], content.get("value_bytes", 2))
-    return TableCost(shape, q_rows, kv_rows, forward, backward, block=content.get("block", 128))

@@ -10,7 +10,7 @@ Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -21,6 +21,7 @@ from distca.plan.cost import CostModel, area_cost
 from distca.plan.dealing import Dealing, Stream, dealt_evenly, halves
 from distca.plan.errors import PlanError
 from distca.plan.placement import Placement, spread
+from distca.plan.speeds import check_speeds
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,10 @@ class Layout:
         return int(self.q_rows.sum())
 
 
+Place = Callable[[Stream, np.ndarray], tuple[Shards, np.ndarray]]
+"""Puts a stream on ranks whose rows end at [R+1] bounds: its shards, and the rows per rank."""
+
+
 def lay_out(
     lengths: Sequence[int] | np.ndarray,
     ranks: int,
@@ -100,6 +105,7 @@ def lay_out(
     dealing: Dealing = "in_order",
     placement: Placement = "in_order",
     cost: CostModel | None = None,
+    speeds: Sequence[float] | np.ndarray | None = None,
 ) -> tuple[Layout, ...]:
     """Place a micro-batch's documents on ranks, as one or two nano-batches.
 
@@ -123,6 +129,7 @@ def lay_out(
             every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks.
             With ``rank_of`` or ``capacities`` it is always "in_order".
         cost: what "spread" counts as work; None counts query-key pairs.
+        speeds: [R] relative speed of every server, to which "spread" makes its work proportional; None means all equal.
 
     Returns:
         One layout per nano-batch.
@@ -135,8 +142,11 @@ def lay_out(
     if rank_of is not None:
         placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64), dealing)
     else:
-        spread_by = (cost or area_cost()) if placement == "spread" and capacities is None else None
-        placed = _place_spanning(length, ranks, nano_batches, capacities, align, dealing, spread_by)
+        place: Place = _cut_at_ranks
+        if placement == "spread" and capacities is None:
+            speed = check_speeds(speeds, ranks)
+            place = partial(_spread, length=length, cost=cost or area_cost(), speeds=speed)
+        placed = _place_spanning(length, ranks, nano_batches, capacities, align, dealing, place)
     layouts: list[Layout] = []
     for shards, rows in placed:
         layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
@@ -191,7 +201,7 @@ def _place_spanning(
     capacities: Sequence[int] | np.ndarray | None,
     align: int,
     dealing: Dealing,
-    spread_by: CostModel | None,
+    place: Place,
 ) -> list[tuple[Shards, np.ndarray]]:
     total = int(length.sum())
     if capacities is None:
@@ -208,7 +218,6 @@ def _place_spanning(
     if nano_batches == 2 and dealing == "even":
         documents = dealt_evenly(length, documents, ping_first=True)
     streams = halves(length, documents, nano_batches, cut)
-    place = _cut_at_ranks if spread_by is None else partial(_spread, length=length, cost=spread_by)
     return [place(stream, bound) for stream, bound in zip(streams, bounds, strict=True)]
 
 
@@ -235,12 +244,14 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
     return shards, rows
 
 
-def _spread(stream: Stream, bounds: np.ndarray, length: np.ndarray, cost: CostModel) -> tuple[Shards, np.ndarray]:
+def _spread(
+    stream: Stream, bounds: np.ndarray, length: np.ndarray, cost: CostModel, speeds: np.ndarray
+) -> tuple[Shards, np.ndarray]:
     """Place a stream of document ranges by work; every rank's rows are in order of document and position."""
     budgets = np.diff(bounds)
     if not budgets.any():
         return _cut_at_ranks(stream, bounds)
-    placed, rank = spread(stream, budgets, cost)
+    placed, rank = spread(stream, budgets, cost, speeds)
     # A document that goes on in the next nano-batch comes last on every rank, because carried rows are a rank's tail.
     goes_on = np.zeros(len(length), bool)
     goes_on[stream.document] = stream.stop < length[stream.document]

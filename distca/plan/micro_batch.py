@@ -165,7 +165,7 @@ def plan_micro_batch(
         align=align,
         dealing=dealing,
     )
-    layouts = in_order(placement=placement, cost=cost) if disaggregate else in_order()
+    layouts = in_order(placement=placement, cost=cost, speeds=speeds) if disaggregate else in_order()
     plan_one = partial(
         schedule,
         cost=cost,

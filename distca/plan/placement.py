@@ -35,27 +35,33 @@ _SAME_SIZE = 1.5
 _FILLING = 0.03
 """The shortest documents, with this part of all work, are not dealt one by one."""
 _ENOUGH_OVER = 0.005
+_LEAST_PART = 0.05
+"""Least part of the mean work for which a document is cut."""
 _PASSES = 3
 _CORRECTIONS = 2
 
 
-def spread(stream: Stream, budgets: np.ndarray, cost: CostModel) -> tuple[Stream, np.ndarray]:
-    """Place ``stream`` on ranks with about equal attention work, both directions together.
+def spread(
+    stream: Stream, budgets: np.ndarray, cost: CostModel, speeds: np.ndarray | None = None
+) -> tuple[Stream, np.ndarray]:
+    """Place ``stream`` on ranks with attention work as their speeds, both directions together.
 
     Args:
         stream: [N] ranges of documents, in any order; at least one token.
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per CA-task.
+        speeds: [R] relative speed of every rank, 0 or more; None means all equal.
 
     Returns:
         The ranges, some of them cut, and the rank of each.
     """
+    share = np.ones(len(budgets)) if speeds is None else speeds / speeds.mean()
     work = _work_of(stream, len(budgets), cost)
-    parts, rest = _cut_long(stream, budgets, work)
-    rank_of_part = _roomy(budgets)[: len(parts.stop)]
-    left, tokens = _left_over(np.ones(len(budgets)), budgets, work(parts.start, parts.stop), parts, rank_of_part)
-    mean = float(work(parts.start, parts.stop).sum() + work(rest.start, rest.stop).sum()) / len(budgets)
-    dealt, rank_of_dealt, filling = _deal(rest, left + (mean - 1.0), tokens, work)
+    parts, rank_of_part, rest = _cut_long(stream, budgets, share, work)
+    work_of_part = work(parts.start, parts.stop)
+    mean = float(work_of_part.sum() + work(rest.start, rest.stop).sum()) / len(budgets)
+    left, tokens = _left_over(mean * share, budgets, work_of_part, parts, rank_of_part)
+    dealt, rank_of_dealt, filling = _deal(rest, left, tokens, work)
     _, tokens = _left_over(left, tokens, np.zeros(len(dealt.stop)), dealt, rank_of_dealt)
     fill, rank_of_fill = _fill(filling, tokens)
     placed = _joined(parts, dealt, fill)
@@ -72,60 +78,70 @@ def _work_of(stream: Stream, ranks: int, cost: CostModel) -> Work:
     return work
 
 
-def _roomy(budgets: np.ndarray) -> np.ndarray:
-    """Ranks with a usual budget: ``align`` may leave the last ones little or nothing."""
-    return np.flatnonzero(2 * budgets >= budgets.max())
-
-
-def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, Stream]:
-    """Parts that fill one rank each, by document and position, and everything else.
+def _cut_long(stream: Stream, budgets: np.ndarray, share: np.ndarray, work: Work) -> tuple[Stream, np.ndarray, Stream]:
+    """Parts that fill one rank each, the rank of each, and everything else; ``share`` is [R] parts of the mean work.
 
     Cutting adds work (keys are loaded once more for every part), so the cuts are made again with the higher mean.
     """
     mean = 1.0
     for _ in range(_PASSES):
-        parts, rest = _parts_of(stream, budgets, work, mean)
+        parts, ranks, rest = _parts_of(stream, budgets, share, work, mean)
         total = float(work(parts.start, parts.stop).sum() + work(rest.start, rest.stop).sum()) / len(budgets)
         if abs(total - mean) < _ENOUGH_OVER:
             break
         mean = total
-    return parts, rest
+    return parts, ranks, rest
 
 
-def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> tuple[Stream, Stream]:
+def _parts_of(
+    stream: Stream, budgets: np.ndarray, share: np.ndarray, work: Work, mean: float
+) -> tuple[Stream, np.ndarray, Stream]:
     start, stop = stream.start, stream.stop.copy()
     rows = stop - start
     whole = work(start, stop)
     dense = whole >= _DENSE * rows / budgets.mean()
     filling = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
+    # Ranks with a usual budget: ``align`` may leave the last ones little or nothing.
+    roomy = np.flatnonzero(2 * budgets >= budgets.max())
+    wanted = mean * share - filling * float(budgets[roomy].mean())
+    # A slow rank, owed little more than its filling, gets no part; the fastest get theirs first.
+    ranks = roomy[wanted[roomy] > _LEAST_PART * mean]
+    ranks = ranks[np.argsort(-share[ranks], kind="stable")]
+    if not len(ranks):
+        return _joined(), ranks, stream
+    most_rows, enough = int(budgets[ranks].min()), float(wanted[ranks].mean()) * (1 + _ENOUGH_OVER)
     surplus = whole - filling * rows
-    roomy = _roomy(budgets)
-    wanted, most_rows = mean - filling * float(budgets[roomy].mean()), int(budgets[roomy].min())
-    pairs_wanted = area(start, stop) * wanted / np.where(dense, np.maximum(surplus, 1e-300), np.inf)
+    long = np.flatnonzero(dense & (surplus > enough))
+    surplus = surplus[long]
+    pairs_per_work = area(start[long], stop[long]) / surplus
+    corrections = _CORRECTIONS
     cut: list[Stream] = []
     parts = 0
     # All documents that are too long lose their last rows at once, again and again until none is.
-    while parts < len(roomy):
-        long = np.flatnonzero(dense & (surplus > wanted * (1 + _ENOUGH_OVER)))
-        if not len(long) or wanted <= 0:
-            break
-        long = long[np.argsort(-surplus[long], kind="stable")][: len(roomy) - parts]
-        low, high = start[long], stop[long]
-        pairs = pairs_wanted[long]
-        for _ in range(_CORRECTIONS):
-            middle = _start_of(high, pairs)
+    while parts < len(ranks) and len(long):
+        order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
+        long, pairs_per_work = long[order], pairs_per_work[order]
+        low, high, goal = start[long], stop[long], wanted[ranks[parts : parts + len(long)]]
+        for _ in range(corrections):
+            middle = _start_of(high, pairs_per_work * goal)
             middle = np.clip(middle, np.maximum(low, high - most_rows), high - 1)
             gained = work(middle, high) - filling * (high - middle)
-            pairs = area(middle, high) * wanted / np.maximum(gained, 1e-3 * wanted)
-        pairs_wanted[long] = pairs
+            pairs_per_work = area(middle, high) / np.maximum(gained, 1e-3 * goal)
         cut.append(Stream(stream.document[long], middle, high))
         parts += len(long)
         stop[long] = middle
-        surplus[long] = work(low, middle) - filling * (middle - low)
+        surplus = work(low, middle) - filling * (middle - low)
+        still = surplus > enough
+        long, surplus, pairs_per_work = long[still], surplus[still], pairs_per_work[still]
+        # The next part of a document is much like the last one.
+        corrections = 1
     some = stop > start
+    rest = Stream(stream.document[some], start[some], stop[some])
     found = _joined(*cut)
-    order = np.lexsort((found.start, found.document))
-    return _take(found, order), Stream(stream.document[some], start[some], stop[some])
+    ranks = ranks[:parts]
+    # Parts of one document get neighbouring ranks of the same speed.
+    order, places = np.lexsort((found.start, found.document, -share[ranks])), np.lexsort((ranks, -share[ranks]))
+    return _take(found, order), ranks[places], rest
 
 
 def _start_of(stop: np.ndarray, pairs: np.ndarray) -> np.ndarray:

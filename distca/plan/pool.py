@@ -14,6 +14,9 @@ from distca.plan.errors import PlanError
 from distca.plan.layout import Layout
 from distca.plan.links import HeldRows, Links
 from distca.plan.plan import Plan, Tasks, plan_at_home
+from distca.plan.speeds import check_speeds
+
+_NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class Pool:
     @property
     def slowest(self) -> np.ndarray:
         """[K] longest time of a server, infinite while one of speed 0 has work."""
-        idle = np.where(self.load > 0, np.inf, 0.0)
+        # What is left of a load of which everything was given away is rounding.
+        idle = np.where(self.load > _NOTHING * self.mean[:, None], np.inf, 0.0)
         return np.divide(self.load, self._speeds, out=idle, where=self._speeds > 0).max(axis=1)
 
     @property
@@ -174,20 +178,12 @@ class Pool:
     def tasks(self) -> Tasks:
         """All pieces where they are now."""
         home = self._home
-        untouched = ~np.isin(home.server, list(self._pieces))
+        changed = np.zeros(self.layout.ranks, bool)
+        changed[list(self._pieces)] = True
+        untouched = ~changed[home.server]
         columns = [(home.document[untouched], home.start[untouched], home.stop[untouched], home.server[untouched])]
         columns += [(p.document, p.start, p.stop, np.full(len(p.document), rank)) for rank, p in self._pieces.items()]
         return Tasks.sorted(*(np.concatenate(column) for column in zip(*columns, *self._moved, strict=True)))
-
-
-def check_speeds(speeds: Sequence[float] | np.ndarray | None, ranks: int) -> np.ndarray:
-    """[R] float64 relative speeds; raises PlanError on a wrong number, a negative one, or none above 0."""
-    if speeds is None:
-        return np.ones(ranks)
-    speed = np.asarray(speeds, np.float64)
-    if speed.shape != (ranks,) or not np.isfinite(speed).all() or (speed < 0).any() or not speed.any():
-        raise PlanError(f"speeds must be {ranks} numbers of 0 or more, at least one above 0; got {speed.tolist()}.")
-    return speed
 
 
 def _canonical_order(tasks: Tasks, ranks: int) -> np.ndarray:

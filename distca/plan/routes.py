@@ -75,6 +75,12 @@ class RowExchange:
             gradients are added up before the return.
         travelling: rows that travel between any two ranks of the pool; the same on every rank, so all of them know when
             an exchange can be left out.
+        ahead_at_server: [R] int64: of the rows that each server receives from other ranks, those of home ranks below
+            this one. A receiver packs rows by (sender, order of its segments), so this rank's begin there.
+        ahead_at_home: [R] int64: the same for the way back: of the rows that each home rank gets back from other ranks,
+            those of servers below this one.
+        most_to_server: most rows that any one server receives from others; the same on every rank.
+        most_to_home: most rows that any one home rank gets back from others; the same on every rank.
     """
 
     source_rows: int
@@ -84,6 +90,10 @@ class RowExchange:
     keep: Segments
     repeat: Segments
     travelling: int
+    ahead_at_server: np.ndarray
+    ahead_at_home: np.ndarray
+    most_to_server: int
+    most_to_home: int
 
 
 @dataclass(frozen=True)
@@ -137,14 +147,14 @@ def route(plan: Plan, rank: int) -> Route:
     return Route(
         rank=rank,
         ranks=layout.ranks,
-        q=_exchange(tasks, tasks.start, q_offset, layout.q, rank, int(layout.q_rows[rank]), _none()),
+        q=_exchange(tasks, tasks.start, q_offset, layout.q, rank, layout.q_rows, _none()),
         kv=_exchange(
             Tasks(*(x[last_on_server] for x in (tasks.document, tasks.start, tasks.stop, tasks.server))),
             np.zeros(int(last_on_server.sum()), np.int64),
             kv_offset[last_on_server],
             layout.kv,
             rank,
-            int(layout.kv_rows[rank]),
+            layout.kv_rows,
             _repeats(tasks, kv_offset, last_on_server, mine),
             destination_rows=int(tasks.stop[mine].sum()),
         ),
@@ -171,11 +181,14 @@ def _exchange(
     offset: np.ndarray,
     shards: Shards,
     rank: int,
-    source_rows: int,
+    source_rows: np.ndarray,
     repeat: Segments,
     destination_rows: int | None = None,
 ) -> RowExchange:
-    """Segments of the token ranges [begin, stop) of ``tasks`` whose first row lands at ``offset`` on the server."""
+    """Segments of the token ranges [begin, stop) of ``tasks`` whose first row lands at ``offset`` on the server.
+
+    ``source_rows`` [R] are the rows of every rank's home tensor.
+    """
     task, shard = _overlaps(tasks.document, begin, tasks.stop, shards)
     start = np.maximum(begin[task], shards.start[shard])
     rows = np.minimum(tasks.stop[task], shards.stop[shard]) - start
@@ -191,15 +204,39 @@ def _exchange(
     keeps = (home == rank) & (server == rank)
     if destination_rows is None:
         destination_rows = int(rows[server == rank].sum())
+    away = home != server
+    to_server = _Arrivals.of(home[away], server[away], rows[away], rank, len(source_rows))
+    to_home = _Arrivals.of(server[away], home[away], rows[away], rank, len(source_rows))
     return RowExchange(
-        source_rows,
+        int(source_rows[rank]),
         destination_rows,
         pick(sends, server),
         pick(receives, home),
         pick(keeps, server),
         repeat,
-        int(rows[home != server].sum()),
+        to_server.total,
+        to_server.ahead,
+        to_home.ahead,
+        to_server.most,
+        to_home.most,
     )
+
+
+@dataclass(frozen=True)
+class _Arrivals:
+    """Rows that reach other ranks in one direction: in all, the most at one receiver, and at each receiver those of
+    senders below one rank, ``ahead`` [R] int64."""
+
+    total: int
+    most: int
+    ahead: np.ndarray
+
+    @staticmethod
+    def of(sender: np.ndarray, receiver: np.ndarray, rows: np.ndarray, rank: int, ranks: int) -> _Arrivals:
+        everything = np.bincount(receiver, rows, ranks)
+        below = sender < rank
+        ahead = np.bincount(receiver[below], rows[below], ranks).astype(np.int64)
+        return _Arrivals(int(everything.sum()), int(everything.max()), ahead)
 
 
 def _overlaps(

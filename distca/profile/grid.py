@@ -26,9 +26,10 @@ class Grid:
         tile: rows of a kernel's tile. Tasks that are whole documents (q = kv) get lengths spread over one tile around
             the point, so that unfilled tiles count as they do in real batches; shards end at tile borders.
         fill_s: a batch takes at least about this long, by the analytic model.
-        tasks: least tasks of a batch, as long as it takes less than ten times ``fill_s``.
+        tasks: least tasks of a batch, as long as it takes less than four times ``fill_s``.
         longest_s: points whose single task takes longer, by the analytic model, are not measured.
-        warm_s: time that a batch runs before it is timed, by the analytic model.
+        sample_s: time that the timed runs of a point should take together, by the analytic model.
+        warm_up_s: seconds of load before anything is timed.
         tiles: forward is not measured where the batch has fewer query tiles: the last wave would decide.
         most_q_rows: query rows that a batch may have, each task rounded up by a tile.
         most_kv_rows: key/value rows that a batch may have.
@@ -40,7 +41,8 @@ class Grid:
     fill_s: float
     tasks: int
     longest_s: float
-    warm_s: float
+    sample_s: float
+    warm_up_s: float
     tiles: int
     most_q_rows: int
     most_kv_rows: int
@@ -55,22 +57,20 @@ class Point:
         q_rows: [N] query rows of the batch's tasks.
         kv_rows: [N] key/value rows of the batch's tasks.
         forward_full: whether the batch has enough query tiles for forward.
-        warm_up: runs before timing.
-        repeats: timed runs.
+        rounds: timed runs.
     """
 
     at: tuple[int, int]
     q_rows: np.ndarray
     kv_rows: np.ndarray
     forward_full: bool
-    warm_up: int
-    repeats: int
+    rounds: int
 
 
 def grid_for(device: torch.device, shape: AttentionShape) -> Grid:
     """The grid of a GPU, as large as its memory allows, or a tiny one for a CPU."""
     if device.type != "cuda":
-        return Grid((16, 64, 128, 256), (16, 64, 128, 256, 512), 16, 0.0, 8, 1.0, 0.0, 1, 1024, 2048)
+        return Grid((16, 64, 128, 256), (16, 64, 128, 256, 512), 16, 0.0, 8, 1.0, 0.0, 0.0, 1, 1024, 2048)
     free, _ = torch.cuda.mem_get_info(device)
     steps = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768, 65536, 131072)
     return Grid(
@@ -80,7 +80,8 @@ def grid_for(device: torch.device, shape: AttentionShape) -> Grid:
         fill_s=6e-3,
         tasks=8,
         longest_s=0.25,
-        warm_s=30e-3,
+        sample_s=90e-3,
+        warm_up_s=2.0,
         tiles=6 * torch.cuda.get_device_properties(device).multi_processor_count,
         most_q_rows=min(
             _MOST_ELEMENTS // (shape.q_bytes // shape.value_bytes), int(0.4 * free / _Q_COPIES / shape.q_bytes)
@@ -115,15 +116,14 @@ def _points(grid: Grid, shape: AttentionShape) -> Iterator[Point]:
                 q_rows,
                 kv_rows,
                 tasks * shape.heads * -(-q // grid.tile) >= grid.tiles,
-                warm_up=min(max(round(grid.warm_s / batch), 1), 6),
-                repeats=min(max(round(10 * grid.fill_s / batch), 2), 5) if grid.fill_s else 5,
+                rounds=min(max(round(grid.sample_s / batch), 3), 10) if grid.fill_s else 5,
             )
 
 
 def _tasks(grid: Grid, shape: AttentionShape, q: int, kv: int, one: float) -> int:
     """Tasks of q and kv rows that make a full batch; 0 where memory does not hold one."""
     fill = -(-grid.fill_s // one)
-    at_least = min(grid.tasks, max(-(-10 * grid.fill_s // one), 1)) if grid.fill_s else grid.tasks
+    at_least = min(grid.tasks, max(-(-4 * grid.fill_s // one), 1)) if grid.fill_s else grid.tasks
     tiles = -(-grid.tiles // (shape.heads * -(-q // grid.tile)))
     held = min(grid.most_q_rows // (q + grid.tile), grid.most_kv_rows // kv)
     return int(min(max(fill, at_least, tiles), held))

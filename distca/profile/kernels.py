@@ -10,8 +10,11 @@ import numpy as np
 
 from distca.plan import AttentionShape, CostModel, TableCost, analytic_cost
 from distca.profile.grid import Grid, Point
-from distca.profile.served import TimedServer
+from distca.profile.served import Samples, TimedServer
 from distca.runtime.device_routes import ServerRoute
+
+VALIDATION_ROUNDS = 5
+"""How often every mixed batch is timed."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,12 @@ class Measured:
     Attributes:
         forward: [Q, V].
         backward: [Q, V].
+        noise: for forward and backward the relative standard deviation of a single run, median over the points.
     """
 
     forward: np.ndarray
     backward: np.ndarray
+    noise: dict[str, float]
 
 
 def measure_points(
@@ -40,18 +45,23 @@ def measure_points(
     Tasks of one batch differ by less than a tile; each counts by its share of the analytic seconds.
     """
     base = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes)
+    batches = [route(point.q_rows, point.kv_rows) for point in wanted]
+    taken = server.samples(batches, [point.rounds for point in wanted], warm_up_s=grid.warm_up_s, advance=advance)
     forward = np.full((len(grid.q_rows), len(grid.kv_rows)), np.nan)
     backward = forward.copy()
-    for point in wanted:
-        took = server.seconds(route(point.q_rows, point.kv_rows), warm_up=point.warm_up, repeats=point.repeats)
+    for point, took in zip(wanted, taken, strict=True):
         at = np.array([grid.q_rows[point.at[0]]]), np.array([grid.kv_rows[point.at[1]]])
         if point.forward_full:
             share = base.forward(*at)[0] / base.forward(point.q_rows, point.kv_rows).sum()
-            forward[point.at] = took.forward * share
+            forward[point.at] = took.median("forward") * share
         share = base.backward(*at)[0] / base.backward(point.q_rows, point.kv_rows).sum()
-        backward[point.at] = took.backward * share
-        advance()
-    return Measured(forward, backward)
+        backward[point.at] = took.median("backward") * share
+    return Measured(forward, backward, noise_of(taken))
+
+
+def noise_of(taken: Sequence[Samples]) -> dict[str, float]:
+    """Relative standard deviation of a single run, median over the batches, forward and backward."""
+    return {side: float(np.median([each.noise(side) for each in taken])) for side in ("forward", "backward")}
 
 
 def table_of(shape: AttentionShape, grid: Grid, measured: Measured, block: int) -> TableCost:
@@ -101,20 +111,20 @@ def validate(
         ``batches``: tasks, predicted and measured seconds of each; ``forward_error`` and ``backward_error``: worst and
         mean of |predicted / measured - 1|.
     """
-    rows: list[dict[str, Any]] = []
-    for seed in range(batches):
-        q_rows, kv_rows = random_batch(grid, cost, seconds, seed)
-        took = server.seconds(route(q_rows, kv_rows), warm_up=2, repeats=3)
-        rows.append(
-            {
-                "tasks": len(q_rows),
-                "forward_predicted_s": float(cost.forward(q_rows, kv_rows).sum()),
-                "forward_measured_s": took.forward,
-                "backward_predicted_s": float(cost.backward(q_rows, kv_rows).sum()),
-                "backward_measured_s": took.backward,
-            }
-        )
-        advance()
+    drawn = [random_batch(grid, cost, seconds, seed) for seed in range(batches)]
+    taken = server.samples(
+        [route(*rows) for rows in drawn], [VALIDATION_ROUNDS] * batches, warm_up_s=grid.warm_up_s, advance=advance
+    )
+    rows = [
+        {
+            "tasks": len(q_rows),
+            "forward_predicted_s": float(cost.forward(q_rows, kv_rows).sum()),
+            "forward_measured_s": took.median("forward"),
+            "backward_predicted_s": float(cost.backward(q_rows, kv_rows).sum()),
+            "backward_measured_s": took.median("backward"),
+        }
+        for (q_rows, kv_rows), took in zip(drawn, taken, strict=True)
+    ]
     report: dict[str, Any] = {"batches": rows}
     for direction in ("forward", "backward"):
         off = [abs(row[f"{direction}_predicted_s"] / row[f"{direction}_measured_s"] - 1) for row in rows]

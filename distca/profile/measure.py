@@ -12,7 +12,7 @@ import torch
 from distca.attention import Kernel
 from distca.plan import AttentionShape
 from distca.profile.grid import grid_for, points
-from distca.profile.kernels import measure_points, table_of, validate
+from distca.profile.kernels import VALIDATION_ROUNDS, measure_points, table_of, validate
 from distca.profile.linear import measure_linear
 from distca.profile.served import TimedServer, route_of_tasks
 
@@ -41,10 +41,11 @@ def measure_device(
     wanted = points(grid, shape)
     route = partial(route_of_tasks, device=device)
     server = TimedServer(kernel, shape, device, dtype, q_rows=grid.most_q_rows, kv_rows=grid.most_kv_rows)
-    measured = measure_points(server, route, grid, wanted, shape, progress(f"{kernel.name} kernel", len(wanted)))
+    advance = progress(f"{kernel.name} kernel", sum(point.rounds for point in wanted))
+    measured = measure_points(server, route, grid, wanted, shape, advance)
     cost = table_of(shape, grid, measured, grid.tile)
     batches, seconds = (10, 40e-3) if on_gpu else (3, 0.1)
-    advance = progress("mixed batches", batches)
+    advance = progress("mixed batches", batches * VALIDATION_ROUNDS)
     validation = validate(server, route, grid, cost, batches, seconds, advance)
     del server
     advance = progress("linear layers", 1)
@@ -63,6 +64,7 @@ def measure_device(
         "kv_rows": list(grid.kv_rows),
         "forward_seconds": measured.forward,
         "backward_seconds": measured.backward,
+        "noise": measured.noise,
         "validation": validation,
         "linear": linear,
         "measured_in_s": round(time.perf_counter() - began, 1),

@@ -1,13 +1,17 @@
 """Time attention servers: the very functions that a training step runs, on random rows.
 
 A batch is described by the query rows and key/value rows of its CA-tasks; it becomes a real route of one rank.
+
+A GPU under load runs at the clock that its power limit allows, which depends on what it did in the last tenths of a
+second: timed twice after a pause, the same forward batch differed by up to 14 %. So batches are timed in rounds: every
+batch once, forward then backward, in another order each time and without a pause, as a training step would.
 Shape suffixes as in attention/kernel.py; k and v lie together as kv_S2GD.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,17 +19,31 @@ import torch
 
 from distca.attention import Kernel
 from distca.plan import AttentionShape, Layout, Shards, plan_at_home, route
-from distca.runtime.clock import Clock
+from distca.runtime.clock import Clock, Instant
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.server import serve_backward, serve_forward
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Seconds of one server's batch."""
+class Samples:
+    """Seconds of one server's batch. Array legend: N rounds.
 
-    forward: float
-    backward: float
+    Attributes:
+        forward: [N] float64.
+        backward: [N] float64.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+
+    def median(self, direction: str) -> float:
+        """Seconds in the middle round; ``direction`` is "forward" or "backward"."""
+        return float(np.median(getattr(self, direction)))
+
+    def noise(self, direction: str) -> float:
+        """Standard deviation of a single round, as a part of the time; 0 for one round."""
+        seconds = getattr(self, direction)
+        return float(np.log(seconds).std(ddof=1)) if len(seconds) > 1 else 0.0
 
 
 def median_seconds(work: Callable[[], object], clock: Clock, repeats: int) -> float:
@@ -86,20 +104,45 @@ class TimedServer:
         self._scale = shape.head_dim**-0.5
         self._clock = Clock(device)
 
-    def seconds(self, server: ServerRoute, *, warm_up: int, repeats: int) -> Seconds:
-        """Median seconds of the server's batch after ``warm_up`` runs of it."""
+    def samples(
+        self,
+        servers: Sequence[ServerRoute],
+        rounds: Sequence[int],
+        *,
+        warm_up_s: float,
+        advance: Callable[[], None] = lambda: None,
+    ) -> list[Samples]:
+        """Time every server's batch in as many rounds as ``rounds`` says for it.
+
+        Args:
+            servers: the batches.
+            rounds: how often each is timed, at least once.
+            warm_up_s: seconds of running the first batch before anything is timed; it runs at least once, which
+                compiles kernels.
+            advance: called after every run.
+        """
+        generator = np.random.default_rng(0)
+        took = 0.0
+        while took <= 0.0 or took < warm_up_s:
+            began, _, ended = self._run(servers[0])
+            took += self._clock.seconds(began, ended)
+        seconds: list[list[tuple[float, float]]] = [[] for _ in servers]
+        for number in range(max(rounds)):
+            due = generator.permutation([at for at, count in enumerate(rounds) if number < count])
+            self._run(servers[due[0]])  # the first one of a round would be timed with its launch
+            spans = []
+            for at in due:
+                spans.append(self._run(servers[at]))
+                advance()
+            for at, (began, between, ended) in zip(due, spans, strict=True):
+                seconds[at].append((self._clock.seconds(began, between), self._clock.seconds(between, ended)))
+        return [Samples(*np.array(each).T) for each in seconds]
+
+    def _run(self, server: ServerRoute) -> tuple[Instant, Instant, Instant]:
+        """Run a batch forward and backward; the moments before, between and after."""
         q, do, kv = self.q_THD[: server.q_rows], self.do_THD[: server.q_rows], self.kv_S2GD[: server.kv_rows]
-
-        def forward() -> tuple[torch.Tensor, torch.Tensor]:
-            return serve_forward(self._kernel, server, q, kv, self._scale)
-
-        def backward() -> tuple[torch.Tensor, torch.Tensor]:
-            return serve_backward(self._kernel, server, do, q, kv, o, lse, self._scale)
-
-        for _ in range(max(warm_up - 1, 0)):
-            forward()
-        o, lse = forward()
-        took_forward = median_seconds(forward, self._clock, repeats)
-        for _ in range(warm_up):
-            backward()
-        return Seconds(took_forward, median_seconds(backward, self._clock, repeats))
+        began = self._clock.now()
+        o, lse = serve_forward(self._kernel, server, q, kv, self._scale)
+        between = self._clock.now()
+        serve_backward(self._kernel, server, do, q, kv, o, lse, self._scale)
+        return began, between, self._clock.now()

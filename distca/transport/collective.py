@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from distca.transport.row_kernels import move_rows
 from distca.transport.transport import Part, TransportError
 
 
@@ -18,7 +19,8 @@ class CollectiveTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.name = str(dist.get_backend(group))
+        # A group may have a backend for each kind of device; rows live on GPUs where NCCL is one of them.
+        self.name = "nccl" if "nccl" in str(dist.get_backend(group)) else str(dist.get_backend(group))
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self._group = group
@@ -45,7 +47,8 @@ class CollectiveTransport:
 
     def _start(self, part: Part) -> _UnderWay:
         moves = part.moves
-        sent = part.source.index_select(0, moves.send_index)
+        sent = part.source.new_empty((len(moves.send_index), *part.source.shape[1:]))
+        move_rows(part.source, moves.send_index, sent, None)
         received = part.destination.new_empty((sum(moves.receive_counts), *part.destination.shape[1:]))
         work = dist.all_to_all_single(
             _as_bytes(received),

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from distca.attention.kernel import to_device
-from distca.plan import RowExchange, Segments
+from distca.plan import RowExchange
+from distca.transport.row_kernels import move_rows, sum_rows
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,11 @@ class RowMoves:
         receive_counts: [ranks] rows from each peer.
         send_index: int64 source rows in packed order.
         receive_index: int64 destination rows in packed order.
-        keep: (source row, destination row, rows) of the ranges that stay on this rank.
+        send_ranges: for each peer that gets rows, [N, 3] int64 on the host: first source row, first row among all rows
+            that the peer receives, rows.
+        most_received: most rows that any rank of the pool receives; the same on every rank.
+        keep_source: int64 source rows that stay on this rank.
+        keep_destination: int64 where they go.
         reduction: how rows received more than once are added up; None where every row has one sender.
         travelling: rows that travel between any two ranks of the pool.
     """
@@ -38,21 +43,28 @@ class RowMoves:
     receive_counts: list[int]
     send_index: torch.Tensor
     receive_index: torch.Tensor
-    keep: list[tuple[int, int, int]]
+    send_ranges: dict[int, np.ndarray]
+    most_received: int
+    keep_source: torch.Tensor
+    keep_destination: torch.Tensor
     reduction: Reduction | None
     travelling: int
 
     @staticmethod
     def to_server(exchange: RowExchange, ranks: int, device: torch.device | str) -> RowMoves:
         """From the home ranks to the servers."""
+        send, receive, keep = exchange.send, exchange.receive, exchange.keep
         return RowMoves(
             exchange.source_rows,
             exchange.destination_rows,
-            exchange.send.per_peer(ranks).tolist(),
-            exchange.receive.per_peer(ranks).tolist(),
-            to_device(_rows(exchange.send.source, exchange.send.rows), device),
-            to_device(_rows(exchange.receive.destination, exchange.receive.rows), device),
-            _ranges(exchange.keep.source, exchange.keep.destination, exchange.keep.rows),
+            send.per_peer(ranks).tolist(),
+            receive.per_peer(ranks).tolist(),
+            to_device(_rows(send.source, send.rows), device),
+            to_device(_rows(receive.destination, receive.rows), device),
+            _ranges_by_peer(send.peer, send.source, send.rows, exchange.ahead_at_server),
+            exchange.most_to_server,
+            to_device(_rows(keep.source, keep.rows), device),
+            to_device(_rows(keep.destination, keep.rows), device),
             None,
             exchange.travelling,
         )
@@ -60,30 +72,38 @@ class RowMoves:
     @staticmethod
     def to_home(exchange: RowExchange, ranks: int, device: torch.device | str) -> RowMoves:
         """Back from the servers to the home ranks."""
-        home_rows = _rows(exchange.send.source, exchange.send.rows)
+        send, receive, keep = exchange.receive, exchange.send, exchange.keep
+        home_rows, kept_rows = _rows(receive.source, receive.rows), _rows(keep.source, keep.rows)
         return RowMoves(
             exchange.destination_rows,
             exchange.source_rows,
-            exchange.receive.per_peer(ranks).tolist(),
-            exchange.send.per_peer(ranks).tolist(),
-            to_device(_rows(exchange.receive.destination, exchange.receive.rows), device),
+            send.per_peer(ranks).tolist(),
+            receive.per_peer(ranks).tolist(),
+            to_device(_rows(send.destination, send.rows), device),
             to_device(home_rows, device),
-            _ranges(exchange.keep.destination, exchange.keep.source, exchange.keep.rows),
-            Reduction.of(home_rows, exchange.keep, device),
+            _ranges_by_peer(send.peer, send.destination, send.rows, exchange.ahead_at_home),
+            exchange.most_to_home,
+            to_device(_rows(keep.destination, keep.rows), device),
+            to_device(kept_rows, device),
+            Reduction.of(home_rows, kept_rows, device),
             exchange.travelling,
         )
 
+    def sent_to(self, peer: int) -> tuple[np.ndarray, torch.Tensor]:
+        """``send_ranges`` and the part of ``send_index`` of one peer."""
+        first = sum(self.send_counts[:peer])
+        return self.send_ranges[peer], self.send_index[first : first + self.send_counts[peer]]
+
     def copy_kept(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy the ranges that stay on this rank."""
-        for begin, target, rows in self.keep:
-            destination[target : target + rows].copy_(source[begin : begin + rows])
+        """Copy the rows that stay on this rank."""
+        move_rows(source, self.keep_source, destination, self.keep_destination)
 
     def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Put received rows in their places; kept ranges are there already."""
+        """Put received rows in their places; kept rows are there already."""
         if self.reduction is not None:
             self.reduction.add(packed, destination)
-        elif len(packed):
-            destination.index_copy_(0, self.receive_index, packed)
+        else:
+            move_rows(packed, None, destination, self.receive_index)
 
 
 @dataclass(frozen=True)
@@ -94,21 +114,25 @@ class Reduction:
         single: int64 packed rows whose home row has no other writer.
         single_home: int64 their home rows.
         shared_home: int64 home rows with several writers.
-        rounds: one entry per repetition, in packed order: (packed rows, their places in ``shared_home``); within a
+        copies: int64 packed rows of the shared home rows, those of one home row together, in packed order.
+        borders: int64 [shared_home + 1] which of ``copies`` belong to which shared home row.
+        rounds: the same for torch, one entry per repetition: (packed rows, their places in ``shared_home``); within a
             round no home row repeats, so the additions have one order.
     """
 
     single: torch.Tensor
     single_home: torch.Tensor
     shared_home: torch.Tensor
+    copies: torch.Tensor
+    borders: torch.Tensor
     rounds: list[tuple[torch.Tensor, torch.Tensor]]
 
     @staticmethod
-    def of(home_rows: np.ndarray, keep: Segments, device: torch.device | str) -> Reduction | None:
-        """Reduction of packed rows for ``home_rows``; None if each home row is written once."""
-        kept = _rows(keep.source, keep.rows)
-        top = int(max(home_rows.max(initial=-1), kept.max(initial=-1))) + 1
-        writers = np.bincount(home_rows, minlength=top) + np.bincount(kept, minlength=top)
+    def of(home_rows: np.ndarray, kept_rows: np.ndarray, device: torch.device | str) -> Reduction | None:
+        """Reduction of packed rows for ``home_rows``, beside rows that were kept; None if each home row is written
+        once."""
+        top = int(max(home_rows.max(initial=-1), kept_rows.max(initial=-1))) + 1
+        writers = np.bincount(home_rows, minlength=top) + np.bincount(kept_rows, minlength=top)
         if writers.max(initial=0) <= 1:
             return None
         is_shared = writers[home_rows] > 1
@@ -121,21 +145,20 @@ class Reduction:
             for n in range(int(repetition.max(initial=-1)) + 1)
         ]
         single = np.flatnonzero(~is_shared)
+        borders = np.concatenate(([0], np.cumsum(np.bincount(place, minlength=len(shared_home)))))
         return Reduction(
-            to_device(single, device), to_device(home_rows[single], device), to_device(shared_home, device), rounds
+            to_device(single, device),
+            to_device(home_rows[single], device),
+            to_device(shared_home, device),
+            to_device(packed[np.argsort(place, kind="stable")], device),
+            to_device(borders, device),
+            rounds,
         )
 
     def add(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
         """Add ``packed`` into ``destination``, which holds the kept rows and zeros elsewhere."""
-        if len(self.single):
-            destination.index_copy_(0, self.single_home, packed.index_select(0, self.single))
-        if not len(self.shared_home):
-            return
-        wide = torch.promote_types(destination.dtype, torch.float32)
-        total = destination.index_select(0, self.shared_home).to(wide)
-        for rows, place in self.rounds:
-            total.index_add_(0, place, packed.index_select(0, rows).to(wide))
-        destination.index_copy_(0, self.shared_home, total.to(destination.dtype))
+        move_rows(packed, self.single, destination, self.single_home)
+        sum_rows(packed, self.copies, self.borders, self.rounds, destination, self.shared_home)
 
 
 def _rows(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -145,8 +168,15 @@ def _rows(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.arange(total) + np.repeat(begin - (ends - count), count)
 
 
-def _ranges(source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> list[tuple[int, int, int]]:
-    return list(zip(source.tolist(), destination.tolist(), rows.tolist(), strict=True))
+def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> dict[int, np.ndarray]:
+    """[N, 3] (source row, row among what the peer receives, rows) for each peer; segments are sorted by peer."""
+    if not len(peer):
+        return {}
+    before = np.cumsum(rows) - rows
+    place = ahead[peer] + before - before[np.searchsorted(peer, peer, side="left")]
+    ranges = np.ascontiguousarray(np.stack((source, place, rows), axis=1))
+    borders = np.flatnonzero(np.diff(peer, prepend=-1))
+    return {int(peer[at]): part for at, part in zip(borders, np.split(ranges, borders[1:]), strict=True)}
 
 
 def _repetition(values: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.interpolate import RegularGridInterpolator
 
 from distca.plan import AttentionShape, PlanError, TableCost, analytic_cost, area_cost, load_table
 
@@ -78,6 +79,22 @@ def test_table_is_exact_at_measured_points_and_between_them_in_between() -> None
     assert 1.2 <= inside[0] <= 1.4
     beyond = cost.forward(np.array([5000]), np.array([50_000])) / base.forward(np.array([5000]), np.array([50_000]))
     np.testing.assert_allclose(beyond, 1.3 + 0.1 * np.sin(512 + 4096))
+
+
+def test_table_between_its_points_is_bilinear_in_the_logarithms() -> None:
+    log_q, log_kv = np.arange(6, 11), np.arange(10, 19)
+    points = np.meshgrid(2.0**log_q, 2.0**log_kv, indexing="ij")
+    base, random = analytic_cost(32, 8, 128), np.random.default_rng(0)
+    factors = {name: 1 + 0.2 * random.random(points[0].shape) for name in ("forward", "backward")}
+    seconds = [getattr(base, name)(*points) * factor for name, factor in factors.items()]
+    cost = TableCost(base.shape, 2.0**log_q, 2.0**log_kv, *seconds)
+    kv = np.exp2(random.uniform(4, 20, 5000)).astype(int)
+    q = np.exp2(np.log2(kv) * random.random(5000)).astype(int)
+    at = np.clip(np.log2(q), 6, 10), np.clip(np.log2(kv), 10, 18)
+    for name, factor in factors.items():
+        wanted = getattr(base, name)(q, kv) * RegularGridInterpolator((log_q, log_kv), factor)(at)
+        np.testing.assert_allclose(getattr(cost, name)(q, kv), wanted, rtol=5e-3)
+        np.testing.assert_allclose(getattr(cost, name)(*points), getattr(base, name)(*points) * factor, rtol=1e-12)
 
 
 def test_a_table_file_reads_back(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from distca.data.mixes import long_context, sample_lengths
 from distca.plan import (
     Layout,
     Plan,
+    PlanError,
     analytic_cost,
     area_cost,
     imbalance,
@@ -108,3 +109,22 @@ def test_uneven_budgets_are_met() -> None:
     for budgets in ([20, 20, 20, 0], [60, 0, 0, 0], [1, 1, 29, 29]):
         placed, rank = spread(stream, np.array(budgets), area_cost())
         assert np.bincount(rank, weights=placed.stop - placed.start, minlength=4).tolist() == budgets
+
+
+@pytest.mark.parametrize("mix", ["pretrain", "prolong"])
+def test_work_at_home_follows_the_speeds(mix: str) -> None:
+    ranks = 16
+    documents = sample_lengths(mix, ranks * 131072, 1)
+    for speeds in (np.linspace(0.9, 1.1, ranks), np.repeat([1.0, 0.5], ranks // 2)):
+        layouts = [
+            lay_out(documents, ranks, placement="spread", cost=LLAMA_8B, speeds=given)[0] for given in (None, speeds)
+        ]
+        slowest, moved = [], []
+        for layout in layouts:
+            seconds = server_seconds(plan_at_home(layout), LLAMA_8B, "both")
+            slowest.append((seconds / speeds).max() / (seconds.sum() / speeds.sum()))
+            moved.append(kilobytes(schedule(layout, LLAMA_8B, speeds=speeds)))
+        assert slowest[1] - 1 < 0.5 * (slowest[0] - 1)
+        assert moved[1] < 0.95 * moved[0]
+    with pytest.raises(PlanError, match="speeds must be 16 numbers"):
+        lay_out(documents, ranks, placement="spread", speeds=[1.0])

@@ -41,6 +41,22 @@ def test_what_one_rank_sends_the_other_receives(plan: Plan) -> None:
 
 
 @given(arbitrary_plans())
+def test_every_rank_knows_where_its_rows_begin_at_a_receiver(plan: Plan) -> None:
+    made, ranks = routes(plan), plan.layout.ranks
+    for name in ("q", "kv"):
+        exchanges = [getattr(part, name) for part in made]
+        to_server = np.stack([each.receive.per_peer(ranks) for each in exchanges], axis=1)  # [home, server]
+        to_home = np.stack([each.send.per_peer(ranks) for each in exchanges], axis=1)  # [server, home]
+        for rank, each in enumerate(exchanges):
+            assert each.ahead_at_server.dtype == each.ahead_at_home.dtype == np.int64
+            assert each.ahead_at_server.tolist() == to_server[:rank].sum(axis=0).tolist()
+            assert each.ahead_at_home.tolist() == to_home[:rank].sum(axis=0).tolist()
+            assert each.most_to_server == max(other.receive.total for other in exchanges)
+            assert each.most_to_home == max(other.send.total for other in exchanges)
+            assert each.travelling == to_server.sum() == to_home.sum()
+
+
+@given(arbitrary_plans())
 def test_gradients_add_up_at_home(plan: Plan) -> None:
     made = routes(plan)
     ones = [np.ones(r.q.destination_rows) for r in made]

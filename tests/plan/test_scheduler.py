@@ -151,6 +151,17 @@ def test_speeds_decide_who_gets_how_much() -> None:
     assert seconds[4] > 1.5 * seconds[0]
 
 
+@pytest.mark.parametrize("placement", ["in_order", "spread"])
+def test_a_server_of_speed_0_is_emptied_in_real_mixes(placement: str) -> None:
+    speeds = np.r_[0.0, 0.0, np.ones(14)]
+    for mix in ("pretrain", "prolong"):
+        documents = sample_lengths(mix, 16 * 131072, 0)
+        (layout,) = lay_out(documents, 16, placement=placement, cost=LLAMA_8B, speeds=speeds)
+        seconds = server_seconds(schedule(layout, LLAMA_8B, speeds=speeds), LLAMA_8B, "both")
+        assert (seconds[:2] == 0).all()
+        assert seconds.max() <= 1.021 * seconds.sum() / 14
+
+
 def test_servers_without_tokens_help() -> None:
     (layout,) = lay_out([90_000, 60_000, 3000], 6, rank_of=[0, 1, 1])
     plan = schedule(layout, LLAMA_8B)

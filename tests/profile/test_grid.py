@@ -6,7 +6,7 @@ from distca.profile.grid import Grid, points
 
 SHAPE = AttentionShape(32, 8, 128)
 STEPS = (64, 128, 1024, 16384, 131072)
-GRID = Grid(STEPS, (*STEPS, 262144), 128, 6e-3, 8, 0.25, 30e-3, 792, 500_000, 1_000_000)
+GRID = Grid(STEPS, (*STEPS, 262144), 128, 6e-3, 8, 0.25, 90e-3, 2.0, 792, 500_000, 1_000_000)
 
 
 def test_every_point_has_a_full_batch_that_memory_holds():

@@ -1,0 +1,189 @@
+"""What a CA-task costs, from a measured table; the same for all ranks that read the same file.
+
+Planning asks for the seconds of thousands of tasks, of both directions, many times over, so the table is interpolated
+once, onto a fine grid whose cells are found without a search. Array legend: N tasks, K directions, C grid cells.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from distca.plan.cost import AttentionShape, CostModel, Direction, analytic_cost
+from distca.plan.errors import PlanError
+
+_STEPS = 8
+"""Grid lines between a power of two and the next, evenly spaced. Points measured at these are met exactly."""
+
+
+class TableCost(CostModel):
+    """Measured seconds, interpolated.
+
+    The table is used as a factor on the analytic model: bilinear in (log2 q rows, log2 k,v rows) between measured
+    points and constant beyond them, so that it is exact at every measured point and sensible outside the grid. Between
+    the lines of the fine grid it is bilinear in the rows themselves.
+
+    Args:
+        shape: the attention layer that was measured.
+        q_rows: [Q] increasing query rows measured.
+        kv_rows: [V] increasing k,v rows measured.
+        forward_seconds: [Q, V] seconds per task inside a full batch; nan where q_rows > kv_rows or not measured.
+        backward_seconds: [Q, V] the same for backward.
+        block: query rows of one kernel tile.
+
+    Raises:
+        PlanError: on a table whose axes are not increasing or which has no measured point in some column.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        q_rows: np.ndarray,
+        kv_rows: np.ndarray,
+        forward_seconds: np.ndarray,
+        backward_seconds: np.ndarray,
+        block: int = 128,
+    ) -> None:
+        self.shape = shape
+        self.block = block
+        self._base = analytic_cost(
+            shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=block
+        )
+        q_axis, kv_axis = np.asarray(q_rows, np.float64), np.asarray(kv_rows, np.float64)
+        for name, axis in (("q_rows", q_axis), ("kv_rows", kv_axis)):
+            if len(axis) == 0 or axis[0] < 1 or (np.diff(axis) <= 0).any():
+                raise PlanError(f"The cost table's {name} must be positive and increasing, not {axis.tolist()}.")
+        grid = np.meshgrid(q_axis, kv_axis, indexing="ij")
+        factors = np.stack(
+            (
+                _factors("forward", forward_seconds, self._base.forward(*grid)),
+                _factors("backward", backward_seconds, self._base.backward(*grid)),
+            )
+        )
+        self._best = factors.min(axis=(1, 2))
+        self._q, self._kv = _Lines.over(q_axis), _Lines.over(kv_axis)
+        nodes = _interpolated(factors, q_axis, kv_axis, self._q.rows, self._kv.rows)
+        self._cells = {"both": _cells(nodes), "forward": _cells(nodes[:1]), "backward": _cells(nodes[1:])}
+
+    def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.per_direction("forward", q_rows, kv_rows)[0]
+
+    def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.per_direction("backward", q_rows, kv_rows)[0]
+
+    def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        seconds = self._base.per_direction(direction, q_rows, kv_rows)
+        q, dq = self._q.place(q_rows)
+        kv, dkv = self._kv.place(kv_rows)
+        constant, by_q, by_kv, by_both = self._cells[direction]
+        cell = q * self._kv.cells + kv
+        for k in range(len(seconds)):
+            slope = by_both[k].take(cell)
+            slope *= dq
+            slope += by_kv[k].take(cell)
+            slope *= dkv
+            slope += by_q[k].take(cell) * dq
+            slope += constant[k].take(cell)
+            seconds[k] *= slope
+        return seconds
+
+    def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        """The analytic model, which cutting never makes cheaper, at the best measured factor."""
+        best = {"forward": self._best[:1], "backward": self._best[1:]}.get(direction, self._best)
+        return self._base.per_direction(direction, q_rows, kv_rows) * best[:, None]
+
+
+class _Lines:
+    """Grid lines at (1 + i / _STEPS) times every power of two.
+
+    Their number is read off a float's bits: exponent and first bits of the fraction, one after the other.
+    """
+
+    def __init__(self, first: int, cells: int) -> None:
+        self._first, self.cells = first, cells
+
+    @staticmethod
+    def over(axis: np.ndarray) -> _Lines:
+        """Lines that enclose ``axis``, at least one cell."""
+        low, high = (_number(axis[[0, -1]])).tolist()
+        first = int(np.floor(low))
+        return _Lines(first, max(int(np.ceil(high)) - first, 1))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[cells + 1] rows of every line."""
+        line = self._first + np.arange(self.cells + 1)
+        return np.exp2(line // _STEPS) * (1 + line % _STEPS / _STEPS)
+
+    def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The cell that holds each value, or the nearest one, and the place in it, from 0 to 1."""
+        at = np.clip(_number(np.asarray(rows, np.float64)) - self._first, 0.0, self.cells)
+        cell = np.minimum(at.astype(np.int64), self.cells - 1)
+        return cell, at - cell
+
+
+def _number(rows: np.ndarray) -> np.ndarray:
+    """How many lines lie between 1 and each value, with its place between two; about _STEPS x log2."""
+    return rows.view(np.int64) * (_STEPS / 2.0**52) - _STEPS * 1023.0
+
+
+def _interpolated(
+    factors: np.ndarray, q_axis: np.ndarray, kv_axis: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray
+) -> np.ndarray:
+    """[K, q_rows, kv_rows] factors, bilinear in the logarithms of [K, Q, V] ``factors``, constant outside."""
+    q, dq = _cell(np.log2(q_axis), q_rows)
+    kv, dkv = _cell(np.log2(kv_axis), kv_rows)
+    q1, kv1 = np.minimum(q + 1, len(q_axis) - 1), np.minimum(kv + 1, len(kv_axis) - 1)
+    by_q = factors[:, q] * (1 - dq)[:, None] + factors[:, q1] * dq[:, None]
+    return np.asarray(by_q[:, :, kv] * (1 - dkv) + by_q[:, :, kv1] * dkv)
+
+
+def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index of the cell of a logarithmic axis that holds each value, and the place in it, from 0 to 1."""
+    at = np.clip(np.log2(rows), axis[0], axis[-1])
+    low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
+    width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]
+    return low, np.divide(at - axis[low], width, out=np.zeros_like(at), where=width > 0)
+
+
+def _cells(nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """[K, C] each: value at a cell's low corner, its rise with q, with k,v, and with both."""
+    low, right = nodes[:, :-1, :-1], nodes[:, :-1, 1:]
+    above, corner = nodes[:, 1:, :-1], nodes[:, 1:, 1:]
+    parts = (low, above - low, right - low, corner - above - right + low)
+    constant, by_q, by_kv, by_both = (np.ascontiguousarray(part).reshape(len(nodes), -1) for part in parts)
+    return constant, by_q, by_kv, by_both
+
+
+def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
+    """Measured over analytic seconds; a hole takes the value of the nearest measured q rows with the same k,v rows."""
+    table = np.asarray(seconds, np.float64)
+    if table.shape != base.shape:
+        raise PlanError(f"The cost table's {name} seconds have shape {table.shape}; its axes ask for {base.shape}.")
+    if np.isnan(table).all(axis=0).any() or (table <= 0).any() or np.isinf(table).any():
+        raise PlanError(f"The cost table's {name} seconds must be positive, with a measured value for every kv_rows.")
+    factor = table / base
+    for column in factor.T:
+        known = np.flatnonzero(~np.isnan(column))
+        nearest = np.abs(np.arange(len(column))[:, None] - known[None]).argmin(axis=1)
+        column[:] = column[known[nearest]]
+    return factor
+
+
+def load_table(path: str | Path) -> TableCost:
+    """Read a cost table: JSON with heads, kv_heads, head_dim, block, q_rows [Q], kv_rows [V], and forward_seconds and
+    backward_seconds [Q][V] per task inside a full batch (null where q_rows > kv_rows). Other keys describe the machine.
+
+    Raises:
+        PlanError: when the file lacks a key or its table is not usable.
+    """
+    content = json.loads(Path(path).read_text())
+    wanted = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
+    missing = [key for key in wanted if key not in content]
+    if missing:
+        raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
+    q_rows, kv_rows, forward, backward = (np.asarray(content[key], np.float64) for key in wanted[3:])
+    shape = AttentionShape(content["heads"], content["kv_heads"], content["head_dim"], content.get("value_bytes", 2))
+    return TableCost(shape, q_rows, kv_rows, forward, backward, block=content.get("block", 128))

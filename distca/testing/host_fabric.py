@@ -1,0 +1,83 @@
+"""A fabric in shared host memory: the one-sided transport on CPU ranks, for tests.
+
+What streams do on GPUs happens at once here: waits spin on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca.transport.fabric import Put
+
+_PATIENCE_S = 30.0
+
+
+class HostFabric:
+    """Landing memory of all ranks in one mapped file; every rank creates it together.
+
+    Args:
+        capacity: bytes of landing memory per rank.
+        slow_rank: a rank that takes its time before it reads what arrived.
+    """
+
+    def __init__(self, capacity: int, slow_rank: int | None = None) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        path = [tempfile.mktemp(prefix="distca-fabric-") if self.rank == 0 else ""]
+        dist.broadcast_object_list(path)
+        words = 2 * self.ranks * 8
+        self._size = words + capacity
+        if self.rank == 0:
+            with open(path[0], "wb") as file:
+                file.truncate(self._size * self.ranks)
+        dist.barrier()
+        memory = np.memmap(path[0], np.uint8, "r+")
+        dist.barrier()
+        if self.rank == 0:
+            os.unlink(path[0])
+        blocks = [memory[rank * self._size : (rank + 1) * self._size] for rank in range(self.ranks)]
+        self._arrived = [block[: 8 * self.ranks].view(np.uint64) for block in blocks]
+        self._taken = [block[8 * self.ranks : words].view(np.uint64) for block in blocks]
+        self._landings = [block[words:] for block in blocks]
+        self._slow = self.rank == slow_rank
+        self.landing = torch.from_numpy(self._landings[self.rank])
+        self.waits_for_room = 0
+
+    def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> None:
+        for peer, pieces in puts.items():
+            if self._taken[self.rank][peer] < reuses:
+                self.waits_for_room += 1
+            self._wait(self._taken[self.rank], peer, reuses)
+            for piece in pieces:
+                source = piece.source.reshape(-1).view(torch.uint8).numpy()
+                width = piece.row_bytes
+                for row, place, rows in piece.ranges.tolist():
+                    at = piece.begin + place * width
+                    self._landings[peer][at : at + rows * width] = source[row * width : (row + rows) * width]
+            self._arrived[peer][self.rank] = number
+
+    def join(self, token: None) -> None:
+        pass
+
+    def arrived(self, number: int, peers: Sequence[int]) -> None:
+        if self._slow:
+            time.sleep(0.002)
+        for peer in peers:
+            self._wait(self._arrived[self.rank], peer, number)
+
+    def taken(self, number: int) -> None:
+        for peer in range(self.ranks):
+            self._taken[peer][self.rank] = number
+
+    def _wait(self, words: np.ndarray, peer: int, value: int) -> None:
+        end = time.monotonic() + _PATIENCE_S
+        while words[peer] < value:
+            time.sleep(0)
+            if time.monotonic() > end:
+                raise TimeoutError(f"Rank {self.rank} waited {_PATIENCE_S:.0f} s for rank {peer}.")

@@ -1,0 +1,107 @@
+"""Transport by one-sided writes: a rank copies rows straight into the landing memory of the rank that needs them.
+
+A sender waits for nobody but, when a place is used again, for the receiver to have emptied it; a receiver waits for the
+ranks that it gets rows from. Both waits are on streams: the host never stops. A rank that is late, or that only sends,
+therefore holds up others no longer than its own rows and, after a whole round of the ring, its place in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distca.transport.fabric import Fabric, Put
+from distca.transport.landing import Landing, LandingRing
+from distca.transport.transport import Part, TransportError
+
+SETTING = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb)"
+
+
+class OneSidedTransport:
+    """Rows by writes into peers' memory.
+
+    Args:
+        fabric: the memory and its signals.
+        name: for logs.
+    """
+
+    def __init__(self, fabric: Fabric, name: str) -> None:
+        self.name, self.rank, self.ranks = name, fabric.rank, fabric.ranks
+        self._fabric = fabric
+        self._ring = LandingRing(len(fabric.landing), SETTING)
+
+    def launch(self, parts: tuple[Part, ...]) -> OneSidedHandle:
+        """Start writing the rows of all parts to their receivers; parts of which no row travels between any ranks are
+        only copied.
+
+        Raises:
+            TransportError: the moves belong to a plan for another number of ranks, or the landing memory is too small;
+                nothing was sent.
+        """
+        for part in parts:
+            if len(part.moves.send_counts) != self.ranks:
+                raise TransportError(
+                    f"The plan was made for {len(part.moves.send_counts)} ranks, but the server pool has {self.ranks}; "
+                    "plan again for this world size."
+                )
+        travelling = tuple(part for part in parts if part.moves.travelling)
+        landing = token = None
+        if travelling:
+            landing = self._ring.place(tuple(part.moves.most_received * _row_bytes(part.source) for part in travelling))
+            token = self._fabric.put(landing.number, landing.reuses, self._puts(travelling, landing))
+        # Copies of kept rows are queued behind the writes, so that the transfers start first.
+        for part in parts:
+            part.moves.copy_kept(part.source, part.destination)
+        return OneSidedHandle(self, landing, travelling, token)
+
+    def _puts(self, parts: tuple[Part, ...], landing: Landing) -> dict[int, list[Put]]:
+        puts: dict[int, list[Put]] = {}
+        # Every rank begins with its right-hand neighbour, so that not all write to the same one first.
+        for peer in ((self.rank + step) % self.ranks for step in range(1, self.ranks)):
+            mine = [
+                Put(part.source, *part.moves.sent_to(peer), landing.begin + offset)
+                for part, offset in zip(parts, landing.offsets, strict=True)
+                if peer in part.moves.send_ranges
+            ]
+            if mine:
+                puts[peer] = mine
+        return puts
+
+    def take_out(self, landing: Landing, parts: tuple[Part, ...], token: Any) -> None:
+        """Wait on the current stream for an exchange, put its rows in their places and free its memory."""
+        senders = {peer for part in parts for peer, rows in enumerate(part.moves.receive_counts) if rows}
+        self._fabric.arrived(landing.number, sorted(senders))
+        for part, offset in zip(parts, landing.offsets, strict=True):
+            rows = sum(part.moves.receive_counts)
+            begin = landing.begin + offset
+            received = self._fabric.landing[begin : begin + rows * _row_bytes(part.source)]
+            packed = received.view(part.destination.dtype).view(rows, *part.destination.shape[1:])
+            part.moves.place_received(packed, part.destination)
+        self._fabric.taken(self._ring.taken(landing.number))
+        self._fabric.join(token)
+
+
+@dataclass
+class OneSidedHandle:
+    """Writes under way."""
+
+    _transport: OneSidedTransport
+    _landing: Landing | None
+    _parts: tuple[Part, ...]
+    _token: Any
+
+    @property
+    def works(self) -> list[Any]:
+        """What can be waited for to know when this rank's own writes end, for whoever records that."""
+        return [self._token] if self._token is not None and hasattr(self._token, "wait") else []
+
+    def wait(self) -> None:
+        if self._landing is not None:
+            self._transport.take_out(self._landing, self._parts, self._token)
+            self._landing, self._parts, self._token = None, (), None
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1:].numel() * rows.element_size()

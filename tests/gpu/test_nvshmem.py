@@ -1,0 +1,162 @@
+"""NVSHMEM on GPUs: the same rows as NCCL, bit for bit, with little memory, late ranks and a thousand random plans."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.plan import lay_out, route
+from distca.runtime import AttentionPool, NanoRoutes, run_layers
+from distca.runtime.device_routes import ServerRoute
+from distca.runtime.timeline import Timeline
+from distca.testing.plans import random_plan
+from distca.testing.ranks import run_ranks
+from distca.testing.toy_layers import toy_layers
+from distca.transport import Part, TransportError
+from distca.transport.choose import choose_transport, why_not_nvshmem
+
+LENGTHS = ([4000, 37, 1, 1700, 9001], [12001], [1, 1, 1], [700] * 30, [1], [130] * 200)
+HEADS, KV_HEADS, HEAD_DIM, WIDTH = 8, 2, 64, 256
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and why_not_nvshmem() is not None, reason=f"no NVSHMEM: {why_not_nvshmem()}"
+)
+each_size = pytest.mark.parametrize("ranks", [2, 4])
+
+
+def _ranks(ranks, function, *arguments):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    return run_ranks(ranks, function, *arguments, timeout=300, gpus=True)
+
+
+def _transports(buffer_gb):
+    world = dist.group.WORLD
+    return choose_transport("nvshmem", world, buffer_gb), choose_transport("nccl", world)
+
+
+def _parts(moves, seed, dtypes):
+    generator = torch.Generator("cuda").manual_seed(100 * seed + dist.get_rank())
+    parts = []
+    for each, (dtype, width) in zip(moves, dtypes, strict=True):
+        source = torch.randn(each.source_rows, width, generator=generator, device="cuda").to(dtype)
+        before = 0.0 if each.reduction is not None else 7.0
+        parts.append(Part(source, torch.full((each.destination_rows, width), before, dtype=dtype, device="cuda"), each))
+    return tuple(parts)
+
+
+def _compare(buffer_gb, plans, late):
+    """Exchanges of random plans in both directions, two under way at a time; counts tensors that differ."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    nvshmem, nccl = _transports(buffer_gb)
+    bf16, f32 = (torch.bfloat16, 1024), (torch.float32, 24)
+    pending, differing = [], torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def finish(handle, parts, expected):
+        if late == rank:
+            torch.cuda._sleep(3_000_000)  # about 2 ms before this rank takes anything out
+        handle.wait()
+        for a, b in zip(parts, expected, strict=True):
+            differing.add_((a.destination.view(torch.uint8) != b.destination.view(torch.uint8)).any())
+
+    for number in range(plans):
+        plan = random_plan(lay_out(LENGTHS[number % len(LENGTHS)], ranks)[0], number)
+        routed = ServerRoute.of(route(plan, rank), "cuda")
+        for moves, dtypes in (
+            ((routed.q_to_server, routed.kv_to_server, routed.q_to_server), (bf16, bf16, f32)),
+            ((routed.q_to_home, routed.kv_to_home), (bf16, bf16)),
+            ((routed.kv_to_home,), (f32,)),
+        ):
+            expected, parts = (_parts(moves, number, dtypes) for _ in range(2))
+            nccl.launch(expected).wait()
+            pending.append((nvshmem.launch(parts), parts, expected))
+            if len(pending) == 2:
+                finish(*pending.pop(0))
+    for each in pending:
+        finish(*each)
+    return int(differing)
+
+
+@each_size
+@pytest.mark.parametrize("late", [None, 1])
+def test_the_same_rows_as_nccl(ranks, late):
+    # Room for a few exchanges only: the ring goes round many times.
+    assert _ranks(ranks, _compare, 0.25, 24, late) == [0] * ranks
+
+
+def _train(steps, backward):
+    """Toy layers over random plans of random sizes; returns each step's loss and gradient, and memory in use."""
+    from distca.attention.flash4 import Flash4Kernel
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layers = toy_layers(2, WIDTH, HEADS, KV_HEADS, HEAD_DIM, seed=3)
+    for layer in layers:
+        for name in ("qkv", "out"):
+            weight = getattr(layer, name).detach().to("cuda", torch.bfloat16).requires_grad_()
+            setattr(layer, name, weight)
+    kernel, memory, results = Flash4Kernel(deterministic=True), [], {}
+    for transport in _transports(0.25):
+        pool = AttentionPool(transport, kernel, Timeline("cuda"), backward)
+        figures = []
+        for step in range(steps):
+            layouts = lay_out([int(x) for x in _lengths(step)], ranks, nano_batches=2)
+            routes, previous, inputs = [], None, []
+            for nano, layout in enumerate(layouts):
+                forward = random_plan(layout, 7 * step + nano)
+                back = random_plan(layout, 7 * step + nano + 3) if backward == "resend" else forward
+                routes.append(NanoRoutes.of(forward, back, rank, "cuda", previous))
+                previous = layout
+                generator = torch.Generator("cuda").manual_seed(step + 10 * rank + nano)
+                hidden = torch.randn(int(layout.q_rows[rank]), WIDTH, generator=generator, device="cuda")
+                inputs.append(hidden.bfloat16().requires_grad_())
+            loss = sum(out.float().square().sum() for out in run_layers(layers, inputs, routes, pool))
+            loss.backward()
+            pool.timeline.serve_seconds()
+            with torch.no_grad():
+                sums = [x.grad.float().abs().sum() for x in inputs]
+                for layer in layers:
+                    for weight in (layer.qkv, layer.out):
+                        sums.append(weight.grad.float().abs().sum())
+                        weight.grad = None
+            figures.append(torch.stack([loss.detach(), *sums]))
+            if step % 100 == 99 and transport.name == "nvshmem":
+                memory.append(torch.cuda.memory_allocated())
+        results[transport.name] = torch.stack(figures).cpu()
+    return results, memory
+
+
+def _lengths(step):
+    import numpy as np
+
+    random = np.random.default_rng(step)
+    return random.integers(1, 1 + int(random.integers(1, 1500)), size=int(random.integers(1, 12)))
+
+
+@each_size
+@pytest.mark.parametrize("backward", ["keep", "resend"])
+def test_layers_give_the_same_bits_as_over_nccl(ranks, backward):
+    for results, _ in _ranks(ranks, _train, 12, backward):
+        assert results["nvshmem"].isfinite().all() and results["nvshmem"].abs().sum() > 0
+        assert torch.equal(results["nvshmem"], results["nccl"])
+
+
+@each_size
+def test_a_thousand_steps_leak_nothing(ranks):
+    for results, memory in _ranks(ranks, _train, 1000, "keep"):
+        assert torch.equal(results["nvshmem"], results["nccl"])
+        assert len(memory) == 10 and memory[-1] <= memory[0]
+
+
+def _too_little():
+    nvshmem, _ = _transports(0.001)
+    routed = ServerRoute.of(route(random_plan(lay_out([40000], 2)[0], 1), dist.get_rank()), "cuda")
+    try:
+        nvshmem.launch(_parts((routed.kv_to_server,), 0, ((torch.bfloat16, 1024),)))
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_too_little_memory_is_refused_alike_before_anything_is_sent():
+    one, two = _ranks(2, _too_little)
+    assert one == two
+    assert one.startswith("EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb) gives 0.001 GiB")
