@@ -15,8 +15,6 @@ _PACKAGES = {
     "numpy": ("numpy",),
     "megatron-core": ("megatron-core",),
     "flash-attn-4": ("flash-attn-4",),
-    "nvshmem4py": ("nvshmem4py-cu13", "nvshmem4py-cu12"),
-    "NVSHMEM library": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
     "transformer-engine": ("transformer-engine",),
 }
 
@@ -72,6 +70,7 @@ def _choices(head_dim: int) -> list[tuple[str, str]]:
         import torch
 
         from distca.attention.choose import why_not_flash4, why_not_torch
+        from distca.commands.doctor_transport import transport_reasons, transport_rows
     except ImportError as error:
         return [("kernel", f"cannot be chosen: {error}")]
     rows = []
@@ -83,13 +82,8 @@ def _choices(head_dim: int) -> list[tuple[str, str]]:
             "reference": None,
         }
         rows.append((f"kernel in {precision}, head_dim {head_dim}", _choice(reasons)))
-    nccl = None
-    if device.type != "cuda":
-        nccl = "it moves GPU memory, and torch finds no GPU here"
-    elif not torch.distributed.is_nccl_available():
-        nccl = "this build of torch has no NCCL"
-    rows.append(("transport", _choice({"nccl": nccl, "gloo": None})))
-    return rows
+    rows.append(("transport", _choice(transport_reasons())))
+    return rows + transport_rows()
 
 
 def _choice(reasons: dict[str, str | None]) -> str:

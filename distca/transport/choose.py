@@ -93,10 +93,11 @@ def why_not_nvshmem_together(group: dist.ProcessGroup) -> str | None:
     hosts = {host for _, host, _ in everyone}
     if len(hosts) > 1:
         return f"the server pool spans {len(hosts)} machines, and rows between machines go by NCCL"
-    return _why_no_peer_access([device for _, _, device in everyone])
+    return why_no_peer_access([device for _, _, device in everyone])
 
 
-def _why_no_peer_access(devices: list[int]) -> str | None:
+def why_no_peer_access(devices: list[int]) -> str | None:
+    """Why these GPUs of this machine cannot write into each other's memory, or None."""
     if len(set(devices)) < len(devices):
         return "several ranks share a GPU"
     for a in devices:

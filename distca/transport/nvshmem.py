@@ -23,6 +23,7 @@ import torch.distributed as dist
 from distca.transport import native
 from distca.transport.fabric import Put
 from distca.transport.transport import TransportError
+from distca.transport.watchdog import Wait, Watchdog
 
 _PAGE = 4096
 # Below these, starting a copy engine takes longer than a small kernel's copying; measured by benchmarks/transport.py.
@@ -56,6 +57,11 @@ class NvshmemFabric:
         torch.cuda.synchronize()
         dist.barrier(group)
         self.landing = self._memory[words:]
+        self._words = self._memory[: 2 * self.ranks * 8].view(torch.int64)
+        self._looking = torch.cuda.Stream()
+        processes: list[int] = [0] * self.ranks
+        dist.all_gather_object(processes, os.getpid(), group=group)
+        self._watchdog = Watchdog(self.rank, processes, self._missing)
         base = self._memory.data_ptr()
         bases = [base if peer == self.rank else bindings.ptr(base, peer) for peer in range(self.ranks)]
         unreachable = [peer for peer, address in enumerate(bases) if not address]
@@ -93,7 +99,7 @@ class NvshmemFabric:
             done.record(stream)
             events.append(done)
         sources = tuple(piece.source for pieces in puts.values() for piece in pieces)
-        return Sent(events, sources)
+        return Sent(events, sources, tuple(puts), reuses)
 
     def _copy(self, peer: int, pieces: list[Put], number: int, reuses: int) -> None:
         stream = self._streams[peer]
@@ -116,22 +122,40 @@ class NvshmemFabric:
 
     def join(self, token: Sent) -> None:
         token.wait()
+        if token.peers and token.reuses:
+            self._watch(token.peers, token.reuses, "room for")
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
         if peers:
             native.wait_for(self._arrived_here[list(peers)], number, torch.cuda.current_stream())
+            self._watch(peers, number, "rows of")
 
     def taken(self, number: int) -> None:
         if len(self._taken_there):
             native.signal(self._taken_there, number, torch.cuda.current_stream())
 
+    def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._watchdog.note(Wait(event, tuple(peers), number, what))
+
+    def _missing(self, wait: Wait) -> list[int]:
+        """Peers whose word is below what a wait asks for; called by the watchdog's thread."""
+        with torch.cuda.device(self.landing.device), torch.cuda.stream(self._looking):
+            words = self._words.cpu().tolist()
+        first = 0 if wait.what == "rows of" else self.ranks
+        return [peer for peer in wait.peers if words[first + peer] < wait.number]
+
 
 @dataclass
 class Sent:
-    """Writes of one exchange; ``sources`` lives until they were waited for."""
+    """Writes of one exchange to ``peers``, which had to take out exchange ``reuses`` first; ``sources`` live until they
+    were waited for."""
 
     events: list[torch.cuda.Event]
     sources: tuple[torch.Tensor, ...]
+    peers: tuple[int, ...]
+    reuses: int
 
     def wait(self) -> None:
         """Let the current stream wait until the sources were read."""

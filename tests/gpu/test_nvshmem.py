@@ -1,5 +1,11 @@
 """NVSHMEM on GPUs: the same rows as NCCL, bit for bit, with little memory, late ranks and a thousand random plans."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +19,7 @@ from distca.testing.ranks import run_ranks
 from distca.testing.toy_layers import toy_layers
 from distca.transport import Part, TransportError
 from distca.transport.choose import choose_transport, why_not_nvshmem
+from distca.transport.watchdog import EXIT_CODE
 
 LENGTHS = ([4000, 37, 1, 1700, 9001], [12001], [1, 1, 1], [700] * 30, [1], [130] * 200)
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 8, 2, 64, 256
@@ -160,3 +167,37 @@ def test_too_little_memory_is_refused_alike_before_anything_is_sent():
     one, two = _ranks(2, _too_little)
     assert one == two
     assert one.startswith("EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb) gives 0.001 GiB")
+
+
+KILLED = """
+import os, signal, torch, torch.distributed as dist
+from distca.transport.choose import choose_transport
+torch.cuda.set_device(int(os.environ["RANK"]))
+dist.init_process_group("cpu:gloo,cuda:nccl")
+fabric = choose_transport("nvshmem", dist.group.WORLD, 0.1)._fabric
+dist.barrier()
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+fabric.arrived(1, [1])
+torch.cuda.synchronize()
+"""
+
+
+def test_a_killed_rank_ends_who_waits_for_its_rows_and_is_named():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", KILLED], env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[1].wait(120) == -signal.SIGKILL
+        began = time.monotonic()
+        _, said = ranks[0].communicate(timeout=60)
+        assert time.monotonic() - began < 60
+    finally:
+        for process in ranks:
+            process.kill()
+    assert ranks[0].returncode == EXIT_CODE
+    assert "Rank 0 waits for rows of exchange 1 from rank 1, which has ended" in said.decode()

@@ -1,0 +1,116 @@
+"""What ``distca doctor`` says about moving rows: libraries, links between GPUs, other machines."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+def transport_rows() -> list[tuple[str, str]]:
+    """(name, finding) for the table; asks no other process."""
+    from distca.transport import native
+
+    built = (
+        "built" if native.is_available() else "not built: install again on a machine with nvcc (README.Installation.md)"
+    )
+    rows = [("CUDA library of csrc/", built), ("NVSHMEM", _nvshmem())]
+    if torch.cuda.is_available():
+        rows += [("driver", _driver()), ("peer access", _peer_access()), ("NVLink", _nvlink())]
+        rows.append(("several machines", _network()))
+    return rows
+
+
+def transport_reasons() -> dict[str, str | None]:
+    """Why each transport would not be taken on one machine, or None; best first."""
+    from distca.transport.choose import why_no_peer_access, why_not_nvshmem
+
+    nccl = None
+    if not torch.cuda.is_available():
+        nccl = "it moves GPU memory, and torch finds no GPU here"
+    elif not torch.distributed.is_nccl_available():
+        nccl = "this build of torch has no NCCL"
+    nvshmem = why_not_nvshmem() or why_no_peer_access(list(range(torch.cuda.device_count())))
+    return {"nvshmem": nvshmem, "nccl": nccl, "gloo": None}
+
+
+def _nvshmem() -> str:
+    """Versions of nvshmem4py and of the library that it loads, and whether they fit torch's CUDA."""
+    found = {name: _version(name) for name in ("nvshmem4py-cu13", "nvshmem4py-cu12")}
+    installed = {name: version for name, version in found.items() if version}
+    if not installed:
+        return "nvshmem4py is not installed"
+    name, version = next(iter(installed.items()))
+    text = f"{name} {version}"
+    try:
+        import nvshmem.core
+
+        text += f", host library {nvshmem.core.get_version().libnvshmem_version}"
+    except Exception as error:  # whatever keeps it from loading is what the reader wants to know
+        return f"{text}, which does not load: {error}"
+    text += "; its device library is not used"
+    built_for, torch_cuda = name.rpartition("cu")[2], (torch.version.cuda or "").partition(".")[0]
+    if torch_cuda and built_for != torch_cuda:
+        text += f". It is built for CUDA {built_for}, torch for CUDA {torch_cuda}: install nvshmem4py-cu{torch_cuda}"
+    return text
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    version = re.search(r"\s(\d+\.\d+[.\d]*)\s", path.read_text()) if path.is_file() else None
+    supported = torch._C._cuda_getDriverVersion()
+    text = (
+        f"{version.group(1) if version else 'version unknown'}, up to CUDA {supported // 1000}.{supported % 1000 // 10}"
+    )
+    needed = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if (supported // 1000, supported % 1000 // 10) < needed:
+        text += f"; torch is built for CUDA {torch.version.cuda}: update the driver"
+    return text
+
+
+def _peer_access() -> str:
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    without = [f"{a}→{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if not pairs:
+        return "one GPU"
+    return "between all GPUs" if not without else f"missing {', '.join(without)}: rows go by NCCL"
+
+
+def _nvlink() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        counts = []
+        for index in range(torch.cuda.device_count()):
+            handle, active = pynvml.nvmlDeviceGetHandleByIndex(index), 0
+            for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+                try:
+                    active += pynvml.nvmlDeviceGetNvLinkState(handle, link)
+                except pynvml.NVMLError:
+                    break
+            counts.append(active)
+    except Exception as error:
+        return f"unknown: {error}"
+    return "none" if not any(counts) else f"{', '.join(map(str, counts))} active links per GPU"
+
+
+def _network() -> str:
+    """What there is for rows between machines, which go by NCCL."""
+    devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    if not devices:
+        return "rows between machines go by NCCL; no InfiniBand or RoCE device here, so over TCP"
+    direct = Path("/sys/module/nvidia_peermem").exists()
+    return f"rows between machines go by NCCL over {', '.join(devices)}" + (
+        "" if direct else "; nvidia_peermem is not loaded, so GPU memory may be copied through the host"
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

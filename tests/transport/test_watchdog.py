@@ -1,0 +1,70 @@
+"""The watchdog: a rank that is gone ends who waits for it, with a sentence; one that is late does not."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from distca.transport import watchdog
+from distca.transport.watchdog import Wait, Watchdog
+
+
+class _Never:
+    def query(self):
+        return False
+
+
+class _Always:
+    def query(self):
+        return True
+
+
+@pytest.fixture
+def peer(monkeypatch):
+    monkeypatch.setattr(watchdog, "_LOOK_EVERY_S", 0.02)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _start(peer, missing):
+    ended = threading.Event()
+    return Watchdog(0, [os.getpid(), peer.pid], missing, ended.set), ended
+
+
+def test_a_killed_rank_ends_who_waits_for_it(peer, caplog):
+    dog, ended = _start(peer, lambda wait: list(wait.peers))
+    dog.note(Wait(_Always(), (1,), 6, "rows of"))
+    dog.note(Wait(_Never(), (1,), 7, "rows of"))
+    assert not ended.wait(0.3), "rank 1 is alive"
+    with caplog.at_level(logging.CRITICAL):
+        peer.send_signal(signal.SIGKILL)  # a zombie until it is waited for: it counts as gone all the same
+        assert ended.wait(5)
+    assert "Rank 0 waits for rows of exchange 7 from rank 1, which has ended" in caplog.text
+
+
+def test_rows_that_arrived_do_not_count_as_missing(peer):
+    dog, ended = _start(peer, lambda wait: [])
+    dog.note(Wait(_Never(), (1,), 7, "rows of"))
+    peer.kill()
+    assert not ended.wait(0.3)
+    dog.stop()
+
+
+def test_a_late_rank_is_warned_about(peer, caplog, monkeypatch):
+    monkeypatch.setattr(watchdog, "_WARN_EVERY_S", 0.1)
+    with caplog.at_level(logging.WARNING):
+        dog, ended = _start(peer, lambda wait: [1])
+        dog.note(Wait(_Never(), (1,), 9, "room for"))
+        deadline = time.monotonic() + 5
+        while "still running" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.02)
+        dog.stop()
+    assert "for room for exchange 9 from rank 1, which is still running" in caplog.text
+    assert not ended.is_set()
