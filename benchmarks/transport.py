@@ -32,7 +32,7 @@ from distca.data.mixes import Mix, sample_long_context
 from distca.plan.cost import analytic_cost
 from distca.plan.micro_batch import plan_micro_batch
 from distca.runtime import NanoRoutes
-from distca.transport import Part, RowMoves, Transport
+from distca.transport import Part, RowMoves, Transport, row_kernels
 from distca.transport.choose import choose_transport
 from distca.transport.one_sided import OneSidedTransport
 
@@ -55,6 +55,7 @@ def main() -> None:
         "versions": versions(),
         "row_bytes": ROW,
         "sizes": [_size(transports, mib) for mib in arguments.sizes],
+        "inside_one_gpu": _local(),
         "beside_gemm": _beside_gemm(transports, arguments.gemm, arguments.gemm_mib),
         "plans": [_plan(transports, mix, arguments.tokens) for mix in get_args(Mix)],
     }
@@ -123,6 +124,35 @@ class _Unplaced:
         fabric.arrived(number, [peer for peer, rows in enumerate(self._counts) if rows])
         fabric.taken(self._transport._ring.taken(number))
         fabric.join(self._token)
+
+
+def _local(rows: int = 64 * 1024) -> dict[str, float]:
+    """TB/s, read and written, of what an exchange does on a GPU: moving rows by index, adding up four copies."""
+    source = torch.randn(rows, ROW // 2, device="cuda").bfloat16()
+    destination, index = torch.zeros_like(source), torch.randperm(rows, device="cuda")
+    shared = torch.arange(rows // 4, device="cuda")
+    borders = torch.arange(0, rows + 1, 4, device="cuda")
+    moved = 2 * source.numel() * source.element_size()
+
+    def rate(work: Callable[[], Any], moved: int) -> float:
+        return moved / _median_seconds(lambda: _Done(work())) / 1e12
+
+    return {
+        "copy by torch": rate(lambda: destination.copy_(source), moved),
+        "gather and scatter": rate(lambda: row_kernels.move_rows(source, index, destination, index), moved),
+        "the same by torch": rate(lambda: destination.index_copy_(0, index, source.index_select(0, index)), moved),
+        "sum of four": rate(
+            lambda: row_kernels.sum_rows(source, index, borders, [], destination, shared), moved // 2 + moved // 4
+        ),
+    }
+
+
+class _Done:
+    """Something that needs no waiting for."""
+
+    def __init__(self, _: Any) -> None: ...
+
+    def wait(self) -> None: ...
 
 
 def _beside_gemm(transports: dict[str, Transport], edge: int, mib: int) -> dict[str, Any]:
@@ -268,7 +298,7 @@ def _show(report: dict[str, Any]) -> None:
         table.add_row(str(line["mib_per_peer"]), *(f"{cell:.4g}" for cell in cells))
     console = Console()
     console.print(table)
-    console.print({key: report[key] for key in ("beside_gemm", "plans")})
+    console.print({key: report[key] for key in ("inside_one_gpu", "beside_gemm", "plans")})
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_patches.rotary import Rotation, split_and_rotate
 
 
 class SplitTransformerLayer(TransformerLayer):
@@ -13,22 +14,19 @@ class SplitTransformerLayer(TransformerLayer):
     ``post(core_attention(pre(x)), x)`` equals ``forward(x)``; a test holds them together.
     """
 
-    def pre(self, hidden: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm, QKV projection and RoPE.
 
         Args:
             hidden: [rows, 1, hidden], under sequence parallelism this rank's share of the rows.
-            angles: [all rows, 1, 1, head_dim] rotary angles.
+            rotation: of all rows.
 
         Returns:
             q_NHD and kv_N2GD of all rows, for this rank's heads.
         """
         attention = self.self_attention
-        query, key, value = attention.get_query_key_value_tensors(self.input_layernorm(hidden), None)[:3]
-        group = attention.pg_collection.cp
-        query = apply_rotary_pos_emb(query, angles, config=self.config, cp_group=group)
-        key = apply_rotary_pos_emb(key, angles, config=self.config, cp_group=group)
-        return query.squeeze(1), torch.stack((key.squeeze(1), value.squeeze(1)), dim=1)
+        mixed, _ = attention.linear_qkv(self.input_layernorm(hidden))
+        return split_and_rotate(mixed.squeeze(1), rotation, attention.num_query_groups_per_partition)
 
     def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Output projection, residual and MLP.

@@ -32,7 +32,7 @@ def test_doctor_runs_and_names_what_it_found(capsys: pytest.CaptureFixture[str])
     assert torch.__version__ in shown
     assert "head_dim 64" in shown
     if not torch.cuda.is_available():
-        assert "gloo (not nccl:" in shown
+        assert "gloo (not nvshmem:" in shown and "not nccl:" in shown
 
 
 def test_help_lists_the_commands() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,6 +42,14 @@ def _transports(buffer_gb):
     return choose_transport("nvshmem", world, buffer_gb), choose_transport("nccl", world)
 
 
+def _choose_way(transport, number):
+    """Writes by copy engine, by kernel, or by what is usual: every rank decides for itself."""
+    random = np.random.default_rng(1000 * number + dist.get_rank())
+    fabric = transport._fabric
+    fabric.push_below_bytes = int(random.choice((0, 1 << 18, 1 << 40)))
+    fabric.push_below_bytes_per_range = 0
+
+
 def _parts(moves, seed, dtypes):
     generator = torch.Generator("cuda").manual_seed(100 * seed + dist.get_rank())
     parts = []
@@ -74,6 +83,7 @@ def _compare(buffer_gb, plans, late):
             ((routed.kv_to_home,), (f32,)),
         ):
             expected, parts = (_parts(moves, number, dtypes) for _ in range(2))
+            _choose_way(nvshmem, number)
             nccl.launch(expected).wait()
             pending.append((nvshmem.launch(parts), parts, expected))
             if len(pending) == 2:
@@ -101,10 +111,12 @@ def _train(steps, backward):
             weight = getattr(layer, name).detach().to("cuda", torch.bfloat16).requires_grad_()
             setattr(layer, name, weight)
     kernel, memory, results = Flash4Kernel(deterministic=True), [], {}
-    for transport in _transports(0.25):
+    nvshmem, nccl = _transports(0.25)
+    for transport in (nvshmem, nccl):
         pool = AttentionPool(transport, kernel, Timeline("cuda"), backward)
         figures = []
         for step in range(steps):
+            _choose_way(nvshmem, step)
             layouts = lay_out([int(x) for x in _lengths(step)], ranks, nano_batches=2)
             routes, previous, inputs = [], None, []
             for nano, layout in enumerate(layouts):
@@ -132,8 +144,6 @@ def _train(steps, backward):
 
 
 def _lengths(step):
-    import numpy as np
-
     random = np.random.default_rng(step)
     return random.integers(1, 1 + int(random.integers(1, 1500)), size=int(random.integers(1, 12)))
 

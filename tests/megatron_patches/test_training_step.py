@@ -1,0 +1,101 @@
+"""Gradients that are reduced during backward equal those reduced after it, with nested backwards and many buckets."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distca.testing.ranks import run_ranks
+
+MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2), (1,))
+CPU = torch.device("cpu")
+
+
+def _gradients(monkeypatch, case, overlap, distributed_optimizer):
+    """Of three global batches: the loss, all gradients by name, and how many touches the first reduction was before."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    from distca.attention.reference import ReferenceKernel
+    from distca.runtime import AttentionPool
+    from distca.runtime.timeline import Timeline
+    from distca.transport import choose_transport
+    from megatron_patches import parity, training_step
+    from megatron_patches.parallel import initialize_model_parallel, server_pool_group
+
+    events = []
+    start, ready = Group.start_grad_sync, Group.register_grad_ready
+    monkeypatch.setattr(Group, "start_grad_sync", lambda *a, **k: (events.append("start"), start(*a, **k))[1])
+    monkeypatch.setattr(Group, "register_grad_ready", lambda *a, **k: (events.append("touch"), ready(*a, **k))[1])
+    monkeypatch.setattr(training_step, "_overlaps_reduction", lambda: overlap)
+    monkeypatch.setattr(training_step, "_BUCKET_PARAMETERS", 1000)
+
+    initialize_model_parallel(case.tp, 1, case.seed)
+    pool = AttentionPool(choose_transport("auto", server_pool_group()), ReferenceKernel(), Timeline(CPU), case.backward)
+    gpt = parity.build(case, torch.float32, "disaggregated", pool=pool)
+    model = training_step.wrap_for_data_parallel(gpt, distributed_optimizer)
+    batches = [batch for batch, _ in parity._batches(case, pool, CPU)]
+    steps = []
+    for step in range(3):
+        events.clear()
+        # Another order of micro-batches in each step, so that the last one is never the same.
+        loss, _ = training_step.run_micro_batches(model, batches[step:] + batches[:step])
+        first = events.index("start")
+        steps.append((loss, _reduced(model, distributed_optimizer), events[first:].count("touch")))
+    return steps
+
+
+def _reduced(model, distributed_optimizer):
+    """Gradients by name, put together from the ranks' shards where each rank holds only its shard of a bucket's sum."""
+    import torch.distributed as dist
+
+    gradients = {}
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    for buffer in model.buffers:
+        whole = buffer.grad_data.clone()
+        if distributed_optimizer:
+            ranks, rank = model.dp_group.size(), model.dp_group.rank()
+            whole.zero_()
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // ranks
+                mine = slice(bucket.offset + rank * size, bucket.offset + (rank + 1) * size)
+                whole[mine] = buffer.grad_data[mine]
+            dist.all_reduce(whole, group=model.dp_group)
+        for parameter, (start, end, _) in buffer.param_index_map.items():
+            gradients[names[parameter]] = whole[start:end]
+    return gradients
+
+
+def _compare(cases):
+    warnings.filterwarnings("ignore")
+    from megatron_patches.cpu import use_cpu
+
+    use_cpu()
+    from megatron_patches import parity
+
+    results = []
+    for changes, distributed_optimizer in cases:
+        case = replace(parity.ParityCase(micro_batches=MICRO_BATCHES), **changes)
+        both = []
+        for overlap in (True, False):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                both.append(_gradients(monkeypatch, case, overlap, distributed_optimizer))
+        results.append(both)
+    return results
+
+
+def test_overlapped_reduction_changes_no_bit():
+    cases = [
+        ({"recompute": True}, False),
+        ({"recompute": True, "tie_embeddings": True}, True),
+        ({"recompute": False, "backward": "resend"}, False),
+        ({"recompute": True, "tp": 2}, False),
+    ]
+    for case, (overlapped, after) in zip(cases, run_ranks(2, _compare, cases)[0], strict=True):
+        for number, (ours, theirs) in enumerate(zip(overlapped, after, strict=True)):
+            assert ours[0] == theirs[0], case
+            assert ours[1].keys() == theirs[1].keys()
+            for name, expected in theirs[1].items():
+                assert torch.equal(ours[1][name], expected), (case, number, name)
+            # The first global batch only counts; later ones reduce while there are touches to come.
+            assert (ours[2] > 0) == (number > 0) and theirs[2] == 0, case
