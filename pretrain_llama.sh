@@ -359,4 +359,18 @@ done
 "$python" "${program[0]}" --check "$world" "${program[@]:1}"
 if ((gpus > 0)); then kind=GPU; else kind=CPU; fi
 say "Starting $world $kind ranks on $nodes node(s) through $launcher.${given[*]:+ From the environment: ${given[*]}.}"
-exec "${command[@]}"
+# Not exec: the launcher's report of a failure is long, and what to do about it should come last.
+trap 'kill -TERM "$run" 2>/dev/null || true' INT TERM
+"${command[@]}" &
+run=$!
+status=0
+wait "$run" || status=$?
+while kill -0 "$run" 2>/dev/null; do # a signal ended the first wait
+    status=0
+    wait "$run" || status=$?
+done
+if ((status != 0 && status != 2)); then
+    say "error: The run ended early, with exit code $status; the log above names the rank and the step."
+    say "next step: RESUME=latest goes on from the last checkpoint, if one was saved (checkpoint.save_every)."
+fi
+exit "$status"

@@ -14,14 +14,15 @@ from megatron.core.utils import make_viewless_tensor
 from distca.runtime import AttentionPool, run_layers
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.micro_batch import DisaggregatedMicroBatch, gather_nano_rows
+from megatron_patches.rotary import Rotation
 
 
 @dataclass(frozen=True)
 class _BoundLayer:
-    """A split layer with the rotary angles of the micro-batch's halves."""
+    """A split layer with the rotations of the micro-batch's halves."""
 
     layer: SplitTransformerLayer
-    angles: Sequence[torch.Tensor]
+    rotations: Sequence[Rotation]
 
     @property
     def scale(self) -> float:
@@ -29,7 +30,7 @@ class _BoundLayer:
         return config.softmax_scale or (config.kv_channels or 0) ** -0.5
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer.pre(hidden, self.angles[nano])
+        return self.layer.pre(hidden, self.rotations[nano])
 
     def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
         return self.layer.post(o_NHD, hidden)
@@ -61,10 +62,11 @@ class DisaggregatedBlock(TransformerBlock):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         assert rotary_pos_emb is not None
-        angles = gather_nano_rows(rotary_pos_emb, micro_batch.nano_rows, micro_batch.chunks)
+        halves_angles = gather_nano_rows(rotary_pos_emb, micro_batch.nano_rows, micro_batch.chunks)
+        rotations = [Rotation.of(angles) for angles in halves_angles]
         halves = hidden_states.split([rows // micro_batch.chunks for rows in micro_batch.nano_rows])
         outputs = run_layers(
-            [_BoundLayer(layer, angles) for layer in self.layers],
+            [_BoundLayer(layer, rotations) for layer in self.layers],
             halves,
             micro_batch.routes,
             self.pool,

@@ -1,14 +1,20 @@
-"""Sharded checkpoints by megatron's dist_checkpointing: model, optimizer, schedule, and what the loop adds."""
+"""Sharded checkpoints by megatron's dist_checkpointing: model, optimizer, schedule, and what the loop adds.
+
+Everything is saved in the shapes of the whole model's parameters, so a checkpoint loads with any numbers of tensor-
+parallel, pipeline and data-parallel ranks that can hold the model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from megatron_patches.optimizer import OptimizerAndSchedule
@@ -33,10 +39,12 @@ def save_checkpoint(
 def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:
     """Restore what :func:`save_checkpoint` wrote; returns its ``extra``."""
     _allocate_state(optimizer.optimizer)
+    _take_state_without_steps(optimizer.optimizer)
     settings = [_settings_of(group) for group in optimizer.optimizer.param_groups]
     with torch.no_grad():  # megatron copies into float32 weights themselves
         state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
         unwrap_model(model).load_state_dict(state["model"])
+        _keep_own_groups(state["optimizer"], optimizer.optimizer.state_dict())
         optimizer.optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(optimizer.optimizer.param_groups, settings, strict=True):
             group.update(own)
@@ -44,6 +52,18 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
     return extra
+
+
+def _keep_own_groups(loaded: dict[str, Any], own: dict[str, Any]) -> None:
+    """Put this rank's parameter groups in place of the checkpoint's.
+
+    megatron saves those of the first rank only, which number its own parameters; another stage has others. What they
+    say besides is decided by the configuration and the schedule.
+    """
+    if "param_groups" in own:
+        loaded["param_groups"] = own["param_groups"]
+    else:
+        loaded["optimizer"]["param_groups"] = own["optimizer"]["param_groups"]
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -85,10 +105,29 @@ def _restore_step(optimizer: Any, step: int) -> None:
             state["step"] = torch.tensor(float(step))
 
 
+def _take_state_without_steps(optimizer: Any) -> None:
+    """Let megatron's distributed optimizer (0.16.1) load moments for torch's Adam in its reshardable format.
+
+    The format leaves out each weight's number of steps, which torch's Adam counts per weight, and loading looks for it
+    all the same; :func:`_restore_step` sets it afterwards.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not isinstance(part, DistributedOptimizer) or not list(_adams(part)):
+            continue
+        part._set_main_param_and_optimizer_states = partial(_take_without_step, part)
+
+
+def _take_without_step(optimizer: DistributedOptimizer, weight: torch.Tensor, tensors: dict[str, Any]) -> None:
+    group, order = optimizer.model_param_group_index_map[weight]
+    main_weight = optimizer.optimizer.param_groups[group]["params"][order]
+    steps = optimizer.optimizer.state[main_weight]["step"]
+    DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, weight, {**tensors, "step": steps})
+
+
 def _metadata() -> dict[str, Any]:
-    # torch's Adam keeps its state as megatron's data-parallel buffers do, which this format saves.
     return {
-        "distrib_optim_sharding_type": "dp_reshardable",
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
 

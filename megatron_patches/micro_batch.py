@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from distca.attention import TaskBatch
+from distca.attention import Kernel, TaskBatch
+from distca.attention.autograd import Timer, core_attention
 from distca.runtime import NanoRoutes
 
 
@@ -35,13 +36,38 @@ class DisaggregatedMicroBatch:
 class PackedMicroBatch:
     """A micro-batch of whole documents whose core attention stays at home.
 
+    Another way of computing core attention under stock layers is a subclass with its own :meth:`attend`.
+
     Attributes:
-        batch: borders of the documents.
+        batch: borders of this rank's tasks.
         rows: rows that belong to documents; rows beyond them are padding.
     """
 
     batch: TaskBatch
     rows: int
+
+    def attend(
+        self,
+        kernel: Kernel,
+        q_NHD: torch.Tensor,
+        k_NGD: torch.Tensor,
+        v_NGD: torch.Tensor,
+        scale: float,
+        timer: Timer,
+    ) -> torch.Tensor:
+        """o_NHD of this rank's rows, differentiable with respect to q, k and v.
+
+        Args:
+            kernel: computes a batch of tasks.
+            q_NHD: [rows, heads, head_dim].
+            k_NGD: [rows, kv_heads, head_dim].
+            v_NGD: [rows, kv_heads, head_dim].
+            scale: factor on the attention scores.
+            timer: gives contexts in which the kernel runs, "forward" and "backward".
+        """
+        if not self.rows:
+            return q_NHD * 0
+        return core_attention(q_NHD, k_NGD, v_NGD, self.batch, kernel, scale, timer)
 
 
 def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> list[torch.Tensor]:

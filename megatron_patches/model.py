@@ -15,7 +15,7 @@ from distca.attention import Kernel
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from megatron_patches.block import disaggregate
-from megatron_patches.chunked_loss import chunk_loss
+from megatron_patches.fused_loss import fuse_loss
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.norm import RMSNorm
 from megatron_patches.packed_attention import PackedAttention
@@ -155,7 +155,7 @@ def build_model(
     )
     use_position_rotary(model)
     if attention != "stock":
-        chunk_loss(model)
+        fuse_loss(model)
     if attention == "disaggregated":
         assert pool is not None
         disaggregate(model.decoder, pool, recompute_segments)

@@ -14,7 +14,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from distca.attention import Kernel
-from distca.attention.autograd import core_attention
 from distca.runtime.timeline import Timeline
 from megatron_patches.micro_batch import PackedMicroBatch
 
@@ -43,7 +42,7 @@ class PackedAttention(MegatronModule):
             query: [rows, 1, heads, head_dim].
             key: [rows, 1, kv_heads, head_dim].
             value: [rows, 1, kv_heads, head_dim].
-            attention_mask: the micro-batch's documents.
+            attention_mask: the micro-batch, which knows how its attention is computed.
 
         Returns:
             [rows, 1, heads · head_dim]; zero in padding rows.
@@ -51,8 +50,6 @@ class PackedAttention(MegatronModule):
         assert self.kernel is not None and self.timeline is not None
         rows, padding = attention_mask.rows, len(query) - attention_mask.rows
         q, k, v = (x.squeeze(1)[:rows] for x in (query, key, value))
-        if not rows:
-            return (query * 0).flatten(2)
         timer = partial(self.timeline.serve, self.layer, 0)
-        o = core_attention(q, k, v, attention_mask.batch, self.kernel, self.scale, timer)
+        o = attention_mask.attend(self.kernel, q, k, v, self.scale, timer)
         return torch.nn.functional.pad(o.flatten(1), (0, 0, 0, padding)).unsqueeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -23,6 +24,10 @@ def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
             return
         destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    if pp > 1:
+        # NCCL lets some ranks of a group talk to each other only after all of them did once.
+        here = torch.zeros(1, device=torch.cuda.current_device())
+        dist.all_reduce(here, group=parallel_state.get_pipeline_model_parallel_group())
     model_parallel_cuda_manual_seed(seed + pipeline_seed())
 
 

@@ -3,11 +3,16 @@
 With p stages, stage s runs the forward of micro-batch m in tick m + s and its backward in tick m + 2(p − 1) − s. M
 micro-batches take M + p − 1 phases of each kind, as 1F1B does; a stage holds 2(p − 1 − s) + 1 micro-batches in flight,
 where 1F1B holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
+
+Activations that a forward phase ends with travel to the next stage while the backward phase computes, gradients while
+the next forward phase does: each is started where it is ready and waited for where it is used. All ranks start their
+exchanges of attention rows and their stage transfers in the same order, so that neither can wait for the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,14 +21,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
 from megatron.core.utils import unwrap_model
 
 from distca.plan.phases import PipelinePlan
 from distca.runtime import AttentionPool, NanoRoutes
 from distca.runtime.idle import EmptyLayer, serve_backward_phase, serve_forward_phase
-from megatron_patches.training_step import DeviceBatch, sum_loss
+from megatron_patches.stage_transfers import Neighbours, StageTransfer
+from megatron_patches.training_step import DeviceBatch, loss_and_tokens
 
 
 @dataclass(frozen=True)
@@ -98,11 +103,12 @@ def run_ticks(
         model.zero_grad_buffer()
     stage = _Stage(model, batches, routes, pool)
     last = plan.stages - 1
-    for tick in range(len(plan.forward) + (0 if forward_only else last)):
-        if tick < len(plan.forward):
-            stage.forward_phase(tick, plan, forward_only)
-        if not forward_only and tick >= last:
-            stage.backward_phase(tick - last, plan)
+    with stage.recorded():
+        for tick in range(len(plan.forward) + (0 if forward_only else last)):
+            if tick < len(plan.forward):
+                stage.forward_phase(tick, plan, forward_only)
+            if not forward_only and tick >= last:
+                stage.backward_phase(tick - last, plan)
     if not forward_only:
         finalize_model_grads([model], stage.total[1].int())
     total = stage.total
@@ -125,12 +131,13 @@ class _Stage:
         self._gpt = unwrap_model(model)
         self._config = self._gpt.config
         self._number = parallel_state.get_pipeline_model_parallel_rank()
-        self._p2p = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), self._config)
         self._inputs: dict[int, torch.Tensor | None] = {}
         self._outputs: dict[int, torch.Tensor] = {}
-        self._received: torch.Tensor | None = None
-        self._gradient: torch.Tensor | None = None
+        # Under way: activations to the next forward phase, gradients to the next backward phase.
+        self._activations, self._gradients = StageTransfer(None, None, []), StageTransfer(None, None, [])
         device = batches[0].tokens.device
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self._neighbours = Neighbours(group, self._config.pipeline_dtype, device)
         self.total = torch.zeros(2, dtype=torch.float64, device=device)
         self._layers = len(self._gpt.decoder.layers)
         tp = self._config.tensor_model_parallel_size
@@ -143,56 +150,81 @@ class _Stage:
             self._config.softmax_scale or self._config.kv_channels**-0.5,
         )
 
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Time what lies around the layers too (embedding, output layer, loss), while the timeline records."""
+        timeline, top = self._pool.timeline, self._layers - 1
+        if not timeline.recording:
+            yield
+            return
+        hook = self._gpt.decoder.register_forward_hook(lambda *_: timeline.open("head", top, 0, "forward"))
+        yield
+        hook.remove()
+
     def forward_phase(self, number: int, plan: PipelinePlan, forward_only: bool) -> None:
-        """Run or serve forward phase ``number``, then pass activations to the next stage."""
+        """Run or serve forward phase ``number``, then start passing activations to the next stage."""
         running = plan.forward[number].micro_batches
-        output = None
+        received, output = self._activations.wait(), None
         if running[self._number] is None:
             serve_forward_phase(self._pool, self._routes.idle_forward[number] or (), self._empty, self._layers)
         else:
-            output = self._forward(running[self._number], forward_only)  # type: ignore[arg-type]
+            output = self._forward(running[self._number], received, forward_only)  # type: ignore[arg-type]
         incoming = self._number > 0 and running[self._number - 1] is not None
-        shape = self._shape(running[self._number - 1]) if incoming else ()
         sent = output if self._number < plan.stages - 1 else None
-        self._received = self._p2p.send_forward_recv_forward(sent, incoming, shape)
+        self._activations = self._neighbours.start(
+            1, sent, self._shape(running[self._number - 1]) if incoming else None
+        )
         if output is not None and not forward_only:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
 
     def backward_phase(self, number: int, plan: PipelinePlan) -> None:
-        """Run or serve backward phase ``number``, then pass gradients to the previous stage."""
+        """Run or serve backward phase ``number``, then start passing gradients to the previous stage."""
         running = plan.backward[number].micro_batches
-        gradient = None
+        received, sent = self._gradients.wait(), None
         micro_batch = running[self._number]
         if micro_batch is None:
             serve_backward_phase(self._pool, self._routes.idle_backward[number] or (), self._empty, self._layers)
         else:
-            gradient = backward_step(
-                self._inputs.pop(micro_batch),
-                self._outputs.pop(micro_batch),
-                self._gradient,
-                ModelType.encoder_or_decoder,
-                self._config,
-            )
+            gradient = self._backward(micro_batch, received)
+            sent = gradient if self._number else None
         incoming = self._number < plan.stages - 1 and running[self._number + 1] is not None
-        shape = self._shape(running[self._number + 1]) if incoming else ()
-        self._gradient = self._p2p.send_backward_recv_backward(gradient if self._number else None, incoming, shape)
+        self._gradients = self._neighbours.start(-1, sent, self._shape(running[self._number + 1]) if incoming else None)
 
-    def _forward(self, micro_batch: int, forward_only: bool) -> torch.Tensor:
+    def _forward(self, micro_batch: int, received: torch.Tensor | None, forward_only: bool) -> torch.Tensor:
         batch = self._batches[micro_batch]
-        self._gpt.set_input_tensor(self._received)
+        if received is not None:
+            received.requires_grad_()
+        self._gpt.set_input_tensor(received)
         self._gpt.rotary_pos_emb.set_positions(batch.positions)
-        run = partial(self._model, batch.tokens, None, batch.micro_batch, labels=batch.labels)
+        run = partial(
+            self._model, batch.tokens, None, batch.micro_batch, labels=batch.labels, loss_mask=batch.loss_mask
+        )
+        self._pool.timeline.open("embed", 0, 0, "forward")
         if forward_only:
             with torch.no_grad():
                 output = run()
         else:
             output = run()
         if parallel_state.is_pipeline_last_stage():
-            output, _, figures = sum_loss(batch.loss_mask, output)
+            output, _, figures = loss_and_tokens(batch.loss_mask, output)
             self.total += figures
+        self._pool.timeline.close()
         if not forward_only:
-            self._inputs[micro_batch], self._outputs[micro_batch] = self._received, output
+            self._inputs[micro_batch], self._outputs[micro_batch] = received, output
         return output
+
+    def _backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Gradient of the stage's input; None on the first stage."""
+        self._pool.timeline.open("head", self._layers - 1, 0, "backward", past_launches=True)
+        gradient = backward_step(
+            self._inputs.pop(micro_batch),
+            self._outputs.pop(micro_batch),
+            gradient,
+            ModelType.encoder_or_decoder,
+            self._config,
+        )
+        self._pool.timeline.close()
+        return gradient
 
     def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
         """Of the activations that a stage passes on: this rank's share of the sequence."""

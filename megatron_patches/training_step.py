@@ -42,24 +42,38 @@ class DeviceBatch:
     micro_batch: DisaggregatedMicroBatch | PackedMicroBatch | torch.Tensor
 
 
+# Gradients of one reduction. The same for every number of ranks, so that the distributed optimizer's checkpoints, whose
+# shards are those of the buckets, are cut alike.
+_BUCKET_PARAMETERS = 100_000_000
+
+
 def wrap_for_data_parallel(model: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
     """Cast to bfloat16 where the configuration says so, and add gradient reduction over data-parallel ranks.
 
-    Gradients are reduced in float32 after backward: recomputed segments run in nested backward passes that touch a
-    weight several times, so a hook on the first touch cannot start the reduction.
+    Gradients are added up in float32. Without pipeline stages a bucket of gradients is reduced while backward goes on.
+    Recomputed segments run in nested backward passes, so a weight is touched once per nano-batch; megatron counts the
+    touches of the first global batch, which it reduces after backward, and from then on starts a bucket's reduction at
+    its last touch. So every micro-batch must touch every weight equally often, also where this rank has no rows.
     """
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=_overlaps_reduction(),
+        bucket_size=_BUCKET_PARAMETERS,
         use_distributed_optimizer=distributed_optimizer,
         check_for_nan_in_grad=False,
     )
     wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
     config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = wrapped.no_sync
     wrapped.broadcast_params()
     return wrapped
+
+
+def _overlaps_reduction() -> bool:
+    """Whether gradients are reduced during backward. Pipeline stages would have to agree on their last micro-batch."""
+    return parallel_state.get_pipeline_model_parallel_world_size() == 1
 
 
 def run_micro_batches(
@@ -101,14 +115,18 @@ def _forward_step(batches: Iterator[DeviceBatch], model: DistributedDataParallel
     batch = next(batches)
     gpt = unwrap_model(model)
     gpt.rotary_pos_emb.set_positions(batch.positions)
-    losses = model(batch.tokens, None, batch.micro_batch, labels=batch.labels)
-    return losses, partial(sum_loss, batch.loss_mask)
+    loss = model(batch.tokens, None, batch.micro_batch, labels=batch.labels, loss_mask=batch.loss_mask)
+    return loss, partial(loss_and_tokens, batch.loss_mask)
 
 
-def sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum over tokens; megatron divides the gradients by the global batch's number of tokens."""
-    losses = losses.flatten()
-    total = losses.float().mul(loss_mask).sum() if losses.dtype != torch.float64 else losses.mul(loss_mask).sum()
+def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What megatron's schedules want to know of a micro-batch: the loss summed over its tokens, their number, by which
+    the gradients of the global batch are divided at its end, and both for the log.
+
+    Args:
+        loss_mask: [rows] bool.
+        total: the last stage's output, the sum of the losses.
+    """
     tokens = loss_mask.sum()
     # A stored clone: megatron may change the returned loss in place.
     return total, tokens.int(), torch.stack((total.detach().double(), tokens.double()))

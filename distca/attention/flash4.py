@@ -6,6 +6,8 @@ stateless pair beneath them is called. setup.py pins the version this was run wi
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from distca.attention.kernel import TaskBatch
@@ -24,6 +26,8 @@ class Flash4Kernel:
     name = "flash4"
 
     def __init__(self, deterministic: bool = False) -> None:
+        # It compiles when it is first used, for about 20 s; on disk the result serves every later start and rank.
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
         self._forward, self._backward = _flash_attn_fwd, _flash_attn_bwd
@@ -41,7 +45,7 @@ class Flash4Kernel:
             max_seqlen_q=batch.max_q,
             max_seqlen_k=batch.max_kv,
             softmax_scale=scale,
-            causal=True,
+            causal=batch.causal,
             return_lse=True,
         )
         assert lse_HT is not None
@@ -66,7 +70,7 @@ class Flash4Kernel:
             do_THD.contiguous(),
             lse_TH.t().contiguous(),
             softmax_scale=scale,
-            causal=True,
+            causal=batch.causal,
             cu_seqlens_q=batch.cu_q,
             cu_seqlens_k=batch.cu_kv,
             max_seqlen_q=batch.max_q,

@@ -25,6 +25,9 @@ class TaskBatch:
     key/value rows, the row before one less, and so on (causal, aligned at the end). Every task has at least one query
     row, and at least as many key/value rows as query rows.
 
+    CA-tasks are always causal. A batch that is not is a part of an attention that somebody merges with others, as ring
+    attention does: each of its query rows sees all key/value rows of its task, of which there is at least one.
+
     Attributes:
         cu_q: [tasks + 1] int32 on the kernel's device.
         cu_kv: [tasks + 1] int32 on the kernel's device.
@@ -32,6 +35,7 @@ class TaskBatch:
         borders_kv: the same borders on the host, int32 numpy.
         max_q: most query rows of a task.
         max_kv: most key/value rows of a task.
+        causal: False where every query row sees all key/value rows of its task.
     """
 
     cu_q: torch.Tensor
@@ -40,15 +44,18 @@ class TaskBatch:
     borders_kv: np.ndarray
     max_q: int
     max_kv: int
+    causal: bool = True
 
     def __len__(self) -> int:
         return len(self.borders_q) - 1
 
     @staticmethod
-    def of(borders_q: np.ndarray, borders_kv: np.ndarray, device: torch.device | str) -> TaskBatch:
+    def of(
+        borders_q: np.ndarray, borders_kv: np.ndarray, device: torch.device | str, *, causal: bool = True
+    ) -> TaskBatch:
         """Build a batch from host borders; the copy to a GPU does not block the host."""
         q_rows, kv_rows = np.diff(borders_q), np.diff(borders_kv)
-        assert (q_rows > 0).all() and (kv_rows >= q_rows).all()
+        assert (q_rows > 0).all() and (kv_rows >= (q_rows if causal else 1)).all()
         return TaskBatch(
             to_device(borders_q.astype(np.int32), device),
             to_device(borders_kv.astype(np.int32), device),
@@ -56,6 +63,7 @@ class TaskBatch:
             borders_kv,
             int(q_rows.max(initial=0)),
             int(kv_rows.max(initial=0)),
+            causal,
         )
 
 

@@ -73,14 +73,20 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def _blocks(batch: TaskBatch) -> Iterator[tuple[slice, slice, int]]:
-    """(query rows, key rows the block sees, position in its context of the block's first query) of every block."""
+    """(query rows, key rows the block sees, position in its context of the block's first query) of every block.
+
+    Where a batch is not causal every query stands behind the last key.
+    """
     borders_q, borders_kv = batch.borders_q.tolist(), batch.borders_kv.tolist()
     for task in range(len(batch)):
         begin, end, context = borders_q[task], borders_q[task + 1], borders_kv[task]
         offset = borders_kv[task + 1] - context - (end - begin)
         for row in range(begin, end, _BLOCK_ROWS):
             stop = min(row + _BLOCK_ROWS, end)
-            yield slice(row, stop), slice(context, context + offset + stop - begin), offset + row - begin
+            if batch.causal:
+                yield slice(row, stop), slice(context, context + offset + stop - begin), offset + row - begin
+            else:
+                yield slice(row, stop), slice(context, borders_kv[task + 1]), borders_kv[task + 1] - context
 
 
 def _by_group(x_BHD: torch.Tensor, groups: int) -> torch.Tensor:

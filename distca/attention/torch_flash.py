@@ -20,7 +20,17 @@ class TorchFlashKernel:
         self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD, k_SGD, v_SGD, batch.cu_q, batch.cu_kv, batch.max_q, batch.max_kv, 0.0, True, False, scale=scale
+            q_THD,
+            k_SGD,
+            v_SGD,
+            batch.cu_q,
+            batch.cu_kv,
+            batch.max_q,
+            batch.max_kv,
+            0.0,
+            batch.causal,
+            False,
+            scale=scale,
         )
         return o_THD, lse_HT.t()
 
@@ -49,7 +59,7 @@ class TorchFlashKernel:
             batch.max_q,
             batch.max_kv,
             0.0,
-            True,
+            batch.causal,
             unused,
             unused,
             scale=scale,

@@ -62,7 +62,7 @@ def sample_lengths(mix: Mix, tokens: int, seed: int, *, max_length: int | None =
     return _cut_to(np.concatenate(drawn) if drawn else np.zeros(0, np.int64), tokens)
 
 
-def long_context(lengths: np.ndarray, context: int, seed: int) -> np.ndarray:
+def long_context(lengths: np.ndarray, context: int, seed: int, *, full_share: float = 0.0) -> np.ndarray:
     """Turn a mix into a long-context one, as the paper does for contexts of 128K and more.
 
     A random half of the documents under 64K tokens is dropped, each longer one appears four times, all are stretched by
@@ -72,6 +72,8 @@ def long_context(lengths: np.ndarray, context: int, seed: int) -> np.ndarray:
         lengths: [D] tokens per document.
         context: longest document, in tokens; at least 64K.
         seed: of numpy's default generator.
+        full_share: of the documents that have 64K tokens or more after stretching, this random share (0 to 1) is set
+            to ``context``.
 
     Returns:
         [D'] int64 lengths between 1 and ``context``; their sum differs from that of ``lengths``.
@@ -86,7 +88,43 @@ def long_context(lengths: np.ndarray, context: int, seed: int) -> np.ndarray:
     short, long = length[length < _SHORT], length[length >= _SHORT]
     kept = short[np.sort(generator.permutation(len(short))[: len(short) // 2])]
     mixed = generator.permutation(np.concatenate((kept, np.tile(long, 4))))
-    return np.clip(mixed * context // _SHORT, 1, context)
+    stretched = np.clip(mixed * context // _SHORT, 1, context)
+    if full_share:
+        long = np.flatnonzero(stretched >= _SHORT)
+        stretched[generator.permutation(long)[: round(full_share * len(long))]] = context
+    return stretched
+
+
+def sample_long_context(mix: Mix, tokens: int, context: int, seed: int, *, full_share: float = 0.0) -> np.ndarray:
+    """Draw exactly ``tokens`` tokens of the long-context version of a mix, as long-context training is measured with.
+
+    :func:`long_context` of enough documents of the mix. A context below 64K gets the lengths of one of 128K, scaled
+    down: a small machine can then run the same shape of work.
+
+    Args:
+        mix: "pretrain" or "prolong".
+        tokens: total tokens, at least 0.
+        context: longest document, in tokens.
+        seed: of numpy's default generator.
+        full_share: as for :func:`long_context`.
+
+    Returns:
+        [D] int64 lengths between 1 and ``context`` that add up to ``tokens``.
+
+    Raises:
+        MixError: as :func:`sample_lengths`.
+    """
+    if context < 1:
+        raise MixError(f"The context is {context}; documents have at least 1 token.")
+    drawn_at = context if context >= _SHORT else 2 * _SHORT
+    drawn, enough = np.zeros(0, np.int64), max(tokens * drawn_at // context, _SHORT)
+    while drawn.sum() < tokens:
+        sampled = sample_lengths(mix, enough if tokens > 0 else 0, seed)
+        drawn = long_context(sampled, drawn_at, seed, full_share=full_share)
+        if drawn_at != context:
+            drawn = np.maximum(drawn * context // drawn_at, 1)
+        enough *= 2
+    return _cut_to(drawn, tokens)
 
 
 def _cut_to(lengths: np.ndarray, tokens: int) -> np.ndarray:

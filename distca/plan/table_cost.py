@@ -7,7 +7,10 @@ once, onto a fine grid whose cells are found without a search. Array legend: N t
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +19,49 @@ from distca.plan.errors import PlanError
 
 _STEPS = 8
 """Grid lines between a power of two and the next, evenly spaced. Points measured at these are met exactly."""
+
+
+@dataclass(frozen=True)
+class LoadFactors:
+    """What tasks cost in mixed batches under sustained load, over what the table's own batches of equal tasks say.
+
+    Array legend: L lengths. Between lengths factors are linear in log2 k,v rows, beyond them constant.
+
+    Attributes:
+        kv_rows: [L] increasing.
+        forward: [L] positive.
+        backward: [L] positive.
+
+    Raises:
+        PlanError: on lengths that do not increase, or factors that are not positive or not as many.
+    """
+
+    kv_rows: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+
+    def __post_init__(self) -> None:
+        _check_axis("kv_rows of load_factors", self.kv_rows)
+        for name in ("forward", "backward"):
+            factors = getattr(self, name)
+            if factors.shape != self.kv_rows.shape or not (np.isfinite(factors) & (factors > 0)).all():
+                raise PlanError(
+                    f"The cost table's load_factors need one positive {name} factor for each of the "
+                    f"{len(self.kv_rows)} kv_rows, not {factors.tolist()}."
+                )
+
+    @staticmethod
+    def of(content: Mapping[str, Any]) -> LoadFactors | None:
+        """The factors of a table file's content, None where it has none."""
+        found = content.get("load_factors")
+        if found is None:
+            return None
+        return LoadFactors(*(np.asarray(found[key], np.float64) for key in ("kv_rows", "forward", "backward")))
+
+    def at(self, kv_rows: np.ndarray) -> np.ndarray:
+        """[2, N] factors of forward and backward at [N] lengths."""
+        at, lengths = np.log2(kv_rows), np.log2(self.kv_rows)
+        return np.stack([np.interp(at, lengths, factors) for factors in (self.forward, self.backward)])
 
 
 class TableCost(CostModel):
@@ -32,6 +78,7 @@ class TableCost(CostModel):
         forward_seconds: [Q, V] seconds per task inside a full batch; nan where q_rows > kv_rows or not measured.
         backward_seconds: [Q, V] the same for backward.
         block: query rows of one kernel tile.
+        load: what all seconds are multiplied with by their k,v rows; nothing if None.
 
     Raises:
         PlanError: on a table whose axes are not increasing or which has no measured point in some column.
@@ -45,6 +92,7 @@ class TableCost(CostModel):
         forward_seconds: np.ndarray,
         backward_seconds: np.ndarray,
         block: int = 128,
+        load: LoadFactors | None = None,
     ) -> None:
         self.shape = shape
         self.block = block
@@ -53,8 +101,7 @@ class TableCost(CostModel):
         )
         q_axis, kv_axis = np.asarray(q_rows, np.float64), np.asarray(kv_rows, np.float64)
         for name, axis in (("q_rows", q_axis), ("kv_rows", kv_axis)):
-            if len(axis) == 0 or axis[0] < 1 or (np.diff(axis) <= 0).any():
-                raise PlanError(f"The cost table's {name} must be positive and increasing, not {axis.tolist()}.")
+            _check_axis(name, axis)
         grid = np.meshgrid(q_axis, kv_axis, indexing="ij")
         factors = np.stack(
             (
@@ -62,9 +109,11 @@ class TableCost(CostModel):
                 _factors("backward", backward_seconds, self._base.backward(*grid)),
             )
         )
-        self._best = factors.min(axis=(1, 2))
         self._q, self._kv = _Lines.over(q_axis), _Lines.over(kv_axis)
         nodes = _interpolated(factors, q_axis, kv_axis, self._q.rows, self._kv.rows)
+        if load is not None:
+            nodes = nodes * load.at(self._kv.rows)[:, None]
+        self._best = nodes.min(axis=(1, 2))
         self._cells = {"both": _cells(nodes), "forward": _cells(nodes[:1]), "backward": _cells(nodes[1:])}
 
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -124,6 +173,11 @@ class _Lines:
         return cell, at - cell
 
 
+def _check_axis(name: str, axis: np.ndarray) -> None:
+    if len(axis) == 0 or axis[0] < 1 or (np.diff(axis) <= 0).any():
+        raise PlanError(f"The cost table's {name} must be positive and increasing, not {axis.tolist()}.")
+
+
 def _number(rows: np.ndarray) -> np.ndarray:
     """How many lines lie between 1 and each value, with its place between two; about _STEPS x log2."""
     return rows.view(np.int64) * (_STEPS / 2.0**52) - _STEPS * 1023.0
@@ -173,8 +227,11 @@ def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
 
 
 def load_table(path: str | Path) -> TableCost:
-    """Read a cost table: JSON with heads, kv_heads, head_dim, block, q_rows [Q], kv_rows [V], and forward_seconds and
-    backward_seconds [Q][V] per task inside a full batch (null where q_rows > kv_rows). Other keys describe the machine.
+    """Read a cost table, a JSON file that `distca profile` writes.
+
+    It has heads, kv_heads, head_dim, block, q_rows [Q], kv_rows [V], and forward_seconds and backward_seconds [Q][V]
+    per task inside a full batch (null where q_rows > kv_rows). ``load_factors`` (kv_rows, forward, backward: [L] each)
+    may say how much more mixed batches take. Other keys describe the machine.
 
     Raises:
         PlanError: when the file lacks a key or its table is not usable.
@@ -186,4 +243,5 @@ def load_table(path: str | Path) -> TableCost:
         raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
     q_rows, kv_rows, forward, backward = (np.asarray(content[key], np.float64) for key in wanted[3:])
     shape = AttentionShape(content["heads"], content["kv_heads"], content["head_dim"], content.get("value_bytes", 2))
-    return TableCost(shape, q_rows, kv_rows, forward, backward, block=content.get("block", 128))
+    block, load = content.get("block", 128), LoadFactors.of(content)
+    return TableCost(shape, q_rows, kv_rows, forward, backward, block=block, load=load)

@@ -33,6 +33,7 @@ class Grid:
         tiles: forward is not measured where the batch has fewer query tiles: the last wave would decide.
         most_q_rows: query rows that a batch may have, each task rounded up by a tile.
         most_kv_rows: key/value rows that a batch may have.
+        smooth_octaves: how far, in powers of two of rows, neighbouring points are averaged; 0 where they have no noise.
     """
 
     q_rows: tuple[int, ...]
@@ -46,6 +47,7 @@ class Grid:
     tiles: int
     most_q_rows: int
     most_kv_rows: int
+    smooth_octaves: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def grid_for(device: torch.device, shape: AttentionShape) -> Grid:
         most_kv_rows=min(
             _MOST_ELEMENTS // (shape.kv_bytes // shape.value_bytes), int(0.4 * free / _KV_COPIES / shape.kv_bytes)
         ),
+        smooth_octaves=1.0,
     )
 
 
@@ -116,7 +119,7 @@ def _points(grid: Grid, shape: AttentionShape) -> Iterator[Point]:
                 q_rows,
                 kv_rows,
                 tasks * shape.heads * -(-q // grid.tile) >= grid.tiles,
-                rounds=min(max(round(grid.sample_s / batch), 3), 10) if grid.fill_s else 5,
+                rounds=min(max(round(grid.sample_s / batch), 3), 8) if grid.fill_s else 5,
             )
 
 

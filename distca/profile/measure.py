@@ -12,8 +12,9 @@ import torch
 from distca.attention import Kernel
 from distca.plan import AttentionShape
 from distca.profile.grid import grid_for, points
-from distca.profile.kernels import VALIDATION_ROUNDS, measure_points, table_of, validate
+from distca.profile.kernels import measure_points, smooth_points, table_of
 from distca.profile.linear import measure_linear
+from distca.profile.mixed import ROUNDS, calibrated, random_batch, time_mixed, validation_of
 from distca.profile.served import TimedServer, route_of_tasks
 
 Progress = Callable[[str, int], Callable[[], None]]
@@ -30,7 +31,8 @@ def measure_device(
     ffn: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Measure the kernel over the device's grid, mixed batches against their prediction, and linear layers.
+    """Measure the kernel over the device's grid, mixed batches, some to fit load factors to and some to check the
+    predictions, and linear layers.
 
     Returns:
         What ``load_table`` reads (see docs/profiling.md), with ``validation`` and ``linear``; arrays are numpy.
@@ -43,10 +45,14 @@ def measure_device(
     server = TimedServer(kernel, shape, device, dtype, q_rows=grid.most_q_rows, kv_rows=grid.most_kv_rows)
     advance = progress(f"{kernel.name} kernel", sum(point.rounds for point in wanted))
     measured = measure_points(server, route, grid, wanted, shape, advance)
-    cost = table_of(shape, grid, measured, grid.tile)
-    batches, seconds = (10, 40e-3) if on_gpu else (3, 0.1)
-    advance = progress("mixed batches", batches * VALIDATION_ROUNDS)
-    validation = validate(server, route, grid, cost, batches, seconds, advance)
+    smooth = smooth_points(grid, measured, shape)
+    cost = table_of(shape, grid, smooth)
+    fitted, held_out, seconds = (24, 10, 25e-3) if on_gpu else (3, 3, 0.1)
+    drawn = [random_batch(grid, cost, seconds, seed) for seed in range(fitted + held_out)]
+    advance = progress("mixed batches", len(drawn) * ROUNDS)
+    mixed = time_mixed(server, route, grid, drawn, advance)
+    load = calibrated(cost, mixed[:fitted])
+    validation = validation_of(table_of(shape, grid, smooth, load), mixed[fitted:])
     del server
     advance = progress("linear layers", 1)
     linear = measure_linear(shape, hidden, ffn, tokens=8192 if on_gpu else 64, device=device, dtype=dtype)
@@ -62,8 +68,10 @@ def measure_device(
         "block": grid.tile,
         "q_rows": list(grid.q_rows),
         "kv_rows": list(grid.kv_rows),
-        "forward_seconds": measured.forward,
-        "backward_seconds": measured.backward,
+        "forward_seconds": smooth.forward,
+        "backward_seconds": smooth.backward,
+        "load_factors": {"kv_rows": load.kv_rows, "forward": load.forward, "backward": load.backward},
+        "measured": {"forward_seconds": measured.forward, "backward_seconds": measured.backward},
         "noise": measured.noise,
         "validation": validation,
         "linear": linear,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from distca.plan import AttentionShape, PlanError, TableCost
+from distca.plan.table_cost import LoadFactors
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ def find_table(
 def _scaled(content: dict[str, Any], shape: AttentionShape, scale: float) -> TableCost:
     q_rows, kv_rows = (np.array(content[key], float) for key in ("q_rows", "kv_rows"))
     forward, backward = (np.array(content[key], float) * scale for key in ("forward_seconds", "backward_seconds"))
-    return TableCost(shape, q_rows, kv_rows, forward, backward, block=content["block"])
+    block, load = content["block"], LoadFactors.of(content)
+    return TableCost(shape, q_rows, kv_rows, forward, backward, block=block, load=load)
 
 
 def _read(path: Path) -> dict[str, Any]:

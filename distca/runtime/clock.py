@@ -32,6 +32,11 @@ class Clock:
         event.record()
         return Instant(time.perf_counter(), event)
 
+    def work(self) -> Instant:
+        """As :meth:`now`, to time work between two instants: on CPUs in seconds that this thread computed, because
+        ranks that share cores wait for each other. Not to be compared with other instants."""
+        return self.now() if self.on_gpu else Instant(time.thread_time())
+
     def synchronize(self) -> None:
         """Set the common zero of all ranks; blocks until they are all here."""
         if self.on_gpu:

@@ -42,6 +42,7 @@ class Timeline:
         self._spans: list[_Span] = []
         self._serves: dict[str, list[tuple[Instant, Instant]]] = {"forward": [], "backward": []}
         self._open: _Span | None = None
+        self._reopen: tuple[str, int, int, str] | None = None
         self._side_stream: torch.cuda.Stream | None = None
 
     def start_recording(self) -> None:
@@ -67,39 +68,54 @@ class Timeline:
     def serve(self, layer: int, nano: int, direction: str) -> Iterator[None]:
         """Time the attention server; counted in :meth:`serve_seconds` also while nothing is recorded."""
         with self.compute("serve", layer, nano, direction):
-            start = self.clock.now()
+            start = self.clock.work()
             yield
-            self._serves[direction].append((start, self.clock.now()))
+            self._serves[direction].append((start, self.clock.work()))
 
-    def open(self, name: str, layer: int, nano: int, direction: str) -> None:
-        """Begin a span that ends at the next :meth:`close` or at the next span."""
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a part of the step other than a layer's, on a track of its own; layers' spans may lie inside."""
+        if not self.recording:
+            yield
+            return
+        span = _Span("stage", name, self.clock.now())
+        self._spans.append(span)
+        yield
+        span.end = self.clock.now()
+
+    def open(self, name: str, layer: int, nano: int, direction: str, *, past_launches: bool = False) -> None:
+        """Begin a span that ends at the next :meth:`close`, at the next span or, unless it goes on ``past_launches``,
+        when a transfer is launched."""
         if self.recording:
             self.close()
             self.order.append(_entry(name, layer, nano, direction))
             self._open = _Span(f"compute {NANO_NAMES[nano]}", f"{name} {layer} {direction}", self.clock.now())
             self._spans.append(self._open)
+            self._reopen = (name, layer, nano, direction) if past_launches else None
 
     def close(self) -> None:
         """End the span that :meth:`open` began, if there is one."""
         if self._open is not None:
             self._open.end = self.clock.now()
-            self._open = None
+            self._open = self._reopen = None
 
     def launched(self, what: str, handle: Handle, layer: int, nano: int, direction: str) -> None:
         """Note a transfer that was just launched, and when its collectives end."""
         if not self.recording:
             return
+        goes_on = self._reopen
         self.close()
         self.order.append(_entry(f"launch {what}", layer, nano, direction))
         span = _Span("transfers", f"{what} {layer} {NANO_NAMES[nano]} {direction}", self.clock.now())
         works = getattr(handle, "works", [])
-        if not works:
-            return
-        self._spans.append(span)
-        if self.clock.on_gpu:
-            self._end_on_side_stream(span, works)
-        else:
-            works[-1].get_future().add_done_callback(lambda _: setattr(span, "end", self.clock.now()))
+        if works:
+            self._spans.append(span)
+            if self.clock.on_gpu:
+                self._end_on_side_stream(span, works)
+            else:
+                works[-1].get_future().add_done_callback(lambda _: setattr(span, "end", self.clock.now()))
+        if goes_on:
+            self.open(*goes_on, past_launches=True)
 
     def joined(self, what: str, layer: int, nano: int, direction: str) -> None:
         """Note that a transfer is about to be waited for."""
@@ -107,14 +123,19 @@ class Timeline:
             self.close()
             self.order.append(_entry(f"join {what}", layer, nano, direction))
 
-    def serve_seconds(self) -> dict[str, float]:
-        """Seconds this rank served since the last call, by direction; blocks until the last serve is done."""
+    def take_serves(self) -> dict[str, list[float]]:
+        """Seconds of every time this rank served since the last call, in order, by direction; blocks until the last
+        serve is done."""
         seconds = {
-            direction: sum(self.clock.seconds(start, end) for start, end in spans)
+            direction: [self.clock.seconds(start, end) for start, end in spans]
             for direction, spans in self._serves.items()
         }
         self._serves = {"forward": [], "backward": []}
         return seconds
+
+    def serve_seconds(self) -> dict[str, float]:
+        """The same added up."""
+        return {direction: sum(seconds) for direction, seconds in self.take_serves().items()}
 
     def take(self, rank: int) -> list[dict[str, Any]]:
         """End recording and return its spans as {rank, track, name, start_us, duration_us}."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FORMAT = "whole parameters"
+"""How tensors are saved; earlier versions saved the optimizer's state as each rank held it."""
 _FITS_FILE = "fits.json"
 """What a run that resumes must have alike, readable without torch."""
 
@@ -83,8 +85,5 @@ def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:
     model["model.head_dim"] = config.model.resolved_head_dim
     model["train.precision"] = config.train.precision
     model["optimizer.distributed"] = config.optimizer.distributed
-    if config.optimizer.distributed:
-        # Its state is saved as each tensor-parallel rank of each stage holds it; only data-parallel ranks may change.
-        model["parallel.tp"] = config.parallel.tp
-        model["parallel.pp"] = config.parallel.pp
+    model["checkpoint.format"] = _FORMAT
     return model

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from distca.data.corpus import Corpus
 from distca.train import checkpoints
 from distca.train.corpus import open_sampler
+from distca.train.garbage import SteadyGarbage
 from distca.train.metrics import MetricsWriter
+from distca.train.phase_plot import plot_phases
 from distca.train.plots import plot_balance, write_timeline
 from distca.train.progress import StepProgress, print_summary
 from distca.train.run_folder import Checkpoint, RunFolder
@@ -48,6 +50,7 @@ class _Loop:
             self._sampler_state = checkpoints.load(trainer, resume)
             self._sampler.load_state_dict(self._sampler_state)
         self._recorder = StepRecorder(trainer)
+        self._garbage = SteadyGarbage()
         self._ahead = Ahead(
             partial(make_step_inputs, trainer.planning, corpus.train, self._sampler), trainer.world.device
         )
@@ -65,7 +68,10 @@ class _Loop:
                 self._metrics = stack.enter_context(MetricsWriter(self._folder.path, log.tensorboard, resumed_at))
                 self._progress = stack.enter_context(StepProgress(steps, done=self._first, every=log.every))
             stack.callback(self._ahead.close)
+            stack.enter_context(self._garbage)
             for step in range(self._first + 1, steps + 1):
+                if self._trainer.world.companions is not None:
+                    self._trainer.world.companions.doing(f"step {step}")
                 self._record_timeline(step)
                 values = self._step()
                 validate_every = self._config.train.validate_every
@@ -99,6 +105,7 @@ class _Loop:
         inputs, waited_ms = self._ahead.take()
         self._ahead.start()
         loss_sum, tokens = self._run(inputs)
+        self._garbage.collect()  # while the GPU is busy with the backward pass
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (loss_sum / tokens).item()
         self._sampler_state = inputs.sampler_state
@@ -145,7 +152,12 @@ class _Loop:
             write_timeline(self._folder.timeline, [event for events in gathered for event in events])
 
     def _draw(self) -> None:
-        """balance.png: each series against its own mean, as the plan counts one layer and the clock all of them."""
+        """balance.png, and with stages phases.json and phases.png: each series against its own mean, as the plan
+        counts one layer and the clock all of them."""
         series = (self._recorder.before, self._recorder.after, self._recorder.measured)
         if all(seconds.sum() > 0 for seconds in series):
             plot_balance(self._folder.balance_plot, *(seconds / seconds.mean() for seconds in series), unit="1 = mean")
+        phases, stages = self._recorder.phases, self._trainer.planning.stages
+        if phases.steps:
+            phases.write(self._folder.phases, stages)
+            plot_phases(self._folder.phases_plot, phases, stages)

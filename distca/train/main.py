@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,16 +75,24 @@ def _run(config: RunConfig) -> None:
         # says so once.
         warnings.simplefilter("ignore")
         from distca.attention import KernelError
+        from distca.train.companions import Companions
         from distca.train.world import join_world, leave_world, world_size_of_environment
         from distca.transport import TransportError
 
         corpus, _ = _check(config, world_size_of_environment())
         world = join_world()
     setup_logging(world.rank)
+    companions = Companions()
     try:
-        run_on(world, config, corpus)
+        run_on(replace(world, companions=companions), config, corpus)
+        companions.part()
     except (KernelError, TransportError) as error:
         die(error)
+    except (ConfigError, DataError, PlanError):
+        raise
+    except Exception:
+        companions.explain_failure()
+        raise
     finally:
         leave_world()
 

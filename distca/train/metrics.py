@@ -13,9 +13,14 @@ Keys that other parts of the project read, where a step has them:
     imbalance_after     the same with the plan that ran
     imbalance_measured  attention seconds measured over the whole step, busiest rank over the mean (the planned figures
                         add up the busiest rank of every micro-batch or phase, so they are the stricter ones)
+    imbalance_phases    with pipeline stages: attention seconds measured in every phase, slowest rank over the mean, if
+                        each phase lasts as long as its slowest rank (what imbalance_after plans)
     bytes_moved         bytes that all ranks sent for attention in the step
     plan_ms             milliseconds of planning (in the background, one step ahead)
-    peak_memory_gb      largest allocated device memory of any rank, GiB
+    peak_memory_gb      largest allocated device memory of any rank, GiB; with pipeline stages also of each stage's
+                        ranks, as peak_memory_gb_stage_0, peak_memory_gb_stage_1 ...
+    predicted_memory_gb the same as predicted from the settings (distca.train.memory), also by stage; for GPUs: on CPUs
+                        the measured figure is the whole process's memory
 """
 
 from __future__ import annotations

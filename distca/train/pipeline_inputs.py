@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from distca.data.batch import RankBatch
 from distca.data.sampler import MicroBatch
 from distca.plan import Layout, Plan, lay_out, plan_at_home, server_seconds
 from distca.plan.balance import traffic
@@ -67,6 +68,31 @@ def plan_pipeline(planning: Planning, micro_batches: Sequence[MicroBatch]) -> Pi
         np.stack([_seconds(phase.plans, planning.cost, direction) for direction, phase in phases]),
         sum(_bytes(each, planning.cost, direction) for direction, phase in phases for each in phase.plans),
     )
+
+
+def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
+    """Pad a rank's micro-batches of a step to the rows of the largest one: token 0, no loss, part of no document.
+
+    megatron's 1F1B moves activations of one size between stages; of sizes that differ it would first send each size
+    ahead and wait for it on the host, at every stage and micro-batch.
+    """
+    assert all(len(batch.nano_rows) == 1 for batch in batches), "only rows of one nano-batch end where padding begins"
+    rows = max(batch.nano_rows[0] for batch in batches)
+
+    def padded(column: np.ndarray) -> np.ndarray:
+        return np.pad(column, (0, rows - len(column)))
+
+    return [
+        replace(
+            batch,
+            tokens=padded(batch.tokens),
+            labels=padded(batch.labels),
+            loss_mask=padded(batch.loss_mask),
+            positions=padded(batch.positions),
+            nano_rows=(rows,),
+        )
+        for batch in batches
+    ]
 
 
 def _scheduler(planning: Planning, direction: Direction) -> partial[Plan]:

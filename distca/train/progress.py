@@ -110,6 +110,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console | Non
         ("settings", folder.config),
         ("metrics", folder.metrics),
         ("attention per rank", folder.balance_plot),
+        ("attention per phase and rank", folder.phases_plot),
         ("timeline (ui.perfetto.dev)", folder.timeline),
         ("TensorBoard", folder.tensorboard),
     ):

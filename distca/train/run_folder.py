@@ -3,6 +3,7 @@
     runs/llama-tiny/config.yaml            the settings the run started with
                     metrics.jsonl          figures of every step
                     balance.png            attention time per rank, before and after balancing
+                    phases.json, .png      attention time per pipeline phase and rank (with stages)
                     timeline.json          recorded steps; opens in Perfetto
                     tensorboard/
                     checkpoints/step_000060/
@@ -56,6 +57,14 @@ class RunFolder:
     @property
     def balance_plot(self) -> Path:
         return self.path / "balance.png"
+
+    @property
+    def phases(self) -> Path:
+        return self.path / "phases.json"
+
+    @property
+    def phases_plot(self) -> Path:
+        return self.path / "phases.png"
 
     @property
     def timeline(self) -> Path:

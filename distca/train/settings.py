@@ -81,18 +81,17 @@ class CadConfig:
         backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
             resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
             with pipeline stages, which need it.
-        transport: how rows move; auto is nccl on CUDA devices and gloo on CPUs.
+        transport: how rows move; auto is nvshmem where it works, else nccl on CUDA devices and gloo on CPUs.
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean.
         deterministic: add gradients of k and v in a fixed order, so that two runs are bitwise equal.
-        nvshmem_buffer_gb: GiB of symmetric memory per rank for an NVSHMEM transport. Not used yet: no transport of
-            this version takes NVSHMEM memory.
+        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM.
     """
 
     enabled: bool = True
     ping_pong: bool = True
     backward: Literal["auto", "keep", "resend"] = "auto"
-    transport: Literal["auto", "nccl", "gloo"] = "auto"
+    transport: Literal["auto", "nvshmem", "nccl", "gloo"] = "auto"
     kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
     tolerance: float = DEFAULT_TOLERANCE
     deterministic: bool = False
@@ -107,7 +106,8 @@ class DataConfig:
         source: stdlib = the Python files of this interpreter's standard library; text = text files; jsonl = one JSON
             object with a "text" field a line; indexed = Megatron's .bin/.idx pair; mix = random tokens whose document
             lengths follow the named mix in path.
-        path: file, folder, .bin/.idx prefix, or the name of a mix.
+        path: file, folder, .bin/.idx prefix, or the name of a mix: pretrain, prolong, and with -long behind it their
+            long-context versions, stretched to context_length.
         tokenizer: of sources stdlib, text and jsonl, only bytes: for another one, first tokenize with "distca data
             convert". Sources indexed and mix hold token ids already and ignore it.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import Kernel, choose_kernel
+from distca.attention.warm_up import warm_up
 from distca.plan.cost import CostModel, analytic_cost, area_cost
 from distca.profile.tables import find_table
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
+from distca.train.memory import check_memory, describe, predict_memory
 from distca.train.planning import Planning
 from distca.train.settings import RunConfig
 from distca.train.world import World
@@ -56,9 +58,11 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     from megatron_patches.model import build_model, transformer_config
     from megatron_patches.optimizer import build_optimizer
     from megatron_patches.parallel import initialize_model_parallel, pipeline_seed, server_pool_group
+    from megatron_patches.stage_timers import StageTimers
     from megatron_patches.training_step import wrap_for_data_parallel
 
     parallel, on_gpu = config.parallel, world.device.type == "cuda"
+    _check_memory(config, world, vocabulary)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
     kernel = choose_kernel(
@@ -68,8 +72,11 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         head_dim=config.model.resolved_head_dim,
         deterministic=config.cad.deterministic,
     )
+    if on_gpu:
+        heads, kv_heads = config.model.heads // parallel.tp, config.model.kv_heads // parallel.tp
+        warm_up(kernel, heads, kv_heads, config.model.resolved_head_dim, dtype, world.device)
     timeline = Timeline(world.device)
-    transport = choose_transport(config.cad.transport, server_pool_group())
+    transport = choose_transport(config.cad.transport, server_pool_group(), config.cad.nvshmem_buffer_gb)
     pool = AttentionPool(transport, kernel, timeline, config.resolved_backward)
     data_parallel = parallel.data_parallel(world.size)
     torch.manual_seed(config.train.seed + pipeline_seed())
@@ -79,8 +86,9 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         sequence_parallel=parallel.sequence_parallel,
         recompute_at_home=config.train.recompute and not config.cad.enabled,
         cpu_initialization=not on_gpu,
-        one_f_one_b=parallel.pp > 1 and not config.cad.enabled,
     )
+    if parallel.pp > 1 and not config.cad.enabled:
+        model_config.timers = StageTimers(timeline)
     gpt = build_model(
         config.model,
         vocabulary,
@@ -117,6 +125,15 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         "disaggregated" if config.cad.enabled else "at home",
     )
     return Trainer(config, world, model, optimizer, pool, planning, vocabulary)
+
+
+def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
+    """Say what every stage will need, and refuse what clearly does not fit."""
+    stages = predict_memory(config, world.size, vocabulary)
+    for line in describe(stages):
+        logger.info("%s", line)
+    if world.device.type == "cuda":
+        check_memory(config, stages, torch.cuda.get_device_properties(world.device).total_memory)
 
 
 def _cost(config: RunConfig, kernel: Kernel, dtype: torch.dtype) -> CostModel:

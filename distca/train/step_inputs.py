@@ -23,7 +23,7 @@ from distca.data.sampler import MicroBatch, Sampler
 from distca.plan import Layout
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
 from distca.runtime import NanoRoutes
-from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline
+from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline, with_equal_rows
 from distca.train.planning import Planning
 from megatron_patches.micro_batch import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.training_step import DeviceBatch
@@ -66,7 +66,7 @@ def make_step_inputs(planning: Planning, documents: DocumentSet, sampler: Sample
 def _one_stage(
     planning: Planning, documents: DocumentSet, micro_batches: Sequence[MicroBatch], state: dict[str, Any]
 ) -> StepInputs:
-    plans, batches, planning_ms = [], [], 0.0
+    plans, attentions, batches, planning_ms = [], [], [], 0.0
     attention = _disaggregated if planning.disaggregate else _packed
     for micro_batch in micro_batches:
         began = time.perf_counter()
@@ -85,9 +85,12 @@ def _one_stage(
         planning_ms += (time.perf_counter() - began) * 1e3
         rows = _rows(planning, documents, micro_batch, tuple(nano.layout for nano in plan.nano_batches))
         plans.append(plan)
-        batches.append(_on_device(planning, rows, ready(rows)))
+        attentions.append(ready)
+        batches.append(rows)
+    if planning.stages > 1:
+        batches = with_equal_rows(batches)
     return StepInputs(
-        tuple(batches),
+        tuple(_on_device(planning, rows, ready(rows)) for rows, ready in zip(batches, attentions, strict=True)),
         None,
         # Every stage's ranks hold the same rows.
         np.tile([plan.seconds_before for plan in plans], planning.stages),

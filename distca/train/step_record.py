@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from distca.plan.balance import imbalance
 from distca.train.flops import mfu, model_flops, peak_flops
+from distca.train.memory import GIB, predict_memory
+from distca.train.phase_table import PhaseTable, measured_phases
 from distca.train.progress import RunSummary
 from distca.train.setup import Trainer
 from distca.train.step_inputs import StepInputs
@@ -23,26 +25,32 @@ class StepRecorder:
         before: [ranks] planned attention seconds of one layer with every document at home, summed over steps.
         after: [ranks] the same as planned.
         measured: [ranks] measured attention seconds, all layers, summed over steps.
+        phases: attention by phase and rank, where there are pipeline stages.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         ranks = trainer.planning.pool_ranks
         self.before, self.after, self.measured = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+        self.phases = PhaseTable()
         self._steps: list[Values] = []
         on_gpu = trainer.world.device.type == "cuda"
         name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
         self._peak = peak_flops(name, trainer.config.train.precision)
+        predicted = predict_memory(trainer.config, trainer.world.size, trainer.vocabulary)
+        self._predicted = [stage.total / GIB for stage in predicted]
 
     def record(
         self, inputs: StepInputs, loss: float, grad_norm: float, lr: float, seconds: float, waited_ms: float
     ) -> Values:
         """The metrics of a step, keyed as in distca.train.metrics. Every rank calls it."""
         config, world = self._trainer.config, self._trainer.world
-        measured, memory = self._gather()
+        measured, by_phase, memory = self._gather(len(inputs.batches))
         self.before = self.before + inputs.seconds_before.sum(axis=0)
         self.after = self.after + inputs.seconds_after.sum(axis=0)
         self.measured = self.measured + measured
+        if by_phase is not None:
+            self._add_phases(inputs, by_phase)
         tokens = int(inputs.lengths.sum())
         flops = model_flops(config.model, self._trainer.vocabulary, inputs.lengths).total
         copies = config.model.layers // config.parallel.pp * config.parallel.tp
@@ -57,11 +65,16 @@ class StepRecorder:
             "imbalance_before": _over_phases(inputs.seconds_before),
             "imbalance_after": _over_phases(inputs.seconds_after),
             "imbalance_measured": imbalance(measured),
+            "imbalance_phases": None if by_phase is None else _over_phases(by_phase),
             "bytes_moved": copies * inputs.bytes_moved,
             "plan_ms": inputs.planning_ms,
             "plan_wait_ms": waited_ms,
-            "peak_memory_gb": memory if world.device.type == "cuda" or config.log.memory else None,
         }
+        if world.device.type == "cuda" or config.log.memory:
+            for key, peaks in (("peak_memory_gb", memory), ("predicted_memory_gb", self._predicted)):
+                values[key] = float(max(peaks))
+                if len(peaks) > 1:
+                    values |= {f"{key}_stage_{stage}": float(peak) for stage, peak in enumerate(peaks)}
         self._steps.append(values)
         return values
 
@@ -82,18 +95,39 @@ class StepRecorder:
             peak_memory_gb=max((float(v) for v in self._column("peak_memory_gb")), default=None),
         )
 
-    def _gather(self) -> tuple[np.ndarray, float]:
-        """([ranks] measured attention seconds of this step by server, largest memory of any rank in GiB)."""
-        trainer = self._trainer
-        served = sum(trainer.pool.timeline.serve_seconds().values())
-        mine = torch.tensor([trainer.planning.pool_rank, served, _memory_gb(trainer.world.device)], dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(trainer.world.size)]
+    def _gather(self, micro_batches: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """Measured attention seconds of this step by server: [ranks] and, with stages, [2 · phases, ranks]; and the
+        largest memory of any rank of each stage, [stages] GiB."""
+        trainer, planning = self._trainer, self._trainer.planning
+        serves = trainer.pool.timeline.take_serves()
+        phases = measured_phases(serves, planning, micro_batches) if planning.stages > 1 else None
+        mine = torch.tensor(
+            [
+                planning.pool_rank,
+                sum(sum(seconds) for seconds in serves.values()),
+                _memory_gb(trainer.world.device),
+                *(() if phases is None else phases),
+            ],
+            dtype=torch.float64,
+        )
+        everyone: list[torch.Tensor] = [torch.empty_like(mine) for _ in range(trainer.world.size)]
         dist.all_gather(everyone, mine)
-        measured = np.zeros(trainer.planning.pool_ranks)
+        figures = np.zeros((planning.pool_ranks, len(mine) - 1))
         # Tensor-parallel ranks serve the same tasks for other heads: a server is as slow as its slowest.
-        for rank, seconds, _ in (row.tolist() for row in everyone):
-            measured[int(rank)] = max(measured[int(rank)], seconds)
-        return measured, max(float(row[2]) for row in everyone)
+        for row in everyone:
+            rank = int(row[0])
+            figures[rank] = np.maximum(figures[rank], row[1:].numpy())
+        memory = figures[:, 1].reshape(planning.stages, -1).max(axis=1)
+        return figures[:, 0], None if phases is None else figures[:, 2:].T, memory
+
+    def _add_phases(self, inputs: StepInputs, measured: np.ndarray) -> None:
+        planned = inputs.pipeline is not None
+        layers = self._trainer.config.model.layers // self._trainer.planning.stages
+        self.phases.add(
+            measured,
+            layers * inputs.seconds_before if planned else None,
+            layers * inputs.seconds_after if planned else None,
+        )
 
     def _column(self, key: str) -> list[float]:
         return [float(values[key]) for values in self._steps if values.get(key) is not None]  # type: ignore[arg-type]

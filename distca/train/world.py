@@ -11,6 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from distca.train.companions import Companions
+
 # Long enough for slow file systems, short enough that a dead rank ends the others.
 _TIMEOUT = timedelta(minutes=10)
 
@@ -23,11 +25,13 @@ class World:
         rank: global rank.
         size: number of ranks.
         device: this rank's device.
+        companions: watches over the other ranks; None where nobody does.
     """
 
     rank: int
     size: int
     device: torch.device
+    companions: Companions | None = None
 
 
 def world_size_of_environment() -> int:

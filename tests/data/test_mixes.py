@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.data.mixes import MixError, long_context, sample_lengths
+from distca.data.mixes import MixError, long_context, sample_lengths, sample_long_context
 
 
 @settings(max_examples=40, deadline=None)
@@ -55,6 +55,20 @@ def test_long_context_thins_out_short_documents_and_stretches_all(context: int) 
     assert (short % factor == 0).all()
     assert np.array_equal(stretched, long_context(lengths, context, seed=0))
     assert not np.array_equal(stretched, long_context(lengths, context, seed=1))
+
+
+@pytest.mark.parametrize("mix", ["pretrain", "prolong"])
+@pytest.mark.parametrize("context", [2048, 131_072, 262_144])
+def test_a_long_context_sample_has_exactly_the_tokens_and_keeps_its_shape(mix: str, context: int) -> None:
+    tokens = 64 * context + 5
+    lengths = sample_long_context(mix, tokens, context, seed=3)
+    assert lengths.sum() == tokens and lengths.min() >= 1 and lengths.max() == context
+    assert np.array_equal(lengths, sample_long_context(mix, tokens, context, seed=3))
+    # Documents of the whole context hold as large a share of the tokens as at 128K, whatever the context.
+    share = (lengths == context).sum() * context / tokens
+    usual = sample_long_context(mix, 64 * 131_072, 131_072, seed=3)
+    assert abs(share - (usual == 131_072).sum() * 131_072 / usual.sum()) < 0.15
+    assert len(sample_long_context(mix, 0, context, seed=3)) == 0
 
 
 def test_mistakes_are_sentences() -> None:

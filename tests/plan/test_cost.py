@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scipy.interpolate import RegularGridInterpolator
 
 from distca.plan import AttentionShape, PlanError, TableCost, analytic_cost, area_cost, load_table
+from distca.plan.table_cost import LoadFactors
 
 # Measured on one H200 with flash-attn-4 (32 heads, 8 k,v heads, d 128, causal): q rows, k,v rows, TFLOP/s fwd and bwd.
 MEASURED = [
@@ -70,6 +71,10 @@ def test_both_directions_are_forward_and_backward(pairs: list[tuple[int, int]]) 
         assert (cost.least("both", q, kv) <= both * (1 + 1e-12)).all()
 
 
+def with_null(seconds: np.ndarray) -> list[list[float | None]]:
+    return [[None if np.isnan(value) else float(value) for value in row] for row in seconds]
+
+
 def test_table_is_exact_at_measured_points_and_between_them_in_between() -> None:
     cost = table([64, 128, 512], [64, 512, 4096])
     base = analytic_cost(4, 2, 64)
@@ -119,6 +124,38 @@ def test_a_table_file_reads_back(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(PlanError, match="lacks heads"):
         load_table(path)
+
+
+def test_load_factors_multiply_by_length_and_bound_from_below(tmp_path: Path) -> None:
+    axes = 2.0 ** np.arange(6, 15)
+    base = analytic_cost(4, 2, 64)
+    rows = np.meshgrid(axes, axes, indexing="ij")
+    seconds = [np.where(rows[0] <= rows[1], of(*rows), np.nan) for of in (base.forward, base.backward)]
+    load = LoadFactors(np.array([256.0, 4096.0]), np.array([1.2, 0.9]), np.array([1.1, 1.0]))
+    plain, cost = (TableCost(base.shape, axes, axes, *seconds, load=each) for each in (None, load))
+    kv = np.array([64, 256, 1024, 4096, 16384, 100_000])
+    q = np.minimum(kv, 700)
+    for name, factors in (("forward", [1.2, 1.2, 1.05, 0.9, 0.9, 0.9]), ("backward", [1.1, 1.1, 1.05, 1, 1, 1])):
+        np.testing.assert_allclose(getattr(cost, name)(q, kv), getattr(plain, name)(q, kv) * factors, rtol=1e-12)
+    many = np.arange(1, 20_000, 7)
+    assert (cost.least("both", many, many) <= cost.per_direction("both", many, many) * (1 + 1e-12)).all()
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "q_rows": axes.tolist(), "kv_rows": axes.tolist()}
+    content = shape | {
+        f"{name}_seconds": table for name, table in zip(("forward", "backward"), map(with_null, seconds), strict=True)
+    }
+    content["load_factors"] = {name: getattr(load, name).tolist() for name in ("kv_rows", "forward", "backward")}
+    (tmp_path / "table.json").write_text(json.dumps(content))
+    np.testing.assert_allclose(load_table(tmp_path / "table.json").forward(q, kv), cost.forward(q, kv))
+
+
+@pytest.mark.parametrize(
+    "kv_rows, forward, words",
+    [([4, 2], [1, 1], "load_factors must be positive and increasing"), ([2, 4], [1, 0], "one positive forward factor"),
+     ([2, 4], [1], "for each of the 2 kv_rows")],
+)  # fmt: skip
+def test_unusable_load_factors_are_sentences(kv_rows: list, forward: list, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        LoadFactors(np.array(kv_rows, float), np.array(forward, float), np.ones(2))
 
 
 @pytest.mark.parametrize(

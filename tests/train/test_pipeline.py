@@ -3,7 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
+from distca.data.batch import RankBatch
 from distca.testing.ranks import run_ranks
+from distca.train.idle_share import idle_shares
+from distca.train.pipeline_inputs import with_equal_rows
 from distca.train.settings import (
     CadConfig,
     CheckpointConfig,
@@ -28,7 +33,7 @@ def _config(output: str, name: str, cad: CadConfig, steps: int = 3, resume: str 
         optimizer=OptimizerConfig(warmup_steps=1, min_lr=3e-3),  # constant, whatever the number of steps
         train=TrainConfig(steps=steps, micro_batches=3, validate_batches=1),
         checkpoint=CheckpointConfig(save_at_end=name == "resumed", resume=resume),
-        log=LogConfig(tensorboard=False),
+        log=LogConfig(tensorboard=False, timeline_steps=(3, 3) if resume is None and steps == 3 else None),
     )
 
 
@@ -67,6 +72,34 @@ def test_ticks_train_as_1f1b_does(tmp_path: Path) -> None:
             assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= 1e-4 * theirs["grad_norm"]
         assert abs(lines[name][-1]["validation_loss"] - lines["1f1b"][-1]["validation_loss"]) <= 1e-4
     assert [line["loss"] for line in lines["resumed"]] == [line["loss"] for line in lines["ticks"]]
+    for name, most in (("ticks", 1.1), ("1f1b", 10.0)):
+        phases = json.loads((tmp_path / name / "phases.json").read_text())
+        measured = phases["measured"]
+        assert len(measured["seconds"]) == 2 * 4 and phases["steps"] == 2
+        assert all(len(row) == 4 for row in measured["seconds"]), "a column per rank of the pool"
+        assert (tmp_path / name / "phases.png").exists()
+        idle = idle_shares(json.loads((tmp_path / name / "timeline.json").read_text())["traceEvents"])
+        assert list(idle) == [0, 1, 2, 3] and all(0 < share < 1 for share in idle.values())
+        assert phases.get("planned", measured)["phases"] < most
+    # At home stage 0 has nothing to do in the last forward phase; on the pool it serves there.
+    last_forward = {
+        name: json.loads((tmp_path / name / "phases.json").read_text())["measured"]["seconds"][3]
+        for name in ("ticks", "1f1b")
+    }
+    assert last_forward["1f1b"][:2] == [0, 0] and min(last_forward["ticks"]) > 0
     # Idle stages serve: planned attention is level over all ranks and phases, warm-up and drain included.
     for line in lines["ticks"]:
         assert line["imbalance_after"] < 1.1 < line["imbalance_before"]
+
+
+def _batch(rows: int) -> RankBatch:
+    numbers = np.arange(1, rows + 1)
+    return RankBatch(numbers, numbers, np.ones(rows, bool), numbers, (rows,))
+
+
+def test_padding_to_equal_rows_adds_no_loss() -> None:
+    short, long = with_equal_rows([_batch(3), _batch(5)])
+    assert short.tokens.tolist() == [1, 2, 3, 0, 0] and short.loss_mask.tolist() == [True] * 3 + [False] * 2
+    assert short.labels.tolist() == short.positions.tolist() == [1, 2, 3, 0, 0]
+    assert short.nano_rows == long.nano_rows == (5,)
+    assert np.array_equal(long.tokens, _batch(5).tokens)

@@ -270,11 +270,6 @@ MISTAKES = {
         {"checkpoint__resume": "{folder}/started", "model__layers": 3, "train__steps": 9},
         "does not fit this run: model.layers was 2, now 3.",
     ),
-    "another tensor-parallel size": (
-        4,
-        {"checkpoint__resume": "{folder}/started", "parallel__tp": 2, "train__steps": 9},
-        "does not fit this run: parallel.tp was 1, now 2.",
-    ),
     "no checkpoint": (2, {"checkpoint__resume": "{folder}/texts"}, "which has no complete checkpoint"),
     "other documents": (
         2,

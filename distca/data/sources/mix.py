@@ -8,38 +8,27 @@ import numpy as np
 
 from distca.data.errors import DataError
 from distca.data.mixes import Mix as MixName
-from distca.data.mixes import MixError, sample_lengths
+from distca.data.mixes import MixError, sample_lengths, sample_long_context
 from distca.data.sources.source import BYTE_VOCABULARY
 
+LONG = "-long"
+"""Ends the name of a mix's long-context version, such as "pretrain-long"."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Mix:
+class RandomTokens:
     """Documents whose every token is a pure function of (seed, document, position), so that any rank makes its own.
 
     There is nothing to learn in these tokens: they are for measuring time and memory.
 
     Attributes:
-        lengths: [D] int64, drawn by ``sample_lengths``.
+        lengths: [D] int64.
         vocabulary: token ids are in [0, vocabulary).
     """
 
-    def __init__(
-        self, mix: str, tokens: int, seed: int, *, vocabulary: int | None = None, max_length: int | None = None
-    ) -> None:
-        """Draw documents of ``tokens`` tokens in all from the mix called ``mix``.
-
-        Raises:
-            DataError: if there is no such mix, or no documents can be drawn.
-        """
-        try:
-            lengths = sample_lengths(cast(MixName, mix), tokens, seed, max_length=max_length)
-        except MixError as error:
-            raise DataError(f"The document source 'mix' with data.path {mix!r} cannot be drawn: {error}") from None
-        if len(lengths) == 0:
-            raise DataError("The document source 'mix' was asked for 0 tokens, so it has no document.")
+    def __init__(self, lengths: np.ndarray, vocabulary: int, seed: int) -> None:
         self.lengths = lengths
-        self.vocabulary = vocabulary or BYTE_VOCABULARY
+        self.vocabulary = vocabulary
         self._seed = seed
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
@@ -48,6 +37,30 @@ class Mix:
         key = _scrambled(_scrambled(np.array([self._seed], dtype=np.uint64)) ^ np.uint64(document))
         positions = np.arange(start, stop, dtype=np.uint64)
         return (_scrambled(positions ^ key) % np.uint64(self.vocabulary)).astype(np.int64)
+
+
+class Mix(RandomTokens):
+    """Random tokens in documents whose lengths follow a mix, drawn by ``sample_lengths``."""
+
+    def __init__(
+        self, mix: str, tokens: int, seed: int, *, vocabulary: int | None = None, max_length: int | None = None
+    ) -> None:
+        """Draw documents of ``tokens`` tokens in all from the mix called ``mix``; one called "pretrain-long" or
+        "prolong-long" is its long-context version, stretched to ``max_length``.
+
+        Raises:
+            DataError: if there is no such mix, or no documents can be drawn.
+        """
+        try:
+            if max_length is not None and mix.endswith(LONG):
+                lengths = sample_long_context(cast(MixName, mix.removesuffix(LONG)), tokens, max_length, seed)
+            else:
+                lengths = sample_lengths(cast(MixName, mix), tokens, seed, max_length=max_length)
+        except MixError as error:
+            raise DataError(f"The document source 'mix' with data.path {mix!r} cannot be drawn: {error}") from None
+        if len(lengths) == 0:
+            raise DataError("The document source 'mix' was asked for 0 tokens, so it has no document.")
+        super().__init__(lengths, vocabulary or BYTE_VOCABULARY, seed)
 
 
 def _scrambled(values: np.ndarray) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Measurements. Scripts run from the repository's root; packages as ``python -m benchmarks.NAME``."""

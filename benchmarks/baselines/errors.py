@@ -1,0 +1,7 @@
+"""What a user can ask of a baseline that it cannot do."""
+
+from distca.train.settings import ConfigError
+
+
+class BaselineError(ConfigError):
+    """A mode that cannot run here; the message says why and what to change."""

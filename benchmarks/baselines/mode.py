@@ -1,0 +1,89 @@
+"""The ways to train that are compared, by name: a method and the ranks of a context-parallel group."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from benchmarks.baselines.errors import BaselineError
+
+Method = Literal["distca", "packed", "variable", "cp", "cp-keep", "ring", "ulysses"]
+_GROUPED = ("cp", "cp-keep", "ring", "ulysses")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A method and its degree.
+
+    Methods:
+        distca: core attention disaggregation.
+        packed: whole documents, equal tokens per rank, plain data parallelism.
+        variable: whole documents, unequal tokens per rank so that every rank has the same work.
+        cp: every document cut into head–tail pieces over the group, keys and values all-gathered, again in backward.
+        cp-keep: the same with gathered keys and values kept for backward: more memory, one all-gather less.
+        ring: the group's documents as one sequence, cut zigzag; keys and values travel in a ring.
+        ulysses: the group's documents as one sequence; attention is sharded by heads through all-to-alls.
+
+    Attributes:
+        method: one of these.
+        degree: ranks of a context-parallel group; 1 for methods without one.
+    """
+
+    method: Method
+    degree: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as "packed", "cp4", "cp4-keep"."""
+        if self.method not in _GROUPED:
+            return self.method
+        head, _, tail = self.method.partition("-")
+        return f"{head}{self.degree}" + (f"-{tail}" if tail else "")
+
+    def check(self, ranks: int, kv_heads: int) -> None:
+        """Refuse a mode that ``ranks`` data-parallel ranks with ``kv_heads`` key/value heads each cannot run.
+
+        Raises:
+            BaselineError: in a sentence.
+        """
+        if ranks % self.degree:
+            raise BaselineError(
+                f"{self.name} needs groups of {self.degree} ranks, which do not divide the {ranks} data-parallel "
+                "ranks; choose another degree or another number of ranks."
+            )
+        if self.method == "ulysses" and kv_heads % self.degree:
+            raise BaselineError(
+                f"{self.name} shards {kv_heads} key/value heads over {self.degree} ranks, which does not divide them; "
+                "choose a degree that does, or a smaller tensor-parallel size."
+            )
+
+
+def parse_mode(name: str) -> Mode:
+    """The mode of a name.
+
+    Raises:
+        BaselineError: there is none.
+    """
+    match = re.fullmatch(r"([a-z]+?)(\d*)(-keep)?", name)
+    method = f"{match[1]}{match[3] or ''}" if match else name
+    if match is None or method not in get_args(Method) or bool(match[2]) != (method in _GROUPED):
+        raise BaselineError(
+            f"There is no mode {name!r}; choose among distca, packed, variable, and with a number of ranks of 2 or "
+            "more cp, cp-keep, ring and ulysses, such as cp4, cp4-keep, ring4, ulysses4."
+        )
+    degree = int(match[2] or 1)
+    if method in _GROUPED and degree < 2:
+        raise BaselineError(
+            f"{name} has groups of {degree} ranks; context parallelism begins with 2. Without it: packed."
+        )
+    return Mode(method, degree)  # type: ignore[arg-type]
+
+
+def every_mode(ranks: int, kv_heads: int) -> list[Mode]:
+    """Every mode that ``ranks`` data-parallel ranks can run: DistCA first, and last what needs the most memory."""
+    modes = [Mode("distca"), Mode("packed")]
+    for degree in (size for size in range(2, ranks + 1) if ranks % size == 0):
+        modes += [Mode(method, degree) for method in get_args(Method) if method in _GROUPED]
+    modes = [mode for mode in modes if mode.method != "ulysses" or kv_heads % mode.degree == 0]
+    return [*modes, Mode("variable")]

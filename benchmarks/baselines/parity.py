@@ -1,0 +1,136 @@
+"""Hold baselines against unmodified megatron-core on one rank: same weights, same tokens, same loss and gradients; and
+their core attention alone against direct attention in float64."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from benchmarks.baselines.groups import CpGroups
+from benchmarks.baselines.mode import Mode
+from benchmarks.baselines.prepare import prepare
+from benchmarks.baselines.rows import expand
+from distca.attention import Kernel
+from distca.data.batch import rank_batch
+from distca.plan import AttentionShape
+from distca.runtime.timeline import Timeline
+from distca.testing.reference_attention import packed_attention, relative_error
+from megatron_patches.parallel import initialize_model_parallel
+from megatron_patches.parity import (
+    Difference,
+    Outcome,
+    ParityCase,
+    RandomDocuments,
+    build,
+    difference,
+    gather_shares,
+    run_stock,
+    to_device_batch,
+)
+from megatron_patches.training_step import DeviceBatch, run_micro_batches, wrap_for_data_parallel
+from megatron_patches.weights import load_full_weights
+
+
+@dataclass(frozen=True)
+class BaselineCase:
+    """A mode, the documents of its micro-batches and the group of each document."""
+
+    mode: Mode
+    case: ParityCase
+    group_of: tuple[tuple[int, ...], ...]
+
+
+def differences(
+    cases: list[BaselineCase], dtype: torch.dtype, device: torch.device, kernel: Kernel
+) -> list[Difference]:
+    """How far each baseline is from stock megatron-core. Every rank calls it together."""
+    # References first, so that megatron's groups change their sizes only once.
+    references = [run_stock(each.case, dtype, device) for each in cases]
+    found = []
+    tp = 0
+    for each, (reference, weights) in zip(cases, references, strict=True):
+        initialize_model_parallel(each.case.tp, 1, each.case.seed)
+        if each.case.tp != tp:
+            tp, groups = each.case.tp, CpGroups(parallel_state.get_data_parallel_group())
+        found.append(difference(_run(each, groups, dtype, device, kernel, weights), reference))
+    return found
+
+
+def _run(
+    each: BaselineCase,
+    groups: CpGroups,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: Kernel,
+    weights: dict[str, torch.Tensor],
+) -> Outcome:
+    case = each.case
+    gpt = build(case, dtype, "packed", kernel=kernel, timeline=Timeline(device)).to(device)
+    load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank())
+    model = wrap_for_data_parallel(gpt, distributed_optimizer=False)
+    total, tokens = run_micro_batches(model, _batches(each, groups, device))
+    gradients = {name: gather_shares(name, p.main_grad, weights[name].shape) for name, p in gpt.named_parameters()}
+    return Outcome((total / tokens).item(), gradients, [])
+
+
+def _batches(each: BaselineCase, groups: CpGroups, device: torch.device) -> list[DeviceBatch]:
+    case, mode = each.case, each.mode
+    documents = RandomDocuments(case)
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    group = groups.of(mode.degree) if mode.degree > 1 else None
+    shape = AttentionShape(case.shape.heads // case.tp, case.shape.kv_heads // case.tp, case.shape.resolved_head_dim)
+    batches = []
+    for micro_batch, group_of in zip(documents.micro_batches, each.group_of, strict=True):
+        made = prepare(mode, micro_batch.lengths, np.array(group_of), ranks, group, rank, shape, device)
+        rows = rank_batch(documents, micro_batch, (made.layout,), rank, align=case.tp, chunks=case.tp)
+        batches.append(to_device_batch(rows, made.attention, device))  # type: ignore[arg-type]
+    return batches
+
+
+def attention_errors(
+    modes: list[Mode],
+    lengths: list[int],
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: Kernel,
+) -> dict[str, dict[str, float]]:
+    """By mode, how far o, dq, dk and dv are from direct attention in float64, as relative norms; one group of all
+    ranks. Every rank calls it together and gets the same."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = sum(lengths)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    # Rounded first, so that every precision starts from the same numbers.
+    q, k, v, do = (torch.randn(tokens, count, shape.head_dim, generator=generator).to(device, dtype) for count in heads)
+    exact = [x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v)]
+    scale = shape.head_dim**-0.5
+    expected = packed_attention(exact[0], exact[1], exact[2], lengths)
+    expected.backward(do.double())
+    wanted = [expected.detach(), *(x.grad for x in exact)]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.group.WORLD
+    assert world is not None
+    groups, length = CpGroups(world), np.array(lengths)
+    first = np.cumsum(length) - length
+    errors = {}
+    for mode in modes:
+        made = prepare(mode, length, np.zeros_like(length), ranks, groups.of(mode.degree), rank, shape, device)
+        mine = made.layout.q.on_rank(rank)
+        number = torch.from_numpy(expand(first[mine.document] + mine.start, mine.stop - mine.start)).to(device)
+        own = [x[number].requires_grad_() for x in (q, k, v)]
+        o = made.attention.attend(kernel, own[0], own[1], own[2], scale, lambda _: nullcontext())
+        o.backward(do[number])
+        found = []
+        for part, like in zip((o, *(x.grad for x in own)), wanted, strict=True):
+            assert part is not None and like is not None
+            whole = torch.zeros_like(like)
+            whole[number] = part.detach().double()
+            dist.all_reduce(whole)
+            found.append(relative_error(whole, like))
+        errors[mode.name] = dict(zip(("o", "dq", "dk", "dv"), found, strict=True))
+    return errors

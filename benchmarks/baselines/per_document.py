@@ -1,0 +1,154 @@
+"""Per-document context parallelism: head–tail pieces of each document, all-gathered keys and values (arXiv 2503.17924).
+
+Every rank gets all keys and values of its group, picks the context of each of its pieces, and computes all of them as
+one fused batch. In backward the group's keys and values are gathered again, or kept; their gradients go home by one
+all-to-all in the activations' dtype and are added there in float32, in the order of ranks.
+
+Shape suffixes: N rows of the rank, T query rows, S key/value rows of the fused batch, C ranks of the group, M rows of
+the group's fullest rank, H query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.baselines.groups import CpGroup
+from benchmarks.baselines.layouts import Pieces
+from benchmarks.baselines.rows import Picked, expand
+from distca.attention import Kernel, TaskBatch
+from distca.attention.autograd import Timer
+from megatron_patches.micro_batch import PackedMicroBatch
+
+
+@dataclass(frozen=True)
+class GatheredMicroBatch(PackedMicroBatch):
+    """A rank's pieces of a group's documents.
+
+    Attributes:
+        group: the context-parallel group.
+        most: rows of the group's fullest rank; ranks differ by a row, and the all-gather pads to it.
+        tails: gathered rows that the tail pieces' tasks read, task by task.
+        heads: the same for head pieces.
+        keep: keep gathered keys and values for backward.
+    """
+
+    group: CpGroup
+    most: int
+    tails: Picked
+    heads: Picked
+    keep: bool
+
+    def attend(
+        self,
+        kernel: Kernel,
+        q_NHD: torch.Tensor,
+        k_NGD: torch.Tensor,
+        v_NGD: torch.Tensor,
+        scale: float,
+        timer: Timer,
+    ) -> torch.Tensor:
+        if not self.most:
+            return q_NHD * 0
+        return _Gathered.apply(q_NHD, k_NGD, v_NGD, self, kernel, scale, timer)
+
+    @staticmethod
+    def of(
+        pieces: Pieces, lengths: np.ndarray, group: CpGroup, device: torch.device | str, keep: bool
+    ) -> GatheredMicroBatch:
+        """This rank's micro-batch. ``pieces``: head–tail pieces of all groups."""
+        first_rank = group.number * group.size
+        ours = pieces.where((pieces.rank >= first_rank) & (pieces.rank < first_rank + group.size))
+        rows = np.bincount(ours.rank - first_rank, weights=ours.rows, minlength=group.size).astype(np.int64)
+        most = int(rows.max())
+        # Where every token of the group's documents is gathered to: documents one after the other, tokens in order.
+        length = np.zeros(len(lengths), np.int64)
+        length[ours.document] = np.asarray(lengths)[ours.document]
+        offset = np.cumsum(length) - length
+        place = np.empty(int(length.sum()), np.int64)
+        gathered = (ours.rank - first_rank) * most + ours.first_rows()
+        place[expand(offset[ours.document] + ours.start, ours.rows)] = expand(gathered, ours.rows)
+        mine = ours.where(ours.rank == first_rank + group.rank)
+
+        def context(chosen: Pieces) -> Picked:
+            read = place[expand(offset[chosen.document], chosen.stop)]
+            return Picked.of(read, np.ones_like(read), device)
+
+        borders = [np.concatenate(([0], np.cumsum(count))) for count in (mine.rows, mine.stop)]
+        return GatheredMicroBatch(
+            TaskBatch.of(borders[0], borders[1], device),
+            int(mine.rows.sum()),
+            group,
+            most,
+            context(mine.where(mine.late)),
+            context(mine.where(~mine.late)),
+            keep,
+        )
+
+    def gather(self, k_NGD: torch.Tensor, v_NGD: torch.Tensor) -> torch.Tensor:
+        """kv_S2GD: the group's keys and values, as this rank's tasks read them."""
+        own = k_NGD.new_zeros(self.most, 2, *k_NGD.shape[1:])
+        own[: self.rows, 0], own[: self.rows, 1] = k_NGD, v_NGD
+        everyone = own.new_empty(self.group.size * self.most, *own.shape[1:])
+        dist.all_gather_into_tensor(everyone, own, group=self.group.group)
+        return torch.cat((self.tails.take(everyone), self.heads.take(everyone)))
+
+    def reduce(self, dk_SGD: torch.Tensor, dv_SGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """dk_NGD and dv_NGD of this rank's rows, added up over the group."""
+        wide = torch.promote_types(dk_SGD.dtype, torch.float32)
+        mine = dk_SGD.new_zeros(self.group.size * self.most, 2, *dk_SGD.shape[1:])
+        tails = self.tails.rows
+        for number, gradient in enumerate((dk_SGD, dv_SGD)):
+            self.tails.put(mine[:, number], gradient[:tails])
+            # A head's context is also its tail's, so this adds two numbers and rounds once.
+            total = self.heads.take(mine[:, number]).to(wide) + gradient[tails:]
+            self.heads.put(mine[:, number], total.to(mine.dtype))
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self.group.group)
+        parts_CM2GD = theirs.view(self.group.size, self.most, *theirs.shape[1:])
+        total = parts_CM2GD[0, : self.rows].to(wide)
+        for part in parts_CM2GD[1:]:
+            total += part[: self.rows]
+        return total[:, 0].to(dk_SGD.dtype), total[:, 1].to(dk_SGD.dtype)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        micro_batch: GatheredMicroBatch,
+        kernel: Kernel,
+        scale: float,
+        timer: Timer,
+    ) -> torch.Tensor:
+        kv = micro_batch.gather(k, v)
+        ctx.rest = (micro_batch, kernel, scale, timer)
+        if not micro_batch.rows:
+            ctx.save_for_backward(q, k, v, q, q, kv)
+            return torch.zeros_like(q)
+        with timer("forward"):
+            o, lse = kernel.forward(q, kv[:, 0], kv[:, 1], micro_batch.batch, scale)
+        ctx.save_for_backward(q, k, v, o, lse, kv if micro_batch.keep else None)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *do: torch.Tensor) -> Any:
+        micro_batch, kernel, scale, timer = ctx.rest
+        q, k, v, o, lse, kv = ctx.saved_tensors
+        if not micro_batch.keep:
+            kv = micro_batch.gather(k, v)
+        if micro_batch.rows:
+            with timer("backward"):
+                dq, dk, dv = kernel.backward(
+                    do[0].contiguous(), q, kv[:, 0], kv[:, 1], o, lse, micro_batch.batch, scale
+                )
+        else:
+            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(kv[:, 0]), torch.zeros_like(kv[:, 1])
+        return (dq, *micro_batch.reduce(dk, dv), None, None, None, None)

@@ -1,0 +1,113 @@
+"""Ulysses: the group's documents as one sequence, attention sharded by heads (arXiv 2309.14509).
+
+One all-to-all turns every rank's rows of all heads into all rows of its share of the heads; another turns o back.
+
+Shape suffixes: N rows of the rank, T rows of the group, C ranks of the group, H query heads, G key/value heads, h and g
+this rank's share of them, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.baselines.groups import CpGroup
+from benchmarks.baselines.layouts import Pieces
+from distca.attention import Kernel, TaskBatch
+from distca.attention.autograd import Timer
+from megatron_patches.micro_batch import PackedMicroBatch
+
+
+@dataclass(frozen=True)
+class UlyssesMicroBatch(PackedMicroBatch):
+    """A rank's part of a group's sequence; ``batch`` has the group's whole documents.
+
+    Attributes:
+        group: the context-parallel group.
+        counts: [C] rows of each of its ranks.
+    """
+
+    group: CpGroup
+    counts: list[int]
+
+    def attend(
+        self,
+        kernel: Kernel,
+        q_NHD: torch.Tensor,
+        k_NGD: torch.Tensor,
+        v_NGD: torch.Tensor,
+        scale: float,
+        timer: Timer,
+    ) -> torch.Tensor:
+        if not sum(self.counts):
+            return q_NHD * 0
+        return _Ulysses.apply(q_NHD, k_NGD, v_NGD, self, kernel, scale, timer)
+
+    @staticmethod
+    def of(
+        pieces: Pieces, lengths: np.ndarray, group_of: np.ndarray, group: CpGroup, device: torch.device | str
+    ) -> UlyssesMicroBatch:
+        """This rank's micro-batch. ``pieces``: contiguous parts of all groups' sequences."""
+        first_rank = group.number * group.size
+        rows = np.bincount(pieces.rank, weights=pieces.rows, minlength=first_rank + group.size).astype(np.int64)
+        counts = rows[first_rank : first_rank + group.size].tolist()
+        borders = np.concatenate(([0], np.cumsum(np.asarray(lengths)[group_of == group.number])))
+        return UlyssesMicroBatch(TaskBatch.of(borders, borders, device), counts[group.rank], group, counts)
+
+    def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """All rows of this rank's share of the heads, from this rank's rows of all heads: T_hD for each N_HD."""
+        ranks = self.group.size
+        parts = [x.unflatten(1, (ranks, -1)) for x in tensors]
+        sent_CNhD = torch.cat(parts, dim=2).transpose(0, 1).contiguous()
+        received_ThD = sent_CNhD.new_empty(sum(self.counts), *sent_CNhD.shape[2:])
+        dist.all_to_all_single(
+            received_ThD, sent_CNhD.flatten(0, 1), self.counts, [self.rows] * ranks, group=self.group.group
+        )
+        return list(received_ThD.split([part.shape[2] for part in parts], dim=1))
+
+    def to_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse: N_HD for each T_hD."""
+        ranks = self.group.size
+        sent_ThD = torch.cat(tensors, dim=1).contiguous()
+        received_CNhD = sent_ThD.new_empty(ranks, self.rows, *sent_ThD.shape[1:])
+        dist.all_to_all_single(
+            received_CNhD.view(ranks * self.rows, *sent_ThD.shape[1:]),
+            sent_ThD,
+            [self.rows] * ranks,
+            self.counts,
+            group=self.group.group,
+        )
+        shares = received_CNhD.transpose(0, 1).split([x.shape[1] for x in tensors], dim=2)
+        return [share.flatten(1, 2) for share in shares]
+
+
+class _Ulysses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        micro_batch: UlyssesMicroBatch,
+        kernel: Kernel,
+        scale: float,
+        timer: Timer,
+    ) -> torch.Tensor:
+        q_ThD, k_TgD, v_TgD = micro_batch.to_heads(q, k, v)
+        with timer("forward"):
+            o_ThD, lse = kernel.forward(q_ThD, k_TgD, v_TgD, micro_batch.batch, scale)
+        ctx.save_for_backward(q_ThD, k_TgD, v_TgD, o_ThD, lse)
+        ctx.rest = (micro_batch, kernel, scale, timer)
+        return micro_batch.to_rows(o_ThD)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *do: torch.Tensor) -> Any:
+        micro_batch, kernel, scale, timer = ctx.rest
+        (do_ThD,) = micro_batch.to_heads(do[0])
+        with timer("backward"):
+            gradients = kernel.backward(do_ThD.contiguous(), *ctx.saved_tensors, micro_batch.batch, scale)
+        return (*micro_batch.to_rows(*gradients), None, None, None, None)

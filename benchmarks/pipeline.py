@@ -1,0 +1,212 @@
+"""Pipelines: the same batches with stock 1F1B on packed documents ("off") and with ticks over one server pool ("on").
+
+    python benchmarks/pipeline.py --output benchmarks/results/pipeline.json --pp 2 --contexts 131072 262144 \\
+        -- --config configs/llama-8b-cut.yaml --model.layers 8
+
+Documents follow the long-context versions of the mixes and stay whole on a rank, as stock megatron-core needs it; a
+micro-batch holds one context's tokens per data-parallel rank. Everything behind ``--`` are settings of all runs, such
+as a configuration. All runs share one start of the ranks, so they pay once for it; the JSON is written after every run.
+
+Per run: tokens/s, losses, attention seconds by rank and phase (planned and measured, warm-up and drain included), share
+of a step in which the ranks' compute streams are idle, and peak memory per stage, predicted and measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from distca.commands.versions import versions
+from distca.train.idle_share import idle_shares
+
+ROOT = Path(__file__).resolve().parent.parent
+MODES = {"off": ["--cad.enabled", "false"], "on": ["--cad.enabled", "true"]}
+
+
+def main() -> None:
+    arguments = _arguments()
+    if "RANK" in os.environ:
+        _work(arguments)
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}"]
+    # expandable segments: shapes differ from step to step, which fragments the allocator's fixed blocks
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"} | os.environ
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory(prefix="distca-pipeline-") as folder:
+        environment["DISTCA_BENCHMARK_FOLDER"] = str(arguments.keep or folder)
+        subprocess.run([*command, __file__, *sys.argv[1:]], check=True, cwd=Path.cwd(), env=environment)
+    _show(json.loads(arguments.output.read_text())["cases"])
+
+
+def _arguments() -> argparse.Namespace:
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
+    parser.add_argument("--ranks", type=int, default=gpus or 4)
+    parser.add_argument("--pp", type=int, default=2, help="pipeline stages")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; the rest is data parallel")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[131_072])
+    parser.add_argument("--mixes", nargs="+", choices=("pretrain", "prolong"), default=["pretrain", "prolong"])
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=1, help="steps that compile and warm up, not counted")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count; the last one is also recorded")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "on"])
+    parser.add_argument("--keep", type=Path, help="folder for the runs with their pictures and timelines")
+    parser.add_argument("settings", nargs="*", help="settings of pretrain_llama.py, after --")
+    return parser.parse_args()
+
+
+def _work(arguments: argparse.Namespace) -> None:
+    """One rank: train every case in every mode."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from distca.train.world import join_world, leave_world
+
+        world = join_world()
+    from distca.log import setup_logging
+
+    setup_logging(world.rank)
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "benchmarks/pipeline.py", *sys.argv[1:]]),
+        "hardware": _hardware(world.size),
+        "versions": versions(),
+        "stages": arguments.pp,
+        "tensor_parallel": arguments.tp,
+        "data_parallel": world.size // arguments.pp // arguments.tp,
+        "micro_batches": arguments.micro_batches,
+        "warm_up_steps": arguments.warm_up,
+        "cases": [],
+    }
+    for context in arguments.contexts:
+        for mix in arguments.mixes:
+            case: dict[str, Any] = {"mix": mix, "context": context, "modes": {}}
+            report["cases"].append(case)
+            for mode in arguments.modes:
+                case["modes"][mode] = _train(arguments, world, context, mix, mode)
+                _compare(case)
+                if world.rank == 0:
+                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    leave_world()
+
+
+def _train(arguments: argparse.Namespace, world: Any, context: int, mix: str, mode: str) -> dict[str, Any]:
+    """One run; every rank gets its figures. A run that is refused before it starts says why instead."""
+    import torch.distributed as dist
+
+    from distca.train.config import ConfigError, parse_run_config
+    from distca.train.corpus import open_corpus
+    from distca.train.main import run_on
+    from distca.train.validate import validate
+
+    folder = Path(os.environ["DISTCA_BENCHMARK_FOLDER"])
+    steps = arguments.warm_up + arguments.steps
+    settings = {
+        "name": f"{mix}-{context}-{mode}",
+        "output": folder,
+        "parallel.pp": arguments.pp,
+        "parallel.tp": arguments.tp,
+        "data.source": "mix",
+        "data.path": f"{mix}-long",
+        "data.context_length": context,
+        "data.tokens_per_rank": context,
+        "data.whole_documents": "true",
+        "data.validation_fraction": 0,
+        "train.micro_batches": arguments.micro_batches,
+        "train.steps": steps,
+        "optimizer.warmup_steps": 0,
+        "checkpoint.save_at_end": "false",
+        "log.tensorboard": "false",
+        "log.memory": "true",
+        "log.timeline_steps": f"[{steps},{steps}]",
+    }
+    line = [*arguments.settings, *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+    try:
+        config = parse_run_config(line + MODES[mode])
+        validate(config, world.size)
+        run = run_on(world, config, open_corpus(config)).path
+    except ConfigError as error:
+        return {"refused": str(error)}
+    gc.collect()
+    torch.cuda.empty_cache()
+    dist.barrier()
+    return _figures(run, arguments.warm_up, arguments.pp)
+
+
+def _figures(run: Path, warm_up: int, stages: int) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    counted = lines[warm_up:]
+    idle = idle_shares(json.loads((run / "timeline.json").read_text())["traceEvents"])
+    figures: dict[str, Any] = {
+        # Rates of single steps weigh short steps too much: tokens over time is what training takes.
+        "tokens_per_s": sum(line["tokens"] for line in counted) / sum(line["step_s"] for line in counted),
+        "idle_share": {"mean": statistics.fmean(idle.values()), "by_rank": list(idle.values())},
+        "attention": json.loads((run / "phases.json").read_text()),
+        "losses": [line["loss"] for line in lines],
+    }
+    for key in ("step_s", "mfu", "imbalance_before", "imbalance_after", "imbalance_measured", "imbalance_phases"):
+        column = [line[key] for line in counted if key in line]
+        if column:
+            spread = statistics.stdev(column) if len(column) > 1 else 0.0
+            figures[key] = {"mean": statistics.fmean(column), "stdev": spread, "max": max(column)}
+    for name, key in (("measured", "peak_memory_gb_stage"), ("predicted", "predicted_memory_gb_stage")):
+        figures[f"peak_memory_gb_{name}"] = [
+            max(line[f"{key}_{stage}"] for line in counted) for stage in range(stages) if f"{key}_{stage}" in counted[0]
+        ]
+    return figures
+
+
+def _compare(case: dict[str, Any]) -> None:
+    off, on = (case["modes"].get(mode, {}) for mode in ("off", "on"))
+    if "tokens_per_s" in off and "tokens_per_s" in on:
+        case["speed_up"] = on["tokens_per_s"] / off["tokens_per_s"]
+        pairs = zip(off["losses"], on["losses"], strict=True)
+        case["largest_loss_difference"] = max(abs(a - b) / abs(a) for a, b in pairs)
+
+
+def _hardware(ranks: int) -> str:
+    if torch.cuda.is_available():
+        return f"{ranks} × {torch.cuda.get_device_name()}"
+    return f"{ranks} ranks on {os.cpu_count()} cores, {platform.machine()}"
+
+
+def _show(cases: list[dict[str, Any]]) -> None:
+    table = Table(title="ticks over one server pool (on) against 1F1B (off)")
+    for column in ("mix", "context", "mode", "tokens/s", "idle", "attention, slowest/mean by phase", "peak GiB"):
+        table.add_column(column)
+    for case in cases:
+        for mode, figures in case["modes"].items():
+            cells = [case["mix"], f"{case['context']:,}", mode]
+            if "refused" in figures:
+                table.add_row(*cells, figures["refused"])
+                continue
+            planned = figures["attention"].get("planned", {}).get("phases")
+            level = f"{figures['attention']['measured']['phases']:.3f}" + (
+                f" (planned {planned:.3f})" if planned else ""
+            )
+            peaks = ", ".join(f"{peak:.1f}" for peak in figures["peak_memory_gb_measured"])
+            table.add_row(
+                *cells, f"{figures['tokens_per_s']:,.0f}", f"{figures['idle_share']['mean']:.1%}", level, peaks
+            )
+        if "speed_up" in case:
+            table.add_row("", "", "on / off", f"{case['speed_up']:.3f}×")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Run the benchmark on the ranks that torchrun or srun started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+# Shapes differ from step to step, which fragments the allocator's fixed blocks; read when CUDA starts.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+from benchmarks.throughput.settings import Settings, parse
+from distca.data.errors import DataError
+from distca.log import die, setup_logging
+from distca.plan import PlanError
+from distca.train.settings import ConfigError
+
+logger = logging.getLogger("distca.benchmarks")
+
+
+def main() -> None:
+    """Every rank calls it. A mistake of the user ends in one sentence and exit code 2, losses that differ in 1."""
+    setup_logging(int(os.environ.get("RANK", "0")))
+    warnings.filterwarnings("ignore")  # megatron-core's, torch's and the kernels', from every rank
+    try:
+        settings = parse(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
+        if settings.link_channels:
+            from benchmarks.throughput.links import limit_links
+
+            limit_links(settings.link_channels)
+        apart = _run(settings)
+    except (ConfigError, DataError, PlanError) as error:
+        die(error)
+    except ValueError as error:
+        # Named, because importing their modules imports torch.
+        if type(error).__name__ not in ("KernelError", "TransportError"):
+            raise
+        die(error)
+    if apart:
+        logger.error("Losses or gradients of these modes differ from the first mode's: %s", "; ".join(apart))
+        raise SystemExit(1)
+
+
+def _run(settings: Settings) -> list[str]:
+    from distca.train.world import join_world, leave_world
+
+    world = join_world()
+    setup_logging(world.rank)
+    try:
+        from benchmarks.throughput.session import Session
+
+        with _progress(world.rank) as bar:
+            return Session(settings, world, _command(), bar).run()
+    finally:
+        leave_world()
+
+
+def _command() -> str:
+    return shlex.join(["torchrun", "...", "-m", "benchmarks.throughput", *sys.argv[1:]])
+
+
+class _progress:
+    """A bar over the steps of every mode on rank 0's terminal; log lines elsewhere, nothing on other ranks."""
+
+    def __init__(self, rank: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from distca.log import console
+
+        self._speaks = rank == 0
+        self._bar: Progress | None = None
+        if self._speaks and console().is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+            self._bar = Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[figures]}"), console=console())
+
+    def __enter__(self) -> _progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, name: str, steps: int) -> Callable[[dict[str, Any]], None]:
+        """Begin with a mode of ``steps`` steps; what it returns is called after each."""
+        if self._bar is None:
+            logger.info("%s: %d steps", name, steps)
+            return lambda _: None
+        bar, task, began = self._bar, self._bar.add_task(name, total=steps, figures=""), time.perf_counter()
+
+        def advance(figures: dict[str, Any]) -> None:
+            text = f"loss {figures['loss']:.4f}  tokens/s {figures['tokens_per_s']:,.0f}"
+            bar.update(task, advance=1, figures=f"{text}  {time.perf_counter() - began:.0f} s")
+
+        return advance
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The global batches that all modes of a workload train on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.baselines import BaselineError
+from benchmarks.throughput.settings import Cell
+from distca.data.corpus import Corpus, DocumentSet
+from distca.data.mixes import sample_long_context
+from distca.data.sampler import MicroBatch, Sampler
+from distca.data.sources.mix import RandomTokens
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Documents and how they are dealt.
+
+    Attributes:
+        documents: tokens are pure functions of document and position, so that every layout reads the same ones.
+        global_batches: micro-batches of each; ``rank_of`` is the bin that the sampler packed a document into.
+        bins: equal shares of the data-parallel ranks, each the fewest ranks that hold the longest document.
+    """
+
+    documents: DocumentSet
+    global_batches: tuple[tuple[MicroBatch, ...], ...]
+    bins: int
+
+
+def draw_batches(
+    cell: Cell, count: int, *, ranks: int, tokens_per_rank: int, micro_batches: int, vocabulary: int, seed: int
+) -> Batches:
+    """Draw ``count`` global batches; the same arguments give the same batches on every rank.
+
+    Raises:
+        BaselineError: the longest document does not fit into all ranks together.
+    """
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0 and size * tokens_per_rank >= cell.context]
+    if not sizes:
+        raise BaselineError(
+            f"A document of {cell.context:,} tokens does not fit into {ranks} ranks of {tokens_per_rank:,} tokens; "
+            "lower --contexts or raise data.tokens_per_rank."
+        )
+    bins = ranks // sizes[0]
+    tokens = max(count, 8) * micro_batches * ranks * tokens_per_rank
+    lengths = sample_long_context(cell.mix, tokens, cell.context, seed, full_share=cell.full_share)
+    documents = Corpus(RandomTokens(lengths, vocabulary, seed), cell.context).train
+    sampler = Sampler(documents.lengths, bins, sizes[0] * tokens_per_rank, micro_batches, seed, whole=True)
+    return Batches(documents, tuple(sampler.next() for _ in range(count)), bins)
+
+
+class Replay:
+    """Deals recorded global batches again, as a sampler does; after the last one it begins anew.
+
+    Args:
+        batches: what is dealt.
+        first: where it begins.
+        bins: whether micro-batches keep the sampler's bins; without them documents may span ranks.
+    """
+
+    def __init__(self, batches: Sequence[tuple[MicroBatch, ...]], first: int, bins: bool) -> None:
+        self._batches, self._next, self._bins = batches, first, bins
+
+    def next(self) -> tuple[MicroBatch, ...]:
+        """The next global batch."""
+        batch = self._batches[self._next % len(self._batches)]
+        self._next += 1
+        return batch if self._bins else tuple(replace(micro_batch, rank_of=None) for micro_batch in batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing that a checkpoint would need."""
+        return {}
+
+
+def lengths_of(batch: tuple[MicroBatch, ...]) -> np.ndarray:
+    """Tokens of every document of a global batch."""
+    return np.concatenate([micro_batch.lengths for micro_batch in batch])

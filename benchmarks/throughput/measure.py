@@ -1,0 +1,182 @@
+"""One mode on one workload: build, warm up, measure, trace, free."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks.baselines import CpGroups, Mode, Work
+from benchmarks.throughput.batches import Batches
+from benchmarks.throughput.busy import gpu_busy_seconds
+from benchmarks.throughput.inputs import inputs_ahead
+from benchmarks.throughput.settings import Cell, Settings
+from distca.train.garbage import SteadyGarbage
+from distca.train.settings import RunConfig
+from distca.train.setup import Trainer, build_trainer
+from distca.train.step_inputs import Ahead, StepInputs
+from distca.train.world import World
+
+
+@dataclass
+class RankRecord:
+    """What one rank saw of a mode. Lists have one entry per measured batch.
+
+    Attributes:
+        seconds: of the step, waiting for its inputs included.
+        attention_s: in core-attention kernels.
+        cpu_s: CPU time of the process.
+        loss: mean loss per target token of the global batch.
+        grad_norm: of the whole gradient, before clipping.
+        plan_ms: of planning, in the background.
+        wait_ms: that the step waited for its inputs.
+        bytes_moved: by all ranks, for core attention.
+        rows: rows of the rank's micro-batches, padding included.
+        memory_gib: peak while measured, memory of NVSHMEM included.
+        reserved_gib: peak that torch's allocator held.
+        traced_busy_s: compute seconds of the traced batches; None where nothing was traced.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    attention_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    plan_ms: list[float] = field(default_factory=list)
+    wait_ms: list[float] = field(default_factory=list)
+    bytes_moved: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    memory_gib: float = 0.0
+    reserved_gib: float = 0.0
+    traced_busy_s: float | None = None
+
+
+def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunConfig:
+    """The training configuration that a mode runs with."""
+    config = settings.config
+    data = replace(config.data, source="mix", path=cell.mix, context_length=cell.context)
+    cad = replace(config.cad, enabled=mode.method == "distca")
+    # Baselines need no symmetric memory, and limits on links are NCCL's.
+    if world.device.type == "cuda" and (mode.method != "distca" or settings.link_channels):
+        cad = replace(cad, transport="nccl")
+    return replace(config, data=data, cad=cad)
+
+
+def measure_mode(
+    mode: Mode,
+    settings: Settings,
+    cell: Cell,
+    world: World,
+    batches: Batches,
+    groups: Callable[[], CpGroups],
+    work: Work,
+    advance: Callable[[dict[str, Any]], None],
+) -> list[RankRecord]:
+    """Train on all batches; returns every rank's record, on every rank. Every rank calls it together.
+
+    Args:
+        mode: how to train.
+        settings: of the run.
+        cell: the workload.
+        world: this process's place.
+        batches: its global batches.
+        groups: makes or finds the context-parallel groups, once megatron's groups are there.
+        work: what documents cost, for dealing them.
+        advance: called after every step with its figures.
+    """
+    trainer = build_trainer(config_of(mode, settings, cell, world), world, settings.config.model.vocabulary)
+    run = _Run(trainer, world, advance)
+    with SteadyGarbage() as garbage:
+        run.garbage = garbage
+        inputs = inputs_ahead(mode, trainer, batches, 0, groups(), work)
+        record = run.measured(inputs, settings.warm_up, settings.batches)
+        inputs.close()
+        if settings.traced and run.on_gpu:
+            inputs = inputs_ahead(mode, trainer, batches, settings.warm_up, groups(), work)
+            record.traced_busy_s = gpu_busy_seconds(partial(run.steps, inputs, settings.traced))
+            inputs.close()
+    del run, trainer, inputs
+    _free(world)
+    records: list[RankRecord] = [record] * world.size
+    dist.all_gather_object(records, record)
+    return records
+
+
+class _Run:
+    def __init__(self, trainer: Trainer, world: World, advance: Callable[[dict[str, Any]], None]) -> None:
+        self._trainer, self._advance = trainer, advance
+        self.on_gpu = world.device.type == "cuda"
+        self._device = world.device
+        self.garbage = SteadyGarbage()
+
+    def measured(self, inputs: Ahead, warm_up: int, batches: int) -> RankRecord:
+        for _ in range(warm_up):
+            self._step(inputs, RankRecord())
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        record = RankRecord()
+        for _ in range(batches):
+            self._step(inputs, record)
+        self._note_memory(record)
+        return record
+
+    def steps(self, inputs: Ahead, count: int) -> None:
+        for _ in range(count):
+            self._step(inputs, RankRecord())
+
+    def _step(self, ahead: Ahead, record: RankRecord) -> None:
+        # As in distca.train.loop; the loss on the host is the step's one synchronisation.
+        trainer = self._trainer
+        dist.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        inputs, waited_ms = ahead.take()
+        ahead.start()
+        total, tokens = self._forward_backward(inputs)
+        self.garbage.collect()
+        grad_norm, _ = trainer.optimizer.step()  # type: ignore[attr-defined]
+        loss = (total / tokens).item()
+        record.seconds.append(time.perf_counter() - began)
+        record.cpu_s.append(time.process_time() - cpu)
+        record.attention_s.append(sum(trainer.pool.timeline.serve_seconds().values()))
+        record.loss.append(loss)
+        record.grad_norm.append(grad_norm)
+        record.plan_ms.append(inputs.planning_ms)
+        record.wait_ms.append(waited_ms)
+        config = trainer.config
+        copies = config.model.layers // config.parallel.pp * config.parallel.tp
+        record.bytes_moved.append(copies * inputs.bytes_moved)
+        record.rows.append(sum(batch.tokens.shape[1] for batch in inputs.batches))
+        self._advance({"loss": loss, "tokens_per_s": int(inputs.lengths.sum()) / record.seconds[-1]})
+
+    def _forward_backward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        from megatron_patches.ticks import run_ticks
+        from megatron_patches.training_step import run_micro_batches
+
+        model = cast("Any", self._trainer.model)
+        if inputs.pipeline is None:
+            return run_micro_batches(model, inputs.batches)
+        return run_ticks(model, inputs.batches, inputs.pipeline.plan, inputs.pipeline.routes, self._trainer.pool)
+
+    def _note_memory(self, record: RankRecord) -> None:
+        if not self.on_gpu:
+            record.memory_gib = record.reserved_gib = psutil.Process().memory_info().rss / 2**30
+            return
+        pool = self._trainer.pool.transport
+        heap = self._trainer.config.cad.nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0
+        record.memory_gib = torch.cuda.max_memory_allocated(self._device) / 2**30 + heap
+        record.reserved_gib = torch.cuda.max_memory_reserved(self._device) / 2**30 + heap
+
+
+def _free(world: World) -> None:
+    """Give back what a mode held, so that the next one starts alike."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -1,0 +1,128 @@
+"""From the ranks' records to figures, a JSON file and a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.throughput.batches import Batches, lengths_of
+from benchmarks.throughput.ceiling import Ceiling
+from benchmarks.throughput.measure import RankRecord
+from benchmarks.throughput.settings import Settings
+from benchmarks.throughput.table import table
+from distca.plan import imbalance
+from distca.train.flops import mfu, model_flops, peak_flops
+
+LOSS_TOLERANCE = 1e-3
+"""Largest relative distance of a mode's losses from the first mode's."""
+GRADIENT_TOLERANCE = 1e-2
+"""The same of gradient norms, in which a wrong backward shows long before it shows in losses."""
+
+Figures = dict[str, Any]
+
+
+def figures(records: list[RankRecord], batches: Batches, settings: Settings, ceiling: Ceiling) -> Figures:
+    """Figures of one mode over its measured batches."""
+    measured = [lengths_of(batch) for batch in batches.global_batches[settings.warm_up :]]
+    tokens = [int(lengths.sum()) for lengths in measured]
+    # Ranks leave a step together but for the last synchronisation; the slowest one counts.
+    seconds = np.max([record.seconds for record in records], axis=0)
+    config, ranks = settings.config, len(records)
+    flops = sum(model_flops(config.model, config.model.vocabulary, lengths).total for lengths in measured)
+    ceilings = [ceiling.step_seconds(lengths, ranks) for lengths in measured]
+    attention = np.array([record.attention_s for record in records])
+    memory = [record.memory_gib for record in records]
+    rows = np.array([record.rows for record in records])
+    return {
+        "step_s": _spread(seconds),
+        "steps_s": seconds.tolist(),
+        "tokens_per_s": sum(tokens) / float(seconds.sum()),
+        "mfu": mfu(flops, float(seconds.sum()), ranks, _peak(settings)),
+        "share_of_ceiling": sum(ceilings) / float(seconds.sum()),
+        "idle_share": _idle(records, seconds, settings.traced),
+        "attention_max_over_mean": _spread(np.array([imbalance(step) for step in attention.T])),
+        "attention_share": float(attention.mean(axis=0).sum() / seconds.sum()),
+        "memory_gib": {"max": max(memory), "min": min(memory), "ranks": memory},
+        "reserved_gib": max(record.reserved_gib for record in records),
+        "rows_max_over_mean": float((rows.max(axis=0) / np.maximum(rows.mean(axis=0), 1)).mean()),
+        "bytes_per_step": statistics.fmean(records[0].bytes_moved),
+        "plan_ms": statistics.fmean(records[0].plan_ms),
+        "plan_wait_ms": {"mean": statistics.fmean(records[0].wait_ms), "max": max(records[0].wait_ms)},
+        "losses": records[0].loss,
+        "gradient_norms": records[0].grad_norm,
+    }
+
+
+def _idle(records: list[RankRecord], seconds: np.ndarray, traced: int) -> float | None:
+    """Mean over ranks of the part of a step in which a rank does not compute; see busy.py."""
+    traced_busy = [record.traced_busy_s for record in records if record.traced_busy_s is not None]
+    if len(traced_busy) == len(records):
+        return 1 - statistics.fmean(traced_busy) / float(seconds[:traced].sum())
+    if torch.cuda.is_available():
+        return None
+    busy = np.array([record.cpu_s for record in records]) / seconds
+    return float(1 - np.minimum(busy, 1).mean())
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {
+        "mean": float(values.mean()),
+        "stdev": float(values.std(ddof=1)) if len(values) > 1 else 0.0,
+        "min": float(values.min()),
+        "max": float(values.max()),
+    }
+
+
+def _peak(settings: Settings) -> float | None:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return peak_flops(name, settings.config.train.precision)
+
+
+def compare(modes: dict[str, Figures]) -> dict[str, Any]:
+    """DistCA against packed documents, variable-length packing and the best of the others; distances of losses."""
+    losses, gradients = _apart(modes, "losses"), _apart(modes, "gradient_norms")
+    result: dict[str, Any] = {
+        "loss_difference": losses,
+        "gradient_norm_difference": gradients,
+        # "not <=" so that a loss that is no number counts as apart.
+        "apart": [
+            name for name in modes if not (losses[name] <= LOSS_TOLERANCE and gradients[name] <= GRADIENT_TOLERANCE)
+        ],
+    }
+    rates = {name: mode["tokens_per_s"] for name, mode in modes.items()}
+    ours = rates.get("distca")
+    # Variable-length packing buys its speed with memory, so it is compared with by itself.
+    others = {name: rate for name, rate in rates.items() if name not in ("distca", "variable")}
+    if ours and others:
+        best = max(others, key=lambda name: others[name])
+        result |= {"ideal_baseline": best, "over_ideal_baseline": ours / others[best]}
+    result |= {f"over_{name}": ours / rates[name] for name in ("packed", "variable") if ours and name in rates}
+    return result
+
+
+def _apart(modes: dict[str, Figures], key: str) -> dict[str, float]:
+    """Largest relative distance of each mode's figures from the first mode's."""
+    first = next(iter(modes.values()))[key]
+    # numpy's maximum of numbers and no number is no number.
+    return {name: float(np.max(np.abs(np.subtract(mode[key], first)) / np.abs(first))) for name, mode in modes.items()}
+
+
+def hardware(ranks: int) -> str:
+    """What the ranks ran on."""
+    if torch.cuda.is_available():
+        return f"{ranks} × {torch.cuda.get_device_name()}"
+    return f"{ranks} ranks on {os.cpu_count()} cores, {platform.machine()}"
+
+
+def write(folder: Path, report: dict[str, Any]) -> None:
+    """Write benchmark.json and table.md; called after every mode, so that a run that is cut short keeps what it has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmark.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / "table.md").write_text(table(report), encoding="utf-8")

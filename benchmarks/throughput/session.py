@@ -1,0 +1,152 @@
+"""All workloads and modes of a run, one after the other, on one start of the ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.baselines import BaselineError, CpGroups
+from benchmarks.throughput.batches import Batches, draw_batches, lengths_of
+from benchmarks.throughput.ceiling import Ceiling, measure_ceiling
+from benchmarks.throughput.inputs import check_fits
+from benchmarks.throughput.links import measure_links
+from benchmarks.throughput.measure import measure_mode
+from benchmarks.throughput.report import compare, figures, hardware, write
+from benchmarks.throughput.settings import Cell, Settings
+from benchmarks.throughput.sweep import plot
+from distca.attention import choose_kernel
+from distca.commands.versions import versions
+from distca.plan import AttentionShape
+from distca.train.world import World
+
+logger = logging.getLogger("distca.benchmarks")
+
+Progress = Callable[[str, int], Callable[[dict[str, Any]], None]]
+
+
+class Session:
+    """One run.
+
+    Args:
+        settings: what is asked for.
+        world: this process's place.
+        command: for the result file.
+        progress: begins a mode of so many steps and returns what is called after each.
+    """
+
+    def __init__(self, settings: Settings, world: World, command: str, progress: Progress) -> None:
+        self._settings, self._world, self._progress = settings, world, progress
+        config = settings.config
+        self._ranks = config.parallel.data_parallel(world.size)
+        value_bytes = 2 if config.train.precision == "bf16" else 4
+        tp = config.parallel.tp
+        self._shape = AttentionShape(
+            config.model.heads // tp, config.model.kv_heads // tp, config.model.resolved_head_dim, value_bytes
+        )
+        self._groups: CpGroups | None = None
+        self._report: dict[str, Any] = {
+            "command": command,
+            "hardware": hardware(world.size),
+            "versions": versions(),
+            "warm_up": settings.warm_up,
+            "batches": settings.batches,
+            "link_channels": settings.link_channels,
+            "model": asdict(config.model),
+            "parallel": {"tp": tp, "pp": config.parallel.pp, "data_parallel_times_cp": self._ranks},
+            "tokens_per_rank": config.data.tokens_per_rank,
+            "micro_batches": config.train.micro_batches,
+            "recompute": config.train.recompute,
+            "cells": {},
+        }
+
+    def run(self) -> list[str]:
+        """Every workload; returns which modes' losses are apart from the others."""
+        apart = []
+        ceiling = self._measure_machine()
+        for cell in self._settings.cells:
+            batches = draw_batches(
+                cell,
+                self._settings.warm_up + self._settings.batches,
+                ranks=self._ranks,
+                tokens_per_rank=self._settings.config.data.tokens_per_rank,
+                micro_batches=self._settings.config.train.micro_batches,
+                vocabulary=self._settings.config.model.vocabulary,
+                seed=self._settings.seed,
+            )
+            apart += [f"{mode} on {cell.name}" for mode in self._run_cell(cell, batches, ceiling)]
+        if self._world.rank == 0:
+            plot([self._report], self._settings.output / "plot.png")
+            logger.info("Wrote benchmark.json, table.md and plot.png into %s", self._settings.output)
+        return apart
+
+    def _run_cell(self, cell: Cell, batches: Batches, ceiling: Ceiling) -> list[str]:
+        settings, measured = self._settings, batches.global_batches[self._settings.warm_up :]
+        lengths = [lengths_of(batch) for batch in measured]
+        result: dict[str, Any] = {
+            "mix": cell.mix,
+            "context": cell.context,
+            "full_share": cell.full_share,
+            "tokens_per_batch": sum(int(each.sum()) for each in lengths) / len(lengths),
+            "longest_document": max(int(each.max()) for each in lengths),
+            "ceiling_step_s": sum(ceiling.step_seconds(each, self._world.size) for each in lengths) / len(lengths),
+            "not_run": {},
+            "modes": {},
+        }
+        self._report["cells"][cell.name] = result
+        for mode in settings.modes:
+            try:
+                room = settings.config.data.tokens_per_rank
+                check_fits(mode, batches, self._ranks, room, ceiling.work)
+            except BaselineError as error:
+                result["not_run"][mode.name] = str(error)
+                logger.info("Skipped %s on %s: %s", mode.name, cell.name, error)
+                continue
+            began = time.perf_counter()
+            traced = settings.traced if self._world.device.type == "cuda" else 0
+            advance = self._progress(f"{cell.name} {mode.name}", settings.warm_up + settings.batches + traced)
+            records = measure_mode(mode, settings, cell, self._world, batches, self._cp_groups, ceiling.work, advance)
+            made = figures(records, batches, settings, ceiling) | {"took_s": time.perf_counter() - began}
+            result["modes"][mode.name] = made
+            result["compared"] = compare(result["modes"])
+            logger.info(
+                "%s on %s: %s tokens/s, %.1f %% of the ceiling, loss %.4f, peak %.1f GiB, took %.0f s",
+                mode.name,
+                cell.name,
+                f"{made['tokens_per_s']:,.0f}",
+                100 * made["share_of_ceiling"],
+                made["losses"][-1],
+                made["memory_gib"]["max"],
+                made["took_s"],
+            )
+            if self._world.rank == 0:
+                write(settings.output, self._report)
+        return list(result.get("compared", {}).get("apart", []))
+
+    def _cp_groups(self) -> CpGroups:
+        """The context-parallel groups; megatron's data-parallel group is there once a model was built."""
+        from megatron.core import parallel_state
+
+        if self._groups is None:
+            self._groups = CpGroups(parallel_state.get_data_parallel_group())
+        return self._groups
+
+    def _measure_machine(self) -> Ceiling:
+        config, device = self._settings.config, self._world.device
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        kernel = choose_kernel(config.cad.kernel, device=device, dtype=dtype, head_dim=self._shape.head_dim)
+        document = max(cell.context for cell in self._settings.cells)
+        world = dist.group.WORLD
+        assert world is not None
+        self._report["links"] = measure_links(world, device)
+        ceiling = measure_ceiling(config, self._shape, kernel, device, document)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._report["ceiling"] = ceiling.report()
+        logger.info("Links: %s", self._report["links"])
+        return ceiling

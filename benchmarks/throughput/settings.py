@@ -1,0 +1,121 @@
+"""What a run of the throughput benchmark is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from benchmarks.baselines.mode import Mode, every_mode, parse_mode
+from distca.data.mixes import Mix
+from distca.train.config import parse_run_config
+from distca.train.settings import ConfigError, RunConfig
+from distca.train.validate import validate
+
+# The same number of optimizer steps for every mode must leave the same weights up to rounding.
+_LEARNING_RATE = 1e-5
+_FULL_SHARE: dict[Mix, float] = {"pretrain": 0.0, "prolong": 0.3}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One workload: a mix in its long-context version, and its longest document in tokens."""
+
+    mix: Mix
+    context: int
+
+    @property
+    def full_share(self) -> float:
+        """Share of the long documents that are set to the full context."""
+        return _FULL_SHARE[self.mix]
+
+    @property
+    def name(self) -> str:
+        return f"{self.mix} {self.context // 1024}K" if self.context >= 1024 else f"{self.mix} {self.context}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run.
+
+    Attributes:
+        output: folder for benchmark.json, the table and the plot.
+        modes: ways to train.
+        cells: workloads.
+        batches: measured global batches.
+        warm_up: global batches before them.
+        traced: measured batches that are run once more under the profiler, for the idle share.
+        link_channels: NCCL channels that every link is limited to; None for no limit.
+        seed: of the documents.
+        config: model, parallelism, precision, recomputation, tokens per rank, micro-batches.
+    """
+
+    output: Path
+    modes: tuple[Mode, ...]
+    cells: tuple[Cell, ...]
+    batches: int
+    warm_up: int
+    traced: int
+    link_channels: int | None
+    seed: int
+    config: RunConfig
+
+
+def parse(argv: list[str], world_size: int) -> Settings:
+    """The run that a command line asks of ``world_size`` ranks; settings of model and parallelism follow ``--``.
+
+    Raises:
+        ConfigError: on settings that do not exist or cannot be.
+    """
+    own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    arguments = _parser().parse_args(own)
+    if min(arguments.batches, *arguments.contexts) < 1 or min(arguments.warm_up, arguments.traced) < 0:
+        raise ConfigError("--batches and --contexts are at least 1, --warm-up and --traced at least 0.")
+    config = parse_run_config(rest)
+    if config.model.vocabulary < 1:
+        raise ConfigError("model.vocabulary is 0, but random tokens need one; set it behind --.")
+    validate(config, world_size, config.model.vocabulary)
+    steps = arguments.warm_up + arguments.batches + arguments.traced + 2
+    optimizer = replace(config.optimizer, lr=_LEARNING_RATE, min_lr=_LEARNING_RATE, warmup_steps=0)
+    return Settings(
+        arguments.output,
+        _modes(arguments, config, world_size),
+        tuple(Cell(mix, context) for mix in arguments.mixes for context in arguments.contexts),
+        arguments.batches,
+        arguments.warm_up,
+        min(arguments.traced, arguments.batches),
+        arguments.link_channels,
+        config.data.seed,
+        replace(config, optimizer=optimizer, train=replace(config.train, steps=steps)),
+    )
+
+
+def _modes(arguments: argparse.Namespace, config: RunConfig, world_size: int) -> tuple[Mode, ...]:
+    ranks, kv_heads = config.parallel.data_parallel(world_size), config.model.kv_heads // config.parallel.tp
+    if arguments.modes == ["all"]:
+        wanted = (1, arguments.degree)
+        return tuple(mode for mode in every_mode(ranks, kv_heads) if arguments.degree is None or mode.degree in wanted)
+    modes = tuple(parse_mode(name) for name in arguments.modes)
+    for mode in modes:
+        mode.check(ranks, kv_heads)
+    return modes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.throughput",
+        description="Train the same batches in several ways. Settings of pretrain_llama.py follow --.",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder for benchmark.json, table.md, plot.png")
+    parser.add_argument("--modes", nargs="+", default=["all"], help="all, or distca packed variable cp4 ring4 ...")
+    parser.add_argument("--degree", type=int, help="with --modes all: this context-parallel degree only")
+    parser.add_argument("--mixes", nargs="+", choices=get_args(Mix), default=list(get_args(Mix)))
+    parser.add_argument("--contexts", nargs="+", type=int, default=[131_072], help="longest document, in tokens")
+    parser.add_argument("--batches", type=int, default=30, help="measured global batches")
+    parser.add_argument("--warm-up", type=int, default=3, help="global batches before them, not counted")
+    parser.add_argument("--traced", type=int, default=2, help="batches run again under the profiler: idle share")
+    parser.add_argument(
+        "--link-channels", type=int, help="limit every NCCL transfer to so many channels, as a network would"
+    )
+    return parser

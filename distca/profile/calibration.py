@@ -1,0 +1,49 @@
+"""From measured mixed batches to load factors: what a table's points miss of batches as servers run them.
+
+Points are short batches of equal tasks, timed between others that leave the GPU at a higher clock; a server's batch
+mixes lengths and follows others as heavy. Array legend: B batches, L lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca.plan import CostModel
+from distca.plan.table_cost import LoadFactors
+
+LENGTHS = np.array([2048.0, 8192.0, 32768.0, 131072.0])
+"""k,v rows at which factors are fitted."""
+_ONE_FOR_ALL = 0.35
+"""Noise of one batch over what factors of neighbouring lengths may differ by: about 1.5 % over 4 %."""
+
+Tasks = tuple[np.ndarray, np.ndarray]
+"""[N] query rows and [N] k,v rows of a batch."""
+
+
+def load_factors(cost: CostModel, batches: Sequence[Tasks], forward: np.ndarray, backward: np.ndarray) -> LoadFactors:
+    """Factors that fit measured batches best.
+
+    Least squares of measured over predicted seconds, in which factors of neighbouring lengths are held together: with
+    few batches, or batches that are all alike, about one factor for all lengths is left.
+
+    Args:
+        cost: the table without load factors.
+        batches: [B] the tasks of each batch.
+        forward: [B] seconds measured.
+        backward: [B] seconds measured.
+    """
+    together = _ONE_FOR_ALL * np.diff(np.eye(len(LENGTHS)), axis=0)
+    found = []
+    for of_task, measured in ((cost.forward, forward), (cost.backward, backward)):
+        seconds = [of_task(q_rows, kv_rows) for q_rows, kv_rows in batches]
+        shares = np.stack([each @ _near(kv) / each.sum() for each, (_, kv) in zip(seconds, batches, strict=True)])
+        wanted = np.append(measured / np.array([each.sum() for each in seconds]), np.zeros(len(together)))
+        found.append(np.linalg.lstsq(np.vstack((shares, together)), wanted, rcond=None)[0])
+    return LoadFactors(LENGTHS, found[0], found[1])
+
+
+def _near(kv_rows: np.ndarray) -> np.ndarray:
+    """[N, L] how much each length's factor counts for a task, as LoadFactors.at interpolates."""
+    return np.stack([np.interp(np.log2(kv_rows), np.log2(LENGTHS), one) for one in np.eye(len(LENGTHS))], axis=1)

@@ -1,0 +1,155 @@
+"""Every baseline against unmodified megatron-core on one rank, and its layouts."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from distca.testing.ranks import run_ranks
+
+TOLERANCE = 1e-5  # relative norms in float32, as for DistCA itself
+CPU = torch.device("cpu")
+
+# Document lengths of each micro-batch, and the context-parallel group of each document of two groups.
+SEVERAL = ((13, 7, 1, 29, 3, 1), (50, 2, 9))
+TWO_GROUPS = ((0, 1, 0, 1, 0, 1), (1, 0, 0))
+ONE_LONG = ((97,), (1, 1, 2))
+FEW = ((3, 1), (2,))
+FEW_GROUPS = ((0, 1), (1,))
+
+
+def _differences(wanted, tp=1, kv_heads=2):
+    warnings.filterwarnings("ignore")
+    from megatron_patches.cpu import use_cpu
+
+    use_cpu()
+    from benchmarks.baselines.mode import parse_mode
+    from benchmarks.baselines.parity import BaselineCase, differences
+    from distca.attention.reference import ReferenceKernel
+    from megatron_patches.parity import ParityCase, ParityShape
+
+    cases = [
+        BaselineCase(
+            parse_mode(mode), ParityCase(micro_batches=lengths, tp=tp, shape=ParityShape(kv_heads=kv_heads)), group_of
+        )
+        for mode, lengths, group_of in wanted
+    ]
+    found = differences(cases, torch.float32, CPU, ReferenceKernel())
+    return [(each.mode.name, each.case.micro_batches, result) for each, result in zip(cases, found, strict=True)]
+
+
+def _one_group(lengths):
+    return tuple((0,) * len(each) for each in lengths)
+
+
+def _hold(results):
+    for name, lengths, difference in results:
+        assert max(difference.loss, difference.gradient) <= TOLERANCE, (name, lengths, difference)
+
+
+def _attention_errors(names, lengths):
+    from benchmarks.baselines.mode import parse_mode
+    from benchmarks.baselines.parity import attention_errors
+    from distca.attention.reference import ReferenceKernel
+    from distca.plan import AttentionShape
+
+    modes = [parse_mode(name) for name in names]
+    return [
+        attention_errors(modes, list(each), AttentionShape(8, 4, 8), torch.float64, CPU, ReferenceKernel())
+        for each in lengths
+    ]
+
+
+def test_groups_of_all_and_of_two_of_four_ranks():
+    names = ("cp4", "cp4-keep", "ring4", "ulysses4")
+    wanted = [(name, lengths, _one_group(lengths)) for name in names for lengths in (SEVERAL, ONE_LONG, FEW)]
+    wanted += [
+        (name, lengths, group_of)
+        for name in ("cp2", "ring2", "ulysses2")
+        for lengths, group_of in ((SEVERAL, TWO_GROUPS), (FEW, FEW_GROUPS))
+    ]
+    wanted.append(("packed", SEVERAL, ((3, 2, 1, 0, 3, 1), (1, 0, 2))))
+    wanted.append(("variable", FEW, FEW_GROUPS))  # two ranks have no tokens
+    _hold(run_ranks(4, _differences, wanted, 1, 4)[0])
+
+
+def test_with_tensor_and_sequence_parallelism():
+    wanted = [(name, SEVERAL, _one_group(SEVERAL)) for name in ("cp2", "ring2", "ulysses2")]
+    _hold(run_ranks(4, _differences, wanted, 2, 4)[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_alone_in_float64(ranks):
+    names = [f"cp{ranks}", f"cp{ranks}-keep", f"ring{ranks}", f"ulysses{ranks}"]
+    for errors in run_ranks(ranks, _attention_errors, names, [(13, 7, 1, 129, 3, 1), (701,), (1, 2, 1)])[0]:
+        for name, by_tensor in errors.items():
+            assert max(by_tensor.values()) < 1e-12, (name, by_tensor)
+
+
+LENGTHS = np.array([13, 1, 1, 700, 8, 2, 1, 31])
+GROUPS = np.array([0, 1, 0, 1, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("method", ["head_tail", "zigzag", "contiguous"])
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_layouts_hold_every_token_once_and_equally_many_on_the_ranks_of_a_group(method, degree):
+    from benchmarks.baselines import layouts
+
+    pieces = getattr(layouts, method)(LENGTHS, GROUPS, degree)
+    layout = layouts.layout_of(pieces, LENGTHS, 2 * degree)
+    held = {
+        (document, position)
+        for document, start, stop, _, _ in zip(*(column.tolist() for column in layout.q.columns()), strict=True)
+        for position in range(start, stop)
+    }
+    assert len(held) == LENGTHS.sum() == layout.q_rows.sum()
+    assert (layout.q.rank // degree == GROUPS[layout.q.document]).all()
+    for group in layout.q_rows.reshape(2, degree):
+        assert group.max() - group.min() <= (2 if method == "zigzag" else 1)
+
+
+def test_head_tail_gives_every_rank_the_same_share_of_a_documents_attention():
+    from benchmarks.baselines.layouts import head_tail
+
+    pieces = head_tail(np.array([8000]), np.zeros(1, np.int64), 4)
+    pairs = np.bincount(pieces.rank, weights=(pieces.stop * (pieces.stop + 1) - pieces.start * (pieces.start + 1)) / 2)
+    assert pairs.max() / pairs.mean() < 1.001
+
+
+def test_dealing_levels_work_and_respects_room():
+    from benchmarks.baselines.work import Work, deal
+
+    work = Work(per_token=1.0, per_pair=0.01)
+    lengths = np.array([1000, 500, 500, 400, 300, 200, 100, 50, 50, 20])
+    bins = deal(lengths, 2, work)
+    load = np.bincount(bins, weights=work.seconds(lengths))
+    assert load.max() / load.mean() < 1.05
+    capped = deal(lengths, 2, work, 1600)
+    assert np.bincount(capped, weights=lengths).max() <= 1600
+    assert deal(lengths, 2, work, 900) is None
+
+
+def test_modes_by_name():
+    from benchmarks.baselines import BaselineError, every_mode, parse_mode
+
+    for mode in every_mode(4, 8):
+        assert parse_mode(mode.name) == mode
+    assert [mode.name for mode in every_mode(2, 1)] == ["distca", "packed", "cp2", "cp2-keep", "ring2", "variable"]
+    for name in ("cp", "cp1", "distca2", "tree4", "cp4-lose", ""):
+        with pytest.raises(BaselineError):
+            parse_mode(name)
+    with pytest.raises(BaselineError, match="key/value heads"):
+        parse_mode("ulysses4").check(4, 2)
+    with pytest.raises(BaselineError, match="do not divide"):
+        parse_mode("cp4").check(6, 8)
+
+
+def test_a_mode_that_documents_do_not_fit_is_refused():
+    from benchmarks.baselines import BaselineError, Work, groups_of, parse_mode
+
+    lengths, bins, work = np.array([200, 30, 40]), np.array([0, 1, 1]), Work(1.0, 0.0)
+    with pytest.raises(BaselineError, match="2 or more"):
+        groups_of(parse_mode("packed"), lengths, bins, 2, 4, 100, work)
+    assert groups_of(parse_mode("cp2"), lengths, bins, 2, 4, 100, work).tolist() == [0, 1, 1]
+    assert groups_of(parse_mode("cp4"), lengths, bins, 2, 4, 100, work).tolist() == [0, 0, 0]

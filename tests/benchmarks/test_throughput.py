@@ -1,0 +1,123 @@
+"""The throughput benchmark: one tiny run of every mode on two CPU ranks, and its parts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+MODEL = ["--model.layers", "1", "--model.hidden", "32", "--model.ffn", "48", "--model.heads", "2"]
+MODEL += ["--model.kv_heads", "2", "--model.vocabulary", "64", "--data.tokens_per_rank", "128"]
+
+
+def run(folder, *arguments, settings=()):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "benchmarks.throughput", "--output", str(folder), *arguments, "--", *MODEL, *settings]
+    command += ["--data.context_length", "128"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
+def test_every_mode_trains_the_same_batches(tmp_path):
+    arguments = ("--mixes", "prolong", "--contexts", "128", "--batches", "2", "--warm-up", "1")
+    result = run(tmp_path, *arguments)
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "benchmark.json").read_text())
+    cell = report["cells"]["prolong 128"]
+    assert list(cell["modes"]) == ["distca", "packed", "cp2", "cp2-keep", "ring2", "ulysses2", "variable"]
+    assert cell["compared"]["apart"] == []
+    # In float32 the same documents under the same weights are much closer than the benchmark asks for.
+    assert max(cell["compared"]["loss_difference"].values()) < 1e-5
+    assert max(cell["compared"]["gradient_norm_difference"].values()) < 1e-4
+    for mode in cell["modes"].values():
+        assert len(mode["steps_s"]) == 2 and mode["tokens_per_s"] > 0 and mode["share_of_ceiling"] > 0
+    assert cell["modes"]["packed"]["bytes_per_step"] == 0 < cell["modes"]["cp2"]["bytes_per_step"]
+    assert "| ulysses2 |" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_losses_or_gradients_apart_are_found():
+    from benchmarks.throughput.report import compare
+
+    def mode(loss, norm, rate=1.0):
+        return {"losses": [2.0, loss], "gradient_norms": [1.0, norm], "tokens_per_s": rate}
+
+    modes = {"distca": mode(2.0, 1.0, 3.0), "packed": mode(2.001, 1.005, 2.0), "cp2": mode(2.0, 1.0, 2.5)}
+    compared = compare(modes | {"variable": mode(2.0, 1.0, 5.0)})
+    assert compared["apart"] == []
+    assert (compared["ideal_baseline"], compared["over_ideal_baseline"]) == ("cp2", 1.2)
+    assert compared["over_packed"] == 1.5
+    assert compare(modes | {"ring2": mode(2.01, 1.0)})["apart"] == ["ring2"]
+    assert compare(modes | {"ring2": mode(2.0, 1.02)})["apart"] == ["ring2"]
+    assert compare(modes | {"ring2": mode(float("nan"), 1.0)})["apart"] == ["ring2"]
+
+
+def test_batches_are_the_same_documents_for_every_mode_and_fit_their_bins():
+    from benchmarks.throughput.batches import Replay, draw_batches
+    from benchmarks.throughput.settings import Cell
+
+    wanted = {"ranks": 4, "tokens_per_rank": 1000, "micro_batches": 2, "vocabulary": 64, "seed": 5}
+    batches = draw_batches(Cell("prolong", 1500), 3, **wanted)
+    assert batches.bins == 2  # a document of 1,500 tokens needs two ranks
+    spanning, binned = Replay(batches.global_batches, 1, bins=False), Replay(batches.global_batches, 1, bins=True)
+    for _ in range(3):
+        for free, packed in zip(spanning.next(), binned.next(), strict=True):
+            assert free.rank_of is None and np.array_equal(free.documents, packed.documents)
+            assert np.bincount(packed.rank_of, weights=packed.lengths).max() <= 2000
+            assert packed.lengths.max() <= 1500
+
+
+def test_a_context_that_fits_nowhere_is_refused():
+    from benchmarks.baselines import BaselineError
+    from benchmarks.throughput.batches import draw_batches
+    from benchmarks.throughput.settings import Cell
+
+    with pytest.raises(BaselineError, match="raise data"):
+        draw_batches(Cell("pretrain", 5000), 1, ranks=4, tokens_per_rank=1000, micro_batches=1, vocabulary=9, seed=0)
+
+
+def test_ceiling_adds_up_linear_and_attention_work():
+    from benchmarks.throughput.ceiling import Ceiling, Matrix
+
+    layer, output = Matrix("fc", 10, 10, 1e-3), Matrix("output", 10, 10, 5e-3)
+    ceiling = Ceiling((layer, output), 2, 1, 1e-4, 2e-4, 64, 16)
+    expected = 110 * (2 * 1e-3 + 5e-3) + 2 * 3e-4 * (100 * 101 + 10 * 11) / 2
+    assert ceiling.step_seconds(np.array([100, 10]), 4) == pytest.approx(expected / 4)
+
+
+def test_busy_time_is_the_union_of_spans():
+    from benchmarks.throughput.busy import covered
+
+    assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+    assert covered([]) == 0
+
+
+def test_wrong_settings_are_sentences(tmp_path):
+    from benchmarks.throughput.settings import parse
+    from distca.train.settings import ConfigError
+
+    for arguments, settings, words in (
+        (["--modes", "tree2"], [], "There is no mode 'tree2'"),
+        (["--modes", "cp4"], [], "do not divide the 6 data-parallel"),
+        (["--modes", "ulysses3"], [], "key/value heads"),
+        (["--batches", "0"], [], "--batches"),
+        ([], ["--model.vocabulary", "0"], "model.vocabulary is 0"),
+        ([], ["--parallel.tp", "4"], "not divisible"),
+    ):
+        command = ["--output", str(tmp_path), *arguments, "--", *MODEL, "--data.context_length", "128", *settings]
+        with pytest.raises(ConfigError, match=words):
+            parse(command, 6)
+
+
+def test_all_modes_of_one_degree(tmp_path):
+    from benchmarks.throughput.settings import parse
+
+    settings = parse(["--output", str(tmp_path), "--degree", "2", "--", *MODEL, "--data.context_length", "128"], 4)
+    names = [mode.name for mode in settings.modes]
+    assert names == ["distca", "packed", "cp2", "cp2-keep", "ring2", "ulysses2", "variable"]

@@ -1,0 +1,34 @@
+"""Core attention of the context-parallel baselines in bfloat16, over NCCL, against direct attention in float64."""
+
+import warnings
+
+import pytest
+import torch
+
+from distca.testing.ranks import run_ranks
+
+# As for kernels: a few roundings of bfloat16. Ring attention merges partial outputs in float32.
+TOLERANCE = 6e-3
+
+
+def _errors(kernel, names):
+    warnings.filterwarnings("ignore")
+    from benchmarks.baselines.mode import parse_mode
+    from benchmarks.baselines.parity import attention_errors
+    from distca.attention import choose_kernel
+    from distca.plan import AttentionShape
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    chosen = choose_kernel(kernel, device=device, dtype=torch.bfloat16, head_dim=128)
+    modes, lengths = [parse_mode(name) for name in names], [1300, 705, 1, 1501, 33, 557]
+    return attention_errors(modes, lengths, AttentionShape(16, 4, 128), torch.bfloat16, device, chosen)
+
+
+@pytest.mark.parametrize("kernel", ["flash4", "torch"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention(ranks, kernel):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    names = [f"cp{ranks}", f"cp{ranks}-keep", f"ring{ranks}", f"ulysses{ranks}"]
+    for name, errors in run_ranks(ranks, _errors, kernel, names, timeout=300, gpus=True)[0].items():
+        assert max(errors.values()) < TOLERANCE, (name, errors)

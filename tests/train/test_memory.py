@@ -1,0 +1,71 @@
+"""Predicted memory, against what was measured on H200s and against what cannot be."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from distca.train.config import parse_run_config
+from distca.train.memory import GIB, check_memory, describe, predict_memory
+from distca.train.settings import ConfigError
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MODES = {"off": ["--cad.enabled", "false"], "on": []}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["training_8b_cut_64k", "pipeline_8b_cut_64k"])
+def test_measured_peaks_are_predicted(name: str, mode: str) -> None:
+    report = json.loads((RESULTS / f"{name}.json").read_text())
+    words = shlex.split(report["command"])
+    config = parse_run_config([*words[words.index("--") + 1 :], *MODES[mode]])
+    ranks = int(report["hardware"].split()[0])
+    stages = predict_memory(config, ranks, config.model.vocabulary)
+    measured = report["modes"][mode]["peak_memory_gb"]["mean"]
+    assert max(stage.total for stage in stages) / GIB == pytest.approx(measured, rel=0.15)
+
+
+def _predicted(*settings: str, ranks: int = 8) -> list[float]:
+    config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", "--model.layers", "8", *settings])
+    return [stage.total / GIB for stage in predict_memory(config, ranks, 32000)]
+
+
+def test_settings_that_save_memory_are_predicted_to() -> None:
+    plain = ["--train.micro_batches", "8", "--parallel.pp", "4", "--train.recompute", "false"]
+    worst = max(_predicted(*plain))
+    assert max(_predicted(*plain, "--train.recompute", "true")) < 0.6 * worst
+    assert max(_predicted(*plain, "--parallel.tp", "2")) < 0.6 * worst
+    assert max(_predicted(*plain, "--data.tokens_per_rank", "32768")) < 0.7 * worst
+    assert max(_predicted(*plain, "--cad.enabled", "false")) < worst, "1F1B holds fewer micro-batches"
+    assert max(_predicted(*plain, "--optimizer.distributed", "false")) > worst
+    assert max(_predicted(*plain, ranks=16)) < worst, "more ranks share the optimizer's state"
+
+
+def test_micro_batches_in_flight_by_stage() -> None:
+    def in_flight(micro_batches: int, *settings: str) -> list[int]:
+        config = parse_run_config(
+            ["--parallel.pp", "4", "--train.micro_batches", str(micro_batches), "--model.layers", "4", *settings]
+        )
+        return [stage.micro_batches for stage in predict_memory(config, 4, 256)]
+
+    assert in_flight(8) == [7, 5, 3, 1]
+    assert in_flight(4) == [4, 4, 3, 1]
+    assert in_flight(8, "--cad.enabled", "false") == [4, 3, 2, 1]
+    assert in_flight(1) == [1, 1, 1, 1]
+
+
+def test_what_does_not_fit_is_refused_with_what_to_change() -> None:
+    config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", "--train.recompute", "false"])
+    stages = predict_memory(config, 2, 32000)
+    need = stages[0].total
+    check_memory(config, stages, need)
+    check_memory(config, stages, int(need / 1.09))
+    with pytest.raises(ConfigError, match=r"need about \d+ GiB of device memory, and the device has \d+") as refused:
+        check_memory(config, stages, int(need / 1.2))
+    for setting in ("train.recompute", "data.tokens_per_rank", "parallel.tp", "parallel.pp"):
+        assert setting in str(refused.value)
+    (line,) = describe(stages)
+    assert "activations of 1 micro-batch " in line and f": {need / GIB:.1f} GiB (" in line

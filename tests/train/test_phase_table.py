@@ -1,0 +1,63 @@
+"""Attention by phase and rank: where calls land, sums over steps, and how level they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distca.plan.cost import area_cost
+from distca.train.phase_plot import plot_phases
+from distca.train.phase_table import PhaseTable, levels, measured_phases
+from distca.train.planning import Planning
+
+PLANNING = Planning(
+    rank=0,
+    ranks=1,
+    stage=1,
+    stages=3,
+    cost=area_cost(),
+    disaggregate=False,
+    nano_batches=1,
+    resend=True,
+    tolerance=0.02,
+    chunks=1,
+    device=torch.device("cpu"),
+)
+
+
+def test_calls_at_home_lie_in_the_phases_of_their_micro_batches() -> None:
+    # Two layers, two micro-batches; stage 1 of 3 runs forward m in phase m + 1 and backward m in phase m + 1.
+    serves = {"forward": [1, 1, 2, 2], "backward": [3, 3, 4, 4]}
+    column = measured_phases(serves, PLANNING, 2)
+    assert column is not None and column.tolist() == [0, 2, 4, 0, 0, 6, 8, 0]
+    last = measured_phases(serves, replace(PLANNING, stage=2), 2)
+    assert last is not None and last.tolist() == [0, 0, 2, 4, 6, 8, 0, 0]
+
+
+def test_a_disaggregated_rank_serves_in_every_phase() -> None:
+    serves = {"forward": [1] * 8, "backward": [2] * 8}
+    column = measured_phases(serves, replace(PLANNING, disaggregate=True), 2)
+    assert column is not None and column.tolist() == [2] * 4 + [4] * 4
+    assert measured_phases({"forward": [1] * 7, "backward": [2] * 8}, replace(PLANNING, disaggregate=True), 2) is None
+
+
+def test_levels_by_phase_and_by_rank() -> None:
+    table = np.array([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    assert levels(table) == {"by_phase": [2.0, 2.0, 1.0], "phases": pytest.approx(5 / 3), "ranks": 1.0}
+
+
+def test_the_first_step_is_forgotten_and_the_rest_averaged(tmp_path: Path) -> None:
+    table = PhaseTable()
+    for value in (100.0, 1.0, 3.0):
+        table.add(np.full((4, 2), value), np.full((4, 2), 5.0), np.full((4, 2), 5.0))
+    table.write(tmp_path / "phases.json", stages=2)
+    written = json.loads((tmp_path / "phases.json").read_text())
+    assert written["steps"] == 2 and written["measured"]["seconds"] == [[2.0, 2.0]] * 4
+    assert written["planned"]["phases"] == 1.0
+    plot_phases(tmp_path / "phases.png", table, stages=2)
+    assert (tmp_path / "phases.png").read_bytes().startswith(b"\x89PNG")

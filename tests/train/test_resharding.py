@@ -1,0 +1,101 @@
+"""A checkpoint goes on with other numbers of tensor-parallel, pipeline and data-parallel ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from distca.testing.ranks import run_ranks
+from tests.train.small_runs import arguments, steps_of, train_all, write_texts
+
+pytestmark = pytest.mark.slow
+
+# float32 losses of about 5 after a few steps of Adam: what is left between two orders of the same additions.
+CLOSE = 1e-6
+TOKENS = 384
+"""Of a micro-batch, however many data-parallel ranks share it."""
+CUTS = {"tp2-pp2": (2, 2, 4), "pp4": (1, 4, 4), "dp4": (1, 1, 4), "dp2": (1, 1, 2)}
+"""Tensor-parallel ranks, stages, all ranks."""
+KINDS: dict[str, dict[str, object]] = {
+    "fp32": {},
+    "plain": {"optimizer__distributed": False},
+    "bf16": {"train__precision": "bf16"},
+}
+RESUMED = {"fp32": list(CUTS), "plain": ["pp4"], "bf16": ["dp2"]}
+
+
+def _line(folder: Path, cut: str, **settings: object) -> list[str]:
+    tp, pp, ranks = CUTS[cut]
+    return arguments(
+        **{
+            "output": folder,
+            "data__path": folder / "texts",
+            "model__layers": 4,
+            "data__tokens_per_rank": TOKENS // (ranks // tp // pp),
+            "parallel__tp": tp,
+            "parallel__pp": pp,
+            "train__micro_batches": 2,
+            "train__steps": 4,
+            "checkpoint__save_every": 2,
+            "train__validate_batches": 1,
+        }
+        | settings
+    )
+
+
+def _train_and_resume(
+    folder: Path, runs: list[list[str]], copies: list[tuple[str, str]], resumed: list[list[str]]
+) -> None:
+    """Train ``runs``, copy them as they were after their second step, and go on with the copies."""
+    import torch.distributed as dist
+
+    train_all(runs)
+    if dist.get_rank() == 0:
+        for name, copy in copies:
+            shutil.copytree(folder / name, folder / copy)
+            shutil.rmtree(folder / copy / "checkpoints" / "step_000004")
+    dist.barrier()
+    train_all(resumed)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whole runs by the names of KINDS on two stages of two tensor-parallel ranks, and resumed ones as NAME-on-CUT."""
+    folder = tmp_path_factory.mktemp("resharding")
+    write_texts(folder / "texts")
+    copies = [(name, f"{name}-on-{cut}") for name, cuts in RESUMED.items() for cut in cuts]
+    lines = {
+        copy: _line(folder, copy.split("-on-")[1], **KINDS[name], checkpoint__resume=folder / copy)
+        for name, copy in copies
+    }
+    runs = [_line(folder, "tp2-pp2", name=name, **settings) for name, settings in KINDS.items()]
+    small = [line for copy, line in lines.items() if copy.endswith("dp2")]
+    run_ranks(4, _train_and_resume, folder, runs, copies, [line for line in lines.values() if line not in small])
+    run_ranks(2, train_all, small)
+    return folder
+
+
+def test_the_same_cut_goes_on_bit_for_bit(folder: Path) -> None:
+    for key in ("loss", "grad_norm", "lr", "validation_loss"):
+        assert steps_of(folder / "fp32-on-tp2-pp2", key) == steps_of(folder / "fp32", key), key
+
+
+@pytest.mark.parametrize("cut", ["pp4", "dp4", "dp2"])
+def test_another_cut_goes_on_with_the_same_losses(folder: Path, cut: str) -> None:
+    run, whole = folder / f"fp32-on-{cut}", folder / "fp32"
+    for key in ("loss", "grad_norm", "validation_loss"):
+        assert steps_of(run, key) == pytest.approx(steps_of(whole, key), rel=CLOSE), key
+    assert list(steps_of(run)) == [1, 2, 3, 4]
+
+
+def test_the_plain_optimizer_changes_its_cut_too(folder: Path) -> None:
+    for key in ("loss", "grad_norm"):
+        assert steps_of(folder / "plain-on-pp4", key) == pytest.approx(steps_of(folder / "plain", key), rel=CLOSE), key
+
+
+def test_main_weights_of_bfloat16_move_too(folder: Path) -> None:
+    """Losses agree as far as bfloat16 does; float32 main weights that were lost or rounded would show after a step."""
+    ours, whole = steps_of(folder / "bf16-on-dp2"), steps_of(folder / "bf16")
+    assert ours == pytest.approx(whole, rel=1e-4)
