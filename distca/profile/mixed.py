@@ -38,8 +38,8 @@ def random_batch(grid: Grid, cost: CostModel, seconds: float, seed: int) -> Task
     """A batch such as planned servers get, in random order, until forward takes ``seconds`` or memory is full.
 
     First comes one long task, up to three quarters of the batch: a document of 4K rows or more on a GPU, or its
-    last rows. The others, none longer and none above a quarter of the batch, are half whole documents and half shards. So
-    some batches consist of short documents only, and most of the time of others is one shard of a long document.
+    last rows. The others, none longer and none above a quarter of the batch, are half whole documents and half shards.
+    So some batches consist of short documents only, and most of the time of others is one shard of a long document.
 
     Returns:
         [N] query rows and [N] key/value rows.
