@@ -337,7 +337,8 @@ if [[ $launcher == srun ]]; then
     steps+=(bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank)
     command=(env "${environment[@]}" "${steps[@]}" ${profiler[@]+"${profiler[@]}"} "$python" "${program[@]}")
 else
-    steps=(torchrun "--nproc-per-node=$local_ranks")
+    # torchrun, of the Python that was checked and not of another one on the PATH.
+    steps=("$python" -m torch.distributed.run "--nproc-per-node=$local_ranks")
     if ((nodes > 1)); then
         steps+=("--nnodes=$nodes" "--node-rank=$NODE_RANK")
         steps+=("--master-addr=$MASTER_ADDR" "--master-port=${MASTER_PORT:-29500}")

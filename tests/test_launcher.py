@@ -38,7 +38,8 @@ class Machine:
         self.bin.mkdir()
         self.record = folder / "record"
         # A Python that has everything, so that nothing is installed.
-        self.tool("python", f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
+        start = 'if [[ "$1 $2" == "-m torch.distributed.run" ]]; then shift 2; exec torchrun "$@"; fi'
+        self.tool("python", f'#!/bin/bash\n{start}\nexec {shlex.quote(sys.executable)} "$@"\n')
         self.tool("torchrun", RECORDER)
         self.variables = {"PATH": f"{self.bin}:/usr/bin:/bin", "RECORD": str(self.record), "HOME": str(folder)}
 
@@ -199,7 +200,7 @@ def test_machines_without_slurm(machine: Machine) -> None:
 def test_nsys_wraps_the_ranks(machine: Machine) -> None:
     machine.tool("nsys", RECORDER)
     command = machine.dry(ENABLE_NSYS="1", NAME="look")
-    assert command.index("nsys") < command.index("torchrun")
+    assert command.index("nsys") < command.index("torch.distributed.run")
     assert "--output=runs/nsys/look-node0" in command
 
 
@@ -284,12 +285,12 @@ if [[ $* == *"$FAIL"* && -n $FAIL ]]; then echo no such package; exit 1; fi
     result = machine.run(script=project / "pretrain_llama.sh")
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines()[0].startswith("DistCA's dependencies are missing: installing them into")
-    made, torch, rest, checked = calls.read_text().splitlines()
+    made, torch, rest, checked, started = calls.read_text().splitlines()
     assert made == f"-m venv {project}/.venv"
     assert torch.endswith("torch==2.13.0"), "torch comes first and by itself where there is no GPU"
     assert rest.endswith(f"-e {project}")
     assert checked.startswith(f"{project}/pretrain_llama.py --check 4 ")
-    assert machine.record.read_text().startswith("torchrun")
+    assert started.startswith("-m torch.distributed.run --nproc-per-node=4")
     # With a GPU it is one step, and a failure says where to look.
     machine.gpus(1)
     failed = machine.run(script=project / "pretrain_llama.sh", FAIL="[gpu]", MODEL="tiny")
