@@ -37,7 +37,7 @@
 #     CAD              1 | 0                           --cad.enabled
 #     PING_PONG        1 | 0                           --cad.ping_pong
 #     BACKWARD         auto | keep | resend            --cad.backward
-#     EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB   (2)          --cad.nvshmem_buffer_gb: GiB in which rows land that travel by NVSHMEM
+#     EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB   (by tokens)  --cad.nvshmem_buffer_gb: GiB in which rows land that travel by NVSHMEM
 #   what is recorded
 #     EXPERIMENT_LOG_MEMORY_USAGE         (0)          --log.memory: 1 records each step's peak memory
 #     ENABLE_NSYS      1 | 0 (0)                       run under Nsight Systems; reports go to runs/nsys/

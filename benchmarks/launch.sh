@@ -64,7 +64,8 @@ each_matches "$number" "a whole number of at least 1" \
 each_matches '0|[1-9][0-9]*' "a whole number" GPUS_PER_NODE WARM_UP SEED NODE_RANK MASTER_PORT
 each_matches "$number( $number)*" "one or more whole numbers" CONTEXT_LENGTH
 each_matches '(pretrain|prolong)( (pretrain|prolong))?' "pretrain, prolong or both" MIX
-each_matches '0|1' "0 or 1" RECOMPUTE DRY_RUN
+each_matches '0|1' "0 or 1" DRY_RUN
+each_matches 'none|mlp|all' "none, mlp or all" RECOMPUTE
 each_matches 'tiny|8b|8b-cut|34b' "tiny, 8b, 8b-cut or 34b" MODEL
 mode='(distca|packed|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-keep)'
 each_matches "all|$mode( $mode)*" "all, or some of distca, packed, variable, cp, cp-keep, ring, ulysses" MODE
@@ -140,7 +141,7 @@ settings=(--config "$config" --model.layers "$layers" --parallel.tp "${TP_SIZE:-
 settings+=(--data.tokens_per_rank "$tokens" --data.context_length "$tokens")
 if [[ $model == tiny ]]; then settings+=(--model.vocabulary 256); fi
 settings+=(--train.micro_batches "${MICRO_BATCHES:-$((stages > 1 ? 4 : 1))}")
-if [[ -n ${RECOMPUTE:-} ]]; then settings+=(--train.recompute "$( ((RECOMPUTE)) && echo true || echo false)"); fi
+settings+=(--train.recompute "${RECOMPUTE:-mlp}") # the same in all modes
 if [[ -n ${SEED:-} ]]; then settings+=(--train.seed "$SEED" --data.seed "$SEED"); fi
 program=(-m benchmarks.throughput "${own[@]}" -- "${settings[@]}" "$@")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import make_viewless_tensor
 
@@ -91,16 +92,31 @@ def disaggregate(block: TransformerBlock, pool: AttentionPool, recompute_segment
         recompute_segments: recompute post(i)+pre(i+1) in backward, never core attention.
 
     Raises:
-        ValueError: the block's configuration recomputes core attention or drops activations out.
+        ValueError: the block's configuration recomputes anything but MLPs, or these a second time, or drops
+            activations out.
     """
     config = block.config
-    if config.recompute_granularity is not None:
-        raise ValueError(
-            f"recompute_granularity is '{config.recompute_granularity}', which would recompute core attention and send "
-            "its rows twice. Leave it unset and use train.recompute, which recomputes everything else."
-        )
+    _check_recomputation(config, recompute_segments)
     if config.hidden_dropout or config.attention_dropout:
         raise ValueError("Disaggregated core attention has no dropout: set hidden_dropout and attention_dropout to 0.")
     assert all(isinstance(layer, SplitTransformerLayer) for layer in block.layers)
     block.__class__ = DisaggregatedBlock
     block.pool, block.recompute_segments = pool, recompute_segments  # type: ignore[attr-defined]
+
+
+def _check_recomputation(config: TransformerConfig, recompute_segments: bool) -> None:
+    """The layers may recompute their MLPs, which lie within post(i), unless that is recomputed as a whole."""
+    granularity, modules = config.recompute_granularity, config.recompute_modules
+    if granularity is None:
+        return
+    if granularity != "selective" or modules != ["mlp"]:
+        raise ValueError(
+            f"recompute_granularity is '{granularity}' with recompute_modules {modules}, which would recompute core "
+            "attention and send its rows twice, or is not known to work. Set train.recompute to mlp for the MLPs, or "
+            "to all for everything but core attention."
+        )
+    if recompute_segments:
+        raise ValueError(
+            "recompute_modules is ['mlp'], but the MLPs are recomputed as parts of whole segments: leave "
+            "recompute_granularity unset, or do without recompute_segments."
+        )

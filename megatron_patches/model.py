@@ -54,7 +54,7 @@ def transformer_config(
     dtype: torch.dtype,
     *,
     sequence_parallel: bool = False,
-    recompute_at_home: bool = False,
+    recompute_mlp: bool = False,
     cpu_initialization: bool = False,
     one_f_one_b: bool = False,
 ) -> TransformerConfig:
@@ -64,8 +64,8 @@ def transformer_config(
         shape: the model's sizes.
         dtype: of parameters and activations.
         sequence_parallel: shard activations between tensor-parallel blocks by tokens.
-        recompute_at_home: let stock layers recompute their MLPs (not for disaggregated blocks, which recompute
-            whole segments by themselves).
+        recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in stock and in
+            disaggregated blocks.
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
         one_f_one_b: the model runs under megatron's own pipeline schedule.
     """
@@ -105,9 +105,9 @@ def transformer_config(
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         sequence_parallel=sequence_parallel and tp > 1,
         use_cpu_initialization=cpu_initialization,
-        recompute_granularity="selective" if recompute_at_home else None,
+        recompute_granularity="selective" if recompute_mlp else None,
         # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
-        recompute_modules=["mlp"] if recompute_at_home else None,
+        recompute_modules=["mlp"] if recompute_mlp else None,
     )
 
 
@@ -133,7 +133,8 @@ def build_model(
         pool: for "disaggregated".
         kernel: for "packed".
         timeline: for "packed".
-        recompute_segments: for "disaggregated": recompute everything but core attention in backward.
+        recompute_segments: for "disaggregated": recompute everything but core attention in backward, and so not the
+            MLP by itself.
 
     Returns:
         A GPTModel; its ``rotary_pos_emb`` takes the positions of each micro-batch before forward.

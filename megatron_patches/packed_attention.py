@@ -52,4 +52,6 @@ class PackedAttention(MegatronModule):
         q, k, v = (x.squeeze(1)[:rows] for x in (query, key, value))
         timer = partial(self.timeline.serve, self.layer, 0)
         o = attention_mask.attend(self.kernel, q, k, v, self.scale, timer)
-        return torch.nn.functional.pad(o.flatten(1), (0, 0, 0, padding)).unsqueeze(1)
+        if padding:  # a copy, which the output projection would keep beside the kernel's own o
+            o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
+        return o.flatten(1).unsqueeze(1)

@@ -33,6 +33,8 @@ from megatron_patches.parallel import initialize_model_parallel, server_pool_gro
 from megatron_patches.training_step import DeviceBatch, run_micro_batches, wrap_for_data_parallel
 from megatron_patches.weights import load_full_weights, share_of
 
+Recompute = Literal["none", "mlp", "all"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParityShape:
@@ -60,7 +62,7 @@ class ParityCase:
         tp: tensor-parallel size, with sequence parallelism; what is left of the world is the server pool.
         ping_pong: two nano-batches.
         backward: keep or resend.
-        recompute: recompute segments.
+        recompute: nothing, every layer's MLP, or everything but core attention.
         scheduler: "real": the planner's. "random": random cuts on random servers, to stress routes.
         seed: of weights, tokens and random plans.
         changed_document: (micro-batch, document) whose tokens are drawn anew.
@@ -72,7 +74,7 @@ class ParityCase:
     tp: int = 1
     ping_pong: bool = True
     backward: Literal["keep", "resend"] = "keep"
-    recompute: bool = False
+    recompute: Recompute = "none"
     scheduler: Literal["real", "random"] = "real"
     seed: int = 1
     changed_document: tuple[int, int] | None = None
@@ -208,9 +210,16 @@ def build(case: ParityCase, dtype: torch.dtype, attention: Attention, **parts: A
     build_model."""
     torch.manual_seed(case.seed)
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    config = transformer_config(case.shape, dtype, sequence_parallel=tp > 1, cpu_initialization=True)
+    config = transformer_config(
+        case.shape,
+        dtype,
+        sequence_parallel=tp > 1,
+        recompute_mlp=attention == "disaggregated" and case.recompute == "mlp",
+        cpu_initialization=True,
+    )
     shape = replace(case.shape, tie_embeddings=case.tie_embeddings)
-    return build_model(shape, shape.vocabulary, config, attention, recompute_segments=case.recompute, **parts)
+    segments = case.recompute == "all"
+    return build_model(shape, shape.vocabulary, config, attention, recompute_segments=segments, **parts)
 
 
 def hidden_scores(lengths: np.ndarray, positions: np.ndarray) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from distca.attention import choose_kernel
 from distca.attention.reference import ReferenceKernel
 from megatron_patches import block_parity, parity
-from megatron_patches.parity import ParityCase, ParityShape
+from megatron_patches.parity import ParityCase, ParityShape, Recompute
 
 # Relative norms. Float32: the whole training path, loss and every parameter's gradient. Float64: the transformer block,
 # output, input gradient, every weight gradient. bfloat16: our distance from float64 over stock megatron-core's.
@@ -43,13 +43,16 @@ GPU_SHAPE = ParityShape(hidden=512, ffn=1024, heads=8, kv_heads=2, resolved_head
 
 Figures = dict[str, float]
 BACKWARDS: tuple[Literal["keep", "resend"], ...] = ("keep", "resend")
+MLP: Recompute = "mlp"
 
 
 def all_modes(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[ParityCase]:
-    """Ping-pong on and off × keep and resend × recompute on and off."""
+    """Ping-pong on and off × keep and resend × nothing and everything recomputed; the MLP alone with two of them."""
+    levels: tuple[Recompute, ...] = ("none", "all")
+    modes = [*product((True, False), BACKWARDS, levels), (True, BACKWARDS[0], MLP), (False, BACKWARDS[1], MLP)]
     return [
         ParityCase(micro_batches=lengths, tp=tp, ping_pong=ping_pong, backward=backward, recompute=recompute)
-        for ping_pong, backward, recompute in product((True, False), BACKWARDS, (False, True))
+        for ping_pong, backward, recompute in modes
     ]
 
 
@@ -60,11 +63,11 @@ def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = N
             micro_batches=lengths,
             tp=tp,
             backward="keep" if scheduler == "random" else "resend",
-            recompute=scheduler == "random",
+            recompute="all" if scheduler == "random" else (MLP, "none")[number % 2],  # type: ignore[arg-type]
             scheduler=scheduler,  # type: ignore[arg-type]
             tie_embeddings=scheduler == "real",
         )
-        for lengths, scheduler in product((edges or EDGES).values(), ("random", "real"))
+        for (number, lengths), scheduler in product(enumerate((edges or EDGES).values()), ("random", "real"))
     ]
 
 

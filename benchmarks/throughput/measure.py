@@ -66,7 +66,10 @@ def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunCo
     # Baselines need no symmetric memory, and limits on links are NCCL's.
     if world.device.type == "cuda" and (mode.method != "distca" or settings.link_channels):
         cad = replace(cad, transport="nccl")
-    return replace(config, data=data, cad=cad)
+    train = config.train
+    if train.recompute == "all" and not cad.enabled:
+        train = replace(train, recompute="mlp")  # Megatron-Core's own layers cannot recompute more
+    return replace(config, data=data, cad=cad, train=train)
 
 
 def measure_mode(
@@ -169,7 +172,7 @@ class _Run:
             record.memory_gib = record.reserved_gib = psutil.Process().memory_info().rss / 2**30
             return
         pool = self._trainer.pool.transport
-        heap = self._trainer.config.cad.nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0
+        heap = self._trainer.config.resolved_nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0
         record.memory_gib = torch.cuda.max_memory_allocated(self._device) / 2**30 + heap
         record.reserved_gib = torch.cuda.max_memory_reserved(self._device) / 2**30 + heap
 

@@ -13,10 +13,7 @@ def transport_rows() -> list[tuple[str, str]]:
     """(name, finding) for the table; asks no other process."""
     from distca.transport import native
 
-    built = (
-        "built" if native.is_available() else "not built: install again on a machine with nvcc (README.Installation.md)"
-    )
-    rows = [("CUDA library of csrc/", built), ("NVSHMEM", _nvshmem())]
+    rows = [("CUDA library of csrc/", native.why_not() or "built and working"), ("NVSHMEM", _nvshmem())]
     if torch.cuda.is_available():
         rows += [("driver", _driver()), ("peer access", _peer_access()), ("NVLink", _nvlink())]
         rows.append(("several machines", _network()))
@@ -32,7 +29,7 @@ def transport_reasons() -> dict[str, str | None]:
         nccl = "it moves GPU memory, and torch finds no GPU here"
     elif not torch.distributed.is_nccl_available():
         nccl = "this build of torch has no NCCL"
-    nvshmem = why_not_nvshmem() or why_no_peer_access(list(range(torch.cuda.device_count())))
+    nvshmem = why_not_nvshmem() or why_no_peer_access()
     return {"nvshmem": nvshmem, "nccl": nccl, "gloo": None}
 
 

@@ -38,7 +38,7 @@ def fit_band(offer: Offer, receivers: Receivers, timer: Timer) -> Band | None:
     whole = float(area(offer.start, offer.stop))
     block = timer.block(offer.seconds / (offer.stop - offer.start))
     # The lowest place of a range has fewest pairs a row: no place holds more rows for that many pairs.
-    most = area(offer.start, offer.start + receivers.most_rows)
+    most = area(offer.start, offer.start + receivers.most_rows) if receivers.capped else receivers.most_rows
     size, wanted, least = _first_sizes(offer, receivers, timer, whole)
     size = np.minimum(size, most)
     chosen, sizes = _choose(size, wanted, receivers.distant)
@@ -95,7 +95,7 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.nd
     if full < len(size):
         rest = wanted - (total[full - 1] if full else 0.0)
         left = size[full:]
-        tight = np.where(left >= rest, left + distant[usable[full:]] * size.max(), np.inf)
+        tight = np.where(left >= rest, left + distant[usable[full:]] * float(size.max()), np.inf)
         last = usable[full + int(tight.argmin())]
         if full == 0:
             return np.array([last]), np.array([rest])
@@ -155,11 +155,15 @@ def _end(start: np.ndarray | float, pairs: np.ndarray | float) -> np.ndarray:
 
 
 def _timed(offer: Offer, chosen: np.ndarray, cuts: np.ndarray, timer: Timer) -> Band:
-    some = np.append(cuts[:-1] < cuts[1:], True)
-    chosen, cuts = chosen[some[:-1]], cuts[some]
+    some = cuts[:-1] < cuts[1:]
+    if not some.all():
+        chosen, cuts = chosen[some], cuts[np.append(some, True)]
     edges = np.concatenate(([offer.start], cuts, [offer.stop]))
-    seconds = timer.seconds(edges[:-1], edges[1:])
-    return Band(chosen, cuts, seconds[:, 1:-1], seconds[:, [0, -1]])
+    # In the same call: the ranges joined with the rows behind them, and the first with those before it.
+    behind = np.concatenate((edges[:-1], edges[1:-2], edges[:1]))
+    seconds = timer.seconds(behind, np.concatenate((edges[1:], edges[3:], edges[2:3])))
+    count = len(edges) - 1
+    return Band(chosen, cuts, seconds[:, 1 : count - 1], seconds[:, [0, count - 1]], seconds[:, count:])
 
 
 def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Timer, block: int) -> Band | None:
@@ -174,7 +178,7 @@ def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Time
         rows = band.cuts[1:] - band.cuts[:-1]
         bad = over
         if rows.min() < _NEVER_WASTEFUL * timer.cost.block:
-            bad = over | _wasteful(offer, band, timer)
+            bad = over | _wasteful(band)
         if not bad.any():
             return band
         # A band has no holes: what lies on the shorter side of a bad range is given up with it.
@@ -202,17 +206,14 @@ def _shortened(offer: Offer, receivers: Receivers, band: Band, over: np.ndarray,
 
 def _over(receivers: Receivers, band: Band) -> np.ndarray:
     """[N] bool: ranges that exceed their receiver's time or memory."""
-    too_long = band.cuts[1:] - band.cuts[:-1] > receivers.most_rows[band.chosen]
-    return too_long | (least_of(receivers.room[:, band.chosen] * (1 + 1e-9) - band.moved) < 0)
+    over = least_of(receivers.room[:, band.chosen] * (1 + 1e-9) - band.moved) < 0
+    return over | (band.cuts[1:] - band.cuts[:-1] > receivers.most_rows[band.chosen]) if receivers.capped else over
 
 
-def _wasteful(offer: Offer, band: Band, timer: Timer) -> np.ndarray:
+def _wasteful(band: Band) -> np.ndarray:
     """[N] bool: ranges whose cut from the rows behind them (and, for the first, before them) costs too much."""
-    start = np.append(band.cuts[:-1], offer.start)
-    stop = np.concatenate((band.cuts[2:], [offer.stop, band.cuts[1]]))
-    joined = timer.seconds(start, stop)
-    added = band.moved - joined[:, :-1]
+    added = band.moved - band.joined[:, :-1]
     added[:, :-1] += band.moved[:, 1:]
     added[:, -1] += band.kept[:, 1]
-    added[:, 0] += band.kept[:, 0] + band.moved[:, 0] - joined[:, -1]
+    added[:, 0] += band.kept[:, 0] + band.moved[:, 0] - band.joined[:, -1]
     return (added > MOST_OVERHEAD * band.moved).all(axis=0)

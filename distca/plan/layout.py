@@ -20,6 +20,7 @@ import numpy as np
 from distca.plan.cost import CostModel, area_cost
 from distca.plan.dealing import Dealing, Stream, dealt_evenly, halves
 from distca.plan.errors import PlanError
+from distca.plan.order import order_by
 from distca.plan.placement import Placement, spread
 from distca.plan.speeds import check_speeds
 
@@ -255,7 +256,7 @@ def _spread(
     # A document that goes on in the next nano-batch comes last on every rank, because carried rows are a rank's tail.
     goes_on = np.zeros(len(length), bool)
     goes_on[stream.document] = stream.stop < length[stream.document]
-    order = np.lexsort((placed.start, placed.document, goes_on[placed.document], rank))
+    order = order_by(rank, goes_on[placed.document].astype(np.int64), placed.document, placed.start)
     document, start, stop, rank = (x[order] for x in (placed.document, placed.start, placed.stop, rank))
     return Shards(document, start, stop, rank, np.cumsum(stop - start) - (stop - start) - bounds[rank]), budgets
 
@@ -286,7 +287,7 @@ def _place_whole(
 
 
 def _sorted(shards: Shards) -> Shards:
-    order = np.lexsort((shards.start, shards.document))
+    order = order_by(shards.document, shards.start)
     return Shards(*(column[order] for column in shards.columns()))
 
 

@@ -66,7 +66,7 @@ class Receivers:
     Attributes:
         rank: [C].
         room: [K, C] seconds they may still gain.
-        most_rows: [C] query rows they may get, for their memory; infinite without a cap.
+        most_rows: [C] query rows they may get, for their memory; all infinite without a cap.
         distant: [C] bool, not on the giver's node.
         q_price: [C] price of moving one query row there.
         kv_price: (positions [..., N], indices [N]) -> [..., N] price of the k,v rows that a range ending there still
@@ -80,6 +80,11 @@ class Receivers:
     q_price: np.ndarray
     kv_price: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
+    @property
+    def capped(self) -> bool:
+        """Whether memory limits what they may get."""
+        return bool(np.isfinite(self.most_rows[0]))
+
 
 @dataclass(frozen=True)
 class Band:
@@ -90,17 +95,20 @@ class Band:
         cuts: [N + 1] int64 positions.
         moved: [K, N] seconds each receiver gains.
         kept: [K, 2] seconds the giver keeps before and behind the band.
+        joined: [K, N + 1] seconds of each range with the rows behind it up to the next cut; last, of the first range
+            with the rows before it.
     """
 
     chosen: np.ndarray
     cuts: np.ndarray
     moved: np.ndarray
     kept: np.ndarray
+    joined: np.ndarray
 
 
 def area(start: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:
     """Query-key pairs of the causal query ranges [start, stop)."""
-    return np.asarray((stop * (stop + 1.0) - start * (start + 1.0)) / 2)
+    return np.asarray((stop * (stop + 1.0) - start * (start + 1.0)) * 0.5)
 
 
 def least_of(directions: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ import numpy as np
 from distca.plan.cost import CostModel
 from distca.plan.dealing import Stream
 from distca.plan.offers import area
+from distca.plan.order import order_by
 
 Placement = Literal["in_order", "spread"]
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -168,33 +169,35 @@ def _deal(
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))
     count = int((work_from[:-1] > _FILLING * work_from[0]).sum())
     owed, tokens = work_left.tolist(), tokens_left.tolist()
-    rank = np.full(len(rows), -1)
+    rank_of = [-1] * len(rows)
     begin = 0
     while begin < count:
         end = max(begin + 1, int(np.searchsorted(-rows[:count], -rows[begin] / _SAME_SIZE)))
-        filling = work_from[end] / rows_from[end] if end < len(rows) else 0.0
+        filling = float(work_from[end] / rows_from[end]) if end < len(rows) else 0.0
         heap = [(filling * room - need, at) for at, (need, room) in enumerate(zip(owed, tokens, strict=True))]
         heapq.heapify(heap)
-        columns = (rows[begin:end].tolist(), cost[begin:end].tolist())
-        for at, (own, brings) in enumerate(zip(*columns, strict=True), begin):
+        surplus = cost[begin:end] - filling * rows[begin:end]
+        columns = (rows[begin:end].tolist(), cost[begin:end].tolist(), surplus.tolist())
+        for at, (own, brings, more) in enumerate(zip(*columns, strict=True), begin):
             # Ranges get shorter: a rank without room for this one may have some at the next size.
             while heap and tokens[heap[0][1]] < own:
                 heapq.heappop(heap)
             if not heap:
                 break
             key, receiver = heap[0]
-            heapq.heapreplace(heap, (key + brings - filling * own, receiver))
+            heapq.heapreplace(heap, (key + more, receiver))
             owed[receiver] -= brings
             tokens[receiver] -= own
-            rank[at] = receiver
+            rank_of[at] = receiver
         begin = end
+    rank = np.array(rank_of, np.int64)
     dealt = rank >= 0
     return _take(ranges, dealt), rank[dealt], _take(ranges, ~dealt)
 
 
 def _fill(ranges: Stream, tokens_left: np.ndarray) -> tuple[Stream, np.ndarray]:
     """Lay ranges end to end into what is left of the ranks' budgets, cut where a budget ends."""
-    ranges = _take(ranges, np.lexsort((ranges.start, ranges.document)))
+    ranges = _take(ranges, order_by(ranges.document, ranges.start))
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(tokens_left)
     begins = ends - (ranges.stop - ranges.start)
     cuts = np.unique(np.concatenate((begins, tops[tops < (ends[-1] if len(ends) else 0)])))

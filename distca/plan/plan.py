@@ -12,6 +12,7 @@ import numpy as np
 
 from distca.plan.errors import PlanError
 from distca.plan.layout import Layout
+from distca.plan.order import order_by
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Tasks:
     @staticmethod
     def sorted(document: np.ndarray, start: np.ndarray, stop: np.ndarray, server: np.ndarray) -> Tasks:
         """Sort by (server, document, start) and join ranges of one document that touch on one server."""
-        order = np.lexsort((start, document, server))
+        order = order_by(server, document, start)
         document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
         if len(document) == 0:
             return Tasks(document, start, stop, server)
@@ -66,7 +67,7 @@ class Plan:
                 f"The plan names server {int(tasks.server.max())}, but the layout has {layout.ranks} ranks: "
                 "it was made for another world size."
             )
-        order = np.lexsort((tasks.start, tasks.document))
+        order = order_by(tasks.document, tasks.start)
         document, start, stop = tasks.document[order], tasks.start[order], tasks.stop[order]
         computed = np.bincount(document, weights=stop - start, minlength=len(layout.last)).astype(np.int64)
         touching = (document[1:] != document[:-1]) | (start[1:] == stop[:-1])

@@ -11,9 +11,9 @@ import numpy as np
 from distca.plan.balance import traffic
 from distca.plan.cost import AttentionShape, CostModel, Direction
 from distca.plan.errors import PlanError
-from distca.plan.layout import Layout
 from distca.plan.links import HeldRows, Links
-from distca.plan.plan import Plan, Tasks, plan_at_home
+from distca.plan.order import order_by
+from distca.plan.plan import Plan, Tasks
 from distca.plan.speeds import check_speeds
 
 _NOTHING = 1e-9
@@ -61,7 +61,6 @@ class Pool:
     Attributes:
         load: [K, R] seconds.
         mean: [K] seconds of a server of speed 1 if the work, with what cuts added so far, were spread evenly.
-        tolerance: how far above its fair share a server may be.
         order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so
             that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
@@ -70,7 +69,7 @@ class Pool:
 
     def __init__(
         self,
-        layout: Layout,
+        home: Plan,
         cost: CostModel,
         direction: Direction,
         *,
@@ -79,16 +78,16 @@ class Pool:
         links: Links,
         max_received_bytes: int | None,
     ) -> None:
-        self.layout, self.links, self.shape = layout, links, cost.shape
-        home = plan_at_home(layout)
+        layout = self.layout = home.layout
+        self.links, self.shape = links, cost.shape
         tasks = self._home = home.tasks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         self._seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop)
         self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
-        self.tolerance = tolerance
         self._speeds = check_speeds(speeds, layout.ranks)
+        self._most = self._speeds * (1 + tolerance)
         self.mean = self.load.sum(axis=1) / self._speeds.sum()
-        self.order = _canonical_order(tasks, layout.ranks)
+        self.order = _canonical_order(tasks, self._bounds)
         self.cap = max_received_bytes
         self.received = _received_at_home(home, cost.shape, max_received_bytes)
         self.node = links.nodes(layout.ranks)
@@ -115,7 +114,12 @@ class Pool:
     @property
     def limit(self) -> np.ndarray:
         """[K, R] the most each server may have."""
-        return self.mean[:, None] * self._speeds * (1 + self.tolerance)
+        return self.mean[:, None] * self._most
+
+    def above_share(self, rank: int) -> float:
+        """How far above its fair share ``rank`` is, in its worse direction."""
+        share = self.mean * self._speeds[rank]
+        return float((self.load[:, rank] / np.maximum(share, 1e-300)).max()) - 1
 
     def spare_bytes(self, ranks: np.ndarray) -> np.ndarray:
         """[N] bytes that ``ranks`` may still receive; infinite without a cap."""
@@ -135,9 +139,10 @@ class Pool:
             )
         return self._pieces[rank]
 
-    def sharers(self, document: int) -> dict[int, int]:
-        """Ranks, other than a sole home, that already read rows of ``document``, and how far."""
-        return self._readers.get(document, {})
+    def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """[N] ranks, other than a sole home, that already read rows of ``document``, and [N] how far."""
+        readers = self._readers.get(document, {})
+        return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.int64)
 
     def homes(self, document: int) -> list[int]:
         """Home ranks of a document that lives on several; empty for others."""
@@ -146,7 +151,7 @@ class Pool:
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[..., N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read
         ``document`` up to ``stops`` [..., N]. What they hold as home ranks or have fetched already is free."""
-        readers = self.sharers(document)
+        readers = self._readers.get(document, {})
         if not self.links.ranks_per_node and not any(rank in readers for rank in ranks.tolist()):
             return stops, np.zeros(1, np.int64)
         had = np.array([readers.get(rank, 0) for rank in ranks.tolist()], np.int64)
@@ -186,10 +191,12 @@ class Pool:
         return Tasks.sorted(*(np.concatenate(column) for column in zip(*columns, *self._moved, strict=True)))
 
 
-def _canonical_order(tasks: Tasks, ranks: int) -> np.ndarray:
-    first = np.full(ranks, np.iinfo(np.int64).max)
-    np.minimum.at(first, tasks.server, np.lexsort((tasks.start, tasks.document)).argsort())
-    return np.argsort(first, kind="stable")
+def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
+    """[R] ranks by their first task; those of rank r are [bounds[r], bounds[r + 1])."""
+    empty = bounds[:-1] == bounds[1:]
+    some = np.flatnonzero(~empty)
+    first = bounds[some]
+    return np.concatenate((some[order_by(tasks.document[first], tasks.start[first])], np.flatnonzero(empty)))
 
 
 def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 
 from distca.plan.errors import PlanError
 from distca.plan.layout import Shards
+from distca.plan.order import order_by
 from distca.plan.plan import Plan, Tasks
 
 
@@ -48,7 +49,7 @@ class Segments:
     @staticmethod
     def merged(peer: np.ndarray, source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> Segments:
         """Sort by (peer, destination) and join segments that continue each other on both sides."""
-        order = np.lexsort((destination, peer))
+        order = order_by(peer, destination)
         peer, source, destination, rows = (column[order] for column in (peer, source, destination, rows))
         if len(peer) == 0:
             return Segments(peer, source, destination, rows)
@@ -171,8 +172,8 @@ def _none() -> Segments:
 def _offsets_within_server(tasks: Tasks, rows: np.ndarray) -> np.ndarray:
     """[T] first row of each task in its server's buffer; tasks are sorted by server."""
     ends = np.cumsum(rows)
-    before_server = np.concatenate(([0], ends))[np.searchsorted(tasks.server, tasks.server, side="left")]
-    return ends - rows - before_server
+    first = np.searchsorted(tasks.server, np.arange(int(tasks.server.max(initial=0)) + 1))
+    return ends - rows - np.concatenate(([0], ends))[first][tasks.server]
 
 
 def _exchange(

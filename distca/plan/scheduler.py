@@ -10,7 +10,7 @@ Array legend: K directions (forward, backward, or both), R ranks, C receivers lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -32,6 +32,9 @@ _ENOUGH = 1e-9
 _LEAST_ROOM = 1e-4
 _TRIES = 3
 _AIM = 0.95
+_SHORT_TRIES = 2
+_PARTNERS = 8
+"""Receivers with which an exchange of pieces is tried."""
 _MORE_TOLERANCE = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
 little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
@@ -73,10 +76,12 @@ def schedule(
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
-    best, lowest, over = plan_at_home(layout).tasks, np.inf, np.inf
-    for aim in (_AIM * tolerance, *(tolerance + more for more in _MORE_TOLERANCE)):
+    home = plan_at_home(layout)
+    best, lowest, over = home.tasks, np.inf, np.inf
+    aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
+    for tried, aim in enumerate(aims):
         pool = Pool(
-            layout,
+            home,
             cost,
             direction,
             tolerance=aim,
@@ -86,7 +91,9 @@ def schedule(
         )
         unit = np.maximum(pool.mean, 1e-300)
         lowest = min(lowest, float((pool.slowest / unit).max()))
-        _Balancer(pool, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend)).run()
+        balancer = _Balancer(pool, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
+        # Once one server is left above what the next try aims at, the first tries need not see to the others.
+        balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
         slowest = float((pool.slowest / unit).max())
         if slowest < lowest:
             best, lowest = pool.tasks(), slowest
@@ -103,22 +110,34 @@ class _Balancer:
 
     def __init__(self, pool: Pool, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
         self.pool, self.timer, self.q_bytes, self.kv_bytes = pool, timer, q_bytes, kv_bytes
-        self.unit = timer.unit
+        self.unit = timer.unit[:, None]
         self.stuck = np.zeros(pool.layout.ranks, bool)
+        self.near = np.zeros(pool.layout.ranks, bool)
         self.equal_prices, self.endless = np.ones(pool.layout.ranks), np.full(pool.layout.ranks, np.inf)
 
-    def run(self) -> None:
-        giver = self._next(None)
+    def run(self, at_most: float = np.inf) -> None:
+        """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share."""
+        room = self._room()
+        giver = self._next(room, None)
         while giver is not None:
-            document = self._give(giver)
-            self.stuck[giver] |= document is None
-            giver = self._next(document)
+            document = self._give(giver, room)
+            if document is None:
+                self.stuck[giver] = True
+                if self.pool.above_share(giver) > at_most + _ENOUGH:
+                    return
+            else:
+                room = self._room()
+            giver = self._next(room, document)
 
-    def _next(self, document: int | None) -> int | None:
+    def _room(self) -> np.ndarray:
+        """[K, R] seconds that servers are below their limits."""
+        return self.pool.limit - self.pool.load
+
+    def _next(self, room: np.ndarray, document: int | None) -> int | None:
         """The server furthest above its limit; first among those that share ``document``, whose k,v rows its receivers
         now have."""
         pool = self.pool
-        excess = -least_of((pool.limit - pool.load) / self.unit[:, None])
+        excess = -least_of(room / self.unit)
         excess[self.stuck] = 0.0
         if document is not None:
             near = [rank for rank in pool.homes(document) if excess[rank] > _ENOUGH]
@@ -127,44 +146,44 @@ class _Balancer:
         giver = int(pool.order[np.argmax(excess[pool.order])])
         return giver if excess[giver] > _ENOUGH else None
 
-    def _give(self, giver: int) -> int | None:
+    def _give(self, giver: int, room: np.ndarray) -> int | None:
         """Give the piece that costs fewest bytes per second of work; returns its document, None when nothing can go."""
-        pool = self.pool
-        room = pool.limit - pool.load
         need = -room[:, giver]
-        pieces = pool.pieces_of(giver)
-        free = np.maximum(least_of(room / self.unit[:, None]), 0.0)
+        pieces = self.pool.pieces_of(giver)
+        free = np.maximum(least_of(room / self.unit), 0.0)
         free[giver] = 0.0
         price = self._price_per_pair(pieces, need, float(free.max()))
         if self._give_whole(giver, pieces, price, need, room, free):
             return _NO_DOCUMENT
-        for best in np.argsort(price, kind="stable")[:_TRIES]:
-            if np.isfinite(price[best]) and self._give_band(giver, int(best), need, room, free):
+        for best in _cheapest(price):
+            if self._give_band(giver, best, need, room, free):
                 return int(pieces.document[best])
-        return _NO_DOCUMENT if self._give_one(giver, pieces, need, room, free) else None
+        moved = self._give_one(giver, pieces, need, room, free) or self._exchange(giver, pieces, need, room, free)
+        return _NO_DOCUMENT if moved else None
 
     def _price_per_pair(self, pieces: Pieces, need: np.ndarray, most: float) -> np.ndarray:
         """[P] bytes per query-key pair of the best single range of each piece that meets the need or the largest
         room."""
         if not len(pieces.document) or most <= _ENOUGH:
             return np.full(len(pieces.document), np.inf)
-        whole = np.asarray(area(pieces.start, pieces.stop))
-        per_pair = -least_of(-pieces.seconds / self.unit[:, None]) / whole
-        wanted = np.minimum(whole, min(most, float((need / self.unit).max())) / per_pair)
-        middle = np.sqrt(wanted * (self.q_bytes + self.kv_bytes / 2) / self.kv_bytes)
+        start, stop = pieces.start, pieces.stop
+        whole = area(start, stop)
+        per_pair = -least_of(-pieces.seconds / self.unit) / whole
+        wanted = np.minimum(whole, min(most, float((need / self.unit[:, 0]).max())) / per_pair)
+        middle = np.sqrt(wanted * (self.q_bytes / self.kv_bytes + 0.5))
         half = wanted / np.maximum(middle, 1.0) / 2
-        middle = np.clip(middle, pieces.start + half, np.maximum(pieces.stop - half, 1.0))
-        rows = np.minimum(wanted / np.maximum(middle, 0.5), pieces.stop - pieces.start)
-        return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, pieces.stop)) / wanted
+        middle = np.minimum(np.maximum(middle, start + half), np.maximum(stop - half, 1.0))
+        rows = np.minimum(wanted / np.maximum(middle, 0.5), stop - start)
+        return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, stop)) / wanted
 
     def _give_whole(
         self, giver: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
     ) -> bool:
         """Hand the cheapest pieces, as long as they are smaller than the need, to one receiver in one step."""
-        if not len(price) or (pieces.seconds[:, int(np.argmin(price))] > need).all():
+        if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
         order = np.argsort(price, kind="stable")
-        receiver = self._one_receiver(free, float((need / self.unit).max()))
+        receiver = self._one_receiver(free, float((need / self.unit[:, 0]).max()))
         total = np.cumsum(pieces.seconds[:, order], axis=1)
         fits = (total <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
         fits &= np.isfinite(price[order])
@@ -181,6 +200,25 @@ class _Balancer:
         rows = pieces.stop - pieces.start
         best = np.argmin(np.where(covers, rows, np.iinfo(np.int64).max)) if covers.any() else np.argmax(fits * rows)
         return self._hand_over(giver, pieces, np.array([best]), receiver)
+
+    def _exchange(self, giver: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        """Where nothing fits alone: a whole piece against a slightly smaller one of a receiver, the shortest such
+        pair."""
+        order = self.pool.order
+        for receiver in order[np.argsort(-free[order], kind="stable")][:_PARTNERS].tolist():
+            if free[receiver] <= 0:
+                break
+            theirs = self.pool.pieces_of(receiver)
+            change = pieces.seconds[:, :, None] - theirs.seconds[:, None, :]
+            fits = ((change >= need[:, None, None]) & (change <= room[:, receiver, None, None])).all(axis=0)
+            fits &= (self._most_arriving(pieces) <= self.pool.spare_bytes(np.array([receiver])))[:, None]
+            fits &= self._most_arriving(theirs) <= self.pool.spare_bytes(np.array([giver]))
+            if fits.any():
+                rows = (pieces.stop - pieces.start)[:, None] + (theirs.stop - theirs.start)
+                mine, other = divmod(int(np.where(fits, rows, rows.max() + 1).argmin()), rows.shape[1])
+                self._hand_over(giver, pieces, np.array([mine]), receiver)
+                return self._hand_over(receiver, theirs, np.array([other]), giver)
+        return False
 
     def _hand_over(self, giver: int, pieces: Pieces, taken: np.ndarray, receiver: int) -> bool:
         part = pieces.take(taken)
@@ -236,8 +274,9 @@ class _Balancer:
         price = np.where(pool.node == pool.node[giver], 1.0, pool.links.network_price) if nodes else self.equal_prices
         if nodes:
             worth = worth / price**2
-        for rank, had in pool.sharers(document).items():
-            worth[rank] /= (1.0 - _KV_SHARE * min(1.0, had / stop)) ** 2
+        sharing, had = pool.sharers(document)
+        if len(sharing):
+            worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
         # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
         ranks = pool.order[np.argsort(-worth[pool.order], kind="stable")][: int(usable.sum())]
         network = pool.links.network_price
@@ -246,5 +285,17 @@ class _Balancer:
             inside, across = pool.kv_rows(document, ranks[chosen], stops)
             return self.kv_bytes * (inside + network * across)
 
-        distant = pool.node[ranks] != pool.node[giver]
-        return Receivers(ranks, room[:, ranks], most_rows[ranks], distant, self.q_bytes * price[ranks], kv_price)
+        distant = pool.node[ranks] != pool.node[giver] if nodes else self.near[: len(ranks)]
+        q_price = self.q_bytes * price[ranks]
+        return Receivers(ranks, room[:, ranks], most_rows[ranks], distant, q_price, kv_price)
+
+
+def _cheapest(price: np.ndarray) -> Iterator[int]:
+    """The first few pieces by [P] ``price``, as far as it is finite; most often only the first is asked for."""
+    for _ in range(min(_TRIES, len(price))):
+        best = int(price.argmin())
+        if not np.isfinite(price[best]):
+            return
+        yield best
+        price = price.copy()
+        price[best] = np.inf

@@ -7,6 +7,7 @@ once, onto a fine grid whose cells are found without a search. Array legend: N t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ from distca.plan.errors import PlanError
 
 _STEPS = 8
 """Grid lines between a power of two and the next, evenly spaced. Points measured at these are met exactly."""
+_FEW = 8
+"""Ranges up to which plain Python is faster than numpy."""
+_PER_LINE = _STEPS / 2.0**52
+"""Lines per unit of the integer that has a float's bits."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,15 @@ class TableCost(CostModel):
         if load is not None:
             nodes = nodes * load.at(self._kv.rows)[:, None]
         self._best = nodes.min(axis=(1, 2))
-        self._cells = {"both": _cells(nodes), "forward": _cells(nodes[:1]), "backward": _cells(nodes[1:])}
+        lines = (self._q, self._kv)
+        self._zero = np.array([[_STEPS * 1023.0 + x.first] for x in lines])
+        self._most = np.array([[float(x.cells)] for x in lines])
+        self._last = np.array([[x.cells - 1] for x in lines])
+        cells = _cells(nodes)
+        self._cells = {"both": cells, "forward": cells[:, :1], "backward": cells[:, 1:]}
+        terms = [self._base.forward_terms, self._base.backward_terms]
+        few = [list(zip(*cells[:, k].tolist(), strict=True)) for k in range(2)]
+        self._few = {"both": (terms, few), "forward": (terms[:1], few[:1]), "backward": (terms[1:], few[1:])}
 
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         return self.per_direction("forward", q_rows, kv_rows)[0]
@@ -123,19 +136,42 @@ class TableCost(CostModel):
         return self.per_direction("backward", q_rows, kv_rows)[0]
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        if q_rows.ndim == 1 and len(q_rows) <= _FEW:
+            return self._of_few(direction, q_rows.tolist(), kv_rows.tolist())
         seconds = self._base.per_direction(direction, q_rows, kv_rows)
-        q, dq = self._q.place(q_rows)
-        kv, dkv = self._kv.place(kv_rows)
-        constant, by_q, by_kv, by_both = self._cells[direction]
-        cell = q * self._kv.cells + kv
-        for k in range(len(seconds)):
-            slope = by_both[k].take(cell)
-            slope *= dq
-            slope += by_kv[k].take(cell)
-            slope *= dkv
-            slope += by_q[k].take(cell) * dq
-            slope += constant[k].take(cell)
-            seconds[k] *= slope
+        at = np.array((q_rows, kv_rows), np.float64).reshape(2, -1)
+        at = np.multiply(at.view(np.int64), _PER_LINE)
+        at -= self._zero
+        np.minimum(np.maximum(at, 0.0, out=at), self._most, out=at)
+        cell = np.minimum(at.astype(np.int64), self._last)
+        at -= cell
+        dq, dkv = at
+        parts = self._cells[direction].take(cell[0] * self._kv.cells + cell[1], axis=2)
+        constant, by_q, by_kv, by_both = parts
+        by_both *= dq
+        by_both += by_kv
+        by_both *= dkv
+        by_q *= dq
+        by_both += by_q
+        by_both += constant
+        seconds *= by_both.reshape(seconds.shape)
+        return seconds
+
+    def _of_few(self, direction: Direction, q_rows: list[float], kv_rows: list[float]) -> np.ndarray:
+        """The same in plain Python: planning mostly asks for a handful of ranges, where numpy's calls cost more than
+        the numbers."""
+        terms, cells = self._few[direction]
+        seconds = np.zeros((len(terms), len(q_rows)))
+        for n, (q, kv) in enumerate(zip(q_rows, kv_rows, strict=True)):
+            if not q:
+                continue
+            row, dq = self._q.place(q)
+            column, dkv = self._kv.place(kv)
+            pairs, cell = q * (kv - 0.5 * (q - 1)), row * self._kv.cells + column
+            for k, (by_pair, by_row, by_key) in enumerate(terms):
+                constant, by_q, by_kv, by_both = cells[k][cell]
+                factor = (by_both * dq + by_kv) * dkv + by_q * dq + constant
+                seconds[k, n] = (by_pair * pairs + by_row * q + by_key * kv) * factor
         return seconds
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -151,7 +187,7 @@ class _Lines:
     """
 
     def __init__(self, first: int, cells: int) -> None:
-        self._first, self.cells = first, cells
+        self.first, self.cells = first, cells
 
     @staticmethod
     def over(axis: np.ndarray) -> _Lines:
@@ -163,14 +199,17 @@ class _Lines:
     @property
     def rows(self) -> np.ndarray:
         """[cells + 1] rows of every line."""
-        line = self._first + np.arange(self.cells + 1)
+        line = self.first + np.arange(self.cells + 1)
         return np.exp2(line // _STEPS) * (1 + line % _STEPS / _STEPS)
 
-    def place(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The cell that holds each value, or the nearest one, and the place in it, from 0 to 1."""
-        at = np.clip(_number(np.asarray(rows, np.float64)) - self._first, 0.0, self.cells)
-        cell = np.minimum(at.astype(np.int64), self.cells - 1)
-        return cell, at - cell
+    def place(self, rows: float) -> tuple[int, float]:
+        """The cell that holds ``rows``, or the nearest one, and the place in it, from 0 to 1."""
+        fraction, exponent = math.frexp(rows)
+        at = (exponent - 2 + 2 * fraction) * _STEPS - self.first
+        if at <= 0.0:
+            return 0, 0.0
+        cell = int(at)
+        return (cell, at - cell) if cell < self.cells else (self.cells - 1, 1.0)
 
 
 def _check_axis(name: str, axis: np.ndarray) -> None:
@@ -180,7 +219,7 @@ def _check_axis(name: str, axis: np.ndarray) -> None:
 
 def _number(rows: np.ndarray) -> np.ndarray:
     """How many lines lie between 1 and each value, with its place between two; about _STEPS x log2."""
-    return rows.view(np.int64) * (_STEPS / 2.0**52) - _STEPS * 1023.0
+    return rows.view(np.int64) * _PER_LINE - _STEPS * 1023.0
 
 
 def _interpolated(
@@ -202,13 +241,11 @@ def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return low, np.divide(at - axis[low], width, out=np.zeros_like(at), where=width > 0)
 
 
-def _cells(nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """[K, C] each: value at a cell's low corner, its rise with q, with k,v, and with both."""
+def _cells(nodes: np.ndarray) -> np.ndarray:
+    """[4, K, C]: value at a cell's low corner, its rise with q, with k,v, and with both."""
     low, right = nodes[:, :-1, :-1], nodes[:, :-1, 1:]
     above, corner = nodes[:, 1:, :-1], nodes[:, 1:, 1:]
-    parts = (low, above - low, right - low, corner - above - right + low)
-    constant, by_q, by_kv, by_both = (np.ascontiguousarray(part).reshape(len(nodes), -1) for part in parts)
-    return constant, by_q, by_kv, by_both
+    return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(nodes), -1)
 
 
 def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:

@@ -40,10 +40,8 @@ class ServerRoute:
         """Bring a route to ``device``; copies to a GPU do not block the host."""
         repeat = route.kv.repeat
         return ServerRoute(
-            RowMoves.to_server(route.q, route.ranks, device),
-            RowMoves.to_home(route.q, route.ranks, device),
-            RowMoves.to_server(route.kv, route.ranks, device),
-            RowMoves.to_home(route.kv, route.ranks, device),
+            *RowMoves.there_and_back(route.q, route.ranks, device),
+            *RowMoves.there_and_back(route.kv, route.ranks, device),
             sorted(zip(repeat.source.tolist(), repeat.destination.tolist(), repeat.rows.tolist(), strict=True)),
             TaskBatch.of(route.cu_q, route.cu_kv, device),
             route.q.destination_rows,

@@ -53,14 +53,20 @@ def serve_backward_phase(pool: AttentionPool, routes: Sequence[NanoRoutes], laye
     """Serve all layers of a backward phase, in the order in which autograd runs them on ranks with tokens."""
     q, kv = layer.pre(torch.empty(0), 0)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    above: list[AttentionCall] = []
     for number in reversed(range(layers)):
         calls = [
             AttentionCall.for_backward(pool, each, number, nano, layer.scale, (q, kv, q, lse))
             for nano, each in enumerate(routes)
         ][::-1]
-        for call in calls:
+        # As on ranks with tokens, a half's gradients of the layer above are joined right before its dO is launched:
+        # every rank then has the same exchanges under way whenever one is launched.
+        for place, call in enumerate(calls):
+            if above:
+                above[place].backward_join_gradients()
             call.backward_launch_do(q)
         for call in calls:
             call.backward_serve()
-        for call in calls:
-            call.backward_join_gradients()
+        above = calls
+    for call in above:
+        call.backward_join_gradients()

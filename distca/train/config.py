@@ -48,6 +48,12 @@ __all__ = [
     "to_yaml",
 ]
 
+# (setting, value that one may well try) and what to write for it.
+_INSTEAD = {
+    ("train.recompute", "true"): "write mlp, or all where memory is short and cad.enabled is true",
+    ("train.recompute", "false"): "write none",
+}
+
 
 def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     """The run that a command line asks for; ``None`` reads ``sys.argv``. ``--help`` prints every setting and exits.
@@ -173,7 +179,8 @@ def _value_error(message: str) -> str:
     key = re.search(r'Parser key "([\w.]+)"', text)
     value = re.search(r"(?:Got value|Given value): (.*?)\.?$", text)
     if key and value and key[1] in known_settings():
-        return f"{key[1]} must be {_takes(_hint(key[1]))}, not {value[1]}."
+        instead = _INSTEAD.get((key[1], value[1].lower()))
+        return f"{key[1]} must be {_takes(_hint(key[1]))}, not {value[1]}{f': {instead}' if instead else ''}."
     missing = re.match(r"argument --([\w.]+): expected one argument", text)
     if missing and missing[1] in known_settings():
         return f"--{missing[1]} needs a value: {_takes(_hint(missing[1]))}."

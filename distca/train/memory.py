@@ -98,8 +98,9 @@ def check_memory(config: RunConfig, stages: list[StageMemory], available: int) -
 def _remedies(config: RunConfig, stage: StageMemory) -> list[str]:
     remedies = []
     if stage.activations + stage.working > stage.total / 3:
-        if not config.train.recompute:
-            remedies.append("set train.recompute to true")
+        saving = {"none": "mlp", "mlp": "all"}.get(config.train.recompute)
+        if saving == "mlp" or (saving == "all" and config.cad.enabled):
+            remedies.append(f"set train.recompute to {saving}")
         remedies.append(f"lower data.tokens_per_rank ({config.data.tokens_per_rank})")
     remedies.append(f"raise parallel.tp ({config.parallel.tp}) or parallel.pp ({config.parallel.pp})")
     if not config.optimizer.distributed:
@@ -158,13 +159,11 @@ class _Stage:
 
     def _kept(self) -> int:
         """Bytes that one layer keeps of one token until its backward."""
-        if not self._config.train.recompute:
-            return self._attention() + self._segment()
-        if self._config.cad.enabled:
+        if self._config.train.recompute == "all":
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
             o = 0 if self._config.resolved_backward == "resend" else self._q
             return self._attention() + self._value * (self._hidden + o)
-        return self._attention() + self._segment() - self._value * 3 * self._ffn  # megatron recomputes the MLP only
+        return self._attention() + self._segment() - self._recomputed_mlp()
 
     def _attention(self) -> int:
         """q, k, v, o and log-sum-exp: at home (resend, or attention at home) or at the server (keep)."""
@@ -179,6 +178,10 @@ class _Stage:
             elements += self._q  # o at home, beside the server's
         return self._value * elements
 
+    def _recomputed_mlp(self) -> int:
+        """What lies inside the MLP, where it is recomputed: SwiGLU's input and output. The MLP's input is kept."""
+        return self._value * 3 * self._ffn if self._config.train.recompute == "mlp" else 0
+
     def _edge(self) -> int:
         """Around the layers: the last stage's final norm keeps its input and its output."""
         return self._value * 2 * self._hidden if self._last else 0
@@ -187,8 +190,7 @@ class _Stage:
         """Backward of one layer, of one half: gradients inside the MLP and, recomputed, the segment itself; beside it
         the attention server's buffers of both halves."""
         backward = self._value * (3 * self._ffn + self._hidden)
-        if self._config.train.recompute:
-            backward += self._segment() if self._config.cad.enabled else self._value * 3 * self._ffn
+        backward += self._segment() if self._config.train.recompute == "all" else self._recomputed_mlp()
         served = 0
         if self._config.cad.enabled:
             # q, o, dO, dq and a whole context's k, v and their gradients.

@@ -85,7 +85,8 @@ class CadConfig:
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean.
         deterministic: add gradients of k and v in a fixed order, so that two runs are bitwise equal.
-        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM.
+        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes one and
+            a half times what plans for data.tokens_per_rank have been seen to need.
     """
 
     enabled: bool = True
@@ -95,7 +96,7 @@ class CadConfig:
     kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
     tolerance: float = DEFAULT_TOLERANCE
     deterministic: bool = False
-    nvshmem_buffer_gb: float = 2.0
+    nvshmem_buffer_gb: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +169,9 @@ class TrainConfig:
         steps: optimizer steps of the whole run, also of a resumed one.
         micro_batches: micro-batches per step and data-parallel rank.
         precision: of the weights and activations; fp32 master weights are kept with bf16.
-        recompute: recompute each layer's linear part in the backward pass instead of keeping its activations; core
-            attention is never recomputed, so nothing is sent twice.
+        recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
+            each layer's MLP, which holds over half of them; all = everything but core attention (with cad.enabled
+            only), which needs least memory and most time. Core attention is never recomputed, so nothing is sent twice.
         seed: seed of the weights.
         validate_every: steps between validations; 0 validates only at the end, if there is a validation set.
         validate_batches: global batches per validation.
@@ -178,7 +180,7 @@ class TrainConfig:
     steps: int = 60
     micro_batches: int = 1
     precision: Literal["bf16", "fp32"] = "fp32"
-    recompute: bool = False
+    recompute: Literal["none", "mlp", "all"] = "none"
     seed: int = 1234
     validate_every: int = 0
     validate_batches: int = 4
@@ -245,6 +247,21 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def resolved_nvshmem_buffer_gb(self) -> float:
+        """cad.nvshmem_buffer_gb, with 0 resolved.
+
+        Two exchanges are under way at a time, each of up to the rows of a nano-batch that the busiest rank receives.
+        Simulated with real plans (both mixes in their long-context versions, 2 to 16 ranks), a ring of 3 times the
+        micro-batch's q, k and v suffices with *keep*, and of 3.4 times with *resend*, which sends o and dO as well.
+        """
+        if self.cad.nvshmem_buffer_gb:
+            return self.cad.nvshmem_buffer_gb
+        model, value_bytes = self.model, 2 if self.train.precision == "bf16" else 4
+        heads = (model.heads + 2 * model.kv_heads) // self.parallel.tp
+        qkv = self.data.tokens_per_rank * heads * model.resolved_head_dim * value_bytes
+        return max((5.0 if self.resolved_backward == "resend" else 4.5) * qkv / 2**30, 0.25)
 
     @property
     def resolved_backward(self) -> Literal["keep", "resend"]:

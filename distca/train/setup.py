@@ -76,7 +76,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         heads, kv_heads = config.model.heads // parallel.tp, config.model.kv_heads // parallel.tp
         warm_up(kernel, heads, kv_heads, config.model.resolved_head_dim, dtype, world.device)
     timeline = Timeline(world.device)
-    transport = choose_transport(config.cad.transport, server_pool_group(), config.cad.nvshmem_buffer_gb)
+    transport = choose_transport(config.cad.transport, server_pool_group(), config.resolved_nvshmem_buffer_gb)
     pool = AttentionPool(transport, kernel, timeline, config.resolved_backward)
     data_parallel = parallel.data_parallel(world.size)
     torch.manual_seed(config.train.seed + pipeline_seed())
@@ -84,7 +84,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         config.model,
         dtype,
         sequence_parallel=parallel.sequence_parallel,
-        recompute_at_home=config.train.recompute and not config.cad.enabled,
+        recompute_mlp=config.train.recompute == "mlp",
         cpu_initialization=not on_gpu,
     )
     if parallel.pp > 1 and not config.cad.enabled:
@@ -97,7 +97,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         pool=pool,
         kernel=kernel,
         timeline=timeline,
-        recompute_segments=config.train.recompute,
+        recompute_segments=config.train.recompute == "all",
     )
     if on_gpu:
         gpt.cuda()
@@ -133,7 +133,10 @@ def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
     for line in describe(stages):
         logger.info("%s", line)
     if world.device.type == "cuda":
-        check_memory(config, stages, torch.cuda.get_device_properties(world.device).total_memory)
+        heap = 0.0
+        if config.cad.enabled and config.cad.transport in ("auto", "nvshmem") and world.size > config.parallel.tp:
+            heap = config.resolved_nvshmem_buffer_gb * 2**30
+        check_memory(config, stages, torch.cuda.get_device_properties(world.device).total_memory - int(heap))
 
 
 def _cost(config: RunConfig, kernel: Kernel, dtype: torch.dtype) -> CostModel:

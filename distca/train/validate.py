@@ -23,7 +23,7 @@ _AT_LEAST_ONE = (
     "checkpoint.keep",
     "log.every",
 )
-_ABOVE_ZERO = ("optimizer.lr", "optimizer.epsilon", "model.rope_base", "model.norm_epsilon", "cad.nvshmem_buffer_gb")
+_ABOVE_ZERO = ("optimizer.lr", "optimizer.epsilon", "model.rope_base", "model.norm_epsilon")
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction")
 
 
@@ -169,6 +169,11 @@ def _steps(config: RunConfig) -> list[str]:
         problems.append(
             f"optimizer.warmup_steps is {optimizer.warmup_steps}, but train.steps is {train.steps}; the warm-up must "
             "end before the run does: lower the first or raise the second."
+        )
+    if train.recompute == "all" and not config.cad.enabled:
+        problems.append(
+            "train.recompute is all, but with cad.enabled false the layers are Megatron-Core's own, which recompute "
+            "either their MLPs or core attention too; set train.recompute to mlp."
         )
     if optimizer.min_lr > optimizer.lr:
         problems.append(f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}; lower it.")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,8 @@ from distca.transport.collective import CollectiveTransport
 from distca.transport.transport import Transport, TransportError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NAMES = ("auto", "nvshmem", "nccl", "gloo")
 DEFAULT_BUFFER_GB = 2.0
@@ -70,54 +75,80 @@ def why_not_nvshmem() -> str | None:
     """Why this process cannot use NVSHMEM, or None; asks no other rank."""
     if not torch.cuda.is_available():
         return "it moves GPU memory, and torch finds no GPU here"
-    if not native.is_available():
-        return "the CUDA library of csrc/ is not built; install again on a machine with nvcc"
+    if native.why_not() is not None:
+        return native.why_not()
     if importlib.util.find_spec("nvshmem") is None:
         return "nvshmem4py is not installed"
-    if importlib.util.find_spec("cuda") is None:
-        return "cuda-python, which nvshmem4py needs, is not installed"
+    try:
+        import nvshmem.core
+
+        nvshmem.core.get_version()  # loads the library of NVSHMEM
+    except Exception as error:  # whatever it is, rows can go by NCCL
+        return f"nvshmem4py does not load: {error}"
     return None
 
 
 def why_not_nvshmem_together(group: dist.ProcessGroup) -> str | None:
     """Why the ranks of ``group`` cannot use NVSHMEM among themselves, or None; the same answer on every rank."""
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return "there is one rank, which sends no rows"
+    if _started and tuple(ranks) not in _started:
+        return f"NVSHMEM runs over ranks {next(iter(_started))} in this process and starts only once"
     own = why_not_nvshmem()
     if own is None and dist.get_backend(group) == "gloo":
         own = "the ranks hold their rows in CPU memory"
-    mine = (own, socket.gethostname(), torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    everyone: list[tuple[str | None, str, int]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, (reason, _, _) in enumerate(everyone):
+    places = _gather((_machine(), _gpu(torch.cuda.current_device()) if own is None else ""), group)
+    machines = {machine for machine, _ in places}
+    gpus = [gpu for _, gpu in places]
+    if own is None and len(machines) == 1:
+        own = "several ranks share a GPU" if len(set(gpus)) < len(gpus) else why_no_peer_access(gpus)
+    # Gathered once more: what one rank sees of the GPUs need not be what another one sees.
+    for rank, reason in zip(ranks, _gather(own, group), strict=True):
         if reason is not None:
             return f"on rank {rank}, {reason}" if rank else reason
-    hosts = {host for _, host, _ in everyone}
-    if len(hosts) > 1:
-        return f"the server pool spans {len(hosts)} machines, and rows between machines go by NCCL"
-    return why_no_peer_access([device for _, _, device in everyone])
+    if len(machines) > 1:
+        return f"the server pool spans {len(machines)} machines, and rows between machines go by NCCL"
+    return None
 
 
-def why_no_peer_access(devices: list[int]) -> str | None:
-    """Why these GPUs of this machine cannot write into each other's memory, or None."""
-    if len(set(devices)) < len(devices):
-        return "several ranks share a GPU"
-    for a in devices:
-        for b in devices:
-            visible = max(a, b) < torch.cuda.device_count()
-            if a != b and visible and not torch.cuda.can_device_access_peer(a, b):
+def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
+    """Why GPUs of this machine cannot write into each other's memory, or None.
+
+    Args:
+        gpus: their names, as :func:`_gpu` gives them; those that this process does not see are left out. By default
+            all that it sees.
+    """
+    visible = {_gpu(index): index for index in range(torch.cuda.device_count())}
+    indices = [visible[gpu] for gpu in (visible if gpus is None else gpus) if gpu in visible]
+    for a in indices:
+        for b in indices:
+            if a != b and not torch.cuda.can_device_access_peer(a, b):
                 return f"GPU {a} has no peer access to GPU {b}"
     return None
 
 
-def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float) -> Transport:
-    ranks = tuple(dist.get_process_group_ranks(group))
-    if ranks not in _started:
-        if _started:
-            raise TransportError(
-                f"NVSHMEM already runs over ranks {next(iter(_started))} in this process and cannot start again over "
-                f"{ranks}; set cad.transport=nccl."
-            )
-        from distca.transport.nvshmem import NvshmemFabric
-        from distca.transport.one_sided import OneSidedTransport
+def _gpu(index: int) -> str:
+    """The same name for a GPU in every process of a machine, whatever is visible there."""
+    return str(torch.cuda.get_device_properties(index).uuid)
 
-        _started[ranks] = OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem")
-    return _started[ranks]
+
+def _machine() -> str:
+    """A name that no other machine has; host names alone repeat where machines start from one image."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot.read_text().strip() if boot.is_file() else "")
+
+
+def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
+    everyone = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float) -> Transport:
+    from distca.transport.nvshmem import NvshmemFabric
+    from distca.transport.one_sided import OneSidedTransport
+
+    transport = OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem")
+    _started[tuple(dist.get_process_group_ranks(group))] = transport
+    return transport

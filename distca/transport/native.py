@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,33 @@ class NativeError(RuntimeError):
     """A CUDA call of the library failed."""
 
 
+_INTERFACE = 1  # of csrc/row_moves.cu
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """The library, or why there is none."""
+    path = Path(__file__).parent / f"_rows{EXTENSION_SUFFIXES[0]}"
+    if not path.is_file():
+        return (
+            None,
+            "the CUDA library of csrc/ was not built: nvcc was missing or failed (`pip install -v .` says which)",
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+        if library.distca_interface() != _INTERFACE:
+            raise AttributeError
+    except OSError as error:
+        return None, f"the CUDA library of csrc/ does not load: {error}"
+    except AttributeError:
+        return None, "the CUDA library of csrc/ was built from other sources; install again"
+    return library, None
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
-    for path in sorted(Path(__file__).parent.glob("_rows*.so")):
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError:
-            continue
+    library, _ = _load()
+    if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         signatures = {
             "distca_put_rows": [pointer, pointer, pointer, number, number, pointer],
@@ -39,13 +60,29 @@ def _library() -> ctypes.CDLL | None:
         for name, arguments in signatures.items():
             getattr(library, name).argtypes = arguments
         library.distca_error_name.restype = ctypes.c_char_p
-        return library
-    return None
+    return library
+
+
+@cache
+def why_not() -> str | None:
+    """Why the library cannot be used, or None. Where there is a GPU it is tried once: a library that loads may still
+    hold no code for this GPU, or need a newer driver."""
+    library, reason = _library(), _load()[1]
+    if library is None or not torch.cuda.is_available():
+        return reason
+    source = torch.arange(64, dtype=torch.int32, device="cuda").view(4, 16)
+    destination = torch.zeros_like(source)
+    try:
+        move_rows(source, None, destination, None, len(source))
+        works = torch.equal(source, destination)
+    except (NativeError, RuntimeError) as error:
+        return f"the CUDA library of csrc/ does not run here: {error}"
+    return None if works else "the CUDA library of csrc/ does not run right on this GPU"
 
 
 def is_available() -> bool:
-    """Whether the library was built and can be loaded; loading it needs no GPU."""
-    return _library() is not None
+    """Whether the library can be used here; see :func:`why_not`."""
+    return why_not() is None
 
 
 def put_rows(source: int, destination: int, ranges: np.ndarray, row_bytes: int, stream: torch.cuda.Stream) -> None:

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from distca.transport import native
 from distca.transport.fabric import Put
 from distca.transport.transport import TransportError
-from distca.transport.watchdog import Wait, Watchdog
+from distca.transport.watchdog import Process, Wait, Watchdog
 
 _PAGE = 4096
-# Below these, starting a copy engine takes longer than a small kernel's copying; measured by benchmarks/transport.py.
+# Below these a kernel writes: it starts sooner than a copy engine. Alone it is faster up to about 64 MiB to a peer
+# (benchmarks/results/transport.json), but it takes multiprocessors from the computation beside it.
 _PUSH_BELOW_BYTES = 8 << 20
 _PUSH_BELOW_BYTES_PER_RANGE = 128 << 10
 
@@ -60,15 +61,17 @@ class NvshmemFabric:
         self.landing = self._memory[words:]
         self._words = self._memory[: 2 * self.ranks * 8].view(torch.int64)
         self._looking = torch.cuda.Stream()
-        processes: list[int] = [0] * self.ranks
-        dist.all_gather_object(processes, os.getpid(), group=group)
-        self._watchdog = Watchdog(self.rank, processes, self._missing)
+        processes = [Process.here()] * self.ranks
+        dist.all_gather_object(processes, Process.here(), group=group)
+        names = dist.get_process_group_ranks(group)
+        self._watchdog = Watchdog(names, self.rank, processes, self._missing)
         base = self._memory.data_ptr()
         bases = [base if peer == self.rank else bindings.ptr(base, peer) for peer in range(self.ranks)]
         unreachable = [peer for peer, address in enumerate(bases) if not address]
         if unreachable:
             raise TransportError(
-                f"Rank {self.rank} cannot map the memory of ranks {unreachable}: their GPUs have no peer access. "
+                f"Rank {names[self.rank]} cannot map the memory of ranks {[names[peer] for peer in unreachable]}: "
+                "their GPUs have no peer access. "
                 "Set cad.transport=nccl."
             )
         self._landings = [address + words for address in bases]
@@ -122,6 +125,10 @@ class NvshmemFabric:
         native.signal(self._arrived_there[peer : peer + 1], number, stream)
 
     def _push(self, peer: int, pieces: list[Put], number: int, reuses: int) -> None:
+        stream = self._pushing[peer]
+        if reuses:
+            # On the stream, so that a late peer does not keep blocks of the kernel spinning on multiprocessors.
+            native.wait_for(self._taken_here[peer : peer + 1], reuses, stream)
         room = (int(self._taken_here[peer]), reuses)
         for piece in pieces:
             destination = self._landings[peer] + piece.begin + int(piece.ranges[0, 1]) * piece.row_bytes
@@ -134,7 +141,7 @@ class NvshmemFabric:
     def join(self, token: Sent) -> None:
         token.wait()
         if token.peers and token.reuses:
-            self._watch(token.peers, token.reuses, "room for")
+            self._watch(token.peers, token.reuses, "room that is taken by")
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
         if peers:
@@ -193,4 +200,5 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int) -> None:
     try:
         nvshmem.core.init(device=device, uid=uid, rank=rank, nranks=ranks, initializer_method="uid")
     except Exception as error:
-        raise TransportError(f"NVSHMEM does not start on rank {rank}: {error}. Set cad.transport=nccl.") from error
+        where = dist.get_global_rank(group, rank)
+        raise TransportError(f"NVSHMEM does not start on rank {where}: {error}. Set cad.transport=nccl.") from error

@@ -51,43 +51,45 @@ class RowMoves:
     travelling: int
 
     @staticmethod
-    def to_server(exchange: RowExchange, ranks: int, device: torch.device | str) -> RowMoves:
-        """From the home ranks to the servers."""
+    def there_and_back(exchange: RowExchange, ranks: int, device: torch.device | str) -> tuple[RowMoves, RowMoves]:
+        """From the home ranks to the servers, and back. What one sends the other receives, so both have the same
+        index tensors."""
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
-        return RowMoves(
+        home_rows, kept_rows = _rows(send.source, send.rows), _rows(keep.source, keep.rows)
+        sent, kept = to_device(home_rows, device), to_device(kept_rows, device)
+        received = to_device(_rows(receive.destination, receive.rows), device)
+        placed = to_device(_rows(keep.destination, keep.rows), device)
+        send_counts, receive_counts = send.per_peer(ranks).tolist(), receive.per_peer(ranks).tolist()
+        to_server = RowMoves(
             exchange.source_rows,
             exchange.destination_rows,
-            send.per_peer(ranks).tolist(),
-            receive.per_peer(ranks).tolist(),
-            to_device(_rows(send.source, send.rows), device),
-            to_device(_rows(receive.destination, receive.rows), device),
+            send_counts,
+            receive_counts,
+            sent,
+            received,
             _ranges_by_peer(send.peer, send.source, send.rows, exchange.ahead_at_server),
             exchange.most_to_server,
-            to_device(_rows(keep.source, keep.rows), device),
-            to_device(_rows(keep.destination, keep.rows), device),
+            kept,
+            placed,
             None,
             exchange.travelling,
         )
-
-    @staticmethod
-    def to_home(exchange: RowExchange, ranks: int, device: torch.device | str) -> RowMoves:
-        """Back from the servers to the home ranks."""
-        send, receive, keep = exchange.receive, exchange.send, exchange.keep
-        home_rows, kept_rows = _rows(receive.source, receive.rows), _rows(keep.source, keep.rows)
-        return RowMoves(
+        once = _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
+        to_home = RowMoves(
             exchange.destination_rows,
             exchange.source_rows,
-            send.per_peer(ranks).tolist(),
-            receive.per_peer(ranks).tolist(),
-            to_device(_rows(send.destination, send.rows), device),
-            to_device(home_rows, device),
-            _ranges_by_peer(send.peer, send.destination, send.rows, exchange.ahead_at_home),
+            receive_counts,
+            send_counts,
+            received,
+            sent,
+            _ranges_by_peer(receive.peer, receive.destination, receive.rows, exchange.ahead_at_home),
             exchange.most_to_home,
-            to_device(_rows(keep.destination, keep.rows), device),
-            to_device(kept_rows, device),
-            Reduction.of(home_rows, kept_rows, device),
+            placed,
+            kept,
+            None if once else Reduction.of(home_rows, kept_rows, device),
             exchange.travelling,
         )
+        return to_server, to_home
 
     def sent_to(self, peer: int) -> tuple[np.ndarray, torch.Tensor]:
         """``send_ranges`` and the part of ``send_index`` of one peer."""
@@ -166,6 +168,12 @@ def _rows(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(begin - (ends - count), count)
+
+
+def _apart(begin: np.ndarray, count: np.ndarray) -> bool:
+    """Whether no row is in two of the ranges [begin, begin + count)."""
+    order = np.argsort(begin)
+    return bool((begin[order][1:] >= (begin + count)[order][:-1]).all())
 
 
 def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> dict[int, np.ndarray]:

@@ -7,6 +7,7 @@ process ends with a sentence; if it merely takes long, a warning says so.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
 _WARN_EVERY_S = 60.0
+_GRACE_S = 4.0
 EXIT_CODE = 71
 
 
@@ -38,7 +40,7 @@ class Wait:
         passed: tells whether the stream is past it.
         peers: ranks that it waits for.
         number: the exchange.
-        what: "rows of" or "room for"; for the sentence.
+        what: "rows of" that exchange, or "room that is taken by" it; for the sentence.
     """
 
     passed: Passed
@@ -47,40 +49,66 @@ class Wait:
     what: str
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process of this machine exists and is no zombie."""
+@dataclass(frozen=True)
+class Process:
+    """A rank's process: its id, and the space of ids in which it means something (containers have their own)."""
+
+    pid: int
+    space: str
+
+    @staticmethod
+    def here() -> Process:
+        return Process(os.getpid(), _space_of_ids())
+
+    def is_running(self) -> bool:
+        """Whether it exists and is no zombie; taken for running where that cannot be seen from here."""
+        if self.space != _space_of_ids():
+            return True
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        except OSError:
+            return True
+
+
+def _space_of_ids() -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
-        return False
+        return ""
 
 
 class Watchdog:
     """Watches the waits of one rank.
 
     Args:
+        names: of the ranks, for the sentences: their numbers in the whole world.
         rank: this rank.
-        processes: process id of every rank, all on this machine.
+        processes: of every rank, all on this machine.
         missing: given a wait, the peers that have really not delivered yet; may take a moment.
         end: ends this process after the sentence was logged.
     """
 
     def __init__(
         self,
+        names: Sequence[int],
         rank: int,
-        processes: Sequence[int],
+        processes: Sequence[Process],
         missing: Callable[[Wait], list[int]],
         end: Callable[[], None] = lambda: os._exit(EXIT_CODE),
     ) -> None:
-        self._rank, self._processes, self._missing, self._end = rank, processes, missing, end
-        # Where process ids of other ranks mean nothing here (separate containers), nobody is taken for dead.
-        self._knows = all(is_running(pid) for pid in processes)
+        self._names, self._rank, self._processes = names, rank, processes
+        self._missing, self._end = missing, end
         self._waits: deque[Wait] = deque()
-        self._oldest_since = (0, 0.0)  # (exchange, when it was first seen as the oldest)
+        self._oldest: Wait | None = None
+        self._since = 0.0  # when it was first seen as the oldest
         self._warned_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="distca-watchdog", daemon=True)
         self._thread.start()
+        # A thread that is inside torch while Python shuts down could end the process with an error.
+        atexit.register(self.stop)
 
     def note(self, wait: Wait) -> None:
         """Watch one more wait; waits pass in the order in which they are noted."""
@@ -89,6 +117,7 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no longer."""
         self._stop.set()
+        self._thread.join()
 
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
@@ -103,12 +132,15 @@ class Watchdog:
         missing = self._missing(wait)
         if not missing or wait.passed.query():
             return
-        gone = [peer for peer in missing if self._knows and not is_running(self._processes[peer])]
+        gone = [peer for peer in missing if not self._processes[peer].is_running()]
         if gone:
+            # A run that watches its ranks by itself knows the step as well: it may speak first.
+            if self._stop.wait(_GRACE_S):
+                return
             logger.critical(
                 "Rank %d waits for %s exchange %d from rank %s, which has ended; so this rank ends too. Look at the "
                 "log of rank %s for the reason, and go on from the last checkpoint with RESUME=latest.",
-                *(self._rank, wait.what, wait.number, _list(gone), _list(gone)),
+                *(self._names[self._rank], wait.what, wait.number, self._list(gone), self._list(gone)),
             )
             self._end()
             self._stop.set()
@@ -117,16 +149,15 @@ class Watchdog:
 
     def _warn(self, wait: Wait, missing: list[int]) -> None:
         now = time.monotonic()
-        if self._oldest_since[0] != wait.number:
-            self._oldest_since = (wait.number, now)
-        waited = now - self._oldest_since[1]
+        if self._oldest is not wait:
+            self._oldest, self._since = wait, now
+        waited = now - self._since
         if waited > _WARN_EVERY_S and now - self._warned_at > _WARN_EVERY_S:
             self._warned_at = now
             logger.warning(
                 "Rank %d has waited %.0f s for %s exchange %d from rank %s, which is still running.",
-                *(self._rank, waited, wait.what, wait.number, _list(missing)),
+                *(self._names[self._rank], waited, wait.what, wait.number, self._list(missing)),
             )
 
-
-def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+    def _list(self, ranks: list[int]) -> str:
+        return ", ".join(str(self._names[rank]) for rank in ranks)

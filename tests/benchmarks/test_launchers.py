@@ -57,7 +57,8 @@ def test_all_modes_of_both_mixes_on_four_cpu_ranks():
         ({"TP_SIZE": "2"}, "--parallel.tp", ["2"]),
         ({"TOKENS_PER_RANK": "640"}, "--data.tokens_per_rank", ["640"]),
         ({"MICRO_BATCHES": "3"}, "--train.micro_batches", ["3"]),
-        ({"RECOMPUTE": "0"}, "--train.recompute", ["false"]),
+        ({}, "--train.recompute", ["mlp"]),
+        ({"RECOMPUTE": "none"}, "--train.recompute", ["none"]),
     ],
 )
 def test_variables(variables, option, words):
@@ -81,6 +82,7 @@ def test_stages_belong_to_run4d():
         ({"MODE": "fast"}, "MODE is 'fast'"),
         ({"MIX": "books"}, "MIX is 'books'"),
         ({"CP_SIZE": "3"}, "CP_SIZE is 3"),
+        ({"RECOMPUTE": "1"}, "RECOMPUTE is '1'; it must be none, mlp or all."),
         ({"TP_SIZE": "3"}, "not divisible"),
         ({"BATCHES": "0"}, "BATCHES is '0'"),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca.plan import lay_out, route
+from distca.plan import Plan, Tasks, lay_out, route
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.timeline import Timeline
@@ -161,6 +161,35 @@ def test_a_thousand_steps_leak_nothing(ranks):
     for results, memory in _ranks(ranks, _train, 1000, "keep"):
         assert torch.equal(results["nvshmem"], results["nccl"])
         assert len(memory) == 10 and memory[-1] <= memory[0]
+
+
+def _send_only(exchanges, below, credits):
+    """Rank 0 gives all its rows to a late rank 1 and gets nothing back; returns how many values arrived wrong."""
+    transport = choose_transport("nvshmem", dist.group.WORLD, 0.04)
+    fabric = transport._fabric
+    fabric.push_below_bytes, fabric.push_below_bytes_per_range = below, 0
+    if not credits:
+        put = fabric.put
+        fabric.put = lambda number, reuses, puts: put(number, 0, puts)
+    plan = Plan(lay_out([1000], 2, rank_of=[0])[0], Tasks.sorted(*np.array([[0, 0, 1000, 1]]).T))
+    moves = ServerRoute.of(route(plan, dist.get_rank()), "cuda").q_to_server  # 16 MB an exchange, 43 MB of memory
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for number in range(exchanges):
+        source = torch.full((moves.source_rows, 4096), float(number), device="cuda")
+        destination = torch.zeros(moves.destination_rows, 4096, device="cuda")
+        handle = transport.launch((Part(source, destination, moves),))
+        if dist.get_rank() == 1:
+            torch.cuda._sleep(2_000_000)
+        handle.wait()
+        wrong += (destination != number).sum()
+    return int(wrong)
+
+
+@pytest.mark.parametrize("below", [0, 1 << 40])
+def test_a_sender_waits_for_room(below):
+    """By copy engine and by kernel; without the wait, rows that a late rank has yet to read are overwritten."""
+    assert _ranks(2, _send_only, 30, below, True) == [0, 0]
+    assert _ranks(2, _send_only, 30, below, False)[1] > 0
 
 
 def _too_little():

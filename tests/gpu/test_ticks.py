@@ -37,7 +37,12 @@ SETTINGS = {
     "checkpoint.save_at_end": "false",
     "log.tensorboard": "false",
 }
-MODES = {"1f1b": {"cad.enabled": "false"}, "ticks": {}, "recompute": {"train.recompute": "true"}}
+MODES = {
+    "1f1b": {"cad.enabled": "false"},
+    "ticks": {},
+    "recompute-mlp": {"train.recompute": "mlp"},
+    "recompute-all": {"train.recompute": "all"},
+}
 
 
 def _train(output: str, tp: int, pp: int) -> None:
@@ -67,7 +72,7 @@ def test_ticks_train_as_1f1b_does(ranks: int, tp: int, pp: int, tmp_path: Path) 
     run_ranks(ranks, _train, str(tmp_path), tp, pp, gpus=True, timeout=280)
     reference = {key: steps_of(tmp_path / "1f1b", key) for key in ("loss", "grad_norm")}
     assert list(reference["loss"]) == [1, 2, 3, 4]
-    for name in ("ticks", "recompute"):
+    for name in ("ticks", "recompute-mlp", "recompute-all"):
         # bfloat16 keeps 8 bits; the losses are means over 40K tokens, the norms over all gradients.
         assert steps_of(tmp_path / name, "loss") == pytest.approx(reference["loss"], rel=5e-4)
         assert steps_of(tmp_path / name, "grad_norm") == pytest.approx(reference["grad_norm"], rel=2e-2)

@@ -86,10 +86,11 @@ def _compare(cases):
 
 def test_overlapped_reduction_changes_no_bit():
     cases = [
-        ({"recompute": True}, False),
-        ({"recompute": True, "tie_embeddings": True}, True),
-        ({"recompute": False, "backward": "resend"}, False),
-        ({"recompute": True, "tp": 2}, False),
+        ({"recompute": "all"}, False),
+        ({"recompute": "mlp"}, False),
+        ({"recompute": "all", "tie_embeddings": True}, True),
+        ({"recompute": "none", "backward": "resend"}, False),
+        ({"recompute": "all", "tp": 2}, False),
     ]
     for case, (overlapped, after) in zip(cases, run_ranks(2, _compare, cases)[0], strict=True):
         for number, (ours, theirs) in enumerate(zip(overlapped, after, strict=True)):

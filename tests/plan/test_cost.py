@@ -102,6 +102,17 @@ def test_table_between_its_points_is_bilinear_in_the_logarithms() -> None:
         np.testing.assert_allclose(getattr(cost, name)(*points), getattr(base, name)(*points) * factor, rtol=1e-12)
 
 
+@given(st.lists(st.tuples(st.integers(0, 60_000), st.integers(0, 400_000)), min_size=1, max_size=8))
+def test_few_ranges_cost_what_they_cost_among_many(ranges: list[tuple[int, int]]) -> None:
+    measured = table([128, 512, 2048, 8192], [512, 2048, 8192, 65536])
+    q = np.array([q for q, _ in ranges])
+    kv = q + np.array([before for _, before in ranges])
+    for direction in ("forward", "backward", "both"):
+        few = measured.per_direction(direction, q, kv)
+        many = measured.per_direction(direction, np.tile(q, 9), np.tile(kv, 9))
+        np.testing.assert_allclose(np.tile(few, 9), many, rtol=1e-12)
+
+
 def test_a_table_file_reads_back(tmp_path: Path) -> None:
     made = table([64, 512], [64, 512])
     q, kv = np.array([[64, 64], [512, 512]]), np.array([[64, 512], [64, 512]])

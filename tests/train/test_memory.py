@@ -20,7 +20,8 @@ MODES = {"off": ["--cad.enabled", "false"], "on": []}
 @pytest.mark.parametrize("name", ["training_8b_cut_64k", "pipeline_8b_cut_64k"])
 def test_measured_peaks_are_predicted(name: str, mode: str) -> None:
     report = json.loads((RESULTS / f"{name}.json").read_text())
-    words = shlex.split(report["command"])
+    # Recorded when recomputation was still on or off.
+    words = shlex.split(report["command"].replace("--train.recompute false", "--train.recompute none"))
     config = parse_run_config([*words[words.index("--") + 1 :], *MODES[mode]])
     ranks = int(report["hardware"].split()[0])
     stages = predict_memory(config, ranks, config.model.vocabulary)
@@ -34,9 +35,12 @@ def _predicted(*settings: str, ranks: int = 8) -> list[float]:
 
 
 def test_settings_that_save_memory_are_predicted_to() -> None:
-    plain = ["--train.micro_batches", "8", "--parallel.pp", "4", "--train.recompute", "false"]
+    plain = ["--train.micro_batches", "8", "--parallel.pp", "4", "--train.recompute", "none"]
     worst = max(_predicted(*plain))
-    assert max(_predicted(*plain, "--train.recompute", "true")) < 0.6 * worst
+    recomputed = {level: max(_predicted(*plain, "--train.recompute", level)) for level in ("mlp", "all")}
+    assert recomputed["all"] < 0.85 * recomputed["mlp"] and recomputed["mlp"] < 0.6 * worst
+    at_home = [*plain, "--cad.enabled", "false"]
+    assert max(_predicted(*at_home, "--train.recompute", "mlp")) < 0.7 * max(_predicted(*at_home))
     assert max(_predicted(*plain, "--parallel.tp", "2")) < 0.6 * worst
     assert max(_predicted(*plain, "--data.tokens_per_rank", "32768")) < 0.7 * worst
     assert max(_predicted(*plain, "--cad.enabled", "false")) < worst, "1F1B holds fewer micro-batches"
@@ -58,7 +62,7 @@ def test_micro_batches_in_flight_by_stage() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_to_change() -> None:
-    config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", "--train.recompute", "false"])
+    config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", "--train.recompute", "none"])
     stages = predict_memory(config, 2, 32000)
     need = stages[0].total
     check_memory(config, stages, need)
@@ -67,5 +71,12 @@ def test_what_does_not_fit_is_refused_with_what_to_change() -> None:
         check_memory(config, stages, int(need / 1.2))
     for setting in ("train.recompute", "data.tokens_per_rank", "parallel.tp", "parallel.pp"):
         assert setting in str(refused.value)
+    for recompute, cad, remedy in (("mlp", "true", "all"), ("mlp", "false", None), ("all", "true", None)):
+        settings = ["--train.recompute", recompute, "--cad.enabled", cad]
+        config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", *settings])
+        with pytest.raises(ConfigError) as refused:
+            check_memory(config, predict_memory(config, 2, 32000), GIB)
+        assert ("train.recompute" in str(refused.value)) == (remedy is not None), settings
+        assert remedy is None or f"set train.recompute to {remedy};" in str(refused.value)
     (line,) = describe(stages)
     assert "activations of 1 micro-batch " in line and f": {need / GIB:.1f} GiB (" in line

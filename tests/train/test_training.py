@@ -28,10 +28,11 @@ VARIANTS = {
     "cad": {},
     "resend": {"cad__backward": "resend"},
     "one-nano-batch": {"cad__ping_pong": False},
-    "recompute": {"train__recompute": True},
-    "resend-recompute": {"cad__backward": "resend", "train__recompute": True},
+    "recompute": {"train__recompute": "all"},
+    "recompute-mlp": {"train__recompute": "mlp"},
+    "resend-recompute": {"cad__backward": "resend", "train__recompute": "all"},
     "home": {"cad__enabled": False},
-    "home-recompute": {"cad__enabled": False, "train__recompute": True},
+    "home-recompute": {"cad__enabled": False, "train__recompute": "mlp"},
 }
 EVEN = 48
 """Tokens of every document where a global batch must hold the same documents however it is cut into micro-batches."""

@@ -38,6 +38,11 @@ def test_the_defaults_are_accepted() -> None:
         ("--data.context_length 4097", 4, "data.context_length is 4097, but a micro-batch holds 4096 tokens"),
         ("--data.whole_documents true", 4, "data.context_length is 4096, but data.whole_documents keeps"),
         ("--cad.enabled false", 4, "data.context_length is 4096, but without cad.enabled"),
+        (
+            "--cad.enabled false --data.context_length 1024 --train.recompute all",
+            4,
+            "train.recompute is all, but with cad.enabled false",
+        ),
         ("--train.steps 0", 4, "train.steps is 0; it must be at least 1."),
         ("--optimizer.warmup_steps 60", 4, "optimizer.warmup_steps is 60, but train.steps is 60"),
         ("--optimizer.lr 0", 4, "optimizer.lr is 0.0; it must be above 0."),
@@ -65,6 +70,7 @@ def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str
     [
         "--cad.kernel reference --train.precision bf16",
         "--cad.enabled false --data.context_length 1024",
+        "--cad.enabled false --data.context_length 1024 --train.recompute mlp",
         "--data.whole_documents true --data.context_length 1024",
         "--train.steps 1 --optimizer.warmup_steps 0",
         "--model.head_dim 64",

@@ -1,7 +1,6 @@
 """The watchdog: a rank that is gone ends who waits for it, with a sentence; one that is late does not."""
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import time
 import pytest
 
 from distca.transport import watchdog
-from distca.transport.watchdog import Wait, Watchdog
+from distca.transport.watchdog import Process, Wait, Watchdog
 
 
 class _Never:
@@ -27,6 +26,7 @@ class _Always:
 @pytest.fixture
 def peer(monkeypatch):
     monkeypatch.setattr(watchdog, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.1)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield process
     process.kill()
@@ -35,7 +35,8 @@ def peer(monkeypatch):
 
 def _start(peer, missing):
     ended = threading.Event()
-    return Watchdog(0, [os.getpid(), peer.pid], missing, ended.set), ended
+    processes = [Process.here(), Process(peer.pid, Process.here().space)]
+    return Watchdog((4, 6), 0, processes, missing, ended.set), ended
 
 
 def test_a_killed_rank_ends_who_waits_for_it(peer, caplog):
@@ -46,7 +47,7 @@ def test_a_killed_rank_ends_who_waits_for_it(peer, caplog):
     with caplog.at_level(logging.CRITICAL):
         peer.send_signal(signal.SIGKILL)  # a zombie until it is waited for: it counts as gone all the same
         assert ended.wait(5)
-    assert "Rank 0 waits for rows of exchange 7 from rank 1, which has ended" in caplog.text
+    assert "Rank 4 waits for rows of exchange 7 from rank 6, which has ended" in caplog.text
 
 
 def test_rows_that_arrived_do_not_count_as_missing(peer):
@@ -61,10 +62,15 @@ def test_a_late_rank_is_warned_about(peer, caplog, monkeypatch):
     monkeypatch.setattr(watchdog, "_WARN_EVERY_S", 0.1)
     with caplog.at_level(logging.WARNING):
         dog, ended = _start(peer, lambda wait: [1])
-        dog.note(Wait(_Never(), (1,), 9, "room for"))
+        dog.note(Wait(_Never(), (1,), 9, "room that is taken by"))
         deadline = time.monotonic() + 5
         while "still running" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.02)
         dog.stop()
-    assert "for room for exchange 9 from rank 1, which is still running" in caplog.text
+    assert "for room that is taken by exchange 9 from rank 6, which is still running" in caplog.text
     assert not ended.is_set()
+
+
+def test_a_process_of_another_container_is_never_taken_for_dead():
+    assert not Process(2**22 + 1, Process.here().space).is_running()
+    assert Process(2**22 + 1, "pid:[another]").is_running()
