@@ -117,7 +117,7 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no longer."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(5)  # not for ever: it may be reading from a GPU that hangs
 
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
