@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shlex
 import sys
 import warnings
@@ -29,7 +27,7 @@ from attention_balance_report import DIRECTIONS, Batch, by_case, factor_of, grou
 from gpu_state import GpuState
 
 from distca.attention import choose_kernel
-from distca.commands.versions import versions
+from distca.commands.versions import hardware, versions
 from distca.data.mixes import Mix, sample_lengths
 from distca.plan import AttentionShape, CostModel, PlanError, TableCost, load_table, plan_micro_batch
 from distca.profile.served import TimedServer, route_of_tasks
@@ -57,7 +55,7 @@ def main() -> None:
     groups = groups_of(batches, factors)
     report = {
         "command": shlex.join(["python", "benchmarks/attention_balance.py", *sys.argv[1:]]),
-        "hardware": _hardware(arguments.ranks),
+        "hardware": hardware(arguments.ranks),
         "versions": versions(),
         "table": str(arguments.table or "the package's"),
         "tokens_per_server": arguments.tokens,
@@ -162,12 +160,6 @@ def _serve(
         ({side: each.median(side) for side in DIRECTIONS}, {side: each.noise(side) for side in DIRECTIONS})
         for each in taken
     ]
-
-
-def _hardware(ranks: int) -> str:
-    if torch.cuda.is_available():
-        return f"{ranks} × {torch.cuda.get_device_name()}"
-    return f"{ranks} ranks on {os.cpu_count()} cores, {platform.machine()}"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from megatron.core.utils import unwrap_model
 from rich.console import Console
 from rich.table import Table
 
-from distca.commands.versions import versions
+from distca.commands.versions import hardware, versions
 from distca.data.mixes import sample_long_context
 from distca.log import setup_logging
 from distca.plan.micro_batch import plan_micro_batch
@@ -72,7 +72,7 @@ def main() -> None:
     cases = [(mix, tokens) for tokens in arguments.tokens for mix in ("pretrain", "prolong")]
     report = {
         "command": shlex.join(["torchrun", f"--nproc_per_node={world.size}", "benchmarks/overlap.py", *sys.argv[1:]]),
-        "hardware": f"{world.size} × {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU ranks",
+        "hardware": hardware(world.size),
         "versions": versions(),
         "layers": arguments.layers,
         "cases": [_case(trainer, transports, mix, tokens, arguments) for mix, tokens in cases],

@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distca.commands.versions import versions
+from distca.commands.versions import hardware, versions
 from distca.train.idle_share import idle_shares
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +82,7 @@ def _work(arguments: argparse.Namespace) -> None:
     setup_logging(world.rank)
     report: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/pipeline.py", *sys.argv[1:]]),
-        "hardware": _hardware(world.size),
+        "hardware": hardware(world.size),
         "versions": versions(),
         "stages": arguments.pp,
         "tensor_parallel": arguments.tp,
@@ -177,12 +176,6 @@ def _compare(case: dict[str, Any]) -> None:
         case["speed_up"] = on["tokens_per_s"] / off["tokens_per_s"]
         pairs = zip(off["losses"], on["losses"], strict=True)
         case["largest_loss_difference"] = max(abs(a - b) / abs(a) for a, b in pairs)
-
-
-def _hardware(ranks: int) -> str:
-    if torch.cuda.is_available():
-        return f"{ranks} × {torch.cuda.get_device_name()}"
-    return f"{ranks} ranks on {os.cpu_count()} cores, {platform.machine()}"
 
 
 def _show(cases: list[dict[str, Any]]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -25,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distca.commands.versions import versions
+from distca.commands.versions import hardware, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {
@@ -45,7 +44,7 @@ def main() -> None:
         _keep_timeline(arguments, Path(folder))
     report = {
         "command": shlex.join(["python", "benchmarks/training.py", *sys.argv[1:]]),
-        "hardware": _hardware(arguments.ranks),
+        "hardware": hardware(arguments.ranks),
         "versions": versions(),
         "warm_up_steps": arguments.warm_up,
         "modes": results,
@@ -113,12 +112,6 @@ def _keep_timeline(arguments: argparse.Namespace, folder: Path) -> None:
         timelines = sorted(folder.glob("*/timeline.json"), key=lambda path: path.stat().st_mtime)
         arguments.timeline.parent.mkdir(parents=True, exist_ok=True)
         arguments.timeline.write_bytes(timelines[-1].read_bytes())
-
-
-def _hardware(ranks: int) -> str:
-    if torch.cuda.is_available():
-        return f"{ranks} × {torch.cuda.get_device_name()}"
-    return f"{ranks} ranks on {os.cpu_count()} cores, {platform.machine()}"
 
 
 def _show(results: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from distca.commands.versions import versions
+from distca.commands.versions import hardware, versions
 from distca.data.mixes import Mix, sample_long_context
 from distca.plan.cost import analytic_cost
 from distca.plan.micro_batch import plan_micro_batch
@@ -51,7 +51,7 @@ def main() -> None:
         "command": shlex.join(
             ["torchrun", f"--nproc_per_node={dist.get_world_size()}", "benchmarks/transport.py", *sys.argv[1:]]
         ),
-        "hardware": f"{dist.get_world_size()} × {torch.cuda.get_device_name()}",
+        "hardware": hardware(dist.get_world_size()),
         "versions": versions(),
         "row_bytes": ROW,
         "sizes": [_size(transports, mib) for mib in arguments.sizes],

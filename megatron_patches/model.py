@@ -56,7 +56,6 @@ def transformer_config(
     sequence_parallel: bool = False,
     recompute_mlp: bool = False,
     cpu_initialization: bool = False,
-    one_f_one_b: bool = False,
 ) -> TransformerConfig:
     """megatron's configuration of the model.
 
@@ -67,7 +66,6 @@ def transformer_config(
         recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in stock and in
             disaggregated blocks.
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
-        one_f_one_b: the model runs under megatron's own pipeline schedule.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return TransformerConfig(
@@ -98,9 +96,6 @@ def transformer_config(
         bias_activation_fusion=True,
         bias_dropout_fusion=False,
         tensor_model_parallel_size=tp,
-        # Micro-batches hold different numbers of tokens: 1F1B tells the next stage, ticks know them from the plan.
-        variable_seq_lengths=one_f_one_b,
-        moe_token_dispatcher_type="alltoall",  # not used, but the default is refused with variable lengths
         batch_p2p_sync=False,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         sequence_parallel=sequence_parallel and tp > 1,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
@@ -112,13 +110,6 @@ def _apart(modes: dict[str, Figures], key: str) -> dict[str, float]:
     first = next(iter(modes.values()))[key]
     # numpy's maximum of numbers and no number is no number.
     return {name: float(np.max(np.abs(np.subtract(mode[key], first)) / np.abs(first))) for name, mode in modes.items()}
-
-
-def hardware(ranks: int) -> str:
-    """What the ranks ran on."""
-    if torch.cuda.is_available():
-        return f"{ranks} × {torch.cuda.get_device_name()}"
-    return f"{ranks} ranks on {os.cpu_count()} cores, {platform.machine()}"
 
 
 def write(folder: Path, report: dict[str, Any]) -> None:

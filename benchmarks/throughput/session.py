@@ -17,11 +17,11 @@ from benchmarks.throughput.ceiling import Ceiling, measure_ceiling
 from benchmarks.throughput.inputs import check_fits
 from benchmarks.throughput.links import measure_links
 from benchmarks.throughput.measure import measure_mode
-from benchmarks.throughput.report import compare, figures, hardware, write
+from benchmarks.throughput.report import compare, figures, write
 from benchmarks.throughput.settings import Cell, Settings
 from benchmarks.throughput.sweep import plot
 from distca.attention import choose_kernel
-from distca.commands.versions import versions
+from distca.commands.versions import hardware, versions
 from distca.plan import AttentionShape
 from distca.train.world import World
 

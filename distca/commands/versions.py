@@ -1,7 +1,8 @@
-"""Versions of what a result depends on, for result files."""
+"""What a result depends on, for result files: versions and hardware."""
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
 
@@ -17,3 +18,12 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def hardware(ranks: int) -> str:
+    """The GPUs that ``ranks`` ranks ran on, or the cores that they shared."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{ranks} × {torch.cuda.get_device_name()}"
+    return f"{ranks} ranks on {os.cpu_count()} cores, {platform.machine()}"

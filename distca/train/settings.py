@@ -85,8 +85,8 @@ class CadConfig:
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean.
         deterministic: add gradients of k and v in a fixed order, so that two runs are bitwise equal.
-        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes one and
-            a half times what plans for data.tokens_per_rank have been seen to need.
+        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
+            plans for data.tokens_per_rank need, with room to spare.
     """
 
     enabled: bool = True
@@ -253,8 +253,8 @@ class RunConfig:
         """cad.nvshmem_buffer_gb, with 0 resolved.
 
         Two exchanges are under way at a time, each of up to the rows of a nano-batch that the busiest rank receives.
-        Simulated with real plans (both mixes in their long-context versions, 2 to 16 ranks), a ring of 3 times the
-        micro-batch's q, k and v suffices with *keep*, and of 3.4 times with *resend*, which sends o and dO as well.
+        Real plans of both mixes in their long-context versions fit, for 2 to 16 ranks (tests/train/
+        test_nvshmem_memory.py); *resend* sends o and dO as well.
         """
         if self.cad.nvshmem_buffer_gb:
             return self.cad.nvshmem_buffer_gb

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from distca.transport.native import row_bytes
 from distca.transport.row_kernels import move_rows
 from distca.transport.transport import Part, TransportError
 
@@ -89,4 +90,4 @@ class CollectiveHandle:
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """[rows, bytes per row]: one wire format for every dtype, also those that gloo does not know."""
-    return rows.view(-1).view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.element_size())
+    return rows.view(-1).view(torch.uint8).view(len(rows), row_bytes(rows))

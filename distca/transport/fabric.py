@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from distca.transport.native import row_bytes
+
 
 @dataclass(frozen=True)
 class Put:
@@ -33,7 +35,7 @@ class Put:
 
     @property
     def row_bytes(self) -> int:
-        return self.source.shape[1:].numel() * self.source.element_size()
+        return row_bytes(self.source)
 
 
 class Fabric(Protocol):

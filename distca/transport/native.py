@@ -85,6 +85,11 @@ def is_available() -> bool:
     return why_not() is None
 
 
+def row_bytes(rows: torch.Tensor) -> int:
+    """Bytes of one row of a tensor."""
+    return rows.shape[1:].numel() * rows.element_size()
+
+
 def put_rows(source: int, destination: int, ranges: np.ndarray, row_bytes: int, stream: torch.cuda.Stream) -> None:
     """Copy row ranges by copy engine.
 
@@ -118,8 +123,7 @@ def push_rows(
         finished_blocks: int32 zero, used by one stream only.
         stream: where to queue it.
     """
-    row_bytes = source.shape[1:].numel() * source.element_size()
-    rows = (source.data_ptr(), source_rows.data_ptr(), destination, len(source_rows), row_bytes)
+    rows = (source.data_ptr(), source_rows.data_ptr(), destination, len(source_rows), row_bytes(source))
     _call("distca_push_rows", *rows, *room, *arrived, finished_blocks.data_ptr(), stream.cuda_stream)
 
 
@@ -144,15 +148,13 @@ def move_rows(
 
     Both tensors are contiguous, of equal dtype and trailing shape; indices are [rows] int64 on the same device.
     """
-    row_bytes = source.shape[1:].numel() * source.element_size()
     arguments = (source.data_ptr(), _address(source_rows), destination.data_ptr(), _address(destination_rows))
-    _call("distca_move_rows", *arguments, rows, row_bytes, torch.cuda.current_stream().cuda_stream)
+    _call("distca_move_rows", *arguments, rows, row_bytes(source), torch.cuda.current_stream().cuda_stream)
 
 
 def can_sum(rows: torch.Tensor) -> bool:
     """Whether :func:`sum_rows` knows the dtype and row width of ``rows``."""
-    row_bytes = rows.shape[1:].numel() * rows.element_size()
-    return rows.dtype in _SUM_KINDS and row_bytes % 16 == 0
+    return rows.dtype in _SUM_KINDS and row_bytes(rows) % 16 == 0
 
 
 def sum_rows(

@@ -84,9 +84,9 @@ class NvshmemFabric:
         self.push_below_bytes = _PUSH_BELOW_BYTES
         self.push_below_bytes_per_range = _PUSH_BELOW_BYTES_PER_RANGE
         self._finished_blocks = torch.zeros(self.ranks, dtype=torch.int32, device="cuda")
-        # Copies to several peers at once share the copy engines badly (measured: 230 GB/s to three peers at once, 380
-        # to one), so they follow each other in one stream; what kernels write has a stream for each peer. Both go
-        # before anything else that is ready.
+        # Engines that copy to several peers at once are slower in all than one after the other, so copies follow each
+        # other in one stream; what kernels write has a stream for each peer. Both go before anything else that is
+        # ready.
         self._copying = torch.cuda.Stream(priority=-1)
         self._pushing = {peer: torch.cuda.Stream(priority=-1) for peer in range(self.ranks) if peer != self.rank}
         self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from distca.transport.fabric import Fabric, Put
 from distca.transport.landing import Landing, LandingRing
+from distca.transport.native import row_bytes
 from distca.transport.transport import Part, TransportError
 
 SETTING = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb)"
@@ -49,7 +48,7 @@ class OneSidedTransport:
         travelling = tuple(part for part in parts if part.moves.travelling)
         landing = token = None
         if travelling:
-            landing = self._ring.place(tuple(part.moves.most_received * _row_bytes(part.source) for part in travelling))
+            landing = self._ring.place(tuple(part.moves.most_received * row_bytes(part.source) for part in travelling))
             token = self._fabric.put(landing.number, landing.reuses, self._puts(travelling, landing))
         # Copies of kept rows are queued behind the writes, so that the transfers start first.
         for part in parts:
@@ -76,7 +75,7 @@ class OneSidedTransport:
         for part, offset in zip(parts, landing.offsets, strict=True):
             rows = sum(part.moves.receive_counts)
             begin = landing.begin + offset
-            received = self._fabric.landing[begin : begin + rows * _row_bytes(part.source)]
+            received = self._fabric.landing[begin : begin + rows * row_bytes(part.source)]
             packed = received.view(part.destination.dtype).view(rows, *part.destination.shape[1:])
             part.moves.place_received(packed, part.destination)
         self._fabric.taken(self._ring.taken(landing.number))
@@ -101,7 +100,3 @@ class OneSidedHandle:
         if self._landing is not None:
             self._transport.take_out(self._landing, self._parts, self._token)
             self._landing, self._parts, self._token = None, (), None
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return rows.shape[1:].numel() * rows.element_size()
