@@ -96,12 +96,14 @@ def _nvlink() -> str:
 
 def _network() -> str:
     """What there is for rows between machines, which go by NCCL."""
+    from distca.transport.choose import ONE_MACHINE
+
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if not devices:
-        return "rows between machines go by NCCL; no InfiniBand or RoCE device here, so over TCP"
+        return f"{ONE_MACHINE}; no InfiniBand or RoCE device here, so NCCL goes over TCP"
     direct = Path("/sys/module/nvidia_peermem").exists()
-    return f"rows between machines go by NCCL over {', '.join(devices)}" + (
-        "" if direct else "; nvidia_peermem is not loaded, so GPU memory may be copied through the host"
+    return f"{ONE_MACHINE}; NCCL goes over {', '.join(devices)}" + (
+        "" if direct else ", and as nvidia_peermem is not loaded, GPU memory may be copied through the host"
     )
 
 

@@ -1,6 +1,7 @@
 """A fabric in shared host memory: the one-sided transport on CPU ranks, for tests.
 
-What streams do on GPUs happens at once here: waits spin on the host.
+What streams do on GPUs happens at once here: waits spin on the host. Only copies of kept rows are put off until they
+are waited for, so that nobody relies on them earlier.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from distca.transport.fabric import Put
+from distca.transport.native import row_bytes
+from distca.transport.transport import Part
 
 _PATIENCE_S = 30.0
 
@@ -62,8 +65,19 @@ class HostFabric:
                     self._landings[peer][at : at + rows * width] = source[row * width : (row + rows) * width]
             self._arrived[peer][self.rank] = number
 
-    def join(self, token: None) -> None:
-        pass
+    def keep(self, parts: Sequence[Part], behind: None) -> Callable[[], None]:
+        def copy() -> None:
+            for part in parts:
+                source, destination = (x.reshape(-1).view(torch.uint8).numpy() for x in (part.source, part.destination))
+                width = row_bytes(part.source)
+                for row, place, rows in part.moves.keep_ranges.tolist():
+                    destination[place * width : (place + rows) * width] = source[row * width : (row + rows) * width]
+
+        return copy
+
+    def join(self, token: Callable[[], None] | None) -> None:
+        if token is not None:
+            token()
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
         if self._slow:

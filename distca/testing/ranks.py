@@ -36,7 +36,7 @@ def run_ranks(
         What each rank returned, by rank.
 
     Raises:
-        RankFailure: a rank raised, died or took too long; the others are ended.
+        RankFailure: a rank raised, died (also after it returned) or took too long; the others are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
@@ -53,8 +53,10 @@ def run_ranks(
         try:
             results = _collect(pipes, timeout)
             # A rank that answered ends by itself: cut short, it would leave processes of its own behind.
-            for process in processes:
+            for rank, process in enumerate(processes):
                 process.join(10)
+                if process.exitcode:
+                    raise RankFailure(f"Rank {rank} gave an answer, then ended with exit code {process.exitcode}.")
             return results
         finally:
             for process in processes:

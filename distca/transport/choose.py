@@ -23,6 +23,11 @@ T = TypeVar("T")
 NAMES = ("auto", "nvshmem", "nccl", "gloo")
 DEFAULT_BUFFER_GB = 2.0
 
+ONE_MACHINE = (
+    "between machines rows go by NCCL, because the NVSHMEM transport writes through memory that peers map, which only "
+    "GPUs of one machine do"
+)
+
 # NVSHMEM starts once per process, and exchanges are numbered from its start: one transport per process.
 _started: dict[tuple[int, ...], Transport] = {}
 
@@ -75,8 +80,8 @@ def why_not_nvshmem() -> str | None:
     """Why this process cannot use NVSHMEM, or None; asks no other rank."""
     if not torch.cuda.is_available():
         return "it moves GPU memory, and torch finds no GPU here"
-    if native.why_not() is not None:
-        return native.why_not()
+    if native.why_no_signals() is not None:
+        return native.why_no_signals()
     if importlib.util.find_spec("nvshmem") is None:
         return "nvshmem4py is not installed"
     try:
@@ -108,7 +113,7 @@ def why_not_nvshmem_together(group: dist.ProcessGroup) -> str | None:
         if reason is not None:
             return f"on rank {rank}, {reason}" if rank else reason
     if len(machines) > 1:
-        return f"the server pool spans {len(machines)} machines, and rows between machines go by NCCL"
+        return f"the server pool spans {len(machines)} machines, and {ONE_MACHINE}"
     return None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from distca.transport.native import row_bytes
+from distca.transport.transport import Part
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,19 @@ class Fabric(Protocol):
         :meth:`join`."""
         ...
 
+    def keep(self, parts: Sequence[Part], behind: Any) -> Any:
+        """After the work queued so far on the current stream: copy the rows of ``parts`` that stay on this rank to
+        their places. Returns a token for :meth:`join`, None if the current stream itself does it.
+
+        Args:
+            parts: whose rows.
+            behind: the token of the put of the same exchange, which goes first; None if it puts nothing.
+        """
+        ...
+
     def join(self, token: Any) -> None:
-        """Let the current stream wait until the sources of a put may be written again."""
+        """Let the current stream wait until the sources of a put may be written again, or until kept rows are in
+        their places."""
         ...
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA library of csrc/, loaded through ctypes: copy engines, signals in memory, and two kernels over rows.
+"""The CUDA library of csrc/, loaded through ctypes: copy engines, signals in memory, and kernels over rows.
 
 It is optional. Everything here queues work on a stream and returns; nothing blocks the host.
 """
@@ -21,7 +21,7 @@ class NativeError(RuntimeError):
     """A CUDA call of the library failed."""
 
 
-_INTERFACE = 1  # of csrc/row_moves.cu
+_INTERFACE = 2  # of csrc/row_moves.cu
 
 
 @cache
@@ -50,10 +50,11 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         signatures = {
-            "distca_put_rows": [pointer, pointer, pointer, number, number, pointer],
+            "distca_copy_rows": [pointer, number, ctypes.c_int, pointer],
             "distca_signal": [pointer, number, ctypes.c_uint64, pointer],
             "distca_await": [pointer, number, ctypes.c_uint64, pointer],
-            "distca_push_rows": [pointer] * 3 + [number] * 2 + [pointer, ctypes.c_uint64] * 2 + [pointer] * 2,
+            "distca_push_rows": [pointer, number] * 2 + [ctypes.c_uint64, pointer, ctypes.c_int, pointer],
+            "distca_create_stream": [ctypes.c_int, pointer],
             "distca_move_rows": [pointer, pointer, pointer, pointer, number, number, pointer],
             "distca_sum_rows": [pointer, pointer, pointer, pointer, pointer, number, number, ctypes.c_int, pointer],
         }
@@ -90,41 +91,79 @@ def row_bytes(rows: torch.Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
 
 
-def put_rows(source: int, destination: int, ranges: np.ndarray, row_bytes: int, stream: torch.cuda.Stream) -> None:
+@cache
+def why_no_signals() -> str | None:
+    """Why streams of the current GPU cannot signal to each other through memory, or None."""
+    if why_not() is not None:
+        return why_not()
+    library = _library()
+    assert library is not None
+    if not library.distca_can_signal():
+        return "streams of this GPU, under this driver, cannot write and wait for 64-bit words in memory"
+    return None
+
+
+def create_stream(priority: int) -> torch.cuda.Stream:
+    """A stream of the current GPU that nobody else uses: torch hands its own streams out again and again, and on one
+    that waits for a peer other work would wait as well. It is never destroyed.
+
+    Args:
+        priority: 0, or below it to go before others.
+    """
+    handle = ctypes.c_void_p()
+    _call("distca_create_stream", priority, ctypes.addressof(handle))
+    return torch.cuda.ExternalStream(handle.value)
+
+
+def current_stream() -> torch.cuda.Stream:
+    """The stream on which torch queues its work now."""
+    return torch.cuda.current_stream()
+
+
+def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event that comes when all work that the stream holds by now is done."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def copy_rows(pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool, stream: torch.cuda.Stream) -> None:
     """Copy row ranges by copy engine.
 
     Args:
-        source: address of the first source row.
-        destination: address of the first destination row, on this GPU or a peer's.
-        ranges: [N, 3] int64, contiguous: source row, destination row, rows.
-        row_bytes: bytes of a row.
+        pieces: (address of the first source row, address of the first destination row, on this GPU or a peer's;
+            [N, 3] int64, contiguous: source row, destination row, rows; bytes of a row).
+        batched: in one call, in any order, on as many engines as the driver sees fit, and by engine also inside this
+            GPU; else one range after the other.
         stream: where to queue it.
     """
-    _call("distca_put_rows", source, destination, ranges.ctypes.data, len(ranges), row_bytes, stream.cuda_stream)
+    table = [(source, to, ranges.ctypes.data, len(ranges), width) for source, to, ranges, width in pieces]
+    packed = np.array(table, np.int64)
+    _call("distca_copy_rows", packed.ctypes.data, len(table), batched, stream.cuda_stream)
 
 
 def push_rows(
-    source: torch.Tensor,
-    source_rows: torch.Tensor,
-    destination: int,
-    room: tuple[int, int],
-    arrived: tuple[int | None, int],
+    pieces: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
+    arrived: np.ndarray,
+    number: int,
     finished_blocks: torch.Tensor,
+    most_blocks: int,
     stream: torch.cuda.Stream,
 ) -> None:
-    """Write rows by a small kernel that also waits for room and signals.
+    """Write rows into peers' memory by a small kernel, which then signals.
 
     Args:
-        source: contiguous tensor.
-        source_rows: [N] int64 its rows to write, N at least 1.
-        destination: address on a peer at which they follow each other.
-        room: (address, value): nothing is written before this word of this GPU is at least the value.
-        arrived: (address, value): the peer's word that gets the value afterwards; address None signals nothing.
-        finished_blocks: int32 zero, used by one stream only.
+        pieces: (contiguous tensor; [N] int64 its rows to write; address on a peer at which they follow each other).
+        arrived: [P] uint64 addresses of peers' words that get the number when the rows are there.
+        number: the number.
+        finished_blocks: [1] int32 zero, used by one stream only.
+        most_blocks: blocks of 256 threads, at most.
         stream: where to queue it.
     """
-    rows = (source.data_ptr(), source_rows.data_ptr(), destination, len(source_rows), row_bytes(source))
-    _call("distca_push_rows", *rows, *room, *arrived, finished_blocks.data_ptr(), stream.cuda_stream)
+    table = [(rows.data_ptr(), index.data_ptr(), to, len(index), row_bytes(rows)) for rows, index, to in pieces]
+    packed = np.array(table, np.int64)
+    arguments = (packed.ctypes.data, len(table), arrived.ctypes.data, len(arrived), number)
+    _call("distca_push_rows", *arguments, finished_blocks.data_ptr(), most_blocks, stream.cuda_stream)
 
 
 def signal(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:

@@ -3,7 +3,7 @@
 NVSHMEM gives every rank a block of memory at a known place and the addresses under which its peers' blocks can be
 reached over NVLink. Rows are then copied by the GPUs' copy engines, and streams signal to each other by writing and
 waiting for 64-bit words, so that a transfer takes no multiprocessor from the matrix products beside it. Only what is
-too small or too scattered for a copy engine is written by a kernel of a few blocks.
+too small or too scattered for a copy engine is written by a kernel of a few blocks (:mod:`distca.transport.writer`).
 
 The block: [ranks] words "newest exchange that arrived from rank r", [ranks] words "up to here rank r has taken out",
 then the landing memory.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,11 @@ import torch.distributed as dist
 
 from distca.transport import native
 from distca.transport.fabric import Put
-from distca.transport.transport import TransportError
+from distca.transport.transport import Part, TransportError
 from distca.transport.watchdog import Process, Wait, Watchdog
+from distca.transport.writer import Addresses, Sent, Writer
 
 _PAGE = 4096
-# Below these a kernel writes: it starts sooner than a copy engine. Alone it is faster up to about 64 MiB to a peer
-# (benchmarks/results/transport.json), but it takes multiprocessors from the computation beside it.
-_PUSH_BELOW_BYTES = 8 << 20
-_PUSH_BELOW_BYTES_PER_RANGE = 128 << 10
 
 
 class NvshmemFabric:
@@ -40,8 +36,7 @@ class NvshmemFabric:
         capacity: bytes of landing memory.
 
     Attributes:
-        push_below_bytes: what one rank sends to another is written by a kernel if it is smaller in all,
-        push_below_bytes_per_range: or on average over its ranges of rows; else by copy engine.
+        writer: queues this rank's writes.
 
     Raises:
         TransportError: NVSHMEM cannot be initialised, or a peer's memory cannot be mapped.
@@ -60,7 +55,9 @@ class NvshmemFabric:
         dist.barrier(group)
         self.landing = self._memory[words:]
         self._words = self._memory[: 2 * self.ranks * 8].view(torch.int64)
-        self._looking = torch.cuda.Stream()
+        # Its own, so that the watchdog never waits behind anything.
+        self._looking = native.create_stream(0)
+        self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)
         processes = [Process.here()] * self.ranks
         dist.all_gather_object(processes, Process.here(), group=group)
         names = dist.get_process_group_ranks(group)
@@ -74,69 +71,22 @@ class NvshmemFabric:
                 "their GPUs have no peer access. "
                 "Set cad.transport=nccl."
             )
-        self._landings = [address + words for address in bases]
         # Words of this rank that peers write, and words of peers that this rank writes.
         self._arrived_here = native.addresses_of(base, range(self.ranks))
-        self._taken_here = native.addresses_of(base, range(self.ranks, 2 * self.ranks))
-        self._arrived_there = np.array([address + 8 * self.rank for address in bases], np.uint64)
         others = [address for peer, address in enumerate(bases) if peer != self.rank]
         self._taken_there = np.array([address + 8 * (self.ranks + self.rank) for address in others], np.uint64)
-        self.push_below_bytes = _PUSH_BELOW_BYTES
-        self.push_below_bytes_per_range = _PUSH_BELOW_BYTES_PER_RANGE
-        self._finished_blocks = torch.zeros(self.ranks, dtype=torch.int32, device="cuda")
-        # Engines that copy to several peers at once are slower in all than one after the other, so copies follow each
-        # other in one stream; what kernels write has a stream for each peer. Both go before anything else that is
-        # ready.
-        self._copying = torch.cuda.Stream(priority=-1)
-        self._pushing = {peer: torch.cuda.Stream(priority=-1) for peer in range(self.ranks) if peer != self.rank}
-        self._last: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        addresses = Addresses(
+            landings=[address + words for address in bases],
+            taken_here=native.addresses_of(base, range(self.ranks, 2 * self.ranks)),
+            arrived_there=np.array([address + 8 * self.rank for address in bases], np.uint64),
+        )
+        self.writer = Writer(addresses, self.landing.device)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        ready = torch.cuda.Event()
-        ready.record()
-        events = []
-        for peer, pieces in puts.items():
-            by_kernel = self._is_small(pieces)
-            stream = self._pushing[peer] if by_kernel else self._copying
-            stream.wait_event(ready)
-            # The word of arrivals only tells the newest: exchanges must arrive in order, whichever way they take.
-            if peer in self._last and self._last[peer][0] is not stream:
-                stream.wait_event(self._last[peer][1])
-            (self._push if by_kernel else self._copy)(peer, pieces, number, reuses)
-            done = torch.cuda.Event()
-            done.record(stream)
-            self._last[peer] = stream, done
-            events.append(done)
-        sources = tuple(piece.source for pieces in puts.values() for piece in pieces)
-        return Sent(events, sources, tuple(puts), reuses)
+        return self.writer.put(number, reuses, puts)
 
-    def _is_small(self, pieces: list[Put]) -> bool:
-        ranges = sum(len(piece.ranges) for piece in pieces)
-        limit = max(self.push_below_bytes, ranges * self.push_below_bytes_per_range)
-        return bool(pieces) and sum(piece.bytes for piece in pieces) < limit
-
-    def _copy(self, peer: int, pieces: list[Put], number: int, reuses: int) -> None:
-        stream = self._copying
-        if reuses:
-            native.wait_for(self._taken_here[peer : peer + 1], reuses, stream)
-        for piece in pieces:
-            destination = self._landings[peer] + piece.begin
-            native.put_rows(piece.source.data_ptr(), destination, piece.ranges, piece.row_bytes, stream)
-        native.signal(self._arrived_there[peer : peer + 1], number, stream)
-
-    def _push(self, peer: int, pieces: list[Put], number: int, reuses: int) -> None:
-        stream = self._pushing[peer]
-        if reuses:
-            # On the stream, so that a late peer does not keep blocks of the kernel spinning on multiprocessors.
-            native.wait_for(self._taken_here[peer : peer + 1], reuses, stream)
-        room = (int(self._taken_here[peer]), reuses)
-        for piece in pieces:
-            destination = self._landings[peer] + piece.begin + int(piece.ranges[0, 1]) * piece.row_bytes
-            signal = int(self._arrived_there[peer]) if piece is pieces[-1] else None
-            counter = self._finished_blocks[peer : peer + 1]
-            native.push_rows(
-                piece.source, piece.rows, destination, room, (signal, number), counter, self._pushing[peer]
-            )
+    def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
+        return self.writer.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
         token.wait()
@@ -160,25 +110,11 @@ class NvshmemFabric:
     def _missing(self, wait: Wait) -> list[int]:
         """Peers whose word is below what a wait asks for; called by the watchdog's thread."""
         with torch.cuda.device(self.landing.device), torch.cuda.stream(self._looking):
-            words = self._words.cpu().tolist()
+            self._seen.copy_(self._words, non_blocking=True)
+            self._looking.synchronize()
+        words = self._seen.tolist()
         first = 0 if wait.what == "rows of" else self.ranks
         return [peer for peer in wait.peers if words[first + peer] < wait.number]
-
-
-@dataclass
-class Sent:
-    """Writes of one exchange to ``peers``, which had to take out exchange ``reuses`` first; ``sources`` live until they
-    were waited for."""
-
-    events: list[torch.cuda.Event]
-    sources: tuple[torch.Tensor, ...]
-    peers: tuple[int, ...]
-    reuses: int
-
-    def wait(self) -> None:
-        """Let the current stream wait until the sources were read."""
-        for event in self.events:
-            torch.cuda.current_stream().wait_event(event)
 
 
 def _initialize(group: dist.ProcessGroup, heap_bytes: int) -> None:

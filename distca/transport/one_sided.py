@@ -32,8 +32,8 @@ class OneSidedTransport:
         self._ring = LandingRing(len(fabric.landing), SETTING)
 
     def launch(self, parts: tuple[Part, ...]) -> OneSidedHandle:
-        """Start writing the rows of all parts to their receivers; parts of which no row travels between any ranks are
-        only copied.
+        """Start writing the rows of all parts to their receivers, and behind them copying the rows that this rank
+        keeps; parts of which no row travels between any ranks are only copied.
 
         Raises:
             TransportError: the moves belong to a plan for another number of ranks, or the landing memory is too small;
@@ -50,10 +50,8 @@ class OneSidedTransport:
         if travelling:
             landing = self._ring.place(tuple(part.moves.most_received * row_bytes(part.source) for part in travelling))
             token = self._fabric.put(landing.number, landing.reuses, self._puts(travelling, landing))
-        # Copies of kept rows are queued behind the writes, so that the transfers start first.
-        for part in parts:
-            part.moves.copy_kept(part.source, part.destination)
-        return OneSidedHandle(self, landing, travelling, token)
+        kept = self._fabric.keep(parts, token)
+        return OneSidedHandle(self, landing, travelling, token, kept)
 
     def _puts(self, parts: tuple[Part, ...], landing: Landing) -> dict[int, list[Put]]:
         puts: dict[int, list[Put]] = {}
@@ -68,10 +66,20 @@ class OneSidedTransport:
                 puts[peer] = mine
         return puts
 
-    def take_out(self, landing: Landing, parts: tuple[Part, ...], token: Any) -> None:
+    def join(self, kept: Any) -> None:
+        """Let the current stream wait for rows that stayed on this rank."""
+        if kept is not None:
+            self._fabric.join(kept)
+
+    def take_out(self, landing: Landing, parts: tuple[Part, ...], token: Any, kept: Any) -> None:
         """Wait on the current stream for an exchange, put its rows in their places and free its memory."""
         senders = {peer for part in parts for peer, rows in enumerate(part.moves.receive_counts) if rows}
         self._fabric.arrived(landing.number, sorted(senders))
+        # Received rows are added to kept ones or, where nothing is added up, have other places. Then the kept ones,
+        # which are copied after all writes to peers, are waited for last.
+        adds = any(part.moves.reduction is not None for part in parts)
+        if adds:
+            self.join(kept)
         for part, offset in zip(parts, landing.offsets, strict=True):
             rows = sum(part.moves.receive_counts)
             begin = landing.begin + offset
@@ -80,6 +88,8 @@ class OneSidedTransport:
             part.moves.place_received(packed, part.destination)
         self._fabric.taken(self._ring.taken(landing.number))
         self._fabric.join(token)
+        if not adds:
+            self.join(kept)
 
 
 @dataclass
@@ -90,6 +100,7 @@ class OneSidedHandle:
     _landing: Landing | None
     _parts: tuple[Part, ...]
     _token: Any
+    _kept: Any
 
     @property
     def works(self) -> list[Any]:
@@ -98,5 +109,7 @@ class OneSidedHandle:
 
     def wait(self) -> None:
         if self._landing is not None:
-            self._transport.take_out(self._landing, self._parts, self._token)
-            self._landing, self._parts, self._token = None, (), None
+            self._transport.take_out(self._landing, self._parts, self._token, self._kept)
+        else:
+            self._transport.join(self._kept)
+        self._landing, self._parts, self._token, self._kept = None, (), None, None

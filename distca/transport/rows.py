@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distca.attention.kernel import to_device
+from distca.attention.upload import Destination, to_device
 from distca.plan import RowExchange
 from distca.transport.row_kernels import move_rows, sum_rows
 
@@ -33,6 +33,7 @@ class RowMoves:
         most_received: most rows that any rank of the pool receives; the same on every rank.
         keep_source: int64 source rows that stay on this rank.
         keep_destination: int64 where they go.
+        keep_ranges: [N, 3] int64 on the host, the same as ranges: source row, destination row, rows.
         reduction: how rows received more than once are added up; None where every row has one sender.
         travelling: rows that travel between any two ranks of the pool.
     """
@@ -47,11 +48,12 @@ class RowMoves:
     most_received: int
     keep_source: torch.Tensor
     keep_destination: torch.Tensor
+    keep_ranges: np.ndarray
     reduction: Reduction | None
     travelling: int
 
     @staticmethod
-    def there_and_back(exchange: RowExchange, ranks: int, device: torch.device | str) -> tuple[RowMoves, RowMoves]:
+    def there_and_back(exchange: RowExchange, ranks: int, device: Destination) -> tuple[RowMoves, RowMoves]:
         """From the home ranks to the servers, and back. What one sends the other receives, so both have the same
         index tensors."""
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
@@ -71,6 +73,7 @@ class RowMoves:
             exchange.most_to_server,
             kept,
             placed,
+            np.ascontiguousarray(np.stack((keep.source, keep.destination, keep.rows), axis=1)),
             None,
             exchange.travelling,
         )
@@ -86,6 +89,7 @@ class RowMoves:
             exchange.most_to_home,
             placed,
             kept,
+            np.ascontiguousarray(np.stack((keep.destination, keep.source, keep.rows), axis=1)),
             None if once else Reduction.of(home_rows, kept_rows, device),
             exchange.travelling,
         )
@@ -97,11 +101,12 @@ class RowMoves:
         return self.send_ranges[peer], self.send_index[first : first + self.send_counts[peer]]
 
     def copy_kept(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy the rows that stay on this rank."""
+        """Copy the rows that stay on this rank, on the current stream."""
         move_rows(source, self.keep_source, destination, self.keep_destination)
 
     def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
-        """Put received rows in their places; kept rows are there already."""
+        """Put received rows in their places. Kept rows are in theirs already: where rows are added up, they are
+        added to."""
         if self.reduction is not None:
             self.reduction.add(packed, destination)
         else:
@@ -130,7 +135,7 @@ class Reduction:
     rounds: list[tuple[torch.Tensor, torch.Tensor]]
 
     @staticmethod
-    def of(home_rows: np.ndarray, kept_rows: np.ndarray, device: torch.device | str) -> Reduction | None:
+    def of(home_rows: np.ndarray, kept_rows: np.ndarray, device: Destination) -> Reduction | None:
         """Reduction of packed rows for ``home_rows``, beside rows that were kept; None if each home row is written
         once."""
         top = int(max(home_rows.max(initial=-1), kept_rows.max(initial=-1))) + 1

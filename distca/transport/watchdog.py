@@ -3,6 +3,10 @@
 A stream that waits for a word in memory waits forever if nobody writes it, and no library notices. So a thread looks
 once a second at the oldest wait of this rank that has not passed: if a rank that it waits for no longer exists, this
 process ends with a sentence; if it merely takes long, a warning says so.
+
+The thread itself must not get stuck with the others. A call into CUDA may: while the training thread cannot queue any
+more work behind the wait, it holds locks of the driver. So the GPU is asked by a helper thread, and one that does not
+answer counts as not having delivered.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
 _WARN_EVERY_S = 60.0
 _GRACE_S = 4.0
+_ANSWER_S = 20.0
 EXIT_CODE = 71
 
 
@@ -86,7 +91,7 @@ class Watchdog:
         names: of the ranks, for the sentences: their numbers in the whole world.
         rank: this rank.
         processes: of every rank, all on this machine.
-        missing: given a wait, the peers that have really not delivered yet; may take a moment.
+        missing: given a wait, the peers that have really not delivered yet; may get stuck.
         end: ends this process after the sentence was logged.
     """
 
@@ -104,6 +109,7 @@ class Watchdog:
         self._oldest: Wait | None = None
         self._since = 0.0  # when it was first seen as the oldest
         self._warned_at = 0.0
+        self._asking: threading.Thread | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="distca-watchdog", daemon=True)
         self._thread.start()
@@ -117,25 +123,22 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no longer."""
         self._stop.set()
-        self._thread.join(5)  # not for ever: it may be reading from a GPU that hangs
+        self._thread.join(5)
 
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
             self._look()
 
     def _look(self) -> None:
-        while self._waits and self._waits[0].passed.query():
-            self._waits.popleft()
-        if not self._waits:
+        stuck = self._stuck()
+        if stuck is None:
             return
-        wait = self._waits[0]
-        missing = self._missing(wait)
-        if not missing or wait.passed.query():
-            return
+        wait, missing = stuck
         gone = [peer for peer in missing if not self._processes[peer].is_running()]
         if gone:
-            # A run that watches its ranks by itself knows the step as well: it may speak first.
-            if self._stop.wait(_GRACE_S):
+            # A run that watches its ranks by itself knows the step as well: it may speak first. And a rank that ended
+            # as it should delivered before.
+            if self._stop.wait(_GRACE_S) or self._stuck() is None:
                 return
             logger.critical(
                 "Rank %d waits for %s exchange %d from rank %s, which has ended; so this rank ends too. Look at the "
@@ -146,6 +149,27 @@ class Watchdog:
             self._stop.set()
         else:
             self._warn(wait, missing)
+
+    def _stuck(self) -> tuple[Wait, list[int]] | None:
+        """The oldest wait that has not passed and who is missing, if anybody is; asked of the GPU."""
+        answers: list[tuple[Wait, list[int]] | None] = []
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=lambda: answers.append(self._ask()), daemon=True)
+            self._asking.start()
+            self._asking.join(_ANSWER_S)
+        if answers:
+            return answers[0]
+        waits = list(self._waits)
+        return (waits[0], list(waits[0].peers)) if waits else None
+
+    def _ask(self) -> tuple[Wait, list[int]] | None:
+        while self._waits and self._waits[0].passed.query():
+            self._waits.popleft()
+        if not self._waits:
+            return None
+        wait = self._waits[0]
+        missing = self._missing(wait)
+        return (wait, missing) if missing and not wait.passed.query() else None
 
     def _warn(self, wait: Wait, missing: list[int]) -> None:
         now = time.monotonic()

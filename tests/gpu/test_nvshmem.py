@@ -1,10 +1,12 @@
 """NVSHMEM on GPUs: the same rows as NCCL, bit for bit, with little memory, late ranks and a thousand random plans."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,11 +45,20 @@ def _transports(buffer_gb):
 
 
 def _choose_way(transport, number):
-    """Writes by copy engine, by kernel, or by what is usual: every rank decides for itself."""
-    random = np.random.default_rng(1000 * number + dist.get_rank())
-    fabric = transport._fabric
-    fabric.push_below_bytes = int(random.choice((0, 1 << 18, 1 << 40)))
-    fabric.push_below_bytes_per_range = 0
+    """By copy engine or by kernel, in one stream or several: every rank decides for itself."""
+    draw, writer = random.Random(1000 * number + dist.get_rank()), transport._fabric.writer
+    writer.ways = replace(
+        writer.ways,
+        push_below_bytes=draw.choice((0, 1 << 18, 1 << 40)),
+        push_below_bytes_per_range=0,
+        push_blocks=draw.choice((1, 32, 96)),
+        signal_after_bytes=draw.choice((0, 1 << 18, 1 << 40)),
+        call=draw.choice(("range", "peer", "all")),
+        streams=draw.choice((1, 2)),
+        beside=draw.choice((False, True)),
+        keep_from_bytes=draw.choice((0, 1 << 40)),
+        keep_from_bytes_per_range=0,
+    )
 
 
 def _parts(moves, seed, dtypes):
@@ -144,8 +155,8 @@ def _train(steps, backward):
 
 
 def _lengths(step):
-    random = np.random.default_rng(step)
-    return random.integers(1, 1 + int(random.integers(1, 1500)), size=int(random.integers(1, 12)))
+    draw = np.random.default_rng(step)
+    return draw.integers(1, 1 + int(draw.integers(1, 1500)), size=int(draw.integers(1, 12)))
 
 
 @each_size
@@ -163,11 +174,78 @@ def test_a_thousand_steps_leak_nothing(ranks):
         assert len(memory) == 10 and memory[-1] <= memory[0]
 
 
+def _push_more_than_one_launch_takes(pieces):
+    """Rows of many widths by the kernel; returns how many arrived wrong."""
+    from distca.transport.fabric import Put
+
+    fabric = choose_transport("nvshmem", dist.group.WORLD, 0.04)._fabric
+    fabric.writer.ways = replace(fabric.writer.ways, push_below_bytes=1 << 40)
+    rank, place, puts = dist.get_rank(), 0, []
+    for k in range(pieces):
+        # Units of 16, 4 and 1 bytes, no rows, one row, rows out of order.
+        rows, width = k % 7, (32, 12, 5, 16, 1, 4)[k % 6]
+        source = (torch.arange(9 * width, device="cuda") + 3 * k).to(torch.uint8).view(9, width)
+        index = torch.tensor([(3 * j + k) % 9 for j in range(rows)], dtype=torch.int64, device="cuda")
+        ranges = np.array([[int(row), j, 1] for j, row in enumerate(index.tolist())] or [[0, 0, 0]], np.int64)
+        puts.append((Put(source, ranges, index, place), source[index].flatten()))
+        place += rows * width
+    if rank == 0:
+        sent = fabric.put(1, 0, {1: [put for put, _ in puts]})
+        fabric.join(sent)
+        torch.cuda.synchronize()
+        return 0
+    fabric.arrived(1, [0])
+    return int((fabric.landing[:place] != torch.cat([rows for _, rows in puts])).sum())
+
+
+def test_a_push_of_many_tensors_takes_several_launches():
+    assert _ranks(2, _push_more_than_one_launch_takes, 150) == [0, 0]
+
+
+def _keep(rows, below):
+    """One rank keeps most of its rows: by copy engine or by kernel, in both directions, added to and not; and their
+    memory is used again at once. Returns how many values are wrong, and whether the engine copied."""
+    transport = choose_transport("nvshmem", dist.group.WORLD, 0.1)
+    writer = transport._fabric.writer
+    writer.ways = replace(writer.ways, keep_from_bytes=below, keep_from_bytes_per_range=0)
+    rank = dist.get_rank()
+    layout = lay_out([rows], 2, rank_of=[0])[0]
+    # Rank 1 serves the end of the document; its keys and values come back from both, and are added up at home.
+    plan = Plan(layout, Tasks.sorted(*np.array([[0, 0, rows - 8, 0], [0, rows - 8, rows, 1]]).T))
+    routed = ServerRoute.of(route(plan, rank), "cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    kept = []
+    for number in range(20):
+        there, back = routed.kv_to_server, routed.kv_to_home
+        source = torch.full((there.source_rows, 4096), float(number), device="cuda")
+        server = torch.empty(there.destination_rows, 4096, device="cuda")
+        handle = transport.launch((Part(source, server, there),))
+        kept.append(handle._kept is not None)
+        handle.wait()
+        wrong += (server != number).sum()
+        source.fill_(-1)
+        home = torch.zeros(back.destination_rows, 4096, device="cuda")
+        transport.launch((Part(server, home, back),)).wait()
+        expected = torch.full((len(home), 1), 2.0 * number, device="cuda")
+        expected[rows - 8 :] = number
+        wrong += (home != expected).sum()
+        del source, server, home
+    return int(wrong), all(kept), any(kept)
+
+
+@pytest.mark.parametrize("below", [0, 1 << 40])
+def test_rows_that_stay(below):
+    (wrong_0, all_0, any_0), (wrong_1, _, any_1) = _ranks(2, _keep, 5000, below)
+    assert wrong_0 == wrong_1 == 0
+    # Rank 1 keeps no row.
+    assert (all_0, any_0, any_1) == ((True, True, False) if below == 0 else (False, False, False))
+
+
 def _send_only(exchanges, below, credits):
     """Rank 0 gives all its rows to a late rank 1 and gets nothing back; returns how many values arrived wrong."""
     transport = choose_transport("nvshmem", dist.group.WORLD, 0.04)
     fabric = transport._fabric
-    fabric.push_below_bytes, fabric.push_below_bytes_per_range = below, 0
+    fabric.writer.ways = replace(fabric.writer.ways, push_below_bytes=below, push_below_bytes_per_range=0)
     if not credits:
         put = fabric.put
         fabric.put = lambda number, reuses, puts: put(number, 0, puts)
@@ -218,14 +296,23 @@ dist.barrier()
 if dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 fabric.arrived(1, [1])
+for _ in range(int(os.environ["QUEUED"])):
+    torch.zeros(1, device="cuda").add_(1)
 torch.cuda.synchronize()
 """
 
 
-def test_a_killed_rank_ends_who_waits_for_its_rows_and_is_named():
+@pytest.mark.parametrize("queued", [0, 20_000])
+def test_a_killed_rank_ends_who_waits_for_its_rows_and_is_named(queued):
+    """Also when so much is queued behind the wait that the host is stuck as well."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655"}
+    environment = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29655",
+        "QUEUED": str(queued),
+    }
     ranks = [
         subprocess.Popen([sys.executable, "-c", KILLED], env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE)
         for rank in range(2)

@@ -29,6 +29,20 @@ def test_a_plan_for_another_world_size_is_refused_before_anything_is_sent() -> N
     assert run_ranks(2, _launch_a_plan_for_another_world) == [said, said]
 
 
+def test_rows_that_do_not_lie_one_after_the_other_are_no_part() -> None:
+    import torch
+
+    from distca.runtime.device_routes import ServerRoute
+    from distca.transport import Part
+
+    moves = ServerRoute.of(route(plan_at_home(lay_out([6], 1)[0]), 0), "cpu").q_to_server
+    rows = torch.zeros(4, 6).t()
+    with pytest.raises(AssertionError):
+        Part(rows, torch.zeros(6, 4), moves)
+    with pytest.raises(AssertionError):
+        Part(torch.zeros(6, 4), rows, moves)
+
+
 def test_a_rank_beyond_the_plan_is_refused() -> None:
     with pytest.raises(PlanError, match="Rank 4 has no part in the plan, which was made for 4 ranks"):
         route(plan_at_home(lay_out([40, 3], 4)[0]), 4)

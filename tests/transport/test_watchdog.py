@@ -50,6 +50,32 @@ def test_a_killed_rank_ends_who_waits_for_it(peer, caplog):
     assert "Rank 4 waits for rows of exchange 7 from rank 6, which has ended" in caplog.text
 
 
+def test_a_killed_rank_is_named_also_where_the_gpu_does_not_answer(peer, caplog, monkeypatch):
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
+    hangs = threading.Event()
+    dog, ended = _start(peer, lambda wait: hangs.wait(60) and [])
+    dog.note(Wait(_Never(), (1,), 7, "rows of"))
+    assert not ended.wait(0.4), "rank 1 is alive"
+    with caplog.at_level(logging.CRITICAL):
+        peer.kill()
+        assert ended.wait(5)
+    hangs.set()
+    assert "Rank 4 waits for rows of exchange 7 from rank 6, which has ended" in caplog.text
+
+
+def test_a_rank_that_ended_after_its_rows_came_ends_nobody(peer, monkeypatch):
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.5)
+    asked = []
+    # The first answer is from before they came.
+    dog, ended = _start(peer, lambda wait: asked.append(wait) or ([1] if len(asked) == 1 else []))
+    peer.kill()
+    peer.wait()
+    dog.note(Wait(_Never(), (1,), 7, "rows of"))
+    assert not ended.wait(1)
+    assert len(asked) > 1
+    dog.stop()
+
+
 def test_rows_that_arrived_do_not_count_as_missing(peer):
     dog, ended = _start(peer, lambda wait: [])
     dog.note(Wait(_Never(), (1,), 7, "rows of"))
