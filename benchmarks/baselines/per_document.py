@@ -22,6 +22,7 @@ from benchmarks.baselines.layouts import Pieces
 from benchmarks.baselines.rows import Picked, expand
 from distca.attention import Kernel, TaskBatch
 from distca.attention.autograd import Timer
+from distca.attention.upload import Destination
 from megatron_patches.micro_batch import PackedMicroBatch
 
 
@@ -57,9 +58,7 @@ class GatheredMicroBatch(PackedMicroBatch):
         return _Gathered.apply(q_NHD, k_NGD, v_NGD, self, kernel, scale, timer)
 
     @staticmethod
-    def of(
-        pieces: Pieces, lengths: np.ndarray, group: CpGroup, device: torch.device | str, keep: bool
-    ) -> GatheredMicroBatch:
+    def of(pieces: Pieces, lengths: np.ndarray, group: CpGroup, device: Destination, keep: bool) -> GatheredMicroBatch:
         """This rank's micro-batch. ``pieces``: head–tail pieces of all groups."""
         first_rank = group.number * group.size
         ours = pieces.where((pieces.rank >= first_rank) & (pieces.rank < first_rank + group.size))
@@ -130,18 +129,20 @@ class _Gathered(torch.autograd.Function):
     ) -> torch.Tensor:
         kv = micro_batch.gather(k, v)
         ctx.rest = (micro_batch, kernel, scale, timer)
+        # What the kernel reads, or what that is gathered from again.
+        source = (None, None, kv) if micro_batch.keep else (k, v, None)
         if not micro_batch.rows:
-            ctx.save_for_backward(q, k, v, q, q, kv)
+            ctx.save_for_backward(q, q, q, *source)
             return torch.zeros_like(q)
         with timer("forward"):
             o, lse = kernel.forward(q, kv[:, 0], kv[:, 1], micro_batch.batch, scale)
-        ctx.save_for_backward(q, k, v, o, lse, kv if micro_batch.keep else None)
+        ctx.save_for_backward(q, o, lse, *source)
         return o
 
     @staticmethod
     def backward(ctx: Any, *do: torch.Tensor) -> Any:
         micro_batch, kernel, scale, timer = ctx.rest
-        q, k, v, o, lse, kv = ctx.saved_tensors
+        q, o, lse, k, v, kv = ctx.saved_tensors
         if not micro_batch.keep:
             kv = micro_batch.gather(k, v)
         if micro_batch.rows:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from benchmarks.baselines.errors import BaselineError
 from benchmarks.baselines.groups import CpGroup
@@ -19,6 +18,7 @@ from benchmarks.baselines.ring import RingMicroBatch
 from benchmarks.baselines.ulysses import UlyssesMicroBatch
 from benchmarks.baselines.work import Work, deal
 from distca.attention import TaskBatch
+from distca.attention.upload import Destination, Upload, uploading
 from distca.plan import AttentionShape, Layout
 from megatron_patches.micro_batch import PackedMicroBatch
 
@@ -90,7 +90,7 @@ def prepare(
     group: CpGroup | None,
     rank: int,
     shape: AttentionShape,
-    device: torch.device | str,
+    device: Destination,
 ) -> Prepared:
     """Lay a micro-batch out and make this rank's attention.
 
@@ -102,7 +102,7 @@ def prepare(
         group: this rank's context-parallel group; None for methods without one.
         rank: this data-parallel rank.
         shape: attention heads of one tensor-parallel rank.
-        device: where it runs.
+        device: where it runs; with an upload the attention is ready once that was sent.
     """
     if group is None:
         pieces = whole(lengths, group_of)
@@ -112,7 +112,8 @@ def prepare(
     method = {"cp": head_tail, "cp-keep": head_tail, "ring": zigzag, "ulysses": contiguous}[mode.method]
     pieces = method(lengths, group_of, mode.degree)
     layout = layout_of(pieces, lengths, ranks)
-    attention = _attention(mode, pieces, lengths, group_of, group, device)
+    with uploading(device) as upload:
+        attention = _attention(mode, pieces, lengths, group_of, group, upload)
     return Prepared(layout, attention, _bytes(mode, layout.q_rows, shape))
 
 
@@ -122,13 +123,13 @@ def _attention(
     lengths: np.ndarray,
     group_of: np.ndarray,
     group: CpGroup,
-    device: torch.device | str,
+    upload: Upload,
 ) -> PackedMicroBatch:
     if mode.method == "ring":
-        return RingMicroBatch.of(pieces, group, device)
+        return RingMicroBatch.of(pieces, group, upload)
     if mode.method == "ulysses":
-        return UlyssesMicroBatch.of(pieces, lengths, group_of, group, device)
-    return GatheredMicroBatch.of(pieces, lengths, group, device, mode.method == "cp-keep")
+        return UlyssesMicroBatch.of(pieces, lengths, group_of, group, upload)
+    return GatheredMicroBatch.of(pieces, lengths, group, upload, mode.method == "cp-keep")
 
 
 def _bytes(mode: Mode, q_rows: np.ndarray, shape: AttentionShape) -> int:

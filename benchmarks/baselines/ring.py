@@ -23,6 +23,7 @@ from benchmarks.baselines.layouts import Pieces
 from benchmarks.baselines.rows import Picked
 from distca.attention import Kernel, TaskBatch
 from distca.attention.autograd import Timer
+from distca.attention.upload import Destination
 from megatron_patches.micro_batch import PackedMicroBatch
 
 
@@ -61,7 +62,7 @@ class RingMicroBatch(PackedMicroBatch):
         return _Ring.apply(q_NHD, k_NGD, v_NGD, self, kernel, scale, timer)
 
     @staticmethod
-    def of(pieces: Pieces, group: CpGroup, device: torch.device | str) -> RingMicroBatch:
+    def of(pieces: Pieces, group: CpGroup, device: Destination) -> RingMicroBatch:
         """This rank's micro-batch. ``pieces``: zigzag chunks of all groups' sequences."""
         held = [_Held.of(pieces, group.number * group.size + rank) for rank in range(group.size)]
         mine = held[group.rank]
@@ -116,7 +117,7 @@ class _Held:
         return _Held(self.document, self.first + self.early_rows, self.rows - self.early_rows, self.early_rows * 0)
 
 
-def _step(q: _Held, kv: _Held, device: torch.device | str) -> RingStep | None:
+def _step(q: _Held, kv: _Held, device: Destination) -> RingStep | None:
     _, mine, theirs = np.intersect1d(q.document[q.rows > 0], kv.document[kv.rows > 0], return_indices=True)
     if not len(mine):
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distca.attention.kernel import to_device
+from distca.attention.upload import Destination, to_device
 
 
 def expand(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -26,7 +26,7 @@ class Picked:
     index: torch.Tensor | None
 
     @staticmethod
-    def of(begin: np.ndarray, count: np.ndarray, device: torch.device | str) -> Picked:
+    def of(begin: np.ndarray, count: np.ndarray, device: Destination) -> Picked:
         """The rows of these ranges."""
         rows = expand(begin, count)
         if len(rows) and (np.diff(rows) == 1).all():

@@ -19,6 +19,7 @@ from benchmarks.baselines.groups import CpGroup
 from benchmarks.baselines.layouts import Pieces
 from distca.attention import Kernel, TaskBatch
 from distca.attention.autograd import Timer
+from distca.attention.upload import Destination
 from megatron_patches.micro_batch import PackedMicroBatch
 
 
@@ -49,7 +50,7 @@ class UlyssesMicroBatch(PackedMicroBatch):
 
     @staticmethod
     def of(
-        pieces: Pieces, lengths: np.ndarray, group_of: np.ndarray, group: CpGroup, device: torch.device | str
+        pieces: Pieces, lengths: np.ndarray, group_of: np.ndarray, group: CpGroup, device: Destination
     ) -> UlyssesMicroBatch:
         """This rank's micro-batch. ``pieces``: contiguous parts of all groups' sequences."""
         first_rank = group.number * group.size

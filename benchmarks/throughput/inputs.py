@@ -10,15 +10,12 @@ import numpy as np
 
 from benchmarks.baselines import CpGroups, Mode, Work, groups_of, prepare
 from benchmarks.throughput.batches import Batches, Replay
-from distca.attention.kernel import to_device
-from distca.data.batch import RankBatch, rank_batch
+from distca.attention.upload import Upload, uploading
+from distca.data.batch import rank_batch
 from distca.plan import AttentionShape
 from distca.train.pipeline_inputs import with_equal_rows
-from distca.train.planning import Planning
 from distca.train.setup import Trainer
-from distca.train.step_inputs import Ahead, StepInputs, make_step_inputs
-from megatron_patches.micro_batch import PackedMicroBatch
-from megatron_patches.training_step import DeviceBatch
+from distca.train.step_inputs import Ahead, StepInputs, make_step_inputs, on_device
 
 
 def inputs_ahead(mode: Mode, trainer: Trainer, batches: Batches, first: int, groups: CpGroups, work: Work) -> Ahead:
@@ -45,6 +42,10 @@ class _Baseline:
 
     def make(self) -> StepInputs:
         """Deal, lay out and load the next global batch."""
+        with uploading(self._planning.device) as upload:
+            return self._make(upload)
+
+    def _make(self, upload: Upload) -> StepInputs:
         planning, ready = self._planning, []
         bytes_moved, planning_ms = 0, 0.0
         micro_batches = self._replay.next()
@@ -62,7 +63,7 @@ class _Baseline:
                 self._group,
                 planning.rank,
                 self._shape,
-                planning.device,
+                upload,
             )
             planning_ms += (time.perf_counter() - began) * 1e3
             bytes_moved += made.bytes_moved * planning.stages
@@ -80,7 +81,7 @@ class _Baseline:
             columns = with_equal_rows(columns)
         unplanned = np.zeros((1, planning.pool_ranks))
         return StepInputs(
-            tuple(_on_device(planning, rows, each) for rows, (_, each) in zip(columns, ready, strict=True)),
+            tuple(on_device(upload, rows, each) for rows, (_, each) in zip(columns, ready, strict=True)),
             None,
             unplanned,
             unplanned,
@@ -96,13 +97,6 @@ def shape_of(trainer: Trainer) -> AttentionShape:
     model, tp = trainer.config.model, trainer.config.parallel.tp
     value_bytes = 2 if trainer.config.train.precision == "bf16" else 4
     return AttentionShape(model.heads // tp, model.kv_heads // tp, model.resolved_head_dim, value_bytes)
-
-
-def _on_device(planning: Planning, rows: RankBatch, attention: PackedMicroBatch) -> DeviceBatch:
-    tokens, labels, loss_mask, positions = (
-        to_device(column, planning.device) for column in (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
-    )
-    return DeviceBatch(tokens[None], labels[None], loss_mask, positions, attention)
 
 
 def check_fits(mode: Mode, batches: Batches, ranks: int, room: int, work: Work) -> None:

@@ -140,8 +140,8 @@ class _Run:
         dist.barrier()
         began, cpu = time.perf_counter(), time.process_time()
         inputs, waited_ms = ahead.take()
-        ahead.start()
         total, tokens = self._forward_backward(inputs)
+        ahead.start()
         self.garbage.collect()
         grad_norm, _ = trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (total / tokens).item()

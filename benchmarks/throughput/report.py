@@ -38,16 +38,23 @@ def figures(records: list[RankRecord], batches: Batches, settings: Settings, cei
     attention = np.array([record.attention_s for record in records])
     memory = [record.memory_gib for record in records]
     rows = np.array([record.rows for record in records])
+    idle = _idle(records, seconds, settings.traced)
     return {
         "step_s": _spread(seconds),
         "steps_s": seconds.tolist(),
         "tokens_per_s": sum(tokens) / float(seconds.sum()),
         "mfu": mfu(flops, float(seconds.sum()), ranks, _peak(settings)),
         "share_of_ceiling": sum(ceilings) / float(seconds.sum()),
-        "idle_share": _idle(records, seconds, settings.traced),
+        "idle_share": _mean(idle),
+        "idle_shares": idle,
         "attention_max_over_mean": _spread(np.array([imbalance(step) for step in attention.T])),
         "attention_share": float(attention.mean(axis=0).sum() / seconds.sum()),
-        "memory_gib": {"max": max(memory), "min": min(memory), "ranks": memory},
+        "memory_gib": {
+            "max": max(memory),
+            "min": min(memory),
+            "max_over_min": max(memory) / min(memory),
+            "ranks": memory,
+        },
         "reserved_gib": max(record.reserved_gib for record in records),
         "rows_max_over_mean": float((rows.max(axis=0) / np.maximum(rows.mean(axis=0), 1)).mean()),
         "bytes_per_step": statistics.fmean(records[0].bytes_moved),
@@ -58,15 +65,20 @@ def figures(records: list[RankRecord], batches: Batches, settings: Settings, cei
     }
 
 
-def _idle(records: list[RankRecord], seconds: np.ndarray, traced: int) -> float | None:
-    """Mean over ranks of the part of a step in which a rank does not compute; see busy.py."""
+def _idle(records: list[RankRecord], seconds: np.ndarray, traced: int) -> list[float] | None:
+    """By rank, the part of a step in which it does not compute; see busy.py."""
     traced_busy = [record.traced_busy_s for record in records if record.traced_busy_s is not None]
     if len(traced_busy) == len(records):
-        return 1 - statistics.fmean(traced_busy) / float(seconds[:traced].sum())
+        return [1 - busy / float(seconds[:traced].sum()) for busy in traced_busy]
     if torch.cuda.is_available():
         return None
     busy = np.array([record.cpu_s for record in records]) / seconds
-    return float(1 - np.minimum(busy, 1).mean())
+    shares: list[float] = (1 - np.minimum(busy, 1)).mean(axis=1).tolist()
+    return shares
+
+
+def _mean(values: list[float] | None) -> float | None:
+    return None if values is None else statistics.fmean(values)
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:

@@ -72,6 +72,12 @@ def parse(argv: list[str], world_size: int) -> Settings:
     arguments = _parser().parse_args(own)
     if min(arguments.batches, *arguments.contexts) < 1 or min(arguments.warm_up, arguments.traced) < 0:
         raise ConfigError("--batches and --contexts are at least 1, --warm-up and --traced at least 0.")
+    channels = arguments.link_channels
+    if channels is not None and (channels < 1 or channels & (channels - 1)):
+        raise ConfigError(
+            f"--link-channels is {channels}, but NCCL rounds the channels of sends and receives up to a power of two, "
+            "and those of collectives not: give 1, 2, 4, ... so that all modes have the same."
+        )
     config = parse_run_config(rest)
     if config.model.vocabulary < 1:
         raise ConfigError("model.vocabulary is 0, but random tokens need one; set it behind --.")
@@ -116,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm-up", type=int, default=3, help="global batches before them, not counted")
     parser.add_argument("--traced", type=int, default=2, help="batches run again under the profiler: idle share")
     parser.add_argument(
-        "--link-channels", type=int, help="limit every NCCL transfer to so many channels, as a network would"
+        "--link-channels",
+        type=int,
+        help="limit NCCL to so many channels, as a network would: 1, 2, 4, ...",
     )
     return parser

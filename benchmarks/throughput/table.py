@@ -9,7 +9,7 @@ from distca.train.progress import format_bytes
 
 def table(report: dict[str, Any]) -> str:
     """A Markdown table of every workload."""
-    lines = [f"{report['hardware']}; `{report['command']}`", ""]
+    lines = [f"{report['hardware']}; `{report['command']}`", "", _links(report), ""]
     for name, cell in report["cells"].items():
         lines += [f"### {name}: {cell['tokens_per_batch']:,.0f} tokens per batch", ""]
         lines += ["| mode | tokens/s | step s (± stdev) | × packed | of the ceiling | MFU | idle | attention max/mean "]
@@ -25,6 +25,13 @@ def table(report: dict[str, Any]) -> str:
         lines += [f"Not run: {why}" for why in cell["not_run"].values()]
         lines += [""]
     return "\n".join(lines)
+
+
+def _links(report: dict[str, Any]) -> str:
+    rates = [f"{name.removesuffix('_gb_per_s').replace('_', '-')} {rate:.1f}" for name, rate in report["links"].items()]
+    channels = report["link_channels"]
+    limit = f", limited to {channels} channels" if channels else ""
+    return f"Links{limit}, GB/s of each rank: {', '.join(rates) or 'none'}."
 
 
 def _row(mode: str, made: dict[str, Any], packed: float | None) -> str:

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from distca.attention.upload import Destination, to_device
+
 
 class KernelError(ValueError):
     """A kernel that was asked for cannot run here; the message says why and what to set instead."""
@@ -50,9 +52,7 @@ class TaskBatch:
         return len(self.borders_q) - 1
 
     @staticmethod
-    def of(
-        borders_q: np.ndarray, borders_kv: np.ndarray, device: torch.device | str, *, causal: bool = True
-    ) -> TaskBatch:
+    def of(borders_q: np.ndarray, borders_kv: np.ndarray, device: Destination, *, causal: bool = True) -> TaskBatch:
         """Build a batch from host borders; the copy to a GPU does not block the host."""
         q_rows, kv_rows = np.diff(borders_q), np.diff(borders_kv)
         assert (q_rows > 0).all() and (kv_rows >= (q_rows if causal else 1)).all()
@@ -65,14 +65,6 @@ class TaskBatch:
             int(kv_rows.max(initial=0)),
             causal,
         )
-
-
-def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """Copy a host array to ``device`` without waiting for the GPU."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 class Kernel(Protocol):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from distca.attention import TaskBatch
+from distca.attention.upload import Destination, uploading
 from distca.plan import Layout, Plan, Route, route
 from distca.transport import RowMoves
 
@@ -36,17 +35,18 @@ class ServerRoute:
     kv_rows: int
 
     @staticmethod
-    def of(route: Route, device: torch.device | str) -> ServerRoute:
+    def of(route: Route, device: Destination) -> ServerRoute:
         """Bring a route to ``device``; copies to a GPU do not block the host."""
         repeat = route.kv.repeat
-        return ServerRoute(
-            *RowMoves.there_and_back(route.q, route.ranks, device),
-            *RowMoves.there_and_back(route.kv, route.ranks, device),
-            sorted(zip(repeat.source.tolist(), repeat.destination.tolist(), repeat.rows.tolist(), strict=True)),
-            TaskBatch.of(route.cu_q, route.cu_kv, device),
-            route.q.destination_rows,
-            route.kv.destination_rows,
-        )
+        with uploading(device) as upload:
+            return ServerRoute(
+                *RowMoves.there_and_back(route.q, route.ranks, upload),
+                *RowMoves.there_and_back(route.kv, route.ranks, upload),
+                sorted(zip(repeat.source.tolist(), repeat.destination.tolist(), repeat.rows.tolist(), strict=True)),
+                TaskBatch.of(route.cu_q, route.cu_kv, upload),
+                route.q.destination_rows,
+                route.kv.destination_rows,
+            )
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class NanoRoutes:
         forward: Plan,
         backward: Plan,
         rank: int,
-        device: torch.device | str,
+        device: Destination,
         previous: Layout | None = None,
     ) -> NanoRoutes:
         """Routes of ``rank`` for a nano-batch.
@@ -80,16 +80,13 @@ class NanoRoutes:
             forward: its plan.
             backward: its backward plan, over the same layout; may be ``forward`` itself.
             rank: this rank in the server pool.
-            device: where the rows live.
+            device: where the rows live; with an upload the routes are ready once that was sent.
             previous: layout of the nano-batch before this one, if it is the second.
         """
         layout = forward.layout
-        here = ServerRoute.of(route(forward, rank), device)
+        with uploading(device) as upload:
+            here = ServerRoute.of(route(forward, rank), upload)
+            back = here if backward is forward else ServerRoute.of(route(backward, rank), upload)
         carried_rows = int(layout.carried_rows[rank])
         end = int(previous.q_rows[rank]) if previous is not None else 0
-        return NanoRoutes(
-            int(layout.q_rows[rank]),
-            (end - carried_rows, end),
-            here,
-            here if backward is forward else ServerRoute.of(route(backward, rank), device),
-        )
+        return NanoRoutes(int(layout.q_rows[rank]), (end - carried_rows, end), here, back)

@@ -103,8 +103,9 @@ class _Loop:
         if self._trainer.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # validation and checkpoints do not count as this step's
         inputs, waited_ms = self._ahead.take()
-        self._ahead.start()
         loss_sum, tokens = self._run(inputs)
+        # Now, while this thread only waits for the GPU: Python's lock would keep it from queueing the step's kernels.
+        self._ahead.start()
         self._garbage.collect()  # while the GPU is busy with the backward pass
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (loss_sum / tokens).item()

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from distca.attention.upload import Upload
 from distca.data.batch import RankBatch
 from distca.data.sampler import MicroBatch
 from distca.plan import Layout, Plan, lay_out, plan_at_home, server_seconds
@@ -40,8 +41,8 @@ class PipelineInputs:
     bytes_moved: int
 
 
-def plan_pipeline(planning: Planning, micro_batches: Sequence[MicroBatch]) -> PipelineInputs:
-    """Lay out every micro-batch and plan every phase."""
+def plan_pipeline(planning: Planning, micro_batches: Sequence[MicroBatch], upload: Upload) -> PipelineInputs:
+    """Lay out every micro-batch and plan every phase; the routes are ready once ``upload`` was sent."""
     layouts = tuple(
         lay_out(
             micro_batch.lengths,
@@ -58,7 +59,7 @@ def plan_pipeline(planning: Planning, micro_batches: Sequence[MicroBatch]) -> Pi
     return PipelineInputs(
         layouts,
         plan,
-        StageRoutes.of(plan, planning.stage, planning.rank, planning.device),
+        StageRoutes.of(plan, planning.stage, planning.rank, upload),
         np.stack(
             [
                 _seconds([plan_at_home(each.layout) for each in phase.plans], planning.cost, direction)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from distca.attention import TaskBatch
-from distca.attention.kernel import to_device
+from distca.attention.upload import Upload, uploading
 from distca.data.batch import RankBatch, rank_batch
 from distca.data.corpus import DocumentSet
 from distca.data.sampler import MicroBatch, Sampler
@@ -60,11 +60,16 @@ def make_step_inputs(planning: Planning, documents: DocumentSet, sampler: Sample
     micro_batches = sampler.next()
     state = sampler.state_dict()
     make = _pipelined if planning.stages > 1 and planning.disaggregate else _one_stage
-    return make(planning, documents, micro_batches, state)
+    with uploading(planning.device) as upload:
+        return make(planning, documents, micro_batches, state, upload)
 
 
 def _one_stage(
-    planning: Planning, documents: DocumentSet, micro_batches: Sequence[MicroBatch], state: dict[str, Any]
+    planning: Planning,
+    documents: DocumentSet,
+    micro_batches: Sequence[MicroBatch],
+    state: dict[str, Any],
+    upload: Upload,
 ) -> StepInputs:
     plans, attentions, batches, planning_ms = [], [], [], 0.0
     attention = _disaggregated if planning.disaggregate else _packed
@@ -81,7 +86,7 @@ def _one_stage(
             disaggregate=planning.disaggregate,
             tolerance=planning.tolerance,
         )
-        ready = attention(planning, plan)
+        ready = attention(planning, plan, upload)
         planning_ms += (time.perf_counter() - began) * 1e3
         rows = _rows(planning, documents, micro_batch, tuple(nano.layout for nano in plan.nano_batches))
         plans.append(plan)
@@ -90,7 +95,7 @@ def _one_stage(
     if planning.stages > 1:
         batches = with_equal_rows(batches)
     return StepInputs(
-        tuple(_on_device(planning, rows, ready(rows)) for rows, ready in zip(batches, attentions, strict=True)),
+        tuple(on_device(upload, rows, ready(rows)) for rows, ready in zip(batches, attentions, strict=True)),
         None,
         # Every stage's ranks hold the same rows.
         np.tile([plan.seconds_before for plan in plans], planning.stages),
@@ -103,16 +108,20 @@ def _one_stage(
 
 
 def _pipelined(
-    planning: Planning, documents: DocumentSet, micro_batches: Sequence[MicroBatch], state: dict[str, Any]
+    planning: Planning,
+    documents: DocumentSet,
+    micro_batches: Sequence[MicroBatch],
+    state: dict[str, Any],
+    upload: Upload,
 ) -> StepInputs:
     began = time.perf_counter()
-    pipeline = plan_pipeline(planning, micro_batches)
+    pipeline = plan_pipeline(planning, micro_batches, upload)
     planning_ms = (time.perf_counter() - began) * 1e3
     batches = []
     for micro_batch, layouts, routes in zip(micro_batches, pipeline.layouts, pipeline.routes.busy, strict=True):
         rows = _rows(planning, documents, micro_batch, layouts)
         attention = DisaggregatedMicroBatch(routes, rows.nano_rows, planning.chunks)
-        batches.append(_on_device(planning, rows, attention))
+        batches.append(on_device(upload, rows, attention))
     return StepInputs(
         tuple(batches),
         pipeline,
@@ -134,30 +143,28 @@ def _rows(
 Attention = DisaggregatedMicroBatch | PackedMicroBatch
 
 
-def _disaggregated(planning: Planning, plan: MicroBatchPlan) -> Callable[[RankBatch], Attention]:
+def _disaggregated(planning: Planning, plan: MicroBatchPlan, upload: Upload) -> Callable[[RankBatch], Attention]:
     routes, previous = [], None
     for nano in plan.nano_batches:
-        routes.append(NanoRoutes.of(nano.forward, nano.backward, planning.rank, planning.device, previous))
+        routes.append(NanoRoutes.of(nano.forward, nano.backward, planning.rank, upload, previous))
         previous = nano.layout
     return lambda rows: DisaggregatedMicroBatch(routes, rows.nano_rows, planning.chunks)
 
 
-def _packed(planning: Planning, plan: MicroBatchPlan) -> Callable[[RankBatch], Attention]:
+def _packed(planning: Planning, plan: MicroBatchPlan, upload: Upload) -> Callable[[RankBatch], Attention]:
     layout = plan.nano_batches[0].layout
     mine = layout.q.on_rank(planning.rank)
     assert (mine.start == 0).all() and (mine.stop == layout.last[mine.document]).all(), "documents must be whole"
     borders = np.concatenate(([0], np.cumsum(mine.stop)))
-    batch = TaskBatch.of(borders, borders, planning.device)
+    batch = TaskBatch.of(borders, borders, upload)
     return lambda rows: PackedMicroBatch(batch, int(borders[-1]))
 
 
-def _on_device(planning: Planning, rows: RankBatch, attention: Attention) -> DeviceBatch:
-    def column(array: np.ndarray) -> torch.Tensor:
-        return to_device(array, planning.device)
-
-    return DeviceBatch(
-        column(rows.tokens)[None], column(rows.labels)[None], column(rows.loss_mask), column(rows.positions), attention
-    )
+def on_device(upload: Upload, rows: RankBatch, attention: Attention) -> DeviceBatch:
+    """A rank's rows of a micro-batch, which are there once ``upload`` was sent."""
+    columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
+    tokens, labels, loss_mask, positions = (upload.add(column) for column in columns)
+    return DeviceBatch(tokens[None], labels[None], loss_mask, positions, attention)
 
 
 class Ahead:

@@ -25,7 +25,7 @@ def run(folder, *arguments, settings=()):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 def test_every_mode_trains_the_same_batches(tmp_path):
-    arguments = ("--mixes", "prolong", "--contexts", "128", "--batches", "2", "--warm-up", "1")
+    arguments = ("--mixes", "prolong", "--contexts", "128", "--batches", "2", "--warm-up", "1", "--link-channels", "2")
     result = run(tmp_path, *arguments)
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "benchmark.json").read_text())
@@ -37,8 +37,13 @@ def test_every_mode_trains_the_same_batches(tmp_path):
     assert max(cell["compared"]["gradient_norm_difference"].values()) < 1e-4
     for mode in cell["modes"].values():
         assert len(mode["steps_s"]) == 2 and mode["tokens_per_s"] > 0 and mode["share_of_ceiling"] > 0
+        assert len(mode["idle_shares"]) == 2 and sum(mode["idle_shares"]) / 2 == pytest.approx(mode["idle_share"])
+        assert mode["memory_gib"]["max_over_min"] >= 1
     assert cell["modes"]["packed"]["bytes_per_step"] == 0 < cell["modes"]["cp2"]["bytes_per_step"]
-    assert "| ulysses2 |" in (tmp_path / "table.md").read_text()
+    assert set(report["links"]) == {"all_to_all_gb_per_s", "all_gather_gb_per_s", "ring_gb_per_s"}
+    assert min(report["links"].values()) > 0
+    table = (tmp_path / "table.md").read_text()
+    assert "| ulysses2 |" in table and "limited to 2 channels, GB/s of each rank: all-to-all" in table
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -107,6 +112,8 @@ def test_wrong_settings_are_sentences(tmp_path):
         (["--modes", "cp4"], [], "do not divide the 6 data-parallel"),
         (["--modes", "ulysses3"], [], "key/value heads"),
         (["--batches", "0"], [], "--batches"),
+        (["--link-channels", "3"], [], "--link-channels is 3"),
+        (["--link-channels", "0"], [], "--link-channels is 0"),
         ([], ["--model.vocabulary", "0"], "model.vocabulary is 0"),
         ([], ["--parallel.tp", "4"], "not divisible"),
     ):
