@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_patches.forgetting import forget_until_backward
 from megatron_patches.rotary import Rotation, split_and_rotate
 
 
@@ -25,7 +29,9 @@ class SplitTransformerLayer(TransformerLayer):
             q_NHD and kv_N2GD of all rows, for this rank's heads.
         """
         attention = self.self_attention
-        mixed, _ = attention.linear_qkv(self.input_layernorm(hidden))
+        normed = self.input_layernorm(hidden)
+        mixed, _ = attention.linear_qkv(normed)
+        forget_until_backward(normed, partial(self.input_layernorm.fill, hidden.detach()), mixed)
         return split_and_rotate(mixed.squeeze(1), rotation, attention.num_query_groups_per_partition)
 
     def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -40,4 +46,15 @@ class SplitTransformerLayer(TransformerLayer):
         """
         projected = self.self_attention.linear_proj(o_NHD.flatten(1).unsqueeze(1))
         combine = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
-        return self._forward_mlp(combine(projected, hidden, self.hidden_dropout))
+        return self._mlp_and_residual(combine(projected, hidden, self.hidden_dropout))
+
+    def _mlp_and_residual(self, hidden: torch.Tensor) -> torch.Tensor:
+        """megatron's ``_forward_mlp``, but the norm's output is not kept for backward."""
+        normed = self.pre_mlp_layernorm(hidden)
+        if self.recompute_mlp:
+            transformed = tensor_parallel.checkpoint(self.mlp, False, normed)
+        else:
+            transformed = self.mlp(normed)
+        forget_until_backward(normed, partial(self.pre_mlp_layernorm.fill, hidden.detach()), transformed[0])
+        combine = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
+        return combine(transformed, hidden, self.hidden_dropout)

@@ -17,9 +17,11 @@ from distca.runtime.timeline import Timeline
 from megatron_patches.block import disaggregate
 from megatron_patches.fused_loss import fuse_loss
 from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.mlp import fuse_swiglu
 from megatron_patches.norm import RMSNorm
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.rotary import use_position_rotary
+from megatron_patches.weight_gradients import accumulate_weight_gradients_in_products
 
 Attention = Literal["disaggregated", "packed", "stock"]
 
@@ -56,6 +58,7 @@ def transformer_config(
     sequence_parallel: bool = False,
     recompute_mlp: bool = False,
     cpu_initialization: bool = False,
+    accumulate_in_products: bool = False,
 ) -> TransformerConfig:
     """megatron's configuration of the model.
 
@@ -66,7 +69,11 @@ def transformer_config(
         recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in stock and in
             disaggregated blocks.
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
+        accumulate_in_products: add weight gradients to the float32 buffer of megatron's DistributedDataParallel within
+            their matrix product; only for a model that is wrapped in it.
     """
+    if accumulate_in_products:
+        accumulate_weight_gradients_in_products()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return TransformerConfig(
         num_layers=shape.layers,
@@ -91,7 +98,7 @@ def transformer_config(
         # megatron's stock attention needs it where packed documents are masked; ours has its own precision.
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=accumulate_in_products,
         persist_layer_norm=False,
         bias_activation_fusion=True,
         bias_dropout_fusion=False,
@@ -152,6 +159,7 @@ def build_model(
     use_position_rotary(model)
     if attention != "stock":
         fuse_loss(model)
+        fuse_swiglu(model)
     if attention == "disaggregated":
         assert pool is not None
         disaggregate(model.decoder, pool, recompute_segments)

@@ -24,6 +24,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
 from megatron.core.utils import unwrap_model
 
+from distca.attention.upload import Destination
 from distca.plan.phases import PipelinePlan
 from distca.runtime import AttentionPool, NanoRoutes
 from distca.runtime.idle import EmptyLayer, serve_backward_phase, serve_forward_phase
@@ -47,7 +48,7 @@ class StageRoutes:
     idle_backward: tuple[tuple[NanoRoutes, ...] | None, ...]
 
     @staticmethod
-    def of(plan: PipelinePlan, stage: int, rank: int, device: torch.device | str) -> StageRoutes:
+    def of(plan: PipelinePlan, stage: int, rank: int, device: Destination) -> StageRoutes:
         """Routes of a stage's data-parallel rank."""
         me = plan.pool_rank(stage, rank)
         micro_batches = len(plan.forward) - plan.stages + 1
@@ -102,13 +103,12 @@ def run_ticks(
     if not forward_only:
         model.zero_grad_buffer()
     stage = _Stage(model, batches, routes, pool)
-    last = plan.stages - 1
     with stage.recorded():
-        for tick in range(len(plan.forward) + (0 if forward_only else last)):
-            if tick < len(plan.forward):
-                stage.forward_phase(tick, plan, forward_only)
-            if not forward_only and tick >= last:
-                stage.backward_phase(tick - last, plan)
+        for direction, number in plan.order():
+            if direction == "forward":
+                stage.forward_phase(number, plan, forward_only)
+            elif not forward_only:
+                stage.backward_phase(number, plan)
     if not forward_only:
         finalize_model_grads([model], stage.total[1].int())
     total = stage.total

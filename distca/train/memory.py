@@ -170,17 +170,18 @@ class _Stage:
         return self._value * (self._q + self._kv + self._q) + self._lse
 
     def _segment(self) -> int:
-        """What the rest of a layer keeps: inputs of two norms and of four matrix products, and of SwiGLU."""
-        elements = 4 * self._hidden + 3 * self._ffn
+        """What the rest of a layer keeps beside o: inputs of two norms and of SwiGLU, from which the inputs of matrix
+        products are computed again. megatron's own layers, where attention is at home, keep the norms' outputs too."""
+        elements = 2 * self._hidden + 2 * self._ffn
         if not self._config.cad.enabled:
-            elements += self._q + self._kv  # the projection's output, of which v is a part, lives on
+            elements += 2 * self._hidden + 4 * self._config.model.resolved_head_dim  # cosines and sines of q and of k
         elif self._config.resolved_backward == "keep":
             elements += self._q  # o at home, beside the server's
         return self._value * elements
 
     def _recomputed_mlp(self) -> int:
-        """What lies inside the MLP, where it is recomputed: SwiGLU's input and output. The MLP's input is kept."""
-        return self._value * 3 * self._ffn if self._config.train.recompute == "mlp" else 0
+        """What lies inside the MLP, where it is recomputed: SwiGLU's input."""
+        return self._value * 2 * self._ffn if self._config.train.recompute == "mlp" else 0
 
     def _edge(self) -> int:
         """Around the layers: the last stage's final norm keeps its input and its output."""

@@ -86,6 +86,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         sequence_parallel=parallel.sequence_parallel,
         recompute_mlp=config.train.recompute == "mlp",
         cpu_initialization=not on_gpu,
+        accumulate_in_products=True,
     )
     if parallel.pp > 1 and not config.cad.enabled:
         model_config.timers = StageTimers(timeline)
@@ -108,7 +109,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         ranks=data_parallel,
         stage=transport.rank // data_parallel,
         stages=parallel.pp,
-        cost=_cost(config, kernel, dtype),
+        cost=_cost(config, kernel, dtype, world.device),
         disaggregate=config.cad.enabled,
         nano_batches=2 if config.cad.enabled and config.cad.ping_pong else 1,
         resend=config.cad.enabled and config.resolved_backward == "resend",
@@ -139,13 +140,16 @@ def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
         check_memory(config, stages, torch.cuda.get_device_properties(world.device).total_memory - int(heap))
 
 
-def _cost(config: RunConfig, kernel: Kernel, dtype: torch.dtype) -> CostModel:
+def _cost(config: RunConfig, kernel: Kernel, dtype: torch.dtype, device: torch.device) -> CostModel:
     """Seconds per CA-task for the planner, for the heads of one tensor-parallel rank."""
     model, tp = config.model, config.parallel.tp
     heads = (model.heads // tp, model.kv_heads // tp, model.resolved_head_dim)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    # All ranks must plan the same, so all plan with the first one's table, whatever files or GPUs the others have.
+    measured = [find_table(name, kernel.name, *heads)]
+    dist.broadcast_object_list(measured)
+    if measured[0] is not None:
+        return measured[0]
     if kernel.name == "reference":
         return area_cost(*heads)
-    # All ranks must plan the same, so all plan with the first one's table, whatever files or GPUs the others have.
-    measured = [find_table(torch.cuda.get_device_name(), kernel.name, *heads)]
-    dist.broadcast_object_list(measured)
-    return measured[0] or analytic_cost(*heads, value_bytes=dtype.itemsize)
+    return analytic_cost(*heads, value_bytes=dtype.itemsize)

@@ -130,3 +130,59 @@ def test_rotation_is_no_farther_from_float64_than_megatrons(rows, heads, groups,
     for ours, theirs, expected in zip(everything(torch.bfloat16, "cuda"), unfused, exact, strict=True):
         assert ours.shape == expected.shape
         assert relative_error(ours, expected) <= relative_error(theirs, expected) + 1e-6
+
+
+def _grads(function, inputs, upstream, dtype, device):
+    inputs = [x.to(device, dtype).requires_grad_() for x in inputs]
+    out = function(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, upstream.to(device, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows,width", [(1, 3), (777, 2048), (300, 5000), (0, 64)])
+def test_swiglu_is_no_farther_from_float64_than_megatrons(rows, width, dtype):
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+    from megatron_patches.swiglu import swiglu
+
+    generator = torch.Generator("cuda").manual_seed(rows)
+    x = torch.randn(rows, 1, 2 * width, device="cuda", generator=generator).to(dtype)
+    upstream = torch.randn(rows, 1, width, device="cuda", generator=generator).to(dtype)
+    ours = _grads(swiglu, [x], upstream, dtype, "cuda")
+    assert ours[0].shape == (rows, 1, width) and ours[1].shape == x.shape
+    if rows:
+        exact = _grads(swiglu, [x], upstream, torch.float64, "cpu")
+        stock = _grads(lambda x: bias_swiglu_impl(x, None), [x], upstream, dtype, "cuda")
+        for mine, theirs, expected in zip(ours, stock, exact, strict=True):
+            assert relative_error(mine, expected) <= 1.02 * relative_error(theirs, expected) + 1e-7
+
+
+def test_swiglu_of_more_than_2_to_the_31_numbers():
+    """Offsets within the input need 64 bits."""
+    from megatron_patches.swiglu import swiglu
+
+    x = torch.empty(80_000, 28_672, device="cuda", dtype=torch.bfloat16)
+    x.normal_(generator=torch.Generator("cuda").manual_seed(1))
+    last = x[-3:].clone()
+    assert torch.equal(swiglu(x)[-3:], swiglu(last))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows,columns", [(1, 64), (777, 4096), (200_001, 96), (5, 8192), (0, 64)])
+def test_norm_is_no_farther_from_float64_than_torchs(rows, columns, dtype):
+    from megatron_patches.kernels.rms_norm import rms_norm
+
+    generator = torch.Generator("cuda").manual_seed(rows)
+    x, upstream = (3 * torch.randn(rows, 1, columns, device="cuda", generator=generator).to(dtype) for _ in range(2))
+    weight = 1 + 0.1 * torch.randn(columns, device="cuda", generator=generator).to(dtype)
+    ours = _grads(lambda x, w: rms_norm(x, w, 1e-5), [x, weight], upstream, dtype, "cuda")
+    assert torch.equal(ours[2], _grads(lambda x, w: rms_norm(x, w, 1e-5), [x, weight], upstream, dtype, "cuda")[2])
+
+    def torchs(x, w):
+        return torch.nn.functional.rms_norm(x, (columns,), w, 1e-5)
+
+    if rows:
+        exact = _grads(torchs, [x, weight], upstream, torch.float64, "cuda")
+        stock = _grads(torchs, [x, weight], upstream, dtype, "cuda")
+        for mine, theirs, expected in zip(ours, stock, exact, strict=True):
+            assert relative_error(mine, expected) <= 1.02 * relative_error(theirs, expected) + 1e-6

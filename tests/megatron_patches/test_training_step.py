@@ -2,17 +2,19 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
+from distca.testing.reference_attention import relative_error
 
 MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2), (1,))
 CPU = torch.device("cpu")
 
 
-def _gradients(monkeypatch, case, overlap, distributed_optimizer):
+def _gradients(monkeypatch, case, overlap, distributed_optimizer, products=True):
     """Of three global batches: the loss, all gradients by name, and how many touches the first reduction was before."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
@@ -30,6 +32,9 @@ def _gradients(monkeypatch, case, overlap, distributed_optimizer):
     monkeypatch.setattr(training_step, "_overlaps_reduction", lambda: overlap)
     monkeypatch.setattr(training_step, "_BUCKET_PARAMETERS", 1000)
 
+    monkeypatch.setattr(
+        parity, "transformer_config", partial(parity.transformer_config, accumulate_in_products=products)
+    )
     initialize_model_parallel(case.tp, 1, case.seed)
     pool = AttentionPool(choose_transport("auto", server_pool_group()), ReferenceKernel(), Timeline(CPU), case.backward)
     gpt = parity.build(case, torch.float32, "disaggregated", pool=pool)
@@ -100,3 +105,28 @@ def test_overlapped_reduction_changes_no_bit():
                 assert torch.equal(ours[1][name], expected), (case, number, name)
             # The first global batch only counts; later ones reduce while there are touches to come.
             assert (ours[2] > 0) == (number > 0) and theirs[2] == 0, case
+
+
+def _accumulated(cases):
+    """Every case with weight gradients added up in the matrix products, and with megatron's own adding."""
+    warnings.filterwarnings("ignore")
+    from megatron_patches.cpu import use_cpu
+
+    use_cpu()
+    from megatron_patches import parity
+
+    results = []
+    for changes in cases:
+        case = replace(parity.ParityCase(micro_batches=MICRO_BATCHES), **changes)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            results.append([_gradients(monkeypatch, case, True, True, products) for products in (True, False)])
+    return results
+
+
+def test_gradients_added_in_products_are_the_same():
+    cases = [{"recompute": "none"}, {"recompute": "mlp", "tie_embeddings": True}, {"recompute": "all", "tp": 2}]
+    for case, (products, separate) in zip(cases, run_ranks(2, _accumulated, cases)[0], strict=True):
+        for ours, theirs in zip(products, separate, strict=True):
+            assert ours[0] == theirs[0] and ours[2] == theirs[2], case
+            for name, expected in theirs[1].items():
+                assert relative_error(ours[1][name], expected) < 1e-6, (case, name)

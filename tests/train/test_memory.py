@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from distca.train.config import parse_run_config
-from distca.train.memory import GIB, check_memory, describe, predict_memory
-from distca.train.settings import ConfigError
+from distca.train.memory import GIB, StageMemory, check_memory, describe, predict_memory
+from distca.train.settings import ConfigError, RunConfig
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODES = {"off": ["--cad.enabled", "false"], "on": []}
@@ -26,7 +26,19 @@ def test_measured_peaks_are_predicted(name: str, mode: str) -> None:
     ranks = int(report["hardware"].split()[0])
     stages = predict_memory(config, ranks, config.model.vocabulary)
     measured = report["modes"][mode]["peak_memory_gb"]["mean"]
-    assert max(stage.total for stage in stages) / GIB == pytest.approx(measured, rel=0.15)
+    predicted = max(stage.total for stage in stages) + _kept_when_recorded(config, stages, mode)
+    assert predicted / GIB == pytest.approx(measured, rel=0.04)
+
+
+def _kept_when_recorded(config: RunConfig, stages: list[StageMemory], mode: str) -> int:
+    """Bytes that layers kept then and no longer do: SwiGLU's output, but for the layer (or half of it) that is at work,
+    the norms' outputs, which attention at home still keeps, and there the whole QKV projection, for v, and o twice."""
+    model, rows = config.model, config.data.tokens_per_rank
+    tokens = max(stage.micro_batches for stage in stages) * model.layers // config.parallel.pp * rows
+    if mode == "on":
+        return 2 * (model.ffn + 2 * model.hidden) * (tokens - rows // 2)
+    heads = 2 * model.heads + model.kv_heads
+    return 2 * model.ffn * (tokens - rows) + 2 * heads * model.resolved_head_dim * tokens
 
 
 def _predicted(*settings: str, ranks: int = 8) -> list[float]:
@@ -38,7 +50,7 @@ def test_settings_that_save_memory_are_predicted_to() -> None:
     plain = ["--train.micro_batches", "8", "--parallel.pp", "4", "--train.recompute", "none"]
     worst = max(_predicted(*plain))
     recomputed = {level: max(_predicted(*plain, "--train.recompute", level)) for level in ("mlp", "all")}
-    assert recomputed["all"] < 0.85 * recomputed["mlp"] and recomputed["mlp"] < 0.6 * worst
+    assert recomputed["all"] < 0.9 * recomputed["mlp"] and recomputed["mlp"] < 0.6 * worst
     at_home = [*plain, "--cad.enabled", "false"]
     assert max(_predicted(*at_home, "--train.recompute", "mlp")) < 0.7 * max(_predicted(*at_home))
     assert max(_predicted(*plain, "--parallel.tp", "2")) < 0.6 * worst
