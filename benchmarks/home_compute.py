@@ -120,7 +120,9 @@ class _Bench:
         self._clock = Clock(device)
         sizes = {name: getattr(arguments, name) for name in ("hidden", "ffn", "heads", "kv_heads")}
         shape = ModelConfig(layers=2, **sizes)
-        pool = AttentionPool(choose_transport("auto", dist.group.WORLD), ReferenceKernel(), Timeline(device), "keep")
+        world = dist.group.WORLD
+        assert world is not None, "ranks join it before they measure"
+        pool = AttentionPool(choose_transport("auto", world), ReferenceKernel(), Timeline(device), "keep")
         config = transformer_config(shape, dtype, cpu_initialization=device.type == "cpu")
         self._gpt = build_model(shape, arguments.vocabulary, config, "disaggregated", pool=pool).to(device)
         self._gpt.rotary_pos_emb.set_positions(torch.arange(arguments.rows, device=device))

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; the rest is data parallel")
     parser.add_argument("--contexts", type=int, nargs="+", default=[131_072])
     parser.add_argument("--mixes", nargs="+", choices=("pretrain", "prolong"), default=["pretrain", "prolong"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="of the documents and their order")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=1, help="steps that compile and warm up, not counted")
     parser.add_argument("--steps", type=int, default=3, help="steps that count; the last one is also recorded")
@@ -91,20 +93,19 @@ def _work(arguments: argparse.Namespace) -> None:
         "warm_up_steps": arguments.warm_up,
         "cases": [],
     }
-    for context in arguments.contexts:
-        for mix in arguments.mixes:
-            case: dict[str, Any] = {"mix": mix, "context": context, "modes": {}}
-            report["cases"].append(case)
-            for mode in arguments.modes:
-                case["modes"][mode] = _train(arguments, world, context, mix, mode)
-                _compare(case)
-                if world.rank == 0:
-                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for context, mix, seed in product(arguments.contexts, arguments.mixes, arguments.seeds):
+        case: dict[str, Any] = {"mix": mix, "context": context, "seed": seed, "modes": {}}
+        report["cases"].append(case)
+        for mode in arguments.modes:
+            case["modes"][mode] = _train(arguments, world, case, mode)
+            _compare(case)
+            if world.rank == 0:
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     leave_world()
 
 
-def _train(arguments: argparse.Namespace, world: Any, context: int, mix: str, mode: str) -> dict[str, Any]:
+def _train(arguments: argparse.Namespace, world: Any, case: dict[str, Any], mode: str) -> dict[str, Any]:
     """One run; every rank gets its figures. A run that is refused before it starts says why instead."""
     import torch.distributed as dist
 
@@ -114,9 +115,9 @@ def _train(arguments: argparse.Namespace, world: Any, context: int, mix: str, mo
     from distca.train.validate import validate
 
     folder = Path(os.environ["DISTCA_BENCHMARK_FOLDER"])
-    steps = arguments.warm_up + arguments.steps
+    steps, mix, context, seed = arguments.warm_up + arguments.steps, case["mix"], case["context"], case["seed"]
     settings = {
-        "name": f"{mix}-{context}-{mode}",
+        "name": f"{mix}-{context}-{seed}-{mode}",
         "output": folder,
         "parallel.pp": arguments.pp,
         "parallel.tp": arguments.tp,
@@ -126,6 +127,7 @@ def _train(arguments: argparse.Namespace, world: Any, context: int, mix: str, mo
         "data.tokens_per_rank": context,
         "data.whole_documents": "true",
         "data.validation_fraction": 0,
+        "data.seed": seed,
         "train.micro_batches": arguments.micro_batches,
         "train.steps": steps,
         "optimizer.warmup_steps": 0,
@@ -180,11 +182,20 @@ def _compare(case: dict[str, Any]) -> None:
 
 def _show(cases: list[dict[str, Any]]) -> None:
     table = Table(title="ticks over one server pool (on) against 1F1B (off)")
-    for column in ("mix", "context", "mode", "tokens/s", "idle", "attention, slowest/mean by phase", "peak GiB"):
+    for column in (
+        "mix",
+        "context",
+        "seed",
+        "mode",
+        "tokens/s",
+        "idle",
+        "attention, slowest/mean by phase",
+        "peak GiB",
+    ):
         table.add_column(column)
     for case in cases:
         for mode, figures in case["modes"].items():
-            cells = [case["mix"], f"{case['context']:,}", mode]
+            cells = [case["mix"], f"{case['context']:,}", str(case["seed"]), mode]
             if "refused" in figures:
                 table.add_row(*cells, figures["refused"])
                 continue
@@ -197,7 +208,7 @@ def _show(cases: list[dict[str, Any]]) -> None:
                 *cells, f"{figures['tokens_per_s']:,.0f}", f"{figures['idle_share']['mean']:.1%}", level, peaks
             )
         if "speed_up" in case:
-            table.add_row("", "", "on / off", f"{case['speed_up']:.3f}×")
+            table.add_row("", "", "", "on / off", f"{case['speed_up']:.3f}×")
     Console().print(table)
 
 

@@ -11,8 +11,9 @@ Pool ranks are numbered stage by stage: stage · data_parallel + data-parallel r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -62,6 +63,15 @@ class PipelinePlan:
     def backward_phase(self, micro_batch: int, stage: int) -> int:
         """The backward phase in which ``stage`` runs ``micro_batch``."""
         return micro_batch + self.stages - 1 - stage
+
+    def order(self) -> Iterator[tuple[Literal["forward", "backward"], int]]:
+        """All phases as they run. A backward phase runs as soon as the last stage has its micro-batch's forward behind
+        it: no other order keeps fewer micro-batches in flight, on any stage (docs/architecture.md)."""
+        for tick in range(len(self.forward) + self.stages - 1):
+            if tick < len(self.forward):
+                yield "forward", tick
+            if tick >= self.stages - 1:
+                yield "backward", tick - (self.stages - 1)
 
 
 def plan_phases(

@@ -34,6 +34,8 @@ class Grid:
         most_q_rows: query rows that a batch may have, each task rounded up by a tile.
         most_kv_rows: key/value rows that a batch may have.
         smooth_octaves: how far, in powers of two of rows, neighbouring points are averaged; 0 where they have no noise.
+        most_rounds: how often a point is timed at most; 3 times at least.
+        mixed_rounds: how often every mixed batch is timed.
     """
 
     q_rows: tuple[int, ...]
@@ -48,6 +50,8 @@ class Grid:
     most_q_rows: int
     most_kv_rows: int
     smooth_octaves: float = 0.0
+    most_rounds: int = 8
+    mixed_rounds: int = 5
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,9 @@ class Point:
 
 
 def grid_for(device: torch.device, shape: AttentionShape) -> Grid:
-    """The grid of a GPU, as large as its memory allows, or a tiny one for a CPU."""
+    """The grid of a GPU, as large as its memory allows, or one that takes a CPU a few minutes."""
     if device.type != "cuda":
-        return Grid((16, 64, 128, 256), (16, 64, 128, 256, 512), 16, 0.0, 8, 1.0, 0.0, 0.0, 1, 1024, 2048)
+        return _cpu_grid()
     free, _ = torch.cuda.mem_get_info(device)
     steps = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768, 65536, 131072)
     return Grid(
@@ -92,6 +96,29 @@ def grid_for(device: torch.device, shape: AttentionShape) -> Grid:
             _MOST_ELEMENTS // (shape.kv_bytes // shape.value_bytes), int(0.4 * free / _KV_COPIES / shape.kv_bytes)
         ),
         smooth_octaves=1.0,
+    )
+
+
+def _cpu_grid() -> Grid:
+    """Seconds of the analytic model are an H200's: one core takes tens of thousands of times as long, so that a batch
+    of ``fill_s`` takes it some 20 ms. Single runs differ by 10 to 20 % on a machine that does other things too, hence
+    many rounds."""
+    steps = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+    return Grid(
+        q_rows=steps,
+        kv_rows=steps,
+        tile=16,
+        fill_s=0.5e-6,
+        tasks=8,
+        longest_s=40e-6,
+        sample_s=60e-6,
+        warm_up_s=0.0,
+        tiles=1,
+        most_q_rows=8192,
+        most_kv_rows=8192,
+        smooth_octaves=1.0,
+        most_rounds=24,
+        mixed_rounds=15,
     )
 
 
@@ -119,7 +146,7 @@ def _points(grid: Grid, shape: AttentionShape) -> Iterator[Point]:
                 q_rows,
                 kv_rows,
                 tasks * shape.heads * -(-q // grid.tile) >= grid.tiles,
-                rounds=min(max(round(grid.sample_s / batch), 3), 8) if grid.fill_s else 5,
+                rounds=min(max(round(grid.sample_s / batch), 3), grid.most_rounds) if grid.fill_s else 5,
             )
 
 

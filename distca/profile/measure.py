@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,27 @@ from distca.plan import AttentionShape
 from distca.profile.grid import grid_for, points
 from distca.profile.kernels import measure_points, smooth_points, table_of
 from distca.profile.linear import measure_linear
-from distca.profile.mixed import ROUNDS, calibrated, random_batch, time_mixed, validation_of
+from distca.profile.mixed import calibrated, random_batch, time_mixed, validation_of
 from distca.profile.served import TimedServer, route_of_tasks
+from distca.runtime.host_memory import keep_freed_memory
 
 Progress = Callable[[str, int], Callable[[], None]]
 """Begins a part of the work with a name and a number of steps; what it returns is called after each step."""
 
 
+@contextmanager
+def _as_a_rank() -> Iterator[None]:
+    """CPU ranks compute with one thread each, as torchrun starts them, and keep their memory."""
+    keep_freed_memory()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_as_a_rank()
 def measure_device(
     kernel: Kernel,
     shape: AttentionShape,
@@ -47,9 +62,9 @@ def measure_device(
     measured = measure_points(server, route, grid, wanted, shape, advance)
     smooth = smooth_points(grid, measured, shape)
     cost = table_of(shape, grid, smooth)
-    fitted, held_out, seconds = (24, 10, 25e-3) if on_gpu else (3, 3, 0.1)
+    fitted, held_out, seconds = (24, 10, 25e-3) if on_gpu else (8, 4, 0.25)
     drawn = [random_batch(grid, cost, seconds, seed) for seed in range(fitted + held_out)]
-    advance = progress("mixed batches", len(drawn) * ROUNDS)
+    advance = progress("mixed batches", len(drawn) * grid.mixed_rounds)
     mixed = time_mixed(server, route, grid, drawn, advance)
     load = calibrated(cost, mixed[:fitted])
     validation = validation_of(table_of(shape, grid, smooth, load), mixed[fitted:])

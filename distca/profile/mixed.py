@@ -15,9 +15,6 @@ from distca.profile.grid import Grid
 from distca.profile.served import TimedServer
 from distca.runtime.device_routes import ServerRoute
 
-ROUNDS = 5
-"""How often every mixed batch is timed."""
-
 
 @dataclass(frozen=True)
 class MixedBatch:
@@ -89,9 +86,9 @@ def time_mixed(
     drawn: Sequence[Tasks],
     advance: Callable[[], None],
 ) -> list[MixedBatch]:
-    """Time all batches together, ``ROUNDS`` times."""
+    """Time all batches together, ``grid.mixed_rounds`` times."""
     routes = [route(*tasks) for tasks in drawn]
-    taken = server.samples(routes, [ROUNDS] * len(routes), warm_up_s=grid.warm_up_s, advance=advance)
+    taken = server.samples(routes, [grid.mixed_rounds] * len(routes), warm_up_s=grid.warm_up_s, advance=advance)
     return [
         MixedBatch(tasks, took.median("forward"), took.median("backward"))
         for tasks, took in zip(drawn, taken, strict=True)

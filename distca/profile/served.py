@@ -4,7 +4,8 @@ A batch is described by the query rows and key/value rows of its CA-tasks; it be
 
 A GPU under load runs at the clock that its power limit allows, which depends on what it did in the last tenths of a
 second: timed twice after a pause, the same forward batch differed by up to 14 %. So batches are timed in rounds: every
-batch once, forward then backward, in another order each time and without a pause, as a training step would.
+batch once, forward then backward, in another order each time and without a pause, as a training step would. On a CPU
+seconds are those that the thread computed, as in training (``Clock.work``).
 Shape suffixes as in attention/kernel.py; k and v lie together as kv_S2GD.
 """
 
@@ -141,8 +142,8 @@ class TimedServer:
     def _run(self, server: ServerRoute) -> tuple[Instant, Instant, Instant]:
         """Run a batch forward and backward; the moments before, between and after."""
         q, do, kv = self.q_THD[: server.q_rows], self.do_THD[: server.q_rows], self.kv_S2GD[: server.kv_rows]
-        began = self._clock.now()
+        began = self._clock.work()
         o, lse = serve_forward(self._kernel, server, q, kv, self._scale)
-        between = self._clock.now()
+        between = self._clock.work()
         serve_backward(self._kernel, server, do, q, kv, o, lse, self._scale)
-        return began, between, self._clock.now()
+        return began, between, self._clock.work()

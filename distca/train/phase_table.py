@@ -4,6 +4,7 @@ With p stages, stage s runs the forward of micro-batch m in forward phase m + s 
 m + (p − 1) − s. Disaggregated, a rank serves in every phase. With attention at home (1F1B) it only serves the phases of
 its own micro-batches; stages do not march in step then, and the table shows what each dependency step costs.
 
+Measured seconds are those of the GPU's stream; on CPUs they are CPU seconds of the thread, as ranks share cores.
 Rows of a table are all forward phases, then all backward phases; columns are ranks of the server pool, stage by stage.
 """
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from distca.runtime.host_memory import keep_freed_memory
 from distca.train.companions import Companions
 
 # Long enough for slow file systems, short enough that a dead rank ends the others.
@@ -54,6 +55,7 @@ def join_world() -> World:
     else:
         device = torch.device("cpu")
         _use_cpu()
+        keep_freed_memory()
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_TIMEOUT)
     return World(rank, size, device)
 

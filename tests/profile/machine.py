@@ -8,6 +8,10 @@ import numpy as np
 import torch
 
 from distca.attention import TaskBatch
+from distca.profile.grid import Grid
+
+TINY = Grid((16, 64, 128, 256), (16, 64, 128, 256, 512), 16, 0.0, 8, 1.0, 0.0, 0.0, 1, 1024, 2048)
+"""Measured in moments."""
 
 
 @dataclass
@@ -21,6 +25,8 @@ class PretendMachine:
 
     def now(self) -> float:
         return self.time
+
+    work = now
 
     @staticmethod
     def seconds(start: float, end: float) -> float:

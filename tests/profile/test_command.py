@@ -6,7 +6,9 @@ import torch
 
 from distca.commands.main import main
 from distca.plan import PlanError, load_table
+from distca.profile import measure
 from distca.profile.tables import table_name
+from tests.profile.machine import TINY
 
 SMALL = ["--heads", "2", "--kv_heads", "1", "--head_dim", "8", "--hidden", "16", "--ffn", "32"]
 
@@ -15,6 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehea
 
 def test_profile_writes_a_table_with_links(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "grid_for", lambda device, shape: TINY)
     main(["profile", "--ranks", "2", *SMALL])
     path = tmp_path / table_name("cpu", "reference", 2, 1, 8)
     content = json.loads(path.read_text())

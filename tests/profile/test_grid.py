@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+import torch
 
 from distca.plan import AttentionShape, analytic_cost
-from distca.profile.grid import Grid, points
+from distca.profile.grid import Grid, grid_for, points
 
 SHAPE = AttentionShape(32, 8, 128)
 STEPS = (64, 128, 1024, 16384, 131072)
@@ -41,3 +42,15 @@ def test_whole_documents_have_lengths_around_the_point(rows):
     assert abs(point.q_rows.mean() - rows) <= 8
     assert point.q_rows.min() == rows - min(64, rows // 2)
     assert point.q_rows.max() < rows + 64
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 32), (32, 8, 128)])
+def test_a_cpu_measures_every_length_in_a_few_minutes(heads):
+    shape = AttentionShape(*heads, 4)
+    grid, cost = grid_for(torch.device("cpu"), shape), analytic_cost(*heads, value_bytes=4)
+    found = points(grid, shape)
+    assert {grid.kv_rows[point.at[1]] for point in found} == set(grid.kv_rows)
+    assert all(point.forward_full for point in found)
+    # A core takes some 30,000 times the model's seconds, and for backward over twice those of forward.
+    seconds = sum(point.rounds * 1e5 * cost.forward(point.q_rows, point.kv_rows).sum() for point in found)
+    assert 60 < seconds < 300

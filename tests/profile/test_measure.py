@@ -4,11 +4,10 @@ import torch
 
 from distca.attention.reference import ReferenceKernel
 from distca.plan import AttentionShape, load_table
+from distca.profile import measure as measuring
 from distca.profile import served
-from distca.profile.grid import grid_for
-from distca.profile.measure import measure_device
 from distca.profile.tables import write_table
-from tests.profile.machine import PretendMachine, true_backward, true_forward
+from tests.profile.machine import TINY, PretendMachine, true_backward, true_forward
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(2, 1, 8, 4)
@@ -19,7 +18,9 @@ def silent(name, steps):
 
 
 def measure(kernel):
-    return measure_device(kernel, SHAPE, CPU, torch.float32, hidden=16, ffn=32, progress=silent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "grid_for", lambda device, shape: TINY)
+        return measuring.measure_device(kernel, SHAPE, CPU, torch.float32, hidden=16, ffn=32, progress=silent)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def points_only(content, path):
 
 
 def test_table_holds_the_true_cost_of_shards_at_its_points(pretend_table):
-    cost, grid = load_table(points_only(*pretend_table)), grid_for(CPU, SHAPE)
-    points = [(q, kv) for q in grid.q_rows for kv in grid.kv_rows if q < kv]
+    cost = load_table(points_only(*pretend_table))
+    points = [(q, kv) for q in TINY.q_rows for kv in TINY.kv_rows if q < kv]
     q, kv = np.array(points).T
     np.testing.assert_allclose(cost.forward(q, kv), true_forward(q, kv), rtol=1e-4)
     np.testing.assert_allclose(cost.backward(q, kv), true_backward(q, kv), rtol=1e-4)
@@ -104,11 +105,10 @@ def test_reference_kernel_on_this_machine(tmp_path):
     content = measure(ReferenceKernel())
     write_table(tmp_path / "table.json", content)
     cost = load_table(tmp_path / "table.json")
-    grid = grid_for(CPU, SHAPE)
     measured = np.array(content["forward_seconds"])
     load = content["load_factors"]["forward"][0]  # one for all lengths of a grid this small
-    for row, q in enumerate(grid.q_rows):
-        for column, kv in enumerate(grid.kv_rows):
+    for row, q in enumerate(TINY.q_rows):
+        for column, kv in enumerate(TINY.kv_rows):
             if q <= kv:
                 assert measured[row, column] > 0
                 assert cost.forward(np.array(q), np.array(kv)) == pytest.approx(load * measured[row, column], rel=1e-5)

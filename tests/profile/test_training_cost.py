@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca.plan import TableCost, analytic_cost
+from distca.plan import AttentionShape, TableCost, analytic_cost
 from distca.plan.cost import AnalyticCost
 from distca.profile.tables import find_table
 from distca.train import setup
@@ -16,6 +16,8 @@ from tests.profile.test_tables import write
 CONFIG = SimpleNamespace(
     model=SimpleNamespace(heads=32, kv_heads=8, resolved_head_dim=128), parallel=SimpleNamespace(tp=2)
 )
+
+GPU = torch.device("cuda")
 
 
 @pytest.fixture
@@ -31,12 +33,26 @@ def test_table_or_analytic_model(tmp_path, monkeypatch):
     folder = tmp_path / "tables"
     monkeypatch.setattr(setup, "find_table", lambda *key: find_table(*key, folder=folder))
     kernel = SimpleNamespace(name="flash4")
-    assert setup._cost(CONFIG, kernel, torch.bfloat16) == analytic_cost(16, 4, 128)
+    assert setup._cost(CONFIG, kernel, torch.bfloat16, GPU) == analytic_cost(16, 4, 128)
     write(folder, factor=2.0)
-    cost = setup._cost(CONFIG, kernel, torch.bfloat16)
+    cost = setup._cost(CONFIG, kernel, torch.bfloat16, GPU)
     assert isinstance(cost, TableCost)
     assert (cost.shape.heads, cost.shape.kv_heads) == (16, 4)
     assert cost.forward(np.array(128), np.array(4096)) == pytest.approx(
         2 * float(analytic_cost(16, 4, 128).forward(128, 4096)), rel=1e-5
     )
-    assert isinstance(setup._cost(CONFIG, SimpleNamespace(name="reference"), torch.float32), AnalyticCost)
+    assert isinstance(setup._cost(CONFIG, SimpleNamespace(name="reference"), torch.float32, GPU), AnalyticCost)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_cpu_ranks_plan_with_the_table_of_cpus():
+    tiny = SimpleNamespace(
+        model=SimpleNamespace(heads=4, kv_heads=2, resolved_head_dim=32), parallel=SimpleNamespace(tp=2)
+    )
+    reference, cpu = SimpleNamespace(name="reference"), torch.device("cpu")
+    cost = setup._cost(tiny, reference, torch.float32, cpu)
+    assert isinstance(cost, TableCost) and cost.shape == AttentionShape(2, 1, 32, 4)
+    # A query of a short document takes longer than its share of pairs says: whole blocks of scores are computed.
+    short, long = cost.forward(np.array([64, 4096]), np.array([64, 4096])) / np.array([64, 4096]) ** 2
+    assert short > 1.5 * long
+    assert isinstance(setup._cost(CONFIG, reference, torch.float32, cpu), AnalyticCost)
