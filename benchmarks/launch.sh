@@ -141,7 +141,7 @@ settings=(--config "$config" --model.layers "$layers" --parallel.tp "${TP_SIZE:-
 settings+=(--data.tokens_per_rank "$tokens" --data.context_length "$tokens")
 if [[ $model == tiny ]]; then settings+=(--model.vocabulary 256); fi
 settings+=(--train.micro_batches "${MICRO_BATCHES:-$((stages > 1 ? 4 : 1))}")
-settings+=(--train.recompute "${RECOMPUTE:-mlp}") # the same in all modes
+settings+=(--train.recompute "${RECOMPUTE:-none}") # the same in all modes
 if [[ -n ${SEED:-} ]]; then settings+=(--train.seed "$SEED" --data.seed "$SEED"); fi
 program=(-m benchmarks.throughput "${own[@]}" -- "${settings[@]}" "$@")
 
