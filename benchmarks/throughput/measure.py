@@ -19,6 +19,7 @@ from benchmarks.throughput.busy import gpu_busy_seconds
 from benchmarks.throughput.inputs import inputs_ahead
 from benchmarks.throughput.settings import Cell, Settings
 from distca.train.garbage import SteadyGarbage
+from distca.train.server_speeds import ServerSpeeds, by_server, learns_speeds
 from distca.train.settings import RunConfig
 from distca.train.setup import Trainer, build_trainer
 from distca.train.step_inputs import Ahead, StepInputs
@@ -118,6 +119,7 @@ class _Run:
         self.on_gpu = world.device.type == "cuda"
         self._device = world.device
         self.garbage = SteadyGarbage()
+        self._speeds = ServerSpeeds(trainer.planning.pool_ranks, learns_speeds(trainer.config, world.device))
 
     def measured(self, inputs: Ahead, warm_up: int, batches: int) -> RankRecord:
         for _ in range(warm_up):
@@ -141,13 +143,14 @@ class _Run:
         began, cpu = time.perf_counter(), time.process_time()
         inputs, waited_ms = ahead.take()
         total, tokens = self._forward_backward(inputs)
-        ahead.start()
+        ahead.start(**self._planned_with())
         self.garbage.collect()
         grad_norm, _ = trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (total / tokens).item()
         record.seconds.append(time.perf_counter() - began)
         record.cpu_s.append(time.process_time() - cpu)
         record.attention_s.append(sum(trainer.pool.timeline.serve_seconds().values()))
+        self._speeds.learn(inputs.work, by_server(trainer.planning, record.attention_s[-1:])[:, 0])
         record.loss.append(loss)
         record.grad_norm.append(grad_norm)
         record.plan_ms.append(inputs.planning_ms)
@@ -157,6 +160,10 @@ class _Run:
         record.bytes_moved.append(copies * inputs.bytes_moved)
         record.rows.append(sum(batch.tokens.shape[1] for batch in inputs.batches))
         self._advance({"loss": loss, "tokens_per_s": int(inputs.lengths.sum()) / record.seconds[-1]})
+
+    def _planned_with(self) -> dict[str, Any]:
+        """What the next inputs are planned with; baselines have no servers."""
+        return {"speeds": self._speeds.current} if self._trainer.config.cad.enabled else {}
 
     def _forward_backward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         from megatron_patches.ticks import run_ticks

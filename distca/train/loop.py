@@ -105,7 +105,7 @@ class _Loop:
         inputs, waited_ms = self._ahead.take()
         loss_sum, tokens = self._run(inputs)
         # Now, while this thread only waits for the GPU: Python's lock would keep it from queueing the step's kernels.
-        self._ahead.start()
+        self._ahead.start(speeds=self._recorder.speeds.current)
         self._garbage.collect()  # while the GPU is busy with the backward pass
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (loss_sum / tokens).item()

@@ -19,6 +19,8 @@ from distca.plan.scheduler import schedule
 from distca.train.planning import Planning
 from megatron_patches.ticks import StageRoutes
 
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
 
 @dataclass(frozen=True)
 class PipelineInputs:
@@ -29,7 +31,7 @@ class PipelineInputs:
         plan: all phases.
         routes: this rank's routes.
         seconds_before: [phases, pool ranks] attention seconds of one layer, every shard at home and idle stages idle.
-        seconds_after: [phases, pool ranks] the same as planned.
+        seconds_after: [phases, pool ranks] the same as planned, for servers of speed 1.
         bytes_moved: bytes that travel for one layer of every stage in the whole step.
     """
 
@@ -41,8 +43,11 @@ class PipelineInputs:
     bytes_moved: int
 
 
-def plan_pipeline(planning: Planning, micro_batches: Sequence[MicroBatch], upload: Upload) -> PipelineInputs:
-    """Lay out every micro-batch and plan every phase; the routes are ready once ``upload`` was sent."""
+def plan_pipeline(
+    planning: Planning, micro_batches: Sequence[MicroBatch], upload: Upload, speeds: np.ndarray | None = None
+) -> PipelineInputs:
+    """Lay out every micro-batch and plan every phase, with relative ``speeds`` of the [pool ranks] servers; the routes
+    are ready once ``upload`` was sent."""
     layouts = tuple(
         lay_out(
             micro_batch.lengths,
@@ -53,7 +58,8 @@ def plan_pipeline(planning: Planning, micro_batches: Sequence[MicroBatch], uploa
         )
         for micro_batch in micro_batches
     )
-    plan = plan_phases(layouts, planning.stages, _scheduler(planning, "forward"), _scheduler(planning, "backward"))
+    forward, backward = (_scheduler(planning, direction, speeds) for direction in _DIRECTIONS)
+    plan = plan_phases(layouts, planning.stages, forward, backward)
     both: tuple[tuple[Direction, tuple[Phase, ...]], ...] = (("forward", plan.forward), ("backward", plan.backward))
     phases = [(direction, phase) for direction, several in both for phase in several]
     return PipelineInputs(
@@ -96,8 +102,10 @@ def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
     ]
 
 
-def _scheduler(planning: Planning, direction: Direction) -> partial[Plan]:
-    return partial(schedule, cost=planning.cost, direction=direction, resend=True, tolerance=planning.tolerance)
+def _scheduler(planning: Planning, direction: Direction, speeds: np.ndarray | None) -> partial[Plan]:
+    return partial(
+        schedule, cost=planning.cost, direction=direction, resend=True, tolerance=planning.tolerance, speeds=speeds
+    )
 
 
 def _seconds(plans: Sequence[Plan], cost: CostModel, direction: Direction) -> np.ndarray:

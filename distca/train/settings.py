@@ -84,7 +84,8 @@ class CadConfig:
         transport: how rows move; auto is nvshmem where it works, else nccl on CUDA devices and gloo on CPUs.
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean.
-        deterministic: add gradients of k and v in a fixed order, so that two runs are bitwise equal.
+        deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order, and servers' speeds
+            are not learned from measured times, which would change plans.
         nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
             plans for data.tokens_per_rank need, with room to spare.
     """

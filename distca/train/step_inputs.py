@@ -38,7 +38,8 @@ class StepInputs:
         pipeline: plan and routes of all phases, where core attention is disaggregated over pipeline stages.
         seconds_before: [phases, pool ranks] planned attention seconds of one layer with documents in order, computed at
             home. Without pipeline stages a phase is a micro-batch, forward and backward.
-        seconds_after: [phases, pool ranks] the same as planned.
+        seconds_after: [phases, pool ranks] the same as planned, by each server's own speed.
+        speeds: [pool ranks] relative speeds that the plan counts with.
         bytes_moved: bytes that travel for one layer (of every stage) in the whole step.
         lengths: tokens of every document of the global batch.
         sampler_state: where the sampler stood after it dealt this batch.
@@ -49,19 +50,35 @@ class StepInputs:
     pipeline: PipelineInputs | None
     seconds_before: np.ndarray
     seconds_after: np.ndarray
+    speeds: np.ndarray
     bytes_moved: int
     lengths: np.ndarray
     sampler_state: dict[str, Any]
     planning_ms: float
 
+    @property
+    def work(self) -> np.ndarray:
+        """[pool ranks] seconds that each server would take for its share of one layer if its speed were 1."""
+        work: np.ndarray = self.seconds_after.sum(axis=0) * self.speeds
+        return work
 
-def make_step_inputs(planning: Planning, documents: DocumentSet, sampler: Sampler) -> StepInputs:
-    """Deal, plan and load the next global batch."""
+
+def make_step_inputs(
+    planning: Planning, documents: DocumentSet, sampler: Sampler, speeds: np.ndarray | None = None
+) -> StepInputs:
+    """Deal, plan and load the next global batch.
+
+    Args:
+        planning: how, and this rank's place.
+        documents: to deal from.
+        sampler: says which are next.
+        speeds: [pool ranks] relative speeds of attention servers; None means all equal.
+    """
     micro_batches = sampler.next()
     state = sampler.state_dict()
     make = _pipelined if planning.stages > 1 and planning.disaggregate else _one_stage
     with uploading(planning.device) as upload:
-        return make(planning, documents, micro_batches, state, upload)
+        return make(planning, documents, micro_batches, state, upload, speeds)
 
 
 def _one_stage(
@@ -70,6 +87,7 @@ def _one_stage(
     micro_batches: Sequence[MicroBatch],
     state: dict[str, Any],
     upload: Upload,
+    speeds: np.ndarray | None,
 ) -> StepInputs:
     plans, attentions, batches, planning_ms = [], [], [], 0.0
     attention = _disaggregated if planning.disaggregate else _packed
@@ -85,6 +103,7 @@ def _one_stage(
             resend=planning.resend,
             disaggregate=planning.disaggregate,
             tolerance=planning.tolerance,
+            speeds=speeds if planning.disaggregate else None,
         )
         ready = attention(planning, plan, upload)
         planning_ms += (time.perf_counter() - began) * 1e3
@@ -94,12 +113,14 @@ def _one_stage(
         batches.append(rows)
     if planning.stages > 1:
         batches = with_equal_rows(batches)
+    of_server = np.ones(planning.pool_ranks) if speeds is None else speeds
     return StepInputs(
         tuple(on_device(upload, rows, ready(rows)) for rows, ready in zip(batches, attentions, strict=True)),
         None,
         # Every stage's ranks hold the same rows.
         np.tile([plan.seconds_before for plan in plans], planning.stages),
-        np.tile([plan.seconds_after for plan in plans], planning.stages),
+        np.tile([plan.seconds_after for plan in plans], planning.stages) / of_server,
+        of_server,
         sum(plan.bytes_moved.total for plan in plans),
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,
@@ -113,20 +134,23 @@ def _pipelined(
     micro_batches: Sequence[MicroBatch],
     state: dict[str, Any],
     upload: Upload,
+    speeds: np.ndarray | None,
 ) -> StepInputs:
     began = time.perf_counter()
-    pipeline = plan_pipeline(planning, micro_batches, upload)
+    pipeline = plan_pipeline(planning, micro_batches, upload, speeds)
     planning_ms = (time.perf_counter() - began) * 1e3
     batches = []
     for micro_batch, layouts, routes in zip(micro_batches, pipeline.layouts, pipeline.routes.busy, strict=True):
         rows = _rows(planning, documents, micro_batch, layouts)
         attention = DisaggregatedMicroBatch(routes, rows.nano_rows, planning.chunks)
         batches.append(on_device(upload, rows, attention))
+    of_server = np.ones(planning.pool_ranks) if speeds is None else speeds
     return StepInputs(
         tuple(batches),
         pipeline,
         pipeline.seconds_before,
-        pipeline.seconds_after,
+        pipeline.seconds_after / of_server,
+        of_server,
         pipeline.bytes_moved,
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,
@@ -175,16 +199,16 @@ class Ahead:
         device: the device that the thread copies to.
     """
 
-    def __init__(self, make: Callable[[], StepInputs], device: torch.device) -> None:
+    def __init__(self, make: Callable[..., StepInputs], device: torch.device) -> None:
         self._make = make
         select = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else (lambda: None)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-planning", initializer=select)
         self._next: Future[StepInputs] | None = None
 
-    def start(self) -> None:
-        """Begin with the next inputs, unless they are being made already."""
+    def start(self, **how: Any) -> None:
+        """Begin with the next inputs, unless they are being made already; ``how`` goes to ``make``."""
         if self._next is None:
-            self._next = self._thread.submit(self._make)
+            self._next = self._thread.submit(self._make, **how)
 
     def take(self) -> tuple[StepInputs, float]:
         """The next inputs, and the milliseconds that the caller waited for them."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import psutil
 import torch
-import torch.distributed as dist
 
 from distca.plan.balance import imbalance
 from distca.train.flops import mfu, model_flops, peak_flops
 from distca.train.memory import GIB, predict_memory
 from distca.train.phase_table import PhaseTable, measured_phases
 from distca.train.progress import RunSummary
+from distca.train.server_speeds import ServerSpeeds, by_server, learns_speeds
 from distca.train.setup import Trainer
 from distca.train.step_inputs import StepInputs
 
@@ -26,6 +26,7 @@ class StepRecorder:
         after: [ranks] the same as planned.
         measured: [ranks] measured attention seconds, all layers, summed over steps.
         phases: attention by phase and rank, where there are pipeline stages.
+        speeds: of the attention servers, as learned so far.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -33,6 +34,7 @@ class StepRecorder:
         ranks = trainer.planning.pool_ranks
         self.before, self.after, self.measured = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
         self.phases = PhaseTable()
+        self.speeds = ServerSpeeds(ranks, learns_speeds(trainer.config, trainer.world.device))
         self._steps: list[Values] = []
         on_gpu = trainer.world.device.type == "cuda"
         name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
@@ -49,6 +51,7 @@ class StepRecorder:
         self.before = self.before + inputs.seconds_before.sum(axis=0)
         self.after = self.after + inputs.seconds_after.sum(axis=0)
         self.measured = self.measured + measured
+        self.speeds.learn(inputs.work, measured)
         if by_phase is not None:
             self._add_phases(inputs, by_phase)
         tokens = int(inputs.lengths.sum())
@@ -70,6 +73,11 @@ class StepRecorder:
             "plan_ms": inputs.planning_ms,
             "plan_wait_ms": waited_ms,
         }
+        if self.speeds.current is not None:
+            values |= {
+                "server_speed_min": float(self.speeds.current.min()),
+                "server_speed_max": float(self.speeds.current.max()),
+            }
         if world.device.type == "cuda" or config.log.memory:
             for key, peaks in (("peak_memory_gb", memory), ("predicted_memory_gb", self._predicted)):
                 values[key] = float(max(peaks))
@@ -101,22 +109,8 @@ class StepRecorder:
         trainer, planning = self._trainer, self._trainer.planning
         serves = trainer.pool.timeline.take_serves()
         phases = measured_phases(serves, planning, micro_batches) if planning.stages > 1 else None
-        mine = torch.tensor(
-            [
-                planning.pool_rank,
-                sum(sum(seconds) for seconds in serves.values()),
-                _memory_gb(trainer.world.device),
-                *(() if phases is None else phases),
-            ],
-            dtype=torch.float64,
-        )
-        everyone: list[torch.Tensor] = [torch.empty_like(mine) for _ in range(trainer.world.size)]
-        dist.all_gather(everyone, mine)
-        figures = np.zeros((planning.pool_ranks, len(mine) - 1))
-        # Tensor-parallel ranks serve the same tasks for other heads: a server is as slow as its slowest.
-        for row in everyone:
-            rank = int(row[0])
-            figures[rank] = np.maximum(figures[rank], row[1:].numpy())
+        served = sum(sum(seconds) for seconds in serves.values())
+        figures = by_server(planning, [served, _memory_gb(trainer.world.device), *(() if phases is None else phases)])
         memory = figures[:, 1].reshape(planning.stages, -1).max(axis=1)
         return figures[:, 0], None if phases is None else figures[:, 2:].T, memory
 
