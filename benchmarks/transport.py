@@ -5,8 +5,10 @@
 Both in one run, on the same tensors, through the interface that training uses, with two exchanges under way at a time
 as in the ping-pong order. "wire" is the transfer alone (NVSHMEM: rows are in the peers' memory and the receivers know
 it; NCCL: all-to-all of packed rows), "exchange" is everything from rows in their tensors on one rank to rows in their
-tensors on another (packing, placing). With --ways also every way in which NVSHMEM's rows can be written
-(transport_ways.py).
+tensors on another (packing, placing). Exchanges are timed in rows of 8 to 200 that last about 10 ms, because links and
+clocks wake up during the first ones; "first 8" is the wire of 8 after a pause. "host_ahead" is false where hosts were
+not ahead of the GPUs, so that the figure may be theirs. With --ways also other ways in which NVSHMEM's rows can be
+written (transport_ways.py).
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from transport_inputs import MIB, ROW, expected, planned, uniform, without_kept
-from transport_timing import beside_ms, largest, median_seconds, wire_seconds
+from transport_inputs import MIB, ROW, busiest_bytes, expected, planned, uniform, without_kept
+from transport_timing import beside_ms, steady, timed, wire
 from transport_ways import compare, show
 
 from distca.commands.versions import hardware, versions
@@ -87,9 +89,18 @@ def _size(transports: dict[str, Transport], mib: int) -> dict[str, Any]:
     sent = peers * mib * MIB
     figures: dict[str, Any] = {"mib_per_peer": mib}
     for name, transport in transports.items():
-        exchange, wire = median_seconds(partial(transport.launch, (part,))), wire_seconds(transport, part)
-        figures[name] = {"exchange_gb_s": sent / exchange / 1e9, "wire_gb_s": sent / wire / 1e9}
-    assert torch.equal(part.destination, expected(part)), "rows did not arrive as they were sent"
+        part.destination.zero_()
+        alone = wire(transport, part)
+        runs = {
+            "exchange": steady(partial(transport.launch, (part,)), sent),
+            "wire": steady(alone, sent),
+            "first_8": timed(alone),
+        }
+        figures[name] = {f"{what}_gb_s": sent / run.seconds / 1e9 for what, run in runs.items()} | {
+            "in_a_row": {what: run.in_a_row for what, run in runs.items()},
+            "host_ahead": {what: run.host_ahead for what, run in runs.items()},
+        }
+        assert torch.equal(part.destination, expected(part)), f"rows did not arrive as they were sent: {name}"
     return figures
 
 
@@ -102,7 +113,7 @@ def _local(rows: int = 64 * 1024) -> dict[str, float]:
     moved = 2 * source.numel() * source.element_size()
 
     def rate(work: Callable[[], Any], moved: int) -> float:
-        return moved / median_seconds(lambda: _Done(work())) / 1e12
+        return moved / timed(lambda: _Done(work())).seconds / 1e12
 
     return {
         "copy by torch": rate(lambda: destination.copy_(source), moved),
@@ -141,9 +152,8 @@ def _plan(transports: dict[str, Transport], mix: Mix, tokens: int) -> dict[str, 
     parts = tuple(without_kept(part) for part in planned(mix, tokens))
     widths = [row_bytes(part.source) for part in parts]
     sent = sum(sum(part.moves.send_counts) * width for part, width in zip(parts, widths, strict=True))
-    received = sum(sum(part.moves.receive_counts) * width for part, width in zip(parts, widths, strict=True))
     segments = [len(ranges) for part in parts for ranges in part.moves.send_ranges.values()]
-    busiest = largest(max(sent, received))
+    busiest = busiest_bytes(parts)
     figures: dict[str, Any] = {
         "mix": mix,
         "tokens_per_rank": tokens,
@@ -152,21 +162,30 @@ def _plan(transports: dict[str, Transport], mix: Mix, tokens: int) -> dict[str, 
         "mib_per_segment_of_rank_0": sent / MIB / max(sum(segments), 1),
     }
     for name, transport in transports.items():
-        seconds = median_seconds(partial(transport.launch, parts))
-        figures[name] = {"ms": seconds * 1e3, "busiest_rank_gb_s": busiest / seconds / 1e9}
+        run = steady(partial(transport.launch, parts), busiest)
+        figures[name] = {
+            "ms": run.seconds * 1e3,
+            "busiest_rank_gb_s": busiest / run.seconds / 1e9,
+            "in_a_row": run.in_a_row,
+            "host_ahead": run.host_ahead,
+        }
     return figures
 
 
 def _show(report: dict[str, Any]) -> None:
     table = Table(title=f"Rows between {report['hardware']}: GB/s that a rank sends")
-    for column in ("MiB per peer", "NVSHMEM wire", "NCCL wire", "ratio", "NVSHMEM exchange", "NCCL exchange"):
+    kinds = ("wire", "exchange", "first 8")
+    for column in ("MiB per peer", *(f"{name} {kind}" for kind in kinds for name in ("NVSHMEM", "NCCL", "ratio of"))):
         table.add_column(column, justify="right")
     for line in report["sizes"]:
-        one, two = line["nvshmem"], line["nccl"]
-        cells = [one["wire_gb_s"], two["wire_gb_s"], one["wire_gb_s"] / two["wire_gb_s"]]
-        cells += [one["exchange_gb_s"], two["exchange_gb_s"]]
-        table.add_row(str(line["mib_per_peer"]), *(f"{cell:.4g}" for cell in cells))
-    console = Console()
+        cells = [str(line["mib_per_peer"])]
+        for kind in (kind.replace(" ", "_") for kind in kinds):
+            one, two = (line[name][f"{kind}_gb_s"] for name in ("nvshmem", "nccl"))
+            late = ["" if line[name]["host_ahead"][kind] else "*" for name in ("nvshmem", "nccl")]
+            cells += [f"{one:.4g}{late[0]}", f"{two:.4g}{late[1]}", f"{one / two:.3g}"]
+        table.add_row(*cells)
+    table.caption = "* The hosts were not ahead of the GPUs: the figure may be theirs."
+    console = Console(width=160)
     console.print(table)
     if "ways" in report:
         show(report["ways"])

@@ -13,6 +13,7 @@ from distca.plan.cost import analytic_cost
 from distca.plan.micro_batch import plan_micro_batch
 from distca.runtime import NanoRoutes
 from distca.transport import Part, RowMoves
+from distca.transport.native import row_bytes
 
 ROW = 4096  # bytes: the k,v rows of 8 heads, 128 wide, in bfloat16
 MIB = 2**20
@@ -72,6 +73,16 @@ def planned(mix: Mix, tokens: int) -> tuple[Part, ...]:
         )
         for moves, shape in kinds
     )
+
+
+def busiest_bytes(parts: tuple[Part, ...]) -> int:
+    """What the rank that sends or receives most sends or receives."""
+    widths = [row_bytes(part.source) for part in parts]
+    sent = sum(sum(part.moves.send_counts) * width for part, width in zip(parts, widths, strict=True))
+    received = sum(sum(part.moves.receive_counts) * width for part, width in zip(parts, widths, strict=True))
+    box = torch.tensor(max(sent, received), device="cuda")
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return int(box)
 
 
 def without_kept(part: Part) -> Part:

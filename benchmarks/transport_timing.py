@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,36 +15,88 @@ from distca.transport import Part, Transport
 from distca.transport.native import row_bytes
 from distca.transport.one_sided import OneSidedTransport
 
+FEW, MANY = 8, 200
+_RUN_S, _RATE = 0.010, 300e9  # how long exchanges in a row should last, at about what a rank sends in a second
+# A GPU's clock makes at most about 2 million cycles in a millisecond, and a host queues an exchange in 0.3 ms.
+_SLEEP_CYCLES, _SLEEP_CYCLES_PER_EXCHANGE = 8_000_000, 600_000
 
-def median_seconds(launch: Callable[[], Any], repeats: int = 15, in_a_row: int = 8) -> float:
-    """Seconds of one of several exchanges in a row, two of them under way at a time: median over repetitions of the
-    largest over ranks. A sleeping kernel lets the host run ahead, as it does in training."""
-    times = []
-    for _ in range(repeats + 3):
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-        torch.cuda._sleep(8_000_000)  # about 4 ms
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        under_way = launch()
-        for _ in range(in_a_row - 1):
-            following = launch()
-            under_way.wait()
-            under_way = following
+
+@dataclass(frozen=True)
+class Timed:
+    """Time of an exchange.
+
+    Attributes:
+        seconds: of one of several in a row: median over repetitions, the largest over ranks.
+        in_a_row: how many they were.
+        host_ahead: whether every rank's host had queued all of them before the first one began, each time; else the
+            time may be that of the host.
+    """
+
+    seconds: float
+    in_a_row: int
+    host_ahead: bool
+
+
+def in_a_row_for(sent: float) -> int:
+    """How many exchanges, in which a rank sends so many bytes, last 10 ms or longer; 8 to 200."""
+    return min(max(math.ceil(_RUN_S * _RATE / max(sent, 1)), FEW), MANY)
+
+
+def steady(launch: Callable[[], Any], sent: float, repeats: int = 7) -> Timed:
+    """Time of an exchange among so many that links and clocks that rested before count little.
+
+    Where the host does not get ahead of that many, because a GPU takes only so much queued work, it is half as many.
+
+    Args:
+        launch: starts an exchange.
+        sent: bytes that a rank sends in it; the same on all ranks.
+        repeats: how often.
+    """
+    number = in_a_row_for(sent)
+    _run(launch, FEW)
+    while number > FEW:
+        _run(launch, number)  # may still be held up by memory that is allocated
+        if _run(launch, number)[1]:
+            break
+        number = max(number // 2, FEW)
+    return timed(launch, repeats, number)
+
+
+def timed(launch: Callable[[], Any], repeats: int = 15, in_a_row: int = FEW) -> Timed:
+    """Time of an exchange among so many in a row, after a pause: some milliseconds in which nothing travels."""
+    runs = [_run(launch, in_a_row) for _ in range(repeats + 2)][2:]
+    return Timed(largest(statistics.median(seconds for seconds, _ in runs)), in_a_row, all(ahead for _, ahead in runs))
+
+
+def _run(launch: Callable[[], Any], in_a_row: int) -> tuple[float, bool]:
+    """Seconds of an exchange on this rank, and whether all ranks' hosts were ahead of their GPUs, as in training: a
+    sleeping kernel lets them get there."""
+    dist.barrier(device_ids=[torch.cuda.current_device()])
+    torch.cuda._sleep(max(_SLEEP_CYCLES, _SLEEP_CYCLES_PER_EXCHANGE * in_a_row))
+    # GPUs sleep for different times, as their clocks and hosts differ. Who is early must not count the others' rest.
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    under_way = launch()
+    for _ in range(in_a_row - 1):
+        following = launch()
         under_way.wait()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / in_a_row)
-    return largest(statistics.median(times[3:]))
+        under_way = following
+    under_way.wait()
+    end.record()
+    late = start.query()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / in_a_row, largest(float(late)) == 0
 
 
-def wire_seconds(transport: Transport, part: Part, repeats: int = 15) -> float:
-    """Seconds of the transfer alone."""
+def wire(transport: Transport, part: Part) -> Callable[[], Any]:
+    """What starts the transfer of a part's rows alone."""
     if isinstance(transport, OneSidedTransport):
-        return median_seconds(lambda: _Unplaced(transport, part), repeats)
+        return lambda: _Unplaced(transport, part)
     sent = part.source.index_select(0, part.moves.send_index)
     received = part.destination.new_empty((sum(part.moves.receive_counts), *part.destination.shape[1:]))
     counts = part.moves.receive_counts, part.moves.send_counts
-    return median_seconds(lambda: dist.all_to_all_single(received, sent, *counts, async_op=True), repeats)
+    return lambda: dist.all_to_all_single(received, sent, *counts, async_op=True)
 
 
 class _Unplaced:

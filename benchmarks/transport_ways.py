@@ -15,27 +15,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from transport_inputs import MIB, ROW, expected, planned, uniform, without_kept
-from transport_timing import beside_ms, median_seconds, wire_seconds
+from transport_inputs import MIB, ROW, busiest_bytes, expected, planned, uniform, without_kept
+from transport_timing import beside_ms, steady, wire
 
 from distca.data.mixes import Mix
 from distca.transport.native import row_bytes
 from distca.transport.one_sided import OneSidedTransport
 
-_NEVER, _ALWAYS = {"push_below_bytes": 0, "push_below_bytes_per_range": 0}, {"push_below_bytes": 1 << 40}
-_LAST = {"signal_after_bytes": 1 << 40}
+_ALWAYS = {"push_below_bytes": 1 << 40}
 WAYS: dict[str, dict[str, Any]] = {
     "usual": {},
-    "engine, peer by peer": _NEVER | {"signal_after_bytes": 0},
-    "engine, signals last": _NEVER | _LAST,
-    "engine, one call": _NEVER | _LAST | {"call": "all"},
-    "engine, signals beside": _NEVER | {"signal_after_bytes": 0, "beside": True},
-    "engine, signals beside and last": _NEVER | _LAST | {"beside": True},
-    "engine, one call, signals beside": _NEVER | _LAST | {"call": "all", "beside": True},
-    "engine, 2 streams": _NEVER | _LAST | {"streams": 2},
-    "engine, 2 streams, signals beside": _NEVER | {"signal_after_bytes": 0, "streams": 2, "beside": True},
+    "signals after each peer": {"signal_after_bytes": 0},
+    "engine": {"push_below_bytes": 0, "push_below_bytes_per_range": 0},
     "kernel, 32 blocks": _ALWAYS | {"push_blocks": 32},
-    "kernel, 64 blocks": _ALWAYS | {"push_blocks": 64},
     "kernel, 96 blocks": _ALWAYS | {"push_blocks": 96},
 }
 KEEPING: dict[str, dict[str, Any]] = {
@@ -67,13 +59,13 @@ def compare(transport: OneSidedTransport, sizes: list[int], edge: int, mib: int,
 
 
 def _at_size(transport: OneSidedTransport, mib: int) -> dict[str, float]:
-    part, peers = uniform(mib * MIB // ROW), dist.get_world_size() - 1
+    part, sent = uniform(mib * MIB // ROW), (dist.get_world_size() - 1) * mib * MIB
     rates = dict.fromkeys(WAYS, 0.0)
     # In turn, so that a clock that drifts meets all of them.
     for _ in range(_ROUNDS):
         for name, way in WAYS.items():
             with _taking(transport, way):
-                rates[name] = max(rates[name], peers * mib * MIB / wire_seconds(transport, part, repeats=7) / 1e9)
+                rates[name] = max(rates[name], sent / steady(wire(transport, part), sent, repeats=3).seconds / 1e9)
     for name, way in WAYS.items():
         part.destination.zero_()
         with _taking(transport, way):
@@ -96,6 +88,7 @@ def _kept(transport: OneSidedTransport, mix: Mix, tokens: int, gemm: Callable[[]
     rows that stay are copied by kernel, by engine, or not at all."""
     parts = planned(mix, tokens)
     moving = tuple(without_kept(part) for part in parts)
+    busiest = busiest_bytes(parts)
     kept = sum(len(part.moves.keep_source) * row_bytes(part.source) for part in parts)
 
     def computed() -> None:
@@ -108,7 +101,7 @@ def _kept(transport: OneSidedTransport, mix: Mix, tokens: int, gemm: Callable[[]
         with _taking(transport, way):
             launch = partial(transport.launch, mine)
             figures[name] = {
-                "exchange_ms": median_seconds(launch) * 1e3,
+                "exchange_ms": steady(launch, busiest).seconds * 1e3,
                 "beside_gemms_ms": beside_ms(launch, computed, all_of_it=True),
             }
     return figures

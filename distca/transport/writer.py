@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,23 +35,16 @@ class Ways:
         push_below_bytes_per_range: or on average over its ranges of rows; else by copy engine.
         push_blocks: blocks of the kernel, at most.
         signal_after_bytes: copies to following peers are made, and signalled, together up to about this much.
-        call: copies of one range, of all ranges for a peer, or of all peers are handed over in one call. Copies of one
-            call may go by several engines at once.
-        streams: over which peers are dealt, for copies by engine.
-        beside: waits for room and signals have streams of their own, so that those of copies hold nothing else.
         keep_from_bytes: rows that stay on a rank are copied by engine if they are at least as large in all,
         keep_from_bytes_per_range: and on average over their ranges; else by a kernel on the computation's stream.
     """
 
-    # A kernel alone is faster up to about 64 MiB to a peer (benchmarks/results/transport.json), but it takes
-    # multiprocessors from the computation beside it.
+    # Up to about 16 MiB to a peer a kernel is as fast as the engines, which need time to start
+    # (benchmarks/transport.py --ways), but it takes multiprocessors from the computation beside it.
     push_below_bytes: int = 8 << 20
     push_below_bytes_per_range: int = 128 << 10
     push_blocks: int = 96
     signal_after_bytes: int = 256 << 20
-    call: Literal["range", "peer", "all"] = "peer"
-    streams: int = 1
-    beside: bool = False
     keep_from_bytes: int = 4 << 20
     keep_from_bytes_per_range: int = 256 << 10
 
@@ -130,17 +123,17 @@ class Writer:
         self._at, self._queue = addresses, queue
         self._streams: dict[str, Any] = {}
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # By peer: the newest exchange that it is known to have taken out where its next write is queued; the streams
-        # of its last write and of that one's signal, and when they are done.
+        # By peer: the newest exchange that it is known to have taken out where its next write is queued; the stream of
+        # its last write, and when that one is done.
         self._room = dict.fromkeys(range(len(addresses.landings)), 0)
-        self._last: dict[int, tuple[tuple[Any, Any], Any]] = {}
+        self._last: dict[int, tuple[Any, Any]] = {}
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
         """See :meth:`distca.transport.fabric.Fabric.put`."""
         ready = self._queue.mark(self._queue.current_stream())
         small = {peer: pieces for peer, pieces in puts.items() if self._is_small(pieces)}
         large = {peer: pieces for peer, pieces in puts.items() if peer not in small}
-        events = [self._copy(group, lane, number, reuses, ready) for lane, group in self._groups(large)]
+        events = [self._copy(group, number, reuses, ready) for group in self._groups(large)]
         if small:
             events.append(self._push(small, number, reuses, ready))
         held = tuple(piece.source for pieces in puts.values() for piece in pieces)
@@ -182,44 +175,34 @@ class Writer:
         limit = max(self.ways.push_below_bytes, ranges * self.ways.push_below_bytes_per_range)
         return bool(pieces) and sum(piece.bytes for piece in pieces) < limit
 
-    def _groups(self, puts: dict[int, list[Put]]) -> Iterator[tuple[int, dict[int, list[Put]]]]:
-        """(stream, peers that are copied to and signalled together)."""
-        for lane in range(self.ways.streams):
-            group: dict[int, list[Put]] = {}
-            size = 0
-            for peer in list(puts)[lane :: self.ways.streams]:
-                group[peer] = puts[peer]
-                size += sum(piece.bytes for piece in puts[peer])
-                if size >= self.ways.signal_after_bytes:
-                    yield lane, group
-                    group, size = {}, 0
-            if group:
-                yield lane, group
+    def _groups(self, puts: dict[int, list[Put]]) -> Iterator[dict[int, list[Put]]]:
+        """Peers that are copied to and signalled together."""
+        group: dict[int, list[Put]] = {}
+        size = 0
+        for peer, pieces in puts.items():
+            group[peer] = pieces
+            size += sum(piece.bytes for piece in pieces)
+            if size >= self.ways.signal_after_bytes:
+                yield group
+                group, size = {}, 0
+        if group:
+            yield group
 
-    def _copy(self, puts: dict[int, list[Put]], lane: int, number: int, reuses: int, ready: Any) -> Any:
-        stream = self._stream(f"copy {lane}")
-        room = self._stream("room") if self.ways.beside else stream
-        signal = self._stream("signal") if self.ways.beside else stream
-        self._begin(puts, (stream, signal), room, reuses, ready)
-        calls = [self._pieces(peer, pieces) for peer, pieces in puts.items() if pieces]
-        if self.ways.call == "all" and calls:
-            calls = [[piece for call in calls for piece in call]]
-        for call in calls:
-            several = sum(len(ranges) for _, _, ranges, _ in call) > 1
-            self._queue.copy_rows(call, several and self.ways.call != "range", stream)
-        if signal is not stream:
-            signal.wait_event(self._queue.mark(stream))
-        self._queue.signal(self._at.arrived_there[list(puts)], number, signal)
-        return self._end(puts, (stream, signal))
-
-    def _pieces(self, peer: int, pieces: list[Put]) -> list[tuple[int, int, np.ndarray, int]]:
-        landing = self._at.landings[peer]
-        return [(put.source.data_ptr(), landing + put.begin, put.ranges, put.row_bytes) for put in pieces]
+    def _copy(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
+        stream = self._stream("copy")
+        self._begin(puts, stream, reuses, ready)
+        for peer, pieces in puts.items():
+            landing = self._at.landings[peer]
+            call = [(put.source.data_ptr(), landing + put.begin, put.ranges, put.row_bytes) for put in pieces]
+            several = sum(len(put.ranges) for put in pieces) > 1
+            self._queue.copy_rows(call, several, stream)
+        self._queue.signal(self._at.arrived_there[list(puts)], number, stream)
+        return self._end(puts, stream)
 
     def _push(self, puts: dict[int, list[Put]], number: int, reuses: int, ready: Any) -> Any:
         stream = self._stream("push")
         # The stream waits for room, not the kernel, whose blocks would spin on multiprocessors.
-        self._begin(puts, (stream, stream), stream, reuses, ready)
+        self._begin(puts, stream, reuses, ready)
         pieces = [
             (put.source, put.rows, self._at.landings[peer] + put.begin + int(put.ranges[0, 1]) * put.row_bytes)
             for peer, pieces in puts.items()
@@ -227,26 +210,23 @@ class Writer:
         ]
         words = self._at.arrived_there[list(puts)]
         self._queue.push_rows(pieces, words, number, self._finished_blocks, self.ways.push_blocks, stream)
-        return self._end(puts, (stream, stream))
+        return self._end(puts, stream)
 
-    def _begin(self, puts: dict[int, list[Put]], streams: tuple[Any, Any], room: Any, reuses: int, ready: Any) -> None:
+    def _begin(self, puts: dict[int, list[Put]], stream: Any, reuses: int, ready: Any) -> None:
         """Let a stream wait for the rows, for the peers' room, and for earlier writes to them that took another way:
         the word of arrivals only tells the newest exchange, so they must arrive in order."""
-        stream = streams[0]
         stream.wait_event(ready)
         for peer in puts:
-            if peer in self._last and self._last[peer][0] != streams:
+            if peer in self._last and self._last[peer][0] is not stream:
                 stream.wait_event(self._last[peer][1])
         late = [peer for peer in puts if self._room[peer] < reuses]
         if late:
-            self._queue.wait_for(self._at.taken_here[late], reuses, room)
-            if room is not stream:
-                stream.wait_event(self._queue.mark(room))
+            self._queue.wait_for(self._at.taken_here[late], reuses, stream)
             self._room.update(dict.fromkeys(late, reuses))
 
-    def _end(self, puts: dict[int, list[Put]], streams: tuple[Any, Any]) -> Any:
-        done = self._queue.mark(streams[1])
-        self._last.update(dict.fromkeys(puts, (streams, done)))
+    def _end(self, puts: dict[int, list[Put]], stream: Any) -> Any:
+        done = self._queue.mark(stream)
+        self._last.update(dict.fromkeys(puts, (stream, done)))
         return done
 
     def _stream(self, name: str, priority: int = -1) -> Any:

@@ -28,9 +28,6 @@ def _any_ways(ways, draw):
         push_below_bytes=draw.choice((0, 800, 1 << 40)),
         push_below_bytes_per_range=0,
         signal_after_bytes=draw.choice((0, 1500, 1 << 40)),
-        call=draw.choice(("range", "peer", "all")),
-        streams=draw.choice((1, 2)),
-        beside=draw.choice((False, True)),
         keep_from_bytes=draw.choice((0, 1 << 40)),
         keep_from_bytes_per_range=0,
     )
@@ -130,16 +127,17 @@ def _put(peers):
     return {peer: [Put(row, np.array([[0, 0, 1]]), index, 0)] for peer in peers}
 
 
-@pytest.mark.parametrize("below", [0, 1 << 40])
+@pytest.mark.parametrize("below", [(0, 1 << 40), (1 << 40, 0)])
 def test_a_peer_without_room_is_not_written_to_whichever_stream_comes_next(below):
+    """By engine, then by kernel, and the other way round: only the first one's stream waits for room."""
     world = World(RANKS, 1000, 0)
     fabrics = [Fabric(world, rank) for rank in range(RANKS)]
     writer = fabrics[0].writer
-    writer.ways = replace(writer.ways, push_below_bytes=below, push_below_bytes_per_range=0, streams=2, beside=True)
+    writer.ways = replace(writer.ways, push_below_bytes=below[0], push_below_bytes_per_range=0)
     fabrics[1].taken(3)
     first = writer.put(5, 3, _put([1, 2]))
-    writer.ways = replace(writer.ways, push_below_bytes=0)
-    second = writer.put(6, 3, _put([2]))  # where rank 2 follows rank 1, it is on the second stream; here on the first
+    writer.ways = replace(writer.ways, push_below_bytes=below[1])
+    second = writer.put(6, 3, _put([2]))
     assert first.reuses == second.reuses == 3
     world.some_work(300)
     assert not fabrics[2].landing.any()
