@@ -37,4 +37,4 @@ class RMSNorm(torch.nn.RMSNorm):
         from megatron_patches.kernels import rms_norm as kernels
 
         assert self.eps is not None
-        kernels.fill(x, self.weight, self.eps, out)
+        kernels.fill(x.contiguous(), self.weight, self.eps, out)

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
 from megatron.core.utils import unwrap_model
@@ -29,7 +29,7 @@ from distca.plan.phases import PipelinePlan
 from distca.runtime import AttentionPool, NanoRoutes
 from distca.runtime.idle import EmptyLayer, serve_backward_phase, serve_forward_phase
 from megatron_patches.stage_transfers import Neighbours, StageTransfer
-from megatron_patches.training_step import DeviceBatch, loss_and_tokens
+from megatron_patches.training_step import DeviceBatch, finalize_gradients, loss_and_tokens
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def run_ticks(
             elif not forward_only:
                 stage.backward_phase(number, plan)
     if not forward_only:
-        finalize_model_grads([model], stage.total[1].int())
+        finalize_gradients([model], stage.total[1].int())
     total = stage.total
     dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())

@@ -65,10 +65,29 @@ def wrap_for_data_parallel(model: GPTModel, distributed_optimizer: bool) -> Dist
         check_for_nan_in_grad=False,
     )
     wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize_gradients
     config.no_sync_func = wrapped.no_sync
     wrapped.broadcast_params()
     return wrapped
+
+
+def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
+    """Finish reducing a global batch's gradients and divide them by its tokens.
+
+    megatron's own function would read the number of tokens before it divides. The host would wait there until the GPU
+    is done with the whole step, and only then plan the next one.
+
+    Args:
+        models: from :func:`wrap_for_data_parallel`.
+        tokens: int scalar on the device, the target tokens of this rank, known on the last pipeline stage.
+        options: of megatron's function.
+    """
+    finalize_model_grads(models, None, **options)
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    for model in models:
+        model.scale_gradients(1.0 / tokens.clamp(min=1))  # type: ignore[arg-type]
 
 
 def _overlaps_reduction() -> bool:

@@ -18,6 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 def fill(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> torch.Tensor:
     """Write the norm of ``x`` into ``out``, both contiguous; returns what every row was multiplied by, float32."""
+    assert x.is_contiguous() and out.is_contiguous()
     columns = x.shape[-1]
     scale = torch.empty(x.numel() // columns, dtype=torch.float32, device=x.device)
     if len(scale):

@@ -9,6 +9,7 @@ _BLOCK = 2048
 
 def swiglu(x_NF2: torch.Tensor, out_NF: torch.Tensor) -> None:
     """See :func:`megatron_patches.swiglu.swiglu`; writes into ``out_NF``."""
+    assert x_NF2.is_contiguous() and out_NF.is_contiguous()
     rows, width = out_NF.shape
     if out_NF.numel():
         _forward[(rows, triton.cdiv(width, _block(width)))](x_NF2, out_NF, width, BLOCK=_block(width), num_warps=4)
@@ -16,6 +17,7 @@ def swiglu(x_NF2: torch.Tensor, out_NF: torch.Tensor) -> None:
 
 def swiglu_backward(d_out_NF: torch.Tensor, x_NF2: torch.Tensor, d_x_NF2: torch.Tensor) -> None:
     """Gradient with regard to ``x_NF2``, into ``d_x_NF2``."""
+    assert d_out_NF.is_contiguous() and x_NF2.is_contiguous() and d_x_NF2.is_contiguous()
     rows, width = d_out_NF.shape
     if d_out_NF.numel():
         grid = (rows, triton.cdiv(width, _block(width)))

@@ -3,6 +3,7 @@
 import weakref
 from functools import partial
 
+import pytest
 import torch
 
 from megatron_patches.forgetting import forget_until_backward
@@ -49,3 +50,38 @@ def test_nothing_is_forgotten_without_a_graph():
         out = _square(x)
         forget_until_backward(out, partial(_fill, x), out * 2)
     assert out.untyped_storage().nbytes()
+
+
+class _Product(torch.autograd.Function):
+    """x @ weightᵀ and no bias, as megatron's checkpointed MLP returns them, computed again in a nested backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t(), None
+
+    @staticmethod
+    def backward(ctx, d_out, _):
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = x @ weight.t()
+        torch.autograd.backward(out, d_out)
+        return x.grad, weight.grad
+
+
+@pytest.mark.parametrize("source_needs_gradient", [True, False])
+def test_it_is_back_before_a_function_of_several_outputs_recomputes(source_needs_gradient):
+    weight = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
+    halves = torch.randn(2, 5, 10, dtype=torch.float64, requires_grad=source_needs_gradient)
+    wanted = (weight, halves) if source_needs_gradient else (weight,)
+    expected = torch.autograd.grad(sum((_square(x) @ weight.t()).square().sum() for x in halves), wanted)
+    loss = 0.0
+    for x in halves:
+        out = _square(x)
+        used = _Product.apply(out, weight)
+        forget_until_backward(out, partial(_fill, x.detach()), used[0])
+        assert out.untyped_storage().nbytes() == 0
+        loss += used[0].square().sum()
+        del out, used
+    loss.backward()
+    assert all(torch.allclose(tensor.grad, right) for tensor, right in zip(wanted, expected, strict=True))

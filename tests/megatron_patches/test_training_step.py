@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
@@ -130,3 +131,47 @@ def test_gradients_added_in_products_are_the_same():
             assert ours[0] == theirs[0] and ours[2] == theirs[2], case
             for name, expected in theirs[1].items():
                 assert relative_error(ours[1][name], expected) < 1e-6, (case, name)
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts reads of a number by the host, for each of which a GPU would be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def _host_reads(recompute):
+    warnings.filterwarnings("ignore")
+    from megatron_patches.cpu import use_cpu
+
+    use_cpu()
+    from distca.attention.reference import ReferenceKernel
+    from distca.runtime import AttentionPool
+    from distca.runtime.timeline import Timeline
+    from distca.transport import choose_transport
+    from megatron_patches import parity, training_step
+    from megatron_patches.parallel import initialize_model_parallel, server_pool_group
+
+    initialize_model_parallel(1, 1, 1)
+    case = parity.ParityCase(micro_batches=MICRO_BATCHES, recompute=recompute)
+    pool = AttentionPool(choose_transport("auto", server_pool_group()), ReferenceKernel(), Timeline(CPU), case.backward)
+    model = training_step.wrap_for_data_parallel(
+        parity.build(case, torch.float32, "disaggregated", pool=pool), distributed_optimizer=False
+    )
+    batches = [batch for batch, _ in parity._batches(case, pool, CPU)]
+    with _HostReads() as reads:
+        training_step.run_micro_batches(model, batches)
+    with reads:
+        torch.ones(()).item()
+    return reads.count - 1
+
+
+def test_the_host_reads_no_number_of_a_step():
+    """So it is done queueing the step, and plans the next one, long before a GPU is done computing it."""
+    for recompute in ("none", "mlp"):
+        assert run_ranks(2, _host_reads, recompute) == [0, 0]
