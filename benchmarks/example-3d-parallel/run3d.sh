@@ -18,7 +18,7 @@
 #   BATCHES          measured global batches (30; on CPUs 4), after WARM_UP (3)
 #   MICRO_BATCHES    per step (1)
 #   MODE             all, or some of distca packed variable cp cp-keep ring ulysses (all)
-#   RECOMPUTE        none | mlp | all: what is computed again in backward (mlp; baselines also with all)
+#   RECOMPUTE        none | mlp | all: what is computed again in backward (none; baselines: with all, mlp)
 #   LINK_CHANNELS    limit every NCCL transfer to so many channels, as a network would (no limit)
 #   SEED             of weights and documents
 #   NAME             folder of the run in logs/ (date and time)

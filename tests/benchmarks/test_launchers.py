@@ -57,8 +57,8 @@ def test_all_modes_of_both_mixes_on_four_cpu_ranks():
         ({"TP_SIZE": "2"}, "--parallel.tp", ["2"]),
         ({"TOKENS_PER_RANK": "640"}, "--data.tokens_per_rank", ["640"]),
         ({"MICRO_BATCHES": "3"}, "--train.micro_batches", ["3"]),
-        ({}, "--train.recompute", ["mlp"]),
-        ({"RECOMPUTE": "none"}, "--train.recompute", ["none"]),
+        ({}, "--train.recompute", ["none"]),
+        ({"RECOMPUTE": "mlp"}, "--train.recompute", ["mlp"]),
     ],
 )
 def test_variables(variables, option, words):

@@ -30,6 +30,9 @@ SETTINGS = {
     "data.tokens_per_rank": 8192,
     "data.whole_documents": "true",
     "data.validation_fraction": 0,
+    # Small steps, so that weights stay the same up to rounding and what each step computes can be compared.
+    "optimizer.lr": 1e-5,
+    "optimizer.min_lr": 1e-5,
     "optimizer.warmup_steps": 0,
     "train.steps": 4,
     "train.precision": "bf16",
@@ -75,5 +78,5 @@ def test_ticks_train_as_1f1b_does(ranks: int, tp: int, pp: int, tmp_path: Path) 
     for name in ("ticks", "recompute-mlp", "recompute-all"):
         # bfloat16 keeps 8 bits; the losses are means over 40K tokens, the norms over all gradients.
         assert steps_of(tmp_path / name, "loss") == pytest.approx(reference["loss"], rel=5e-4)
-        assert steps_of(tmp_path / name, "grad_norm") == pytest.approx(reference["grad_norm"], rel=2e-2)
+        assert steps_of(tmp_path / name, "grad_norm") == pytest.approx(reference["grad_norm"], rel=1e-2)
     assert (tmp_path / "ticks" / "phases.json").exists()
