@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.baselines import CpGroups, Mode, Work
+from benchmarks.gpu_state import GpuState
 from benchmarks.throughput.batches import Batches
 from benchmarks.throughput.busy import gpu_busy_seconds
 from benchmarks.throughput.inputs import inputs_ahead
@@ -43,6 +45,7 @@ class RankRecord:
         memory_gib: peak while measured, memory of NVSHMEM included.
         reserved_gib: peak that torch's allocator held.
         traced_busy_s: compute seconds of the traced batches; None where nothing was traced.
+        gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -57,6 +60,7 @@ class RankRecord:
     memory_gib: float = 0.0
     reserved_gib: float = 0.0
     traced_busy_s: float | None = None
+    gpus: list[dict[str, Any]] = field(default_factory=list)
 
 
 def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunConfig:
@@ -117,7 +121,7 @@ class _Run:
     def __init__(self, trainer: Trainer, world: World, advance: Callable[[dict[str, Any]], None]) -> None:
         self._trainer, self._advance = trainer, advance
         self.on_gpu = world.device.type == "cuda"
-        self._device = world.device
+        self._device, self._watches = world.device, self.on_gpu and world.rank == 0
         self.garbage = SteadyGarbage()
         self._speeds = ServerSpeeds(trainer.planning.pool_ranks, learns_speeds(trainer.config, world.device))
 
@@ -127,8 +131,11 @@ class _Run:
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         record = RankRecord()
-        for _ in range(batches):
-            self._step(inputs, record)
+        with GpuState() if self._watches else nullcontext() as state:
+            for _ in range(batches):
+                self._step(inputs, record)
+        if state is not None:
+            record.gpus = state.summaries(torch.cuda.device_count())
         self._note_memory(record)
         return record
 

@@ -60,6 +60,7 @@ def figures(records: list[RankRecord], batches: Batches, settings: Settings, cei
         "bytes_per_step": statistics.fmean(records[0].bytes_moved),
         "plan_ms": statistics.fmean(records[0].plan_ms),
         "plan_wait_ms": {"mean": statistics.fmean(records[0].wait_ms), "max": max(records[0].wait_ms)},
+        "gpus": records[0].gpus,
         "losses": records[0].loss,
         "gradient_norms": records[0].grad_norm,
     }
