@@ -55,7 +55,8 @@ class ServerSpeeds:
         # Equal speeds count as one step that was seen before all others.
         weight = max(_FORGET, 1 / self._steps)
         speeds = np.clip((1 - weight) * before + weight * seen, *_BOUNDS)
-        self.current = speeds / speeds.mean()
+        # Rounded: all ranks must plan with the same numbers, and the last bits of a sum may depend on the CPU.
+        self.current = np.round(speeds / speeds.mean(), 4)
 
 
 def learns_speeds(config: RunConfig, device: torch.device) -> bool:
