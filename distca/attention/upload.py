@@ -1,7 +1,7 @@
 """Bringing host arrays to a device: one, or all of a step's in a few transfers.
 
-A step's routes are dozens of small index arrays, made in a background thread. Pinning and copying each by itself takes
-longer than planning does: every such call lets the training thread have the interpreter and waits to get it back.
+A step's routes are dozens of small index arrays, made in a background thread. Each call that pins or copies one lets
+the training thread have the interpreter and waits to get it back, so there should be few.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 def keep_freed_memory() -> None:
     """Let the allocator keep blocks that are freed, instead of giving them back to the system.
 
-    Attention on a CPU takes and frees a large block of scores many times over. Fetching fresh pages for each cost a
-    tenth of the CPU time of `distca profile`, more for some shapes than for others. Without glibc nothing happens.
+    Attention on a CPU takes and frees a large block of scores many times over. Fetching fresh pages for each would
+    count as CPU time of the kernel, more for some shapes than for others. Without glibc nothing happens.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

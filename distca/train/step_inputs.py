@@ -76,6 +76,7 @@ def make_step_inputs(
     """
     micro_batches = sampler.next()
     state = sampler.state_dict()
+    speeds = np.ones(planning.pool_ranks) if speeds is None else speeds
     make = _pipelined if planning.stages > 1 and planning.disaggregate else _one_stage
     with uploading(planning.device) as upload:
         return make(planning, documents, micro_batches, state, upload, speeds)
@@ -87,7 +88,7 @@ def _one_stage(
     micro_batches: Sequence[MicroBatch],
     state: dict[str, Any],
     upload: Upload,
-    speeds: np.ndarray | None,
+    speeds: np.ndarray,
 ) -> StepInputs:
     plans, attentions, batches, planning_ms = [], [], [], 0.0
     attention = _disaggregated if planning.disaggregate else _packed
@@ -103,7 +104,7 @@ def _one_stage(
             resend=planning.resend,
             disaggregate=planning.disaggregate,
             tolerance=planning.tolerance,
-            speeds=speeds if planning.disaggregate else None,
+            speeds=speeds,
         )
         ready = attention(planning, plan, upload)
         planning_ms += (time.perf_counter() - began) * 1e3
@@ -113,14 +114,13 @@ def _one_stage(
         batches.append(rows)
     if planning.stages > 1:
         batches = with_equal_rows(batches)
-    of_server = np.ones(planning.pool_ranks) if speeds is None else speeds
     return StepInputs(
         tuple(on_device(upload, rows, ready(rows)) for rows, ready in zip(batches, attentions, strict=True)),
         None,
         # Every stage's ranks hold the same rows.
         np.tile([plan.seconds_before for plan in plans], planning.stages),
-        np.tile([plan.seconds_after for plan in plans], planning.stages) / of_server,
-        of_server,
+        np.tile([plan.seconds_after for plan in plans], planning.stages) / speeds,
+        speeds,
         sum(plan.bytes_moved.total for plan in plans),
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,
@@ -134,7 +134,7 @@ def _pipelined(
     micro_batches: Sequence[MicroBatch],
     state: dict[str, Any],
     upload: Upload,
-    speeds: np.ndarray | None,
+    speeds: np.ndarray,
 ) -> StepInputs:
     began = time.perf_counter()
     pipeline = plan_pipeline(planning, micro_batches, upload, speeds)
@@ -144,13 +144,12 @@ def _pipelined(
         rows = _rows(planning, documents, micro_batch, layouts)
         attention = DisaggregatedMicroBatch(routes, rows.nano_rows, planning.chunks)
         batches.append(on_device(upload, rows, attention))
-    of_server = np.ones(planning.pool_ranks) if speeds is None else speeds
     return StepInputs(
         tuple(batches),
         pipeline,
         pipeline.seconds_before,
-        pipeline.seconds_after / of_server,
-        of_server,
+        pipeline.seconds_after / speeds,
+        speeds,
         pipeline.bytes_moved,
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,

@@ -30,6 +30,19 @@ def test_measured_peaks_are_predicted(name: str, mode: str) -> None:
     assert predicted / GIB == pytest.approx(measured, rel=0.04)
 
 
+@pytest.mark.parametrize("mode", ["packed", "distca"])
+def test_measured_peaks_with_128k_tokens_are_predicted(mode: str) -> None:
+    report = json.loads((RESULTS / "throughput_2_gpus_pretrain_128k.json").read_text())
+    words = shlex.split(report["command"])
+    settings = ["--cad.enabled", str(mode == "distca").lower()]
+    config = parse_run_config([*words[words.index("--") + 1 :], *settings])
+    (cell,) = report["cells"].values()
+    # The benchmark counts NVSHMEM's memory, which is not torch's.
+    heap = config.resolved_nvshmem_buffer_gb if mode == "distca" else 0.0
+    (stage,) = predict_memory(config, int(report["hardware"].split()[0]), config.model.vocabulary)
+    assert stage.total / GIB + heap == pytest.approx(cell["modes"][mode]["memory_gib"]["max"], rel=0.04)
+
+
 def _kept_when_recorded(config: RunConfig, stages: list[StageMemory], mode: str) -> int:
     """Bytes that layers kept then and no longer do: SwiGLU's output, but for the layer (or half of it) that is at work,
     the norms' outputs, which attention at home still keeps, and there the whole QKV projection, for v, and o twice."""
@@ -50,7 +63,7 @@ def test_settings_that_save_memory_are_predicted_to() -> None:
     plain = ["--train.micro_batches", "8", "--parallel.pp", "4", "--train.recompute", "none"]
     worst = max(_predicted(*plain))
     recomputed = {level: max(_predicted(*plain, "--train.recompute", level)) for level in ("mlp", "all")}
-    assert recomputed["all"] < 0.9 * recomputed["mlp"] and recomputed["mlp"] < 0.6 * worst
+    assert recomputed["all"] < recomputed["mlp"] < 0.6 * worst and recomputed["all"] < 0.51 * worst
     at_home = [*plain, "--cad.enabled", "false"]
     assert max(_predicted(*at_home, "--train.recompute", "mlp")) < 0.7 * max(_predicted(*at_home))
     assert max(_predicted(*plain, "--parallel.tp", "2")) < 0.6 * worst
