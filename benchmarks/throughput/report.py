@@ -26,7 +26,9 @@ GRADIENT_TOLERANCE = 1e-2
 Figures = dict[str, Any]
 
 
-def figures(records: list[RankRecord], batches: Batches, settings: Settings, ceiling: Ceiling) -> Figures:
+def figures(
+    records: list[RankRecord], batches: Batches, settings: Settings, ceiling: Ceiling, burst: Ceiling
+) -> Figures:
     """Figures of one mode over its measured batches."""
     measured = [lengths_of(batch) for batch in batches.global_batches[settings.warm_up :]]
     tokens = [int(lengths.sum()) for lengths in measured]
@@ -34,7 +36,7 @@ def figures(records: list[RankRecord], batches: Batches, settings: Settings, cei
     seconds = np.max([record.seconds for record in records], axis=0)
     config, ranks = settings.config, len(records)
     flops = sum(model_flops(config.model, config.model.vocabulary, lengths).total for lengths in measured)
-    ceilings = [ceiling.step_seconds(lengths, ranks) for lengths in measured]
+    best, best_in_burst = (sum(each.step_seconds(x, ranks) for x in measured) for each in (ceiling, burst))
     attention = np.array([record.attention_s for record in records])
     memory = [record.memory_gib for record in records]
     rows = np.array([record.rows for record in records])
@@ -44,7 +46,8 @@ def figures(records: list[RankRecord], batches: Batches, settings: Settings, cei
         "steps_s": seconds.tolist(),
         "tokens_per_s": sum(tokens) / float(seconds.sum()),
         "mfu": mfu(flops, float(seconds.sum()), ranks, _peak(settings)),
-        "share_of_ceiling": sum(ceilings) / float(seconds.sum()),
+        "share_of_ceiling": best / float(seconds.sum()),
+        "share_of_burst_ceiling": best_in_burst / float(seconds.sum()),
         "idle_share": _mean(idle),
         "idle_shares": idle,
         "attention_max_over_mean": _spread(np.array([imbalance(step) for step in attention.T])),

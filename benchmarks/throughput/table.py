@@ -12,8 +12,8 @@ def table(report: dict[str, Any]) -> str:
     lines = [f"{report['hardware']}; `{report['command']}`", "", _links(report), ""]
     for name, cell in report["cells"].items():
         lines += [f"### {name}: {cell['tokens_per_batch']:,.0f} tokens per batch", ""]
-        lines += ["| mode | tokens/s | step s (± stdev) | × packed | of the ceiling | MFU | idle | attention max/mean "]
-        lines[-1] += "| peak GiB max (min) | moved per step | planning ms |"
+        lines += ["| mode | tokens/s | step s (± stdev) | × packed | of the ceiling (of a burst's) | MFU | idle "]
+        lines[-1] += "| attention max/mean | peak GiB max (min) | moved per step | planning ms |"
         lines += ["|---" * 11 + "|"]
         packed = cell["modes"].get("packed", {}).get("tokens_per_s")
         lines += [_row(mode, made, packed) for mode, made in cell["modes"].items()]
@@ -41,7 +41,7 @@ def _row(mode: str, made: dict[str, Any], packed: float | None) -> str:
         f"{made['tokens_per_s']:,.0f}",
         f"{step['mean']:.3f} ± {step['stdev']:.3f}",
         f"{made['tokens_per_s'] / packed:.3f}" if packed else "",
-        f"{made['share_of_ceiling']:.1%}",
+        f"{made['share_of_ceiling']:.1%} ({made['share_of_burst_ceiling']:.1%})",
         "" if made["mfu"] is None else f"{made['mfu']:.1%}",
         "" if made["idle_share"] is None else f"{made['idle_share']:.1%}",
         f"{made['attention_max_over_mean']['mean']:.3f}",
