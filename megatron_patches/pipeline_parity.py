@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from distca.attention import Kernel
-from distca.plan import Layout, Plan, lay_out
-from distca.plan.cost import area_cost
-from distca.plan.phases import plan_phases
+from distca.plan import lay_out
+from distca.plan.cost import Direction, area_cost
+from distca.plan.phases import Schedule, plan_phases
 from distca.plan.scheduler import schedule
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
@@ -73,17 +73,14 @@ def run_pipelined(
     return Outcome((total / tokens).item(), _of_all_stages(gradients, pp), [])
 
 
-def _scheduler(case: ParityCase, direction: Any) -> Any:
+def _scheduler(case: ParityCase, direction: Direction) -> Schedule:
     if case.scheduler == "random":
         offset = 0 if direction == "forward" else 50
 
-        def random(layout: Layout) -> Plan:
-            return random_plan(layout, case.seed * 1000 + offset + layout.tokens)
-
-        return random
+        return lambda layout, _: random_plan(layout, case.seed * 1000 + offset + layout.tokens)
     shape = case.shape
     cost = area_cost(shape.heads // case.tp, shape.kv_heads // case.tp, shape.resolved_head_dim)
-    return partial(schedule, cost=cost, direction=direction, resend=True)
+    return lambda layout, _: schedule(layout, cost=cost, direction=direction, resend=True)
 
 
 def _global_name(name: str, first: int, tied: bool) -> str:

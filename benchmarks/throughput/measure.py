@@ -21,6 +21,7 @@ from benchmarks.throughput.busy import gpu_busy_seconds
 from benchmarks.throughput.inputs import inputs_ahead
 from benchmarks.throughput.settings import Cell, Settings
 from distca.train.garbage import SteadyGarbage
+from distca.train.phase_table import measured_phases
 from distca.train.server_speeds import ServerSpeeds, by_server, learns_speeds
 from distca.train.settings import RunConfig
 from distca.train.setup import Trainer, build_trainer
@@ -156,8 +157,7 @@ class _Run:
         loss = (total / tokens).item()
         record.seconds.append(time.perf_counter() - began)
         record.cpu_s.append(time.process_time() - cpu)
-        record.attention_s.append(sum(trainer.pool.timeline.serve_seconds().values()))
-        self._speeds.learn(inputs.work, by_server(trainer.planning, record.attention_s[-1:])[:, 0])
+        record.attention_s.append(self._learn_speeds(inputs))
         record.loss.append(loss)
         record.grad_norm.append(grad_norm)
         record.plan_ms.append(inputs.planning_ms)
@@ -167,6 +167,15 @@ class _Run:
         record.bytes_moved.append(copies * inputs.bytes_moved)
         record.rows.append(sum(batch.tokens.shape[1] for batch in inputs.batches))
         self._advance({"loss": loss, "tokens_per_s": int(inputs.lengths.sum()) / record.seconds[-1]})
+
+    def _learn_speeds(self, inputs: StepInputs) -> float:
+        """Returns this rank's attention seconds of the step."""
+        planning, serves = self._trainer.planning, self._trainer.pool.timeline.take_serves()
+        total = float(sum(sum(seconds) for seconds in serves.values()))
+        phases = measured_phases(serves, planning, len(inputs.batches)) if planning.stages > 1 else None
+        figures = by_server(planning, [total, *(() if phases is None else phases)])
+        self._speeds.learn_from(inputs, figures[:, 0], None if phases is None else figures[:, 1:].T)
+        return total
 
     def _planned_with(self) -> dict[str, Any]:
         """What the next inputs are planned with; baselines have no servers."""

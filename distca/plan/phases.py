@@ -20,7 +20,8 @@ import numpy as np
 from distca.plan.layout import Layout, Shards
 from distca.plan.plan import Plan
 
-Schedule = Callable[[Layout], Plan]
+Schedule = Callable[[Layout, tuple[bool, ...]], Plan]
+"""Plans a phase, given its layout and, by stage, whether the stage runs a micro-batch in it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Phase:
 
     micro_batches: tuple[int | None, ...]
     plans: tuple[Plan, ...]
+
+    @property
+    def busy(self) -> tuple[bool, ...]:
+        """By stage, whether it runs a micro-batch."""
+        return _busy(self.micro_batches)
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def plan_phases(
         layouts: by micro-batch, its layout of each nano-batch over one stage's data-parallel ranks; the same on all
             stages.
         stages: pipeline stages.
-        forward: plans a forward phase, such as ``functools.partial(schedule, cost=..., direction="forward")``.
+        forward: plans a forward phase.
         backward: plans a backward phase.
     """
     ranks = layouts[0][0].ranks
@@ -95,7 +101,10 @@ def plan_phases(
         return Phase(
             micro_batches,
             tuple(
-                schedule(_joined([None if m is None else layouts[m][nano] for m in micro_batches], ranks))
+                schedule(
+                    _joined([None if m is None else layouts[m][nano] for m in micro_batches], ranks),
+                    _busy(micro_batches),
+                )
                 for nano in range(len(layouts[0]))
             ),
         )
@@ -106,6 +115,10 @@ def plan_phases(
         tuple(phase(number, lambda stage: stage, forward) for number in phases),
         tuple(phase(number, lambda stage: stages - 1 - stage, backward) for number in phases),
     )
+
+
+def _busy(micro_batches: Sequence[int | None]) -> tuple[bool, ...]:
+    return tuple(m is not None for m in micro_batches)
 
 
 def _joined(parts: Sequence[Layout | None], ranks: int) -> Layout:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -14,8 +13,9 @@ from distca.data.sampler import MicroBatch
 from distca.plan import Layout, Plan, lay_out, plan_at_home, server_seconds
 from distca.plan.balance import traffic
 from distca.plan.cost import CostModel, Direction
-from distca.plan.phases import Phase, PipelinePlan, plan_phases
+from distca.plan.phases import Phase, PipelinePlan, Schedule, plan_phases
 from distca.plan.scheduler import schedule
+from distca.plan.speeds import PhaseKind, Speeds
 from distca.train.planning import Planning
 from megatron_patches.ticks import StageRoutes
 
@@ -29,6 +29,7 @@ class PipelineInputs:
     Attributes:
         layouts: by micro-batch, its layout of each nano-batch over one stage's data-parallel ranks.
         plan: all phases.
+        kinds: of the phases, by which servers have their speeds.
         routes: this rank's routes.
         seconds_before: [phases, pool ranks] attention seconds of one layer, every shard at home and idle stages idle.
         seconds_after: [phases, pool ranks] the same as planned, for servers of speed 1.
@@ -37,6 +38,7 @@ class PipelineInputs:
 
     layouts: tuple[tuple[Layout, ...], ...]
     plan: PipelinePlan
+    kinds: tuple[PhaseKind, ...]
     routes: StageRoutes
     seconds_before: np.ndarray
     seconds_after: np.ndarray
@@ -44,10 +46,10 @@ class PipelineInputs:
 
 
 def plan_pipeline(
-    planning: Planning, micro_batches: Sequence[MicroBatch], upload: Upload, speeds: np.ndarray | None = None
+    planning: Planning, micro_batches: Sequence[MicroBatch], upload: Upload, speeds: Speeds
 ) -> PipelineInputs:
-    """Lay out every micro-batch and plan every phase, with relative ``speeds`` of the [pool ranks] servers; the routes
-    are ready once ``upload`` was sent."""
+    """Lay out every micro-batch and plan every phase, with the servers' relative ``speeds`` in each kind of phase; the
+    routes are ready once ``upload`` was sent."""
     layouts = tuple(
         lay_out(
             micro_batch.lengths,
@@ -65,6 +67,7 @@ def plan_pipeline(
     return PipelineInputs(
         layouts,
         plan,
+        tuple((direction, phase.busy) for direction, phase in phases),
         StageRoutes.of(plan, planning.stage, planning.rank, upload),
         np.stack(
             [
@@ -102,9 +105,14 @@ def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
     ]
 
 
-def _scheduler(planning: Planning, direction: Direction, speeds: np.ndarray | None) -> partial[Plan]:
-    return partial(
-        schedule, cost=planning.cost, direction=direction, resend=True, tolerance=planning.tolerance, speeds=speeds
+def _scheduler(planning: Planning, direction: Direction, speeds: Speeds) -> Schedule:
+    return lambda layout, busy: schedule(
+        layout,
+        cost=planning.cost,
+        direction=direction,
+        resend=True,
+        tolerance=planning.tolerance,
+        speeds=speeds.get((direction, busy)),
     )
 
 

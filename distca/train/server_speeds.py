@@ -3,18 +3,25 @@
 GPUs of one kind differ by a few percent in what power and heat let them do, one that throttles by much more, and a
 cost table errs. Every rank learns the same speeds from the same gathered times, so all go on planning alike. Plans then
 depend on measured times: with cad.deterministic nothing is learned, nor on CPUs, which ranks may share.
+
+Where a pipeline fills or drains, servers of idle stages are up to 30 % faster than busy ones: their GPUs have power to
+spare, and they get long pieces of long documents. So phases in which other stages are busy, or of the other direction,
+have speeds of their own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.plan.speeds import WHOLE_STEP, PhaseKind, Speeds
 from distca.train.planning import Planning
 from distca.train.settings import RunConfig
+from distca.train.step_inputs import StepInputs
 
 _FORGET = 0.1  # weight of the newest step, once there were as many as make it smaller than its share of all
 _BOUNDS = (0.5, 2.0)
@@ -22,41 +29,63 @@ _LEAST_SHARE = 0.2  # of the mean work: what takes little time says little about
 
 
 class ServerSpeeds:
-    """Running mean of what each server computes per second, against the mean of all.
+    """Running mean, for each kind of phase, of what each server computes per second, against the mean of all.
 
     Args:
         servers: of the pool.
         learn: False keeps all speeds equal.
 
     Attributes:
-        current: [servers] float64 relative speeds with mean 1; None while nothing was learned.
+        current: all that was learned; replaced, never changed.
     """
 
     def __init__(self, servers: int, learn: bool) -> None:
-        self.current: np.ndarray | None = None
-        self._servers, self._learn, self._steps = servers, learn, 0
+        self.current: Speeds = {}
+        self._servers, self._learn = servers, learn
+        self._steps: Counter[PhaseKind] = Counter()
 
-    def learn(self, work: np.ndarray, measured: np.ndarray) -> None:
+    def learn_from(self, inputs: StepInputs, total: np.ndarray, by_phase: np.ndarray | None) -> None:
+        """Take in a step that was trained.
+
+        Args:
+            inputs: what was planned.
+            total: [servers] measured attention seconds.
+            by_phase: [phases, servers] the same by phase, with pipeline stages; None where that is not known.
+        """
+        if inputs.pipeline is None:
+            self.learn([WHOLE_STEP], inputs.work.sum(axis=0, keepdims=True), total[None])
+        elif by_phase is not None:
+            self.learn(inputs.pipeline.kinds, inputs.work, by_phase)
+
+    def learn(self, kinds: Sequence[PhaseKind], work: np.ndarray, measured: np.ndarray) -> None:
         """Take in a step. The first one, which compiles and warms up, does not count.
 
         Args:
-            work: [servers] planned seconds, for a server of speed 1, of what each was given.
-            measured: [servers] seconds that it took.
+            kinds: N, of the step's phases.
+            work: [N, servers] planned seconds, for a server of speed 1, of what each was given.
+            measured: [N, servers] seconds that it took.
         """
-        if not self._learn or not work.sum() > 0 or not measured.sum() > 0:
-            return
-        self._steps += 1
-        if self._steps == 1:
-            return
-        before = np.ones(self._servers) if self.current is None else self.current
+        learned = {}
+        for kind in dict.fromkeys(kinds) if self._learn else ():
+            of_kind = np.array([each == kind for each in kinds])
+            given, took = work[of_kind].sum(axis=0), measured[of_kind].sum(axis=0)
+            if given.sum() > 0 and took.sum() > 0:
+                self._steps[kind] += 1
+                if self._steps[kind] > 1:
+                    learned[kind] = self._updated(kind, given, took)
+        self.current = {**self.current, **learned}
+
+    def _updated(self, kind: PhaseKind, work: np.ndarray, measured: np.ndarray) -> np.ndarray:
+        before = self.current.get(kind, np.ones(self._servers))
         known = (work >= _LEAST_SHARE * work.mean()) & (measured > 0)
         seen = before.copy()
         seen[known] = work[known] / measured[known] * (measured[known].sum() / work[known].sum())
         # Equal speeds count as one step that was seen before all others.
-        weight = max(_FORGET, 1 / self._steps)
+        weight = max(_FORGET, 1 / self._steps[kind])
         speeds = np.clip((1 - weight) * before + weight * seen, *_BOUNDS)
         # Rounded: all ranks must plan with the same numbers, and the last bits of a sum may depend on the CPU.
-        self.current = np.round(speeds / speeds.mean(), 4)
+        rounded: np.ndarray = np.round(speeds / speeds.mean(), 4)
+        return rounded
 
 
 def learns_speeds(config: RunConfig, device: torch.device) -> bool:

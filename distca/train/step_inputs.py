@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from distca.data.corpus import DocumentSet
 from distca.data.sampler import MicroBatch, Sampler
 from distca.plan import Layout
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
+from distca.plan.speeds import WHOLE_STEP, Speeds
 from distca.runtime import NanoRoutes
 from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline, with_equal_rows
 from distca.train.planning import Planning
@@ -39,7 +41,7 @@ class StepInputs:
         seconds_before: [phases, pool ranks] planned attention seconds of one layer with documents in order, computed at
             home. Without pipeline stages a phase is a micro-batch, forward and backward.
         seconds_after: [phases, pool ranks] the same as planned, by each server's own speed.
-        speeds: [pool ranks] relative speeds that the plan counts with.
+        speeds: [phases, pool ranks] relative speeds that the plan counts with.
         bytes_moved: bytes that travel for one layer (of every stage) in the whole step.
         lengths: tokens of every document of the global batch.
         sampler_state: where the sampler stood after it dealt this batch.
@@ -58,13 +60,12 @@ class StepInputs:
 
     @property
     def work(self) -> np.ndarray:
-        """[pool ranks] seconds that each server would take for its share of one layer if its speed were 1."""
-        work: np.ndarray = self.seconds_after.sum(axis=0) * self.speeds
-        return work
+        """[phases, pool ranks] seconds that servers would take for their shares of one layer if their speed were 1."""
+        return self.seconds_after * self.speeds
 
 
 def make_step_inputs(
-    planning: Planning, documents: DocumentSet, sampler: Sampler, speeds: np.ndarray | None = None
+    planning: Planning, documents: DocumentSet, sampler: Sampler, speeds: Speeds = MappingProxyType({})
 ) -> StepInputs:
     """Deal, plan and load the next global batch.
 
@@ -72,11 +73,10 @@ def make_step_inputs(
         planning: how, and this rank's place.
         documents: to deal from.
         sampler: says which are next.
-        speeds: [pool ranks] relative speeds of attention servers; None means all equal.
+        speeds: relative speeds of attention servers.
     """
     micro_batches = sampler.next()
     state = sampler.state_dict()
-    speeds = np.ones(planning.pool_ranks) if speeds is None else speeds
     make = _pipelined if planning.stages > 1 and planning.disaggregate else _one_stage
     with uploading(planning.device) as upload:
         return make(planning, documents, micro_batches, state, upload, speeds)
@@ -88,8 +88,9 @@ def _one_stage(
     micro_batches: Sequence[MicroBatch],
     state: dict[str, Any],
     upload: Upload,
-    speeds: np.ndarray,
+    speeds: Speeds,
 ) -> StepInputs:
+    own = speeds.get(WHOLE_STEP, np.ones(planning.pool_ranks))
     plans, attentions, batches, planning_ms = [], [], [], 0.0
     attention = _disaggregated if planning.disaggregate else _packed
     for micro_batch in micro_batches:
@@ -104,7 +105,7 @@ def _one_stage(
             resend=planning.resend,
             disaggregate=planning.disaggregate,
             tolerance=planning.tolerance,
-            speeds=speeds,
+            speeds=own,
         )
         ready = attention(planning, plan, upload)
         planning_ms += (time.perf_counter() - began) * 1e3
@@ -119,8 +120,8 @@ def _one_stage(
         None,
         # Every stage's ranks hold the same rows.
         np.tile([plan.seconds_before for plan in plans], planning.stages),
-        np.tile([plan.seconds_after for plan in plans], planning.stages) / speeds,
-        speeds,
+        np.tile([plan.seconds_after for plan in plans], planning.stages) / own,
+        np.tile(own, (len(plans), 1)),
         sum(plan.bytes_moved.total for plan in plans),
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,
@@ -134,11 +135,13 @@ def _pipelined(
     micro_batches: Sequence[MicroBatch],
     state: dict[str, Any],
     upload: Upload,
-    speeds: np.ndarray,
+    speeds: Speeds,
 ) -> StepInputs:
     began = time.perf_counter()
     pipeline = plan_pipeline(planning, micro_batches, upload, speeds)
     planning_ms = (time.perf_counter() - began) * 1e3
+    equal = np.ones(planning.pool_ranks)
+    of_phases = np.stack([speeds.get(kind, equal) for kind in pipeline.kinds])
     batches = []
     for micro_batch, layouts, routes in zip(micro_batches, pipeline.layouts, pipeline.routes.busy, strict=True):
         rows = _rows(planning, documents, micro_batch, layouts)
@@ -148,8 +151,8 @@ def _pipelined(
         tuple(batches),
         pipeline,
         pipeline.seconds_before,
-        pipeline.seconds_after / speeds,
-        speeds,
+        pipeline.seconds_after / of_phases,
+        of_phases,
         pipeline.bytes_moved,
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,

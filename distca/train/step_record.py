@@ -51,7 +51,7 @@ class StepRecorder:
         self.before = self.before + inputs.seconds_before.sum(axis=0)
         self.after = self.after + inputs.seconds_after.sum(axis=0)
         self.measured = self.measured + measured
-        self.speeds.learn(inputs.work, measured)
+        self.speeds.learn_from(inputs, measured, by_phase)
         if by_phase is not None:
             self._add_phases(inputs, by_phase)
         tokens = int(inputs.lengths.sum())
@@ -73,11 +73,9 @@ class StepRecorder:
             "plan_ms": inputs.planning_ms,
             "plan_wait_ms": waited_ms,
         }
-        if self.speeds.current is not None:
-            values |= {
-                "server_speed_min": float(self.speeds.current.min()),
-                "server_speed_max": float(self.speeds.current.max()),
-            }
+        if self.speeds.current:
+            learned = np.stack(list(self.speeds.current.values()))
+            values |= {"server_speed_min": float(learned.min()), "server_speed_max": float(learned.max())}
         if world.device.type == "cuda" or config.log.memory:
             for key, peaks in (("peak_memory_gb", memory), ("predicted_memory_gb", self._predicted)):
                 values[key] = float(max(peaks))

@@ -14,7 +14,7 @@ from distca.plan.phases import PipelinePlan, plan_phases
 
 def _plan(stages: int, micro_batches: int) -> PipelinePlan:
     layouts = [lay_out([3, 5 + number], 1) for number in range(micro_batches)]
-    return plan_phases(layouts, stages, plan_at_home, plan_at_home)
+    return plan_phases(layouts, stages, *[lambda layout, _: plan_at_home(layout)] * 2)
 
 
 def _assignments(stages: int, micro_batches: int, phases: int) -> Iterator[tuple[tuple[int, ...], ...]]:

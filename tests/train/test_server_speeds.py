@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from distca.data.corpus import Corpus
 from distca.plan.balance import imbalance
+from distca.plan.speeds import WHOLE_STEP, Speeds
 from distca.testing.ranks import run_ranks
 from distca.train.config import parse_run_config
+from distca.train.corpus import open_corpus, open_sampler
 from distca.train.server_speeds import ServerSpeeds, learns_speeds
+from distca.train.step_inputs import StepInputs, make_step_inputs
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
+from tests.train.test_phase_table import PLANNING
 
 TRUE = np.array([1.0, 0.8, 1.1, 1.0, 0.95])
 
@@ -21,34 +27,50 @@ TRUE = np.array([1.0, 0.8, 1.1, 1.0, 0.95])
 def _learned(steps: int, noise: float, work: np.ndarray | None = None) -> ServerSpeeds:
     speeds, random = ServerSpeeds(5, True), np.random.default_rng(1)
     for _ in range(steps):
-        given = random.uniform(0.9, 1.1, 5) if work is None else work
-        speeds.learn(given, given / TRUE * random.normal(1, noise, 5))
+        given = random.uniform(0.9, 1.1, (1, 5)) if work is None else work[None]
+        speeds.learn([WHOLE_STEP], given, given / TRUE * random.normal(1, noise, (1, 5)))
     return speeds
 
 
+def _current(*arguments: Any) -> np.ndarray:
+    return _learned(*arguments).current[WHOLE_STEP]
+
+
 def test_true_speeds_are_found() -> None:
-    assert _learned(100, 0.0).current == pytest.approx(TRUE / TRUE.mean(), rel=1e-3)
-    assert _learned(100, 0.02).current == pytest.approx(TRUE / TRUE.mean(), rel=0.03)
+    assert _current(100, 0.0) == pytest.approx(TRUE / TRUE.mean(), rel=1e-3)
+    assert _current(100, 0.02) == pytest.approx(TRUE / TRUE.mean(), rel=0.03)
 
 
 def test_mean_stays_1_and_the_first_step_does_not_count() -> None:
-    assert _learned(1, 0.0).current is None
+    assert not _learned(1, 0.0).current
     for steps in (2, 3, 10):
-        current = _learned(steps, 0.05).current
-        assert current is not None and current.mean() == pytest.approx(1, abs=1e-4)
+        assert _current(steps, 0.05).mean() == pytest.approx(1, abs=1e-4)
 
 
 def test_servers_without_work_keep_their_speed() -> None:
-    current = _learned(50, 0.0, np.array([1.0, 1.0, 1.0, 0.0, 0.01])).current
-    assert current is not None
+    current = _current(50, 0.0, np.array([1.0, 1.0, 1.0, 0.0, 0.01]))
     assert current[3] == current[4] and current[1] < current[0] < current[2]
 
 
 def test_a_hanging_server_is_not_written_off() -> None:
     speeds = ServerSpeeds(3, True)
     for _ in range(200):
-        speeds.learn(np.ones(3), np.array([1.0, 1.0, 1000.0]))
-    assert speeds.current is not None and speeds.current.min() > 0.24 * speeds.current.max()
+        speeds.learn([WHOLE_STEP], np.ones((1, 3)), np.array([[1.0, 1.0, 1000.0]]))
+    assert speeds.current[WHOLE_STEP].min() > 0.24 * speeds.current[WHOLE_STEP].max()
+
+
+def test_every_kind_of_phase_has_its_own_speeds() -> None:
+    filling, full = ("forward", (True, False)), ("forward", (True, True))
+    true = {filling: np.array([0.9, 1.1]), full: np.array([1.04, 0.96])}
+    speeds, random = ServerSpeeds(2, True), np.random.default_rng(2)
+    kinds = [filling, full, full, full]
+    for _ in range(100):
+        work = random.uniform(0.1, 3.0, (4, 2))
+        speeds.learn(kinds, work, work / [true[kind] for kind in kinds])
+    assert set(speeds.current) == {filling, full}
+    for kind, expected in true.items():
+        # Those of a kind are added up, so that little work counts little; speeds are rounded to 4 digits.
+        assert speeds.current[kind] == pytest.approx(expected, rel=1e-3)
 
 
 def test_what_learns() -> None:
@@ -60,32 +82,50 @@ def test_what_learns() -> None:
     assert not learns("cuda", "--cad.enabled", "false")
     nothing = ServerSpeeds(2, False)
     for _ in range(5):
-        nothing.learn(np.ones(2), np.array([1.0, 2.0]))
-    assert nothing.current is None
+        nothing.learn([WHOLE_STEP], np.ones((1, 2)), np.array([[1.0, 2.0]]))
+    assert not nothing.current
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_plans_give_slow_servers_less(stages: int) -> None:
-    from distca.data.corpus import Corpus
-    from distca.train.corpus import open_corpus, open_sampler
-    from distca.train.step_inputs import make_step_inputs
-    from tests.train.test_phase_table import PLANNING
-
+def _two_plans(stages: int, speeds: Speeds) -> tuple[StepInputs, StepInputs]:
+    """Of one batch: with equal speeds and with these."""
     settings = {"source": "mix", "path": "pretrain", "vocabulary": 64, "context_length": 4096, "tokens_per_rank": 4096}
     line = [word for name, value in settings.items() for word in (f"--data.{name}", str(value))]
     config = parse_run_config([*line, "--data.validation_fraction", "0", "--train.micro_batches", "2"])
     corpus: Corpus = open_corpus(config)
     planning = replace(PLANNING, rank=0, ranks=4 // stages, stage=0, stages=stages, disaggregate=True)
     planning = replace(planning, nano_batches=2, resend=stages > 1, tolerance=0.02, chunks=1)
-    speeds = np.array([1.15, 1.1, 1.05, 0.7])
     plain, learned = (
         make_step_inputs(planning, corpus.train, open_sampler(config, corpus.train, planning.ranks), given)
-        for given in (None, speeds)
+        for given in ({}, speeds)
     )
+    return plain, learned
+
+
+def test_plans_give_slow_servers_less() -> None:
+    speeds = np.array([1.15, 1.1, 1.05, 0.7])
+    plain, learned = _two_plans(1, {WHOLE_STEP: speeds})
     assert learned.work.sum() == pytest.approx(plain.work.sum(), rel=0.1)  # cuts cost something
     for planned in (plain.seconds_after, learned.seconds_after):
         assert imbalance(planned.sum(axis=0)) < 1.05
-    assert imbalance(plain.work / speeds) > 1.2  # what the same plan would take
+    assert imbalance(plain.work.sum(axis=0) / speeds) > 1.2  # what the same plan would take
+
+
+def test_phases_are_planned_with_the_speeds_of_their_kind() -> None:
+    # Only the first stage is busy in the first forward phase and in the last backward one.
+    first, last = ("forward", (True, False)), ("backward", (True, False))
+    speeds = {first: np.array([0.8, 0.8, 1.2, 1.2]), last: np.array([1.3, 1.1, 0.9, 0.7])}
+    plain, learned = _two_plans(2, speeds)
+    assert learned.pipeline is not None
+    kinds = learned.pipeline.kinds
+    assert kinds[0] == first and kinds[-1] == last and len(kinds) == 2 * 3
+    for phase, kind in enumerate(kinds):
+        expected = speeds.get(kind, np.ones(4))
+        assert learned.speeds[phase].tolist() == expected.tolist()
+        # What each server is given follows its speed in this kind of phase, and where none was learned nothing changes.
+        share = learned.work[phase] / learned.work[phase].mean()
+        assert share == pytest.approx(expected, rel=0.06)
+        if kind not in speeds:
+            assert np.array_equal(learned.work[phase], plain.work[phase])
 
 
 def _train(lines: list[list[str]]) -> None:
