@@ -24,6 +24,7 @@ from distca.train.settings import RunConfig
 from distca.train.step_inputs import StepInputs
 
 _FORGET = 0.1  # weight of the newest step, once there were as many as make it smaller than its share of all
+_PRIOR = 0.25  # equal speeds count as so many steps that were seen before all others
 _BOUNDS = (0.5, 2.0)
 _LEAST_SHARE = 0.2  # of the mean work: what takes little time says little about speed
 
@@ -80,8 +81,7 @@ class ServerSpeeds:
         known = (work >= _LEAST_SHARE * work.mean()) & (measured > 0)
         seen = before.copy()
         seen[known] = work[known] / measured[known] * (measured[known].sum() / work[known].sum())
-        # Equal speeds count as one step that was seen before all others.
-        weight = max(_FORGET, 1 / self._steps[kind])
+        weight = max(_FORGET, 1 / (self._steps[kind] - 1 + _PRIOR))
         speeds = np.clip((1 - weight) * before + weight * seen, *_BOUNDS)
         # Rounded: all ranks must plan with the same numbers, and the last bits of a sum may depend on the CPU.
         rounded: np.ndarray = np.round(speeds / speeds.mean(), 4)
