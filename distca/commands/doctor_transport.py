@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from importlib import metadata
 from pathlib import Path
 
 import torch
+
+_DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 
 
 def transport_rows() -> list[tuple[str, str]]:
@@ -95,16 +98,55 @@ def _nvlink() -> str:
 
 
 def _network() -> str:
-    """What there is for rows between machines, which go by NCCL."""
-    from distca.transport.choose import ONE_MACHINE
+    """What there is for rows between machines."""
+    from distca.transport.choose import BETWEEN_MACHINES
 
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if not devices:
-        return f"{ONE_MACHINE}; no InfiniBand or RoCE device here, so NCCL goes over TCP"
-    direct = Path("/sys/module/nvidia_peermem").exists()
-    return f"{ONE_MACHINE}; NCCL goes over {', '.join(devices)}" + (
-        "" if direct else ", and as nvidia_peermem is not loaded, GPU memory may be copied through the host"
-    )
+        return f"{BETWEEN_MACHINES}. No InfiniBand or RoCE device here: NCCL goes over TCP, NVSHMEM cannot"
+    return f"{BETWEEN_MACHINES}. Devices: {', '.join(devices)}; {_remote_transports()}; {_gpu_direct()}"
+
+
+def _remote_transports() -> str:
+    """What NVSHMEM's package holds for peers on other machines; NVSHMEM_REMOTE_TRANSPORT chooses."""
+    names = {
+        match.group(1)
+        for package in ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+        for file in _files(package)
+        if (match := re.fullmatch(r"nvshmem_transport_(\w+)\.so[.\d]*", file))
+    }
+    if not names:
+        return "NVSHMEM's package with its libraries for networks was not found"
+    return f"NVSHMEM has libraries for {', '.join(sorted(names))}"
+
+
+def _gpu_direct() -> str:
+    """Whether network cards can reach GPU memory."""
+    ways = []
+    if Path("/sys/module/nvidia_peermem").exists():
+        ways.append("nvidia_peermem")
+    if _exports_dma_buf():
+        ways.append("dma-buf")
+    if ways:
+        return f"network cards reach GPU memory by {' or '.join(ways)}"
+    return "without nvidia_peermem and dma-buf NCCL may copy GPU memory through the host, and NVSHMEM cannot be used"
+
+
+def _exports_dma_buf() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    value = ctypes.c_int()
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetAttribute(ctypes.byref(value), _DMA_BUF_SUPPORTED, 0) == 0
+    return found and value.value == 1
+
+
+def _files(package: str) -> list[str]:
+    try:
+        return [Path(file).name for file in metadata.files(package) or ()]
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def _version(name: str) -> str | None:

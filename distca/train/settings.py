@@ -81,7 +81,8 @@ class CadConfig:
         backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
             resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
             with pipeline stages, which need it.
-        transport: how rows move; auto is nvshmem where it works, else nccl on CUDA devices and gloo on CPUs.
+        transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
+            on CPUs.
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean.
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order, and servers' speeds

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,6 +12,7 @@ import torch.distributed as dist
 
 from distca.transport import native
 from distca.transport.collective import CollectiveTransport
+from distca.transport.machine import machine_name
 from distca.transport.transport import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -23,9 +22,9 @@ T = TypeVar("T")
 NAMES = ("auto", "nvshmem", "nccl", "gloo")
 DEFAULT_BUFFER_GB = 2.0
 
-ONE_MACHINE = (
-    "between machines rows go by NCCL, because the NVSHMEM transport writes through memory that peers map, which only "
-    "GPUs of one machine do"
+BETWEEN_MACHINES = (
+    "between machines rows go by NCCL, because NVSHMEM has not been measured on a network; cad.transport=nvshmem takes "
+    "it all the same"
 )
 
 # NVSHMEM starts once per process, and exchanges are numbered from its start: one transport per process.
@@ -33,8 +32,8 @@ _started: dict[tuple[int, ...], Transport] = {}
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
-    """Return the named transport over ``group``, or with "auto" NVSHMEM where it works and else the one of the group's
-    backend. Every rank of the group calls it together.
+    """Return the named transport over ``group``, or with "auto" NVSHMEM where it works inside one machine and else the
+    one of the group's backend. Every rank of the group calls it together.
 
     Args:
         name: "auto", "nvshmem", "nccl" or "gloo".
@@ -51,7 +50,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
         return _started[ranks]
     reason = None
     if name in ("auto", "nvshmem"):
-        reason = why_not_nvshmem_together(group)
+        reason = why_not_nvshmem_together(group, between_machines=name == "nvshmem")
         if reason is None:
             transport = _nvshmem_transport(group, buffer_gb)
             logger.info(
@@ -93,8 +92,14 @@ def why_not_nvshmem() -> str | None:
     return None
 
 
-def why_not_nvshmem_together(group: dist.ProcessGroup) -> str | None:
-    """Why the ranks of ``group`` cannot use NVSHMEM among themselves, or None; the same answer on every rank."""
+def why_not_nvshmem_together(group: dist.ProcessGroup, between_machines: bool) -> str | None:
+    """Why the ranks of ``group`` cannot or should not use NVSHMEM among themselves, or None; the same answer on every
+    rank.
+
+    Args:
+        group: the server pool.
+        between_machines: whether it is wanted also where the pool spans several.
+    """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return "there is one rank, which sends no rows"
@@ -103,17 +108,17 @@ def why_not_nvshmem_together(group: dist.ProcessGroup) -> str | None:
     own = why_not_nvshmem()
     if own is None and dist.get_backend(group) == "gloo":
         own = "the ranks hold their rows in CPU memory"
-    places = _gather((_machine(), _gpu(torch.cuda.current_device()) if own is None else ""), group)
+    places = _gather((machine_name(), _gpu(torch.cuda.current_device()) if own is None else ""), group)
     machines = {machine for machine, _ in places}
-    gpus = [gpu for _, gpu in places]
-    if own is None and len(machines) == 1:
+    gpus = [gpu for machine, gpu in places if gpu and machine == machine_name()]
+    if own is None:
         own = "several ranks share a GPU" if len(set(gpus)) < len(gpus) else why_no_peer_access(gpus)
     # Gathered once more: what one rank sees of the GPUs need not be what another one sees.
     for rank, reason in zip(ranks, _gather(own, group), strict=True):
         if reason is not None:
             return f"on rank {rank}, {reason}" if rank else reason
-    if len(machines) > 1:
-        return f"the server pool spans {len(machines)} machines, and {ONE_MACHINE}"
+    if len(machines) > 1 and not between_machines:
+        return f"the server pool spans {len(machines)} machines, and {BETWEEN_MACHINES}"
     return None
 
 
@@ -136,12 +141,6 @@ def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
 def _gpu(index: int) -> str:
     """The same name for a GPU in every process of a machine, whatever is visible there."""
     return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _machine() -> str:
-    """A name that no other machine has; host names alone repeat where machines start from one image."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname() + (boot.read_text().strip() if boot.is_file() else "")
 
 
 def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from distca.transport.machine import machine_name
+
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
@@ -56,7 +58,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process: its id, and the space of ids in which it means something (containers have their own)."""
+    """A rank's process: its id, and the space of ids in which it means something (machines and containers have their
+    own)."""
 
     pid: int
     space: str
@@ -78,10 +81,11 @@ class Process:
 
 
 def _space_of_ids() -> str:
+    """Its name says the machine as well: the first space has the same number on every one."""
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return f"{machine_name()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""
+        return machine_name()
 
 
 class Watchdog:
@@ -90,7 +94,8 @@ class Watchdog:
     Args:
         names: of the ranks, for the sentences: their numbers in the whole world.
         rank: this rank.
-        processes: of every rank, all on this machine.
+        processes: of every rank. One on another machine counts as running: who watches over the whole run hears of its
+            death (:mod:`distca.train.companions`).
         missing: given a wait, the peers that have really not delivered yet; may get stuck.
         end: ends this process after the sentence was logged.
     """

@@ -17,6 +17,8 @@ from distca.testing.toy_layers import toy_layers
 from distca.transport import Part, TransportError
 from distca.transport.choose import choose_transport
 from distca.transport.fabric import Put
+from distca.transport.nvshmem import NvshmemFabric
+from distca.transport.one_sided import OneSidedTransport
 from distca.transport.writer import Ways
 
 LENGTHS = ([4000, 37, 1, 1700, 9001], [12001], [1, 1, 1], [700] * 30, [1], [130] * 200)
@@ -26,9 +28,10 @@ ENGINE, KERNEL = 0, 1 << 40  # limits below which a kernel writes
 
 def train_and_compare():
     """Cases in 0.25 GiB: room for a few exchanges only, so that the ring goes round many times."""
+    transports = _transports()
     return {
-        "rows": _compare(24, None),
-        "rows, one rank late": _compare(24, 1),
+        "rows": _compare(transports, 24, None),
+        "rows, one rank late": _compare(transports, 24, 1),
         "keep": _train(1000, "keep"),
         "resend": _train(12, "resend"),
     }
@@ -46,6 +49,23 @@ def fill_little_memory():
     }
 
 
+def treat_as_far(machine_of):
+    """Cases in 0.25 GiB where ranks of different numbers in ``machine_of`` use NVSHMEM's own calls among each other."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    far = [peer for peer, machine in enumerate(machine_of) if machine != machine_of[rank]]
+    transport = OneSidedTransport(NvshmemFabric(world, 1 << 28, far), "nvshmem")
+    transports = transport, choose_transport("nccl", world)
+    answer = {"rows": _compare(transports, 12, None), "rows, one rank late": _compare(transports, 12, 1)}
+    if len(machine_of) == 2:
+        # So late that the sender, whose host has more to do for far peers, is a round of the ring ahead.
+        answer["sent"] = _send_only(transport, 60, ENGINE, credits=True, late=12_000_000)
+        answer["sent without credits"] = _send_only(transport, 60, ENGINE, credits=False, late=12_000_000)
+    # The last rows of a rank leave it after it has packed them.
+    torch.cuda.synchronize()
+    dist.barrier()
+    return answer
+
+
 def _transports():
     world = dist.group.WORLD
     return choose_transport("nvshmem", world, 0.25), choose_transport("nccl", world)
@@ -54,6 +74,9 @@ def _transports():
 def _choose_way(transport, number):
     """By copy engine or by kernel, signalled together or not: every rank decides for itself."""
     draw = random.Random(1000 * number + dist.get_rank())
+    if transport._fabric._far_peers is not None:
+        # Half of the staging memory: pieces go whole or in many loads.
+        transport._fabric._far_peers._half = draw.choice((1 << 16, 1 << 20, 1 << 25))
     transport._fabric.writer.ways = Ways(
         push_below_bytes=draw.choice((ENGINE, 1 << 18, KERNEL)),
         push_below_bytes_per_range=0,
@@ -74,10 +97,10 @@ def _parts(moves, seed, dtypes):
     return tuple(parts)
 
 
-def _compare(plans, late):
+def _compare(transports, plans, late):
     """Exchanges of random plans in both directions, two under way at a time; counts tensors that differ."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    nvshmem, nccl = _transports()
+    nvshmem, nccl = transports
     bf16, f32 = (torch.bfloat16, 1024), (torch.float32, 24)
     pending, differing = [], torch.zeros((), dtype=torch.int64, device="cuda")
 
@@ -229,8 +252,9 @@ def _keep(transport, rows, below):
     return int(wrong), all(by_engine), any(by_engine)
 
 
-def _send_only(transport, exchanges, below, credits):
-    """Rank 0 gives all its rows to a late rank 1 and gets nothing back; returns how many values arrived wrong."""
+def _send_only(transport, exchanges, below, credits, late=2_000_000):
+    """Rank 0 gives all its rows to a rank 1 that is ``late`` (in clock cycles) with each exchange, and gets nothing
+    back; returns how many values arrived wrong."""
     fabric = transport._fabric
     fabric.writer.ways = Ways(push_below_bytes=below, push_below_bytes_per_range=0)
     plan = Plan(lay_out([1000], 2, rank_of=[0])[0], Tasks.sorted(*np.array([[0, 0, 1000, 1]]).T))
@@ -246,7 +270,7 @@ def _send_only(transport, exchanges, below, credits):
         destination = torch.zeros(moves.destination_rows, 4096, device="cuda")
         handle = transport.launch((Part(source, destination, moves),))
         if dist.get_rank() == 1:
-            torch.cuda._sleep(2_000_000)
+            torch.cuda._sleep(late)
         handle.wait()
         wrong += (destination != number).sum()
     fabric.put = put

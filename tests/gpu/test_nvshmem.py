@@ -12,17 +12,17 @@ import torch
 from distca.testing.ranks import run_ranks
 from distca.transport.choose import why_not_nvshmem
 from distca.transport.watchdog import EXIT_CODE
-from tests.gpu.nvshmem_cases import ENGINE, KERNEL, fill_little_memory, train_and_compare
+from tests.gpu.nvshmem_cases import ENGINE, KERNEL, fill_little_memory, train_and_compare, treat_as_far
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and why_not_nvshmem() is not None, reason=f"no NVSHMEM: {why_not_nvshmem()}"
 )
 
 
-def _ranks(ranks, function):
+def _ranks(ranks, function, *arguments):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    return run_ranks(ranks, function, timeout=300, gpus=True)
+    return run_ranks(ranks, function, *arguments, timeout=300, gpus=True)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -36,6 +36,24 @@ def little_memory():
     """What both ranks answered, by case."""
     answers = _ranks(2, fill_little_memory)
     return {case: [answer[case] for answer in answers] for case in answers[0]}
+
+
+@pytest.fixture(scope="module", params=["01", "0123", "0011"])
+def far(request):
+    """What each rank answered, by case, where the ranks are on these machines, as it were."""
+    return _ranks(len(request.param), treat_as_far, request.param)
+
+
+@pytest.mark.parametrize("case", ["rows", "rows, one rank late"])
+def test_the_same_rows_as_nccl_where_peers_are_far(far, case):
+    assert [answer[case] for answer in far] == [0] * len(far)
+
+
+def test_a_sender_waits_for_room_on_a_far_peer(far):
+    if len(far) > 2:
+        pytest.skip("a case of two ranks")
+    assert [answer["sent"] for answer in far] == [0, 0]
+    assert far[1]["sent without credits"] > 0
 
 
 @pytest.mark.parametrize("case", ["rows", "rows, one rank late"])

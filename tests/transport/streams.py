@@ -1,7 +1,8 @@
 """Streams of several ranks in one process, which go on in any order that their events and waits allow.
 
 Stands in for :mod:`distca.transport.native`, with the ranks' threads as the streams that they compute on: the order of
-operations that :class:`distca.transport.writer.Writer` queues on GPUs is tested here in many interleavings.
+operations that :class:`distca.transport.writer.Writer` queues on GPUs is tested here in many interleavings. So is that
+of :class:`distca.transport.far.FarPeers`, on a network that delivers what it is given in any order, piece by piece.
 """
 
 import ctypes
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 
 from distca.transport import native
+from distca.transport.far import FarAddresses, FarPeers
 from distca.transport.writer import Addresses, Writer
+from distca.transport.writers import Writers
 
 PATIENCE_S = 20.0
 
@@ -22,12 +25,14 @@ PATIENCE_S = 20.0
 class World:
     """All ranks' streams; whoever waits lets some of them do some of their work."""
 
-    def __init__(self, ranks, capacity, seed):
-        self.ranks = ranks
+    def __init__(self, ranks, capacity, seed, staging=0):
+        self.ranks, self.capacity, self.staging = ranks, capacity, staging
         self.random = random.Random(seed)
         self.streams = []
-        self.lock = threading.Lock()
-        self.memory = [torch.zeros(16 * ranks + capacity, dtype=torch.uint8) for _ in range(ranks)]
+        self.lock = threading.RLock()
+        self.memory = [torch.zeros(16 * ranks + capacity + staging, dtype=torch.uint8) for _ in range(ranks)]
+        self.bases = [memory.data_ptr() for memory in self.memory]
+        self.travelling = [[] for _ in range(ranks)]  # what each rank gave to the network, by Event
 
     def some_work(self, most):
         """Do up to so many operations of random streams."""
@@ -51,9 +56,23 @@ class World:
             if time.monotonic() > end:
                 raise TimeoutError("The ranks wait for each other.")
 
+    def send(self, rank, effects, ordered=False):
+        """Give something to the network, which does its effects when it pleases, and in any order."""
+        with self.lock:
+            arrived, packet = Event(), Packet(self)
+            if not ordered:
+                self.random.shuffle(effects)
+            packet.operations.extend(effects)
+            packet.operations.append(lambda: setattr(arrived, "done", True) or True)
+            packet.speed = self.random.choice((0.001, 0.1, 1.0))
+            self.travelling[rank] = [event for event in self.travelling[rank] if not event.done] + [arrived]
+
 
 class Event:
     done = False
+
+    def query(self):
+        return self.done
 
 
 class Stream:
@@ -69,6 +88,19 @@ class Stream:
     def advance(self):
         if self.operations[0]():
             self.operations.popleft()
+
+
+class Packet(Stream):
+    """A stream that ends."""
+
+    def __init__(self, world):
+        super().__init__(world)
+        self._world = world
+
+    def advance(self):
+        super().advance()
+        if not self.operations:
+            self._world.streams.remove(self)
 
 
 class Here:
@@ -131,28 +163,89 @@ class Queue:
         stream.operations.append(lambda: bool(ctypes.memmove(to, source, size)) or True)
 
 
-class Fabric:
-    """A rank's memory and its peers', reached through a :class:`Writer`."""
+class FarQueue(Queue):
+    """What a rank queues for far peers, whose places it names by addresses in its own memory."""
 
     def __init__(self, world, rank):
+        super().__init__(world)
+        self._rank = rank
+
+    def put(self, to, source, size, peer, stream):
+        there, half = self._there(to, peer), size // 2
+
+        def copy(first, last):
+            return lambda: bool(ctypes.memmove(there + first, source + first, last - first)) or True
+
+        # Read when it travels: until then the source must stay as it is.
+        self._send(stream, lambda: [copy(0, half), copy(half, size)])
+
+    def quiet(self, stream):
+        before = []
+
+        def is_quiet():
+            if not before:
+                before.append(list(self._world.travelling[self._rank]))
+            return all(event.done for event in before[0])
+
+        stream.operations.append(is_quiet)
+
+    def set_word(self, word, number, peer, stream):
+        there = self._there(word, peer)
+        self._send(stream, lambda: [lambda: write(there, number) or True])
+
+    def raise_word(self, word, by, peer, stream):
+        there = self._there(word, peer)
+        self._send(stream, lambda: [lambda: write(there, read(there) + by) or True])
+
+    def wait_for_word(self, word, number, stream):
+        stream.operations.append(lambda: read(word) >= number)
+
+    def _there(self, address, peer):
+        return address - self._world.bases[self._rank] + self._world.bases[peer]
+
+    def _send(self, stream, effects):
+        if stream is self._here:
+            self._world.send(self._rank, effects())
+        else:
+            stream.operations.append(lambda: self._world.send(self._rank, effects()) or True)
+
+
+class Fabric:
+    """A rank's memory and its peers', reached through a :class:`Writer`, those of ``far`` through a
+    :class:`FarPeers`."""
+
+    def __init__(self, world, rank, far=()):
         self.rank, self.ranks, self._world = rank, world.ranks, world
-        words = 16 * world.ranks
-        self.landing = world.memory[rank][words:]
-        bases = [memory.data_ptr() for memory in world.memory]
+        words, bases = 16 * world.ranks, world.bases
+        self.landing = world.memory[rank][words : words + world.capacity]
         self._arrived_here = native.addresses_of(bases[rank], range(self.ranks))
-        self._taken_there = [base + 8 * (self.ranks + rank) for base in bases]
+        near = [peer for peer in range(self.ranks) if peer not in far]
+        self._taken_there = [bases[peer] + 8 * (self.ranks + rank) for peer in near]
         addresses = Addresses(
-            [base + words for base in bases],
+            [0 if peer in far else base + words for peer, base in enumerate(bases)],
             native.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
-            np.array([base + 8 * rank for base in bases], np.uint64),
+            np.array([0 if peer in far else base + 8 * rank for peer, base in enumerate(bases)], np.uint64),
         )
         self.writer = Writer(addresses, "cpu", Queue(world))
+        base = bases[rank]
+        own = FarAddresses(
+            landing=base + words,
+            staging=base + words + world.capacity,
+            staging_bytes=world.staging,
+            arrived_here=base,
+            arrived_there=base + 8 * rank,
+            taken_here=base + 8 * self.ranks,
+            taken_there=base + 8 * (self.ranks + rank),
+        )
+        self.far_queue, self._far = FarQueue(world, rank), far
+        self._far_peers = FarPeers(own, "cpu", self.far_queue) if far else None
+        self._writers = Writers(self.writer, self._far_peers, far)
 
     def put(self, number, reuses, puts):
-        return self.writer.put(number, reuses, puts)
+        return self._writers.put(number, reuses, puts)
 
     def keep(self, parts, behind):
-        return self.writer.keep(parts, behind)
+        return self._writers.keep(parts, behind)
 
     def join(self, token):
         for event in token.events if token is not None else ():
@@ -165,6 +258,8 @@ class Fabric:
     def taken(self, number):
         for address in self._taken_there:
             write(address, number)
+        if self._far_peers is not None:
+            self._far_peers.taken(number, self._far)
 
 
 def read(address):

@@ -97,6 +97,10 @@ def test_a_late_rank_is_warned_about(peer, caplog, monkeypatch):
     assert not ended.is_set()
 
 
-def test_a_process_of_another_container_is_never_taken_for_dead():
-    assert not Process(2**22 + 1, Process.here().space).is_running()
+def test_a_process_of_another_container_or_machine_is_never_taken_for_dead(monkeypatch):
+    here = Process(2**22 + 1, Process.here().space)
+    assert not here.is_running()
     assert Process(2**22 + 1, "pid:[another]").is_running()
+    # A machine whose first space of ids has the same number.
+    monkeypatch.setattr(watchdog, "machine_name", lambda: "another")
+    assert here.is_running()

@@ -1,0 +1,108 @@
+"""Exchanges of random plans between simulated ranks, and how many of them end wrong."""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from distca.plan import Plan, Tasks, lay_out, route
+from distca.runtime.device_routes import ServerRoute
+from distca.testing.plans import random_plan
+from distca.transport import Part
+from distca.transport.one_sided import OneSidedTransport
+
+RANKS, PLANS, WIDTH = 3, 24, 6
+LENGTHS = ([40, 3, 1, 17, 90], [61], [1, 1, 1], [7] * 30, [1])
+
+
+def _any_ways(ways, draw):
+    """Every rank chooses anew for every exchange."""
+    return replace(
+        ways,
+        push_below_bytes=draw.choice((0, 800, 1 << 40)),
+        push_below_bytes_per_range=0,
+        signal_after_bytes=draw.choice((0, 1500, 1 << 40)),
+        keep_from_bytes=draw.choice((0, 1 << 40)),
+        keep_from_bytes_per_range=0,
+    )
+
+
+def _exchanges():
+    """For every exchange, every rank's parts, and what their destinations must hold in the end."""
+    generator = torch.Generator().manual_seed(5)
+    there, back = ("q_to_server", "kv_to_server"), ("q_to_home", "kv_to_home")
+    for number in range(PLANS):
+        if number % 3:
+            plan, ways = random_plan(lay_out(LENGTHS[number % len(LENGTHS)], RANKS)[0], number), (there, back)
+        else:
+            # One rank sends all that there is to another and gets nothing back: it may run ahead.
+            home, server = number // 3 % RANKS, (number // 3 + 1) % RANKS
+            layout = lay_out([60], RANKS, rank_of=[home])[0]
+            plan, ways = Plan(layout, Tasks.sorted(*np.array([[0, 0, 60, server]]).T)), (there,) * 6
+        routes = [ServerRoute.of(route(plan, rank), "cpu") for rank in range(RANKS)]
+        for names in ways:
+            moves = [[getattr(each, name) for name in names] for each in routes]
+            parts = [tuple(_part(one, generator) for one in each) for each in moves]
+            yield parts, [[_expected(parts, rank, k) for k in range(len(names))] for rank in range(RANKS)]
+
+
+def _part(moves, generator):
+    before = 0.0 if moves.reduction is not None else 7.0
+    source = torch.randn(moves.source_rows, WIDTH, generator=generator)
+    return Part(source, torch.full((moves.destination_rows, WIDTH), before), moves)
+
+
+def _expected(parts, rank, k):
+    part = parts[rank][k]
+    destination = part.destination.clone()
+    part.moves.copy_kept(part.source, destination)
+    sent = [parts[peer][k].source[_rows_for(parts[peer][k].moves, rank)] for peer in range(RANKS)]
+    part.moves.place_received(torch.cat(sent), destination)
+    return destination
+
+
+def _rows_for(moves, rank):
+    first = sum(moves.send_counts[:rank])
+    return moves.send_index[first : first + moves.send_counts[rank]]
+
+
+def count_wrong(world, fabrics, seed, credits=True):
+    """How many destinations are wrong when their exchange was waited for; two are under way at a time."""
+    exchanges, wrong = list(_exchanges()), [0] * RANKS
+    # Rows that nobody has written yet must not pass for right.
+    for fabric in fabrics:
+        fabric.landing.fill_(255)
+
+    def run(rank):
+        fabric, draw = fabrics[rank], random.Random(100 * seed + rank)
+        if not credits:
+            put = fabric.put
+            fabric.put = lambda number, reuses, puts: put(number, 0, puts)
+        transport, under_way = OneSidedTransport(fabric, "simulated"), []
+        for parts, expected in exchanges:
+            fabric.writer.ways = _any_ways(fabric.writer.ways, draw)
+            under_way.append((transport.launch(parts[rank]), parts[rank], expected[rank]))
+            world.some_work(draw.choice((0, 0, 3, 300)))
+            if len(under_way) == 2:
+                if rank == seed % RANKS:
+                    time.sleep(0.002)  # a rank that is late to take its rows out
+                wrong[rank] += _finish(*under_way.pop(0))
+        for each in under_way:
+            wrong[rank] += _finish(*each)
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(run, range(RANKS)))
+    return sum(wrong)
+
+
+def _finish(handle, parts, expected):
+    handle.wait()
+    wrong = sum(not torch.equal(part.destination, rows) for part, rows in zip(parts, expected, strict=True))
+    # Both belong to the caller again.
+    for part in parts:
+        part.source.fill_(torch.nan)
+        part.destination.fill_(torch.nan)
+    return wrong
