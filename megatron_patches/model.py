@@ -105,6 +105,8 @@ def transformer_config(
         tensor_model_parallel_size=tp,
         batch_p2p_sync=False,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        # What a stage passed on is not kept until its backward, which needs only its place in the graph.
+        deallocate_pipeline_outputs=parallel_state.get_pipeline_model_parallel_world_size() > 1,
         sequence_parallel=sequence_parallel and tp > 1,
         use_cpu_initialization=cpu_initialization,
         recompute_granularity="selective" if recompute_mlp else None,

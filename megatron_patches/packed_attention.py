@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from distca.attention import Kernel
 from distca.runtime.timeline import Timeline
+from megatron_patches.forgetting import forget_until_backward
 from megatron_patches.micro_batch import PackedMicroBatch
 
 
@@ -54,6 +55,13 @@ class PackedAttention(MegatronModule):
         q, k, v = (x.squeeze(1)[:rows].contiguous() for x in (query, key, value))
         timer = partial(self.timeline.serve, self.layer, 0)
         o = attention_mask.attend(self.kernel, q, k, v, self.scale, timer)
-        if padding:  # a copy, which the output projection would keep beside the kernel's own o
-            o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
+        if padding:
+            padded = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
+            # The output projection keeps this copy, the kernel its o for backward: until then the copy does for both.
+            forget_until_backward(o, partial(_fill_rows, padded.detach()), padded)
+            o = padded
         return o.flatten(1).unsqueeze(1)
+
+
+def _fill_rows(padded_NHD: torch.Tensor, out_NHD: torch.Tensor) -> None:
+    out_NHD.copy_(padded_NHD[: len(out_NHD)])

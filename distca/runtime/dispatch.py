@@ -40,14 +40,18 @@ class AttentionCall:
         self._handle: Handle | None = None
         self._server: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows on this server
         self._home: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows that live here (resend)
+        self._carried: torch.Tensor | None = None  # a view of the previous nano-batch's kv rows (resend)
         self._gradients: tuple[torch.Tensor, ...] = ()
         self._home_rows = (0, 0)
 
     # Public: the five nodes, called in this order.
 
-    def launch_qkv(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor) -> torch.Tensor:
-        """Start sending q and k,v rows; returns the ticket for :meth:`join_qkv`."""
-        return _Enter.apply(q_NHD, kv_N2GD, self)
+    def launch_qkv(
+        self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, carried_N2GD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Start sending q and k,v rows; returns the ticket for :meth:`join_qkv`. ``carried_N2GD``: rows of the previous
+        nano-batch that are sent again, ahead of its own; not copied for longer than they travel."""
+        return _Enter.apply(q_NHD, kv_N2GD, carried_N2GD, self)
 
     def join_qkv(self, ticket: torch.Tensor) -> torch.Tensor:
         """Wait for the rows that this server computes with."""
@@ -99,15 +103,16 @@ class AttentionCall:
 
     # Forward.
 
-    def _launch_qkv(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor) -> None:
+    def _launch_qkv(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, carried_N2GD: torch.Tensor | None) -> None:
         route = self._routes.forward
-        self._home_rows = (len(q_NHD), len(kv_N2GD))
+        sent_kv = _behind(carried_N2GD, kv_N2GD)
+        self._home_rows = (len(q_NHD), len(sent_kv))
         q = q_NHD.new_empty(route.q_rows, *q_NHD.shape[1:])
         kv = kv_N2GD.new_empty(route.kv_rows, *kv_N2GD.shape[1:])
-        self._launch("q,k,v", "forward", Part(q_NHD, q, route.q_to_server), Part(kv_N2GD, kv, route.kv_to_server))
+        self._launch("q,k,v", "forward", Part(q_NHD, q, route.q_to_server), Part(sent_kv, kv, route.kv_to_server))
         self._server = (q, kv)
         if self._pool.backward == "resend":
-            self._home = (q_NHD, kv_N2GD)
+            self._home, self._carried = (q_NHD, kv_N2GD), carried_N2GD
 
     def _join_qkv(self) -> None:
         self._join("q,k,v", "forward")
@@ -147,9 +152,11 @@ class AttentionCall:
         if self._pool.backward == "resend":
             moves = (route.q_to_server, route.kv_to_server, route.q_to_server, route.q_to_server)
             rows = (route.q_rows, route.kv_rows, route.q_rows, route.q_rows)
-            self._server = tuple(x.new_empty(n, *x.shape[1:]) for x, n in zip(self._home, rows, strict=True))
-            parts += [Part(*part) for part in zip(self._home, self._server, moves, strict=True)]
-            self._home = ()
+            q, kv, o, lse = self._home
+            home = (q, _behind(self._carried, kv), o, lse)
+            self._server = tuple(x.new_empty(n, *x.shape[1:]) for x, n in zip(home, rows, strict=True))
+            parts += [Part(*part) for part in zip(home, self._server, moves, strict=True)]
+            self._home, self._carried = (), None
         self._launch("dO" if self._pool.backward == "keep" else "q,k,v,o,dO", "backward", *parts)
         self._gradients = (do,)
 
@@ -199,6 +206,10 @@ class AttentionCall:
         return home
 
 
+def _behind(carried_N2GD: torch.Tensor | None, kv_N2GD: torch.Tensor) -> torch.Tensor:
+    return kv_N2GD if carried_N2GD is None else torch.cat((carried_N2GD, kv_N2GD))
+
+
 def _ticket(device: torch.device) -> torch.Tensor:
     """A scalar on the rows' device: the autograd engine runs a device's nodes in one thread, in reverse order of
     creation. Its value is never read."""
@@ -207,15 +218,21 @@ def _ticket(device: torch.device) -> torch.Tensor:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    def forward(
+        ctx: Any, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, carried_N2GD: torch.Tensor | None, call: AttentionCall
+    ) -> torch.Tensor:
         ctx.call = call
-        call._launch_qkv(q_NHD.detach().contiguous(), kv_N2GD.detach().contiguous())
+        ctx.carried = None if carried_N2GD is None else len(carried_N2GD)
+        carried_N2GD = None if carried_N2GD is None else carried_N2GD.detach()
+        call._launch_qkv(q_NHD.detach().contiguous(), kv_N2GD.detach().contiguous(), carried_N2GD)
         return _ticket(q_NHD.device)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         dq_NHD, dkv_N2GD = ctx.call._join_gradients()
-        return dq_NHD, dkv_N2GD, None
+        if ctx.carried is None:
+            return dq_NHD, dkv_N2GD, None, None
+        return dq_NHD, dkv_N2GD[ctx.carried :], dkv_N2GD[: ctx.carried], None
 
 
 class _Node(torch.autograd.Function):

@@ -121,12 +121,12 @@ class _Run:
     def _launch(self, layer: int, nano: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         routes = self._routes[nano]
         begin, end = routes.carried
-        source = kv
+        carried = None
         if end > begin:
             # The second half continues a document whose head is in the first: its keys and values are needed again.
             assert self._previous_kv is not None
-            source = torch.cat((self._previous_kv[begin:end], kv))
+            carried = self._previous_kv[begin:end]
         self._previous_kv = kv
         call = AttentionCall(self._pool, routes, layer, nano, self._layers[layer].scale)
         self._calls.append(call)
-        return call.launch_qkv(q, source)
+        return call.launch_qkv(q, kv, carried)

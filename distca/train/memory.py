@@ -16,6 +16,10 @@ from distca.train.settings import ConfigError, RunConfig
 GIB = 2**30
 _LOGITS_BYTES = 2 << 30
 """Of one chunk of the output layer's logits (megatron_patches/output_loss.py)."""
+BUSY_SERVER_Q, BUSY_SERVER_KV = 1.2, 2.3
+"""Rows of queries (of one half) and of keys at a busy server, over its home rows. Plans level seconds, not rows, and a
+task brings its whole context: the mean of what tests/train/test_stage_memory.py finds in plans of 128K tokens per rank.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,14 @@ class _Stage:
         self._lse = 4 * model.heads // parallel.tp
         self._rows = config.data.tokens_per_rank
         self._half = -(-self._rows // 2) if config.cad.enabled and config.cad.ping_pong else self._rows
+        self._head_dim = model.resolved_head_dim
         self._embedding = vocabulary * model.hidden // parallel.tp
+        alone = self._data_parallel * parallel.pp == 1
+        self._server_q = self._half * (1.0 if alone else BUSY_SERVER_Q)
+        # Alone, its own rows, and again those of ping that pong needs.
+        self._halves = 2 if self._half < self._rows else 1
+        self._server_kv = self._half * (float(self._halves) if alone else BUSY_SERVER_KV)
+        self._contexts = (1 + self._halves) / 2 if alone else BUSY_SERVER_KV
 
     def predict(self) -> StageMemory:
         weights = self._parameters()
@@ -135,7 +146,7 @@ class _Stage:
             gradients=4 * weights,
             optimizer=(wide + 8 * weights) // shards,
             micro_batches=in_flight,
-            activations=in_flight * (self._layers * self._rows * self._kept() + self._rows * self._edge()),
+            activations=in_flight * self._rows * (self._layers * self._kept() + self._rotation()),
             working=max(self._layer_at_work(), self._loss_at_work()) + self._transfers(),
         )
 
@@ -157,8 +168,10 @@ class _Stage:
         most = 2 * behind + 1 if self._config.cad.enabled else behind + 1
         return min(most, self._config.train.micro_batches) if self._stages > 1 else 1
 
+    # Bytes that are kept of one token until its backward.
+
     def _kept(self) -> int:
-        """Bytes that one layer keeps of one token until its backward."""
+        """By one layer."""
         if self._config.train.recompute == "all":
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
             o = 0 if self._config.resolved_backward == "resend" else self._q
@@ -166,44 +179,90 @@ class _Stage:
         return self._attention() + self._segment() - self._recomputed_mlp()
 
     def _attention(self) -> int:
-        """q, k, v, o and log-sum-exp: at home (resend, or attention at home) or at the server (keep)."""
-        return self._value * (self._q + self._kv + self._q) + self._lse
+        """q, k, v, o and log-sum-exp: at home (resend, attention at home) or, with contexts, at the server (keep)."""
+        contexts = self._contexts if self._config.cad.enabled and self._config.resolved_backward == "keep" else 1
+        return self._value * (2 * self._q + int(contexts * self._kv)) + self._lse
 
     def _segment(self) -> int:
-        """What the rest of a layer keeps beside o: inputs of two norms and of SwiGLU, from which the inputs of matrix
-        products are computed again. megatron's own layers, where attention is at home, keep the norms' outputs too."""
+        """What the rest of a layer keeps beside o: inputs of two norms, with what each row was multiplied by, and of
+        SwiGLU, from which the inputs of matrix products are computed again. megatron's own layers, where attention is
+        at home, keep the norms' outputs too."""
         elements = 2 * self._hidden + 2 * self._ffn
         if not self._config.cad.enabled:
-            elements += 2 * self._hidden + 4 * self._config.model.resolved_head_dim  # cosines and sines of q and of k
+            elements += 2 * self._hidden + 4 * self._head_dim  # cosines and sines of q and of k
         elif self._config.resolved_backward == "keep":
             elements += self._q  # o at home, beside the server's
-        return self._value * elements
+        return self._value * elements + 2 * 4
 
     def _recomputed_mlp(self) -> int:
         """What lies inside the MLP, where it is recomputed: SwiGLU's input."""
         return self._value * 2 * self._ffn if self._config.train.recompute == "mlp" else 0
 
-    def _edge(self) -> int:
-        """Around the layers: the last stage's final norm keeps its input and its output."""
-        return self._value * 2 * self._hidden if self._last else 0
+    def _rotation(self) -> int:
+        """By all layers together: float32 cosines and sines; megatron's layers have their own."""
+        return 4 * self._head_dim if self._config.cad.enabled else 0
+
+    # What exists only for a moment.
 
     def _layer_at_work(self) -> int:
-        """Backward of one layer, of one half: gradients inside the MLP and, recomputed, the segment itself; beside it
-        the attention server's buffers of both halves."""
-        backward = self._value * (3 * self._ffn + self._hidden)
-        backward += self._segment() if self._config.train.recompute == "all" else self._recomputed_mlp()
-        served = 0
+        """At one of the moments of the top layer's backward, when nearly all is still kept."""
+        angles = 4 * self._head_dim * self._rows
+        gradient = self._value * self._rows * self._hidden  # of the stage's output
+        moments = [self._half * self._mlp_at_work()]
         if self._config.cad.enabled:
-            # q, o, dO, dq and a whole context's k, v and their gradients.
-            served = self._half * (self._value * (4 * self._q + 4 * self._kv) + self._lse)
-        return self._half * backward + served
+            if self._halves == 2:
+                moments.append(self._second_mlp_at_work())
+            moments.append(self._server_at_work())
+        return max(moments) + angles + gradient
+
+    def _mlp_at_work(self) -> int:
+        """Bytes per token when SwiGLU computes its gradient: that of its output and of its input, and the norm's
+        output, which came back; where recomputed, SwiGLU's input and what was computed from it."""
+        normed = self._hidden if self._config.cad.enabled else 0
+        elements = 3 * self._ffn + normed
+        if self._config.train.recompute != "none":
+            elements += 2 * self._ffn + self._hidden
+        if self._config.train.recompute == "all":
+            elements += self._hidden  # the residual stream between attention and MLP
+        return self._value * elements
+
+    def _second_mlp_at_work(self) -> int:
+        """The same of the half that comes second: the first one's attention is already on its way, with dO and the
+        gradient of the residual stream, and what its MLP had kept is free."""
+        first = self._value * (self._q + self._hidden) - self._freed_by_mlp()
+        return self._half * (self._mlp_at_work() + first) + self._sent_to_server()
+
+    def _freed_by_mlp(self) -> int:
+        """Bytes per token that the backward of a layer's MLP frees."""
+        if self._config.train.recompute == "all":
+            return 0
+        return self._value * (self._hidden + 2 * self._ffn) - self._recomputed_mlp()
+
+    def _server_at_work(self) -> int:
+        """The kernel's backward of one half; what it needs of the other is already there. It adds gradients up in
+        float32 and rounds them."""
+        gradients = self._server_q * self._q + self._server_kv * self._kv
+        home = self._value * (self._half * self._q + self._rows * self._hidden) - self._rows * self._freed_by_mlp()
+        return self._halves * self._sent_to_server() + int((4 + self._value) * gradients) + home
+
+    def _sent_to_server(self) -> int:
+        """A server's rows of one half: dO; with resend also q, k, v, o and log-sum-exp."""
+        if self._config.resolved_backward == "keep":
+            return int(self._value * self._server_q * self._q)
+        q, kv = self._value * 3 * self._q + self._lse, self._value * self._kv
+        return int(self._server_q * q + self._server_kv * kv)
 
     def _loss_at_work(self) -> int:
+        """Logits, the weight's gradient in float32, and around the layers the final norm's input and output and the
+        gradient of that."""
         if not self._last:
             return 0
         logits = min(_LOGITS_BYTES, self._rows * self._embedding // self._config.model.hidden * self._value)
-        return logits + 4 * self._embedding + self._value * self._rows * self._hidden
+        return logits + 4 * self._embedding + 3 * self._value * self._rows * self._hidden
 
     def _transfers(self) -> int:
-        """Activations and gradients that are on their way between stages."""
-        return 2 * self._value * self._rows * self._hidden if self._stages > 1 else 0
+        """Activations and gradients of other micro-batches that are there during a backward; 1F1B drops the gradient
+        that it passed on when it has the next one."""
+        first, last = self._stage == 0, self._last
+        sent, received = (not last, not first) if self._config.cad.enabled else (False, not first)
+        return (sent + received) * self._value * self._rows * self._hidden

@@ -1,0 +1,117 @@
+"""Bytes of the tensors that are alive on a CPU rank, where operations allocate what the GPU's kernels do."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the memory of every tensor that an operation returns; what was there before does not count.
+
+    Attributes:
+        peak: most bytes that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        self._before = {each.untyped_storage().data_ptr() for each in tensors}
+        self._held = tensors  # so that their memory is not used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage.data_ptr() not in self._before:
+                    self._seen[storage._cdata] = weakref.ref(storage)
+        self.peak = max(self.peak, self.now())
+        return out
+
+    def now(self) -> int:
+        """Bytes that are alive."""
+        there = {key: storage for key, each in self._seen.items() if (storage := each()) is not None}
+        self._seen = {key: self._seen[key] for key in there}
+        return sum(storage.nbytes() for storage in there.values())
+
+
+class LeanKernel:
+    """Core attention that computes nothing and allocates what flash-attn-4 does."""
+
+    name = "reference"
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, scale: float) -> Any:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32)
+
+    def backward(self, do: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
+        wide = [torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v)]
+        return tuple(x.to(q.dtype) for x in wide)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_zeros(len(x), dtype=torch.float32))
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.new_zeros(*x.shape[:-1], x.shape[-1] // 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(ctx.saved_tensors[0])
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed_NF: torch.Tensor, cos_NE: torch.Tensor, sin_NE: torch.Tensor, groups: int) -> Any:
+        ctx.save_for_backward(cos_NE, sin_NE)
+        rows, dim = len(mixed_NF), 2 * cos_NE.shape[1]
+        heads = mixed_NF.shape[1] // dim - 2 * groups
+        return mixed_NF.new_zeros(rows, heads, dim), mixed_NF.new_zeros(rows, 2, groups, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        columns = sum(each.shape[1:].numel() for each in gradients)
+        return gradients[0].new_zeros(len(gradients[0]), columns), None, None, None
+
+
+def allocate_as_on_gpus(patch: Any) -> None:
+    """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
+    from distca.train import setup
+    from distca.transport.collective import CollectiveTransport
+    from megatron_patches import layer, mlp, norm, output_loss, weight_gradients
+
+    patch(setup, "choose_kernel", lambda *_, **__: LeanKernel())
+    patch(norm.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight))
+    patch(norm.RMSNorm, "fill", lambda self, x, out: out.zero_())
+    patch(mlp, "swiglu", _Swiglu.apply)
+    patch(mlp, "fill_swiglu", lambda x, out: out.zero_())
+    patch(layer, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))
+    for module in (output_loss, weight_gradients):
+        patch(module, "add_product", lambda *_: None)
+    # Rows land in memory of their own (NVSHMEM's), not in tensors.
+    start = CollectiveTransport._start
+    patch(CollectiveTransport, "_start", lambda self, part: _unseen(start, self, part))
+
+
+def _unseen(function: Any, *arguments: Any) -> Any:
+    with torch.utils._python_dispatch._disable_current_modes():
+        return function(*arguments)
