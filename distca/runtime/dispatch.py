@@ -21,6 +21,7 @@ from distca.runtime.device_routes import NanoRoutes
 from distca.runtime.pool import AttentionPool
 from distca.runtime.server import fill_repeats, fold_repeats, serve_backward, serve_forward
 from distca.transport import Handle, Part, RowMoves
+from distca.transport.row_kernels import move_rows
 
 
 class AttentionCall:
@@ -38,8 +39,9 @@ class AttentionCall:
         self._pool, self._routes, self._scale = pool, routes, scale
         self._where = (layer, nano)
         self._handle: Handle | None = None
-        self._server: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows on this server
-        self._home: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows that live here (resend)
+        # q, kv, o, lse rows on this server; with keep, once o was sent, only those of its rows that live elsewhere.
+        self._server: tuple[torch.Tensor, ...] = ()
+        self._home: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows that live here (resend), or o rows (keep)
         self._carried: torch.Tensor | None = None  # a view of the previous nano-batch's kv rows (resend)
         self._gradients: tuple[torch.Tensor, ...] = ()
         self._home_rows = (0, 0)
@@ -140,8 +142,25 @@ class AttentionCall:
         self._join("o", "forward")
         output = self._output
         del self._output
+        if self._pool.backward == "keep":
+            self._keep_o_once(output)
         # A fresh view: autograd makes the returned tensor part of the graph, and what is kept for backward must not be.
         return output.detach()
+
+    def _keep_o_once(self, o_NHD: torch.Tensor) -> None:
+        """Of the o rows on this server keep those that live elsewhere: the others are at home, where the output
+        projection keeps them anyway."""
+        q, kv, o, lse = self._server
+        self._server = (q, kv, o.index_select(0, self._routes.forward.q_to_home.send_index), lse)
+        self._home = (o_NHD,)
+
+    def _o_of_server(self, travelled_NHD: torch.Tensor) -> torch.Tensor:
+        """All o rows of this server again, from those that were sent and those at home."""
+        route = self._routes.forward
+        o = travelled_NHD.new_empty(route.q_rows, *travelled_NHD.shape[1:])
+        move_rows(travelled_NHD, None, o, route.q_to_home.send_index)
+        route.q_to_server.copy_kept(self._home[0], o)
+        return o
 
     # Backward.
 
@@ -167,9 +186,11 @@ class AttentionCall:
 
     def _serve_backward(self) -> None:
         (do,), (q, kv, o, lse) = self._gradients, self._server
+        if self._pool.backward == "keep":
+            o = self._o_of_server(o)
         with self._pool.timeline.serve(*self._where, "backward"):
             self._gradients = serve_backward(self._pool.kernel, self._routes.backward, do, q, kv, o, lse, self._scale)
-        self._server = ()
+        self._server = self._home = ()
 
     def _launch_gradients(self) -> None:
         route = self._routes.backward

@@ -16,10 +16,10 @@ from distca.train.settings import ConfigError, RunConfig
 GIB = 2**30
 _LOGITS_BYTES = 2 << 30
 """Of one chunk of the output layer's logits (megatron_patches/output_loss.py)."""
-BUSY_SERVER_Q, BUSY_SERVER_KV = 1.2, 2.3
-"""Rows of queries (of one half) and of keys at a busy server, over its home rows. Plans level seconds, not rows, and a
-task brings its whole context: the mean of what tests/train/test_stage_memory.py finds in plans of 128K tokens per rank.
-"""
+BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.2, 2.3, 0.1
+"""Rows of queries (of one half), of keys, and of queries that live elsewhere at a busy server, over its home rows.
+Plans level seconds, not rows, and a task brings its whole context: the mean of what tests/train/test_stage_memory.py
+finds in plans of 128K tokens per rank."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class _Stage:
         self._halves = 2 if self._half < self._rows else 1
         self._server_kv = self._half * (float(self._halves) if alone else BUSY_SERVER_KV)
         self._contexts = (1 + self._halves) / 2 if alone else BUSY_SERVER_KV
+        self._others = 0.0 if alone else BUSY_SERVER_OTHERS
 
     def predict(self) -> StageMemory:
         weights = self._parameters()
@@ -179,9 +180,11 @@ class _Stage:
         return self._attention() + self._segment() - self._recomputed_mlp()
 
     def _attention(self) -> int:
-        """q, k, v, o and log-sum-exp: at home (resend, attention at home) or, with contexts, at the server (keep)."""
-        contexts = self._contexts if self._config.cad.enabled and self._config.resolved_backward == "keep" else 1
-        return self._value * (2 * self._q + int(contexts * self._kv)) + self._lse
+        """q, k, v, o and log-sum-exp: at home (resend, attention at home) or, with contexts, at the server (keep). It
+        keeps o of rows that live elsewhere."""
+        keep = self._config.cad.enabled and self._config.resolved_backward == "keep"
+        o, contexts = (self._others, self._contexts) if keep else (1, 1)
+        return self._value * int((1 + o) * self._q + contexts * self._kv) + self._lse
 
     def _segment(self) -> int:
         """What the rest of a layer keeps beside o: inputs of two norms, with what each row was multiplied by, and of
@@ -191,7 +194,7 @@ class _Stage:
         if not self._config.cad.enabled:
             elements += 2 * self._hidden + 4 * self._head_dim  # cosines and sines of q and of k
         elif self._config.resolved_backward == "keep":
-            elements += self._q  # o at home, beside the server's
+            elements += self._q  # o at home
         return self._value * elements + 2 * 4
 
     def _recomputed_mlp(self) -> int:
@@ -240,10 +243,11 @@ class _Stage:
 
     def _server_at_work(self) -> int:
         """The kernel's backward of one half; what it needs of the other is already there. It adds gradients up in
-        float32 and rounds them."""
+        float32 and rounds them. With keep all o rows of the half are put together for it."""
         gradients = self._server_q * self._q + self._server_kv * self._kv
         home = self._value * (self._half * self._q + self._rows * self._hidden) - self._rows * self._freed_by_mlp()
-        return self._halves * self._sent_to_server() + int((4 + self._value) * gradients) + home
+        o = self._value * self._server_q * self._q if self._config.resolved_backward == "keep" else 0
+        return self._halves * self._sent_to_server() + int((4 + self._value) * gradients + o) + home
 
     def _sent_to_server(self) -> int:
         """A server's rows of one half: dO; with resend also q, k, v, o and log-sum-exp."""
