@@ -64,7 +64,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--mixes", nargs="+", choices=("pretrain", "prolong"), default=["pretrain", "prolong"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="of the documents and their order")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--warm-up", type=int, default=1, help="steps that compile and warm up, not counted")
+    # Speeds are learned from the second step on; a step that runs was planned during the one before.
+    parser.add_argument("--warm-up", type=int, default=3, help="steps, not counted, until plans use learned speeds")
     parser.add_argument("--steps", type=int, default=3, help="steps that count; the last one is also recorded")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "on"])
     parser.add_argument("--keep", type=Path, help="folder for the runs with their pictures and timelines")
@@ -160,7 +161,8 @@ def _figures(run: Path, warm_up: int, stages: int) -> dict[str, Any]:
         "attention": json.loads((run / "phases.json").read_text()),
         "losses": [line["loss"] for line in lines],
     }
-    for key in ("step_s", "mfu", "imbalance_before", "imbalance_after", "imbalance_measured", "imbalance_phases"):
+    keys = ("step_s", "mfu", "imbalance_before", "imbalance_after", "imbalance_measured", "imbalance_phases")
+    for key in (*keys, "server_speed_min", "server_speed_max"):
         column = [line[key] for line in counted if key in line]
         if column:
             spread = statistics.stdev(column) if len(column) > 1 else 0.0

@@ -34,6 +34,13 @@ def _links(report: dict[str, Any]) -> str:
     return f"Links{limit}, GB/s of each rank: {', '.join(rates) or 'none'}."
 
 
+def _of_the_ceiling(made: dict[str, Any]) -> str:
+    """Reports from before rates were told apart have one share, that of a burst's."""
+    if "share_of_burst_ceiling" not in made:
+        return f"({made['share_of_ceiling']:.1%})"
+    return f"{made['share_of_ceiling']:.1%} ({made['share_of_burst_ceiling']:.1%})"
+
+
 def _row(mode: str, made: dict[str, Any], packed: float | None) -> str:
     step, memory = made["step_s"], made["memory_gib"]
     cells = [
@@ -41,7 +48,7 @@ def _row(mode: str, made: dict[str, Any], packed: float | None) -> str:
         f"{made['tokens_per_s']:,.0f}",
         f"{step['mean']:.3f} ± {step['stdev']:.3f}",
         f"{made['tokens_per_s'] / packed:.3f}" if packed else "",
-        f"{made['share_of_ceiling']:.1%} ({made['share_of_burst_ceiling']:.1%})",
+        _of_the_ceiling(made),
         "" if made["mfu"] is None else f"{made['mfu']:.1%}",
         "" if made["idle_share"] is None else f"{made['idle_share']:.1%}",
         f"{made['attention_max_over_mean']['mean']:.3f}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distca.runtime.clock import Clock
+from distca.transport.machine import machine_name
 
 _REPEATS = 10
 GPU_SIZES = (64 * 1024, 1024**2, 16 * 1024**2, 256 * 1024**2)
@@ -30,7 +30,7 @@ def measure_links() -> dict[str, Any]:
     sizes = GPU_SIZES if on_gpu else CPU_SIZES
     rank, ranks = dist.get_rank(), dist.get_world_size()
     hosts: list[str] = [""] * ranks
-    dist.all_gather_object(hosts, socket.gethostname())
+    dist.all_gather_object(hosts, machine_name())
     clock = Clock(device)
     # All together first: NCCL's point-to-point calls between some ranks wait forever where no call of all came before.
     together = [_timed(_all_to_all(ranks, size, device), clock) for size in sizes]

@@ -39,9 +39,9 @@ class AttentionCall:
         self._pool, self._routes, self._scale = pool, routes, scale
         self._where = (layer, nano)
         self._handle: Handle | None = None
-        # q, kv, o, lse rows on this server; with keep, once o was sent, only those of its rows that live elsewhere.
-        self._server: tuple[torch.Tensor, ...] = ()
-        self._home: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows that live here (resend), or o rows (keep)
+        self._server: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows on this server; without o once that was sent
+        self._sent_o: tuple[torch.Tensor, ...] = ()  # o rows of this server that live elsewhere; o at home (keep)
+        self._home: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows that live here (resend)
         self._carried: torch.Tensor | None = None  # a view of the previous nano-batch's kv rows (resend)
         self._gradients: tuple[torch.Tensor, ...] = ()
         self._home_rows = (0, 0)
@@ -151,15 +151,15 @@ class AttentionCall:
         """Of the o rows on this server keep those that live elsewhere: the others are at home, where the output
         projection keeps them anyway."""
         q, kv, o, lse = self._server
-        self._server = (q, kv, o.index_select(0, self._routes.forward.q_to_home.send_index), lse)
-        self._home = (o_NHD,)
+        self._server = (q, kv, lse)
+        self._sent_o = (o.index_select(0, self._routes.forward.q_to_home.send_index), o_NHD)
 
-    def _o_of_server(self, travelled_NHD: torch.Tensor) -> torch.Tensor:
+    def _o_of_server(self) -> torch.Tensor:
         """All o rows of this server again, from those that were sent and those at home."""
-        route = self._routes.forward
-        o = travelled_NHD.new_empty(route.q_rows, *travelled_NHD.shape[1:])
-        move_rows(travelled_NHD, None, o, route.q_to_home.send_index)
-        route.q_to_server.copy_kept(self._home[0], o)
+        route, (elsewhere, at_home) = self._routes.forward, self._sent_o
+        o = elsewhere.new_empty(route.q_rows, *elsewhere.shape[1:])
+        move_rows(elsewhere, None, o, route.q_to_home.send_index)
+        route.q_to_server.copy_kept(at_home, o)
         return o
 
     # Backward.
@@ -185,12 +185,15 @@ class AttentionCall:
             fill_repeats(self._server[1], self._routes.backward)
 
     def _serve_backward(self) -> None:
-        (do,), (q, kv, o, lse) = self._gradients, self._server
+        (do,) = self._gradients
         if self._pool.backward == "keep":
-            o = self._o_of_server(o)
+            q, kv, lse = self._server
+            o = self._o_of_server()
+        else:
+            q, kv, o, lse = self._server
         with self._pool.timeline.serve(*self._where, "backward"):
             self._gradients = serve_backward(self._pool.kernel, self._routes.backward, do, q, kv, o, lse, self._scale)
-        self._server = self._home = ()
+        self._server = self._sent_o = ()
 
     def _launch_gradients(self) -> None:
         route = self._routes.backward

@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from distca.transport.machine import machine_name
+
 logger = logging.getLogger(__name__)
 
 _PERIOD = 1.0
@@ -39,7 +41,7 @@ class Companions:
 
     def __init__(self, give_up: Callable[[int], Any] = os._exit) -> None:
         self._rank = dist.get_rank()
-        mine = (socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        mine = (machine_name(), os.getpid(), psutil.Process().create_time())
         everyone: list[tuple[str, int, float]] = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         here = {rank: place for rank, place in enumerate(everyone) if place[0] == mine[0] and rank != self._rank}

@@ -90,6 +90,7 @@ class NvshmemFabric:
         return self._writers.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
+        # Not token.wait(), which waits until rows for far peers are there as well.
         for event in token.events:
             torch.cuda.current_stream().wait_event(event)
         if token.peers and token.reuses:

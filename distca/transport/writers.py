@@ -28,6 +28,7 @@ class SentFar(Sent):
     written: Any
 
     def wait(self) -> None:
+        """Let the current stream wait for all of them, also for those to far peers."""
         super().wait()
         torch.cuda.current_stream().wait_event(self.written)
 

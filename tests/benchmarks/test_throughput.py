@@ -11,6 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 MODEL = ["--model.layers", "1", "--model.hidden", "32", "--model.ffn", "48", "--model.heads", "2"]
 MODEL += ["--model.kv_heads", "2", "--model.vocabulary", "64", "--data.tokens_per_rank", "128"]
 
@@ -129,3 +130,13 @@ def test_all_modes_of_one_degree(tmp_path):
     settings = parse(["--output", str(tmp_path), "--degree", "2", "--", *MODEL, "--data.context_length", "128"], 4)
     names = [mode.name for mode in settings.modes]
     assert names == ["distca", "packed", "cp2", "cp2-keep", "ring2", "ulysses2", "variable"]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("throughput_*.json")), ids=lambda path: path.stem)
+def test_kept_results_still_make_tables(path):
+    from benchmarks.throughput.table import table
+
+    report = json.loads(path.read_text())
+    modes = [mode for cell in report["cells"].values() for mode in cell["modes"]]
+    rows = [line for line in table(report).splitlines() if line.startswith("| ") and not line.startswith("| mode")]
+    assert [row.split()[1] for row in rows] == modes

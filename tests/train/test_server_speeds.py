@@ -128,13 +128,22 @@ def test_phases_are_planned_with_the_speeds_of_their_kind() -> None:
             assert np.array_equal(learned.work[phase], plain.work[phase])
 
 
-def _train(lines: list[list[str]]) -> None:
-    """The first run with equal speeds, the others with learned ones, which CPU ranks would not have."""
+def _train(lines: list[list[str]]) -> list[bool]:
+    """The first run with equal speeds, the others with learned ones, which CPU ranks would not have. Returns whether
+    speeds differed in the plan of each step of each run."""
     from distca.train import step_record
 
+    differed, record = [], step_record.StepRecorder.record
+
+    def noting(self: Any, inputs: StepInputs, *rest: Any) -> Any:
+        differed.append(bool((inputs.speeds != 1).any()))
+        return record(self, inputs, *rest)
+
+    step_record.StepRecorder.record = noting  # type: ignore[method-assign]
     train_all(lines[:1])
     step_record.learns_speeds = lambda *_: True
     train_all(lines[1:])
+    return differed
 
 
 def test_training_with_learned_speeds_gives_the_same_losses(tmp_path: Path) -> None:
@@ -144,7 +153,9 @@ def test_training_with_learned_speeds_gives_the_same_losses(tmp_path: Path) -> N
         arguments(name=name, output=tmp_path, data__path=tmp_path / "texts", train__steps=5, **more)
         for name, more in (("equal", {}), ("learned", {}), ("stages", stages))
     ]
-    run_ranks(2, _train, lines, timeout=200)
+    # Learned from the second step on; the third was planned while that one ran.
+    learning = [False, False, False, True, True]
+    assert run_ranks(2, _train, lines, timeout=200) == [[False] * 5 + 2 * learning] * 2
     losses = [steps_of(tmp_path / name) for name in ("equal", "learned")]
     # Other cuts of the same documents: float32 sums in another order, over a few steps of Adam.
     assert losses[1] == pytest.approx(losses[0], rel=3e-6)
