@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from distca.transport.fabric import Put
-from distca.transport.writer import Sent
+from distca.transport.writer import Sent, Streams
 
 _ALIGNMENT = 256
 _MOST_STAGING = 64 << 20
@@ -40,24 +40,11 @@ def staging_bytes(capacity: int) -> int:
     return min(_MOST_STAGING, max(_LEAST_STAGING, capacity // 4)) // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
 
 
-class FarQueue(Protocol):
-    """Streams, and NVSHMEM's calls on them; :class:`distca.transport.nvshmem_queue.NvshmemQueue` on GPUs.
+class FarQueue(Streams, Protocol):
+    """And NVSHMEM's calls on them; :class:`distca.transport.nvshmem_queue.NvshmemQueue` on GPUs.
 
     Places of a peer are named by the address that they have in this rank's own symmetric memory.
     """
-
-    def create_stream(self, priority: int) -> Any: ...
-    def current_stream(self) -> Any: ...
-    def mark(self, stream: Any) -> Any: ...
-    def push_rows(
-        self,
-        pieces: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
-        arrived: np.ndarray,
-        number: int,
-        finished_blocks: torch.Tensor,
-        most_blocks: int,
-        stream: Any,
-    ) -> None: ...
 
     def put(self, to: int, source: int, size: int, peer: int, stream: Any) -> None:
         """Start copying ``size`` bytes of symmetric memory from ``source`` to ``to`` on the peer."""

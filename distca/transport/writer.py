@@ -71,13 +71,12 @@ class Sent:
             torch.cuda.current_stream().wait_event(event)
 
 
-class Queue(Protocol):
-    """Streams, and what they do; :mod:`distca.transport.native` on GPUs."""
+class Streams(Protocol):
+    """Streams, and the kernel that gathers rows on them; :mod:`distca.transport.native` on GPUs."""
 
     def create_stream(self, priority: int) -> Any: ...
     def current_stream(self) -> Any: ...
     def mark(self, stream: Any) -> Any: ...
-    def copy_rows(self, pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool, stream: Any) -> None: ...
     def push_rows(
         self,
         pieces: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
@@ -87,6 +86,12 @@ class Queue(Protocol):
         most_blocks: int,
         stream: Any,
     ) -> None: ...
+
+
+class Queue(Streams, Protocol):
+    """And copy engines, and signals to peers whose memory is mapped."""
+
+    def copy_rows(self, pieces: Sequence[tuple[int, int, np.ndarray, int]], batched: bool, stream: Any) -> None: ...
     def signal(self, addresses: np.ndarray, value: int, stream: Any) -> None: ...
     def wait_for(self, addresses: np.ndarray, value: int, stream: Any) -> None: ...
 
