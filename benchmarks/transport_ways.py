@@ -1,6 +1,6 @@
 """Which way of writing rows by NVSHMEM is fastest, and what each costs the matrix product beside it.
 
-Part of transport.py, with --ways. What is measured here decides the defaults of distca.transport.writer.Ways.
+Part of transport.py, with --ways. What is measured here decides the defaults of distca.transport.near.Ways.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ def _gemm(edge: int) -> Callable[[], Any]:
 @contextmanager
 def _taking(transport: OneSidedTransport, way: dict[str, Any]) -> Iterator[None]:
     fabric: Any = transport._fabric
-    usual = fabric.writer.ways
-    fabric.writer.ways = replace(usual, **way)
+    usual = fabric.near.ways
+    fabric.near.ways = replace(usual, **way)
     try:
         yield
     finally:
-        fabric.writer.ways = usual
+        fabric.near.ways = usual
 
 
 def show(ways: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from distca.transport.fabric import Put
-from distca.transport.writer import Sent, Streams
+from distca.transport.near import Sent, Streams
 
 _ALIGNMENT = 256
 _MOST_STAGING = 64 << 20

@@ -4,7 +4,7 @@ NVSHMEM gives every rank a block of memory at a known place and the addresses un
 reached over NVLink. To these near peers rows are copied by the GPUs' copy engines, and streams signal to each other by
 writing and waiting for 64-bit words, so that a transfer takes no multiprocessor from the matrix products beside it.
 Only what is too small or too scattered for a copy engine is written by a kernel of a few blocks
-(:mod:`distca.transport.writer`). Peers on other machines have no such address: to these far peers NVSHMEM's own calls
+(:mod:`distca.transport.near`). Peers on other machines have no such address: to these far peers NVSHMEM's own calls
 carry rows and signals (:mod:`distca.transport.far`).
 
 The block: [ranks] words "newest exchange that arrived from rank r", [ranks] words "up to here rank r has taken out",
@@ -27,11 +27,11 @@ from distca.transport import native
 from distca.transport.fabric import Put
 from distca.transport.far import FarAddresses, FarPeers, staging_bytes
 from distca.transport.machine import machine_name
+from distca.transport.near import Addresses, NearPeers, Sent
 from distca.transport.nvshmem_queue import NvshmemQueue
+from distca.transport.peers import Peers
 from distca.transport.transport import Part, TransportError
 from distca.transport.watchdog import Process, Wait, Watchdog
-from distca.transport.writer import Addresses, Sent, Writer
-from distca.transport.writers import Writers
 
 _PAGE = 4096
 
@@ -45,7 +45,7 @@ class NvshmemFabric:
         far: peers to which rows go by NVSHMEM's calls even where their memory is mapped, for tests on one machine.
 
     Attributes:
-        writer: queues this rank's writes to near peers.
+        near: queues this rank's writes to near peers.
 
     Raises:
         TransportError: NVSHMEM cannot be initialised, or a peer's memory on the same machine cannot be mapped.
@@ -75,19 +75,19 @@ class NvshmemFabric:
         self._arrived_here = native.addresses_of(bases[self.rank], range(self.ranks))
         near = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._far]
         self._taken_there = np.array([address + layout.taken(self.rank) for address in near], np.uint64)
-        self.writer = Writer(layout.addresses(bases, self.rank), self.landing.device)
+        self.near = NearPeers(layout.addresses(bases, self.rank), self.landing.device)
         self._far_peers = None
         if self._far:
             own = layout.far_addresses(bases[self.rank], self.rank)
             self._far_peers = FarPeers(own, self.landing.device, NvshmemQueue())
             atexit.register(self._far_peers.finish)
-        self._writers = Writers(self.writer, self._far_peers, self._far)
+        self._peers = Peers(self.near, self._far_peers, self._far)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
-        return self._writers.put(number, reuses, puts)
+        return self._peers.put(number, reuses, puts)
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        return self._writers.keep(parts, behind)
+        return self._peers.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
         # Not token.wait(), which waits until rows for far peers are there as well.

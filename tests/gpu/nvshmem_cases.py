@@ -17,9 +17,9 @@ from distca.testing.toy_layers import toy_layers
 from distca.transport import Part, TransportError
 from distca.transport.choose import choose_transport
 from distca.transport.fabric import Put
+from distca.transport.near import Ways
 from distca.transport.nvshmem import NvshmemFabric
 from distca.transport.one_sided import OneSidedTransport
-from distca.transport.writer import Ways
 
 LENGTHS = ([4000, 37, 1, 1700, 9001], [12001], [1, 1, 1], [700] * 30, [1], [130] * 200)
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 8, 2, 64, 256
@@ -78,7 +78,7 @@ def _choose_way(transport, number):
     if transport._fabric._far_peers is not None:
         # Half of the staging memory: pieces go whole or in many loads.
         transport._fabric._far_peers._half = draw.choice((1 << 16, 1 << 20, 1 << 25))
-    transport._fabric.writer.ways = Ways(
+    transport._fabric.near.ways = Ways(
         push_below_bytes=draw.choice((ENGINE, 1 << 18, KERNEL)),
         push_below_bytes_per_range=0,
         push_blocks=draw.choice((1, 32, 96)),
@@ -204,7 +204,7 @@ def _too_little(transport):
 def _push_more_than_one_launch_takes(transport, pieces):
     """Rows of many widths by the kernel; returns how many bytes arrived wrong."""
     fabric, place, made = transport._fabric, 0, []
-    fabric.writer.ways = Ways(push_below_bytes=KERNEL)
+    fabric.near.ways = Ways(push_below_bytes=KERNEL)
     for k in range(pieces):
         # Units of 16, 4 and 1 bytes, no rows, one row, rows out of order.
         rows, width = k % 7, (32, 12, 5, 16, 1, 4)[k % 6]
@@ -229,7 +229,7 @@ def _push_more_than_one_launch_takes(transport, pieces):
 def _keep(transport, rows, below):
     """One rank keeps most of its rows: by copy engine or by kernel, in both directions, added to and not; and their
     memory is used again at once. Returns how many values are wrong, and whether the engine copied always or ever."""
-    transport._fabric.writer.ways = Ways(keep_from_bytes=below, keep_from_bytes_per_range=0)
+    transport._fabric.near.ways = Ways(keep_from_bytes=below, keep_from_bytes_per_range=0)
     layout = lay_out([rows], 2, rank_of=[0])[0]
     # Rank 1 serves the end of the document; its keys and values come back from both, and are added up at home.
     plan = Plan(layout, Tasks.sorted(*np.array([[0, 0, rows - 8, 0], [0, rows - 8, rows, 1]]).T))
@@ -257,7 +257,7 @@ def _send_only(transport, exchanges, below, credits, late=2_000_000):
     """Rank 0 gives all its rows to a rank 1 that is ``late`` (in clock cycles) with each exchange, and gets nothing
     back; returns how many values arrived wrong."""
     fabric = transport._fabric
-    fabric.writer.ways = Ways(push_below_bytes=below, push_below_bytes_per_range=0)
+    fabric.near.ways = Ways(push_below_bytes=below, push_below_bytes_per_range=0)
     plan = Plan(lay_out([1000], 2, rank_of=[0])[0], Tasks.sorted(*np.array([[0, 0, 1000, 1]]).T))
     moves = ServerRoute.of(route(plan, dist.get_rank()), "cuda").q_to_server  # 16 MB an exchange, 43 MB of memory
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -83,7 +83,7 @@ def count_wrong(world, fabrics, seed, credits=True):
             fabric.put = lambda number, reuses, puts: put(number, 0, puts)
         transport, under_way = OneSidedTransport(fabric, "simulated"), []
         for parts, expected in exchanges:
-            fabric.writer.ways = _any_ways(fabric.writer.ways, draw)
+            fabric.near.ways = _any_ways(fabric.near.ways, draw)
             under_way.append((transport.launch(parts[rank]), parts[rank], expected[rank]))
             world.some_work(draw.choice((0, 0, 3, 300)))
             if len(under_way) == 2:

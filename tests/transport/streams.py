@@ -1,7 +1,7 @@
 """Streams of several ranks in one process, which go on in any order that their events and waits allow.
 
 Stands in for :mod:`distca.transport.native`, with the ranks' threads as the streams that they compute on: the order of
-operations that :class:`distca.transport.writer.Writer` queues on GPUs is tested here in many interleavings. So is that
+operations that :class:`distca.transport.near.NearPeers` queues on GPUs is tested here in many interleavings. So is that
 of :class:`distca.transport.far.FarPeers`, on a network that delivers what it is given in any order, piece by piece.
 """
 
@@ -16,8 +16,8 @@ import torch
 
 from distca.transport import native
 from distca.transport.far import FarAddresses, FarPeers
-from distca.transport.writer import Addresses, Writer
-from distca.transport.writers import Writers
+from distca.transport.near import Addresses, NearPeers
+from distca.transport.peers import Peers
 
 PATIENCE_S = 20.0
 
@@ -211,7 +211,7 @@ class FarQueue(Queue):
 
 
 class Fabric:
-    """A rank's memory and its peers', reached through a :class:`Writer`, those of ``far`` through a
+    """A rank's memory and its peers', reached through a :class:`NearPeers`, those of ``far`` through a
     :class:`FarPeers`."""
 
     def __init__(self, world, rank, far=()):
@@ -226,7 +226,7 @@ class Fabric:
             native.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
             np.array([0 if peer in far else base + 8 * rank for peer, base in enumerate(bases)], np.uint64),
         )
-        self.writer = Writer(addresses, "cpu", Queue(world))
+        self.near = NearPeers(addresses, "cpu", Queue(world))
         base = bases[rank]
         own = FarAddresses(
             landing=base + words,
@@ -239,13 +239,13 @@ class Fabric:
         )
         self.far_queue, self._far = FarQueue(world, rank), far
         self._far_peers = FarPeers(own, "cpu", self.far_queue) if far else None
-        self._writers = Writers(self.writer, self._far_peers, far)
+        self._peers = Peers(self.near, self._far_peers, far)
 
     def put(self, number, reuses, puts):
-        return self._writers.put(number, reuses, puts)
+        return self._peers.put(number, reuses, puts)
 
     def keep(self, parts, behind):
-        return self._writers.keep(parts, behind)
+        return self._peers.keep(parts, behind)
 
     def join(self, token):
         for event in token.events if token is not None else ():

@@ -229,7 +229,7 @@ def test_sources_are_free_once_packed_and_kept_rows_wait_for_no_network():
     one.join(sent)
     puts[1][0].source.zero_()
     assert not sent.written.done and not sent.near.events
-    one.writer.keep = lambda parts, behind: behind
+    one.near.keep = lambda parts, behind: behind
     assert one.keep((), sent) is sent.near
     held_up.append("no longer")
     two.arrived(1, [0])

@@ -36,12 +36,12 @@ def test_a_peer_without_room_is_not_written_to_whichever_stream_comes_next(below
     """By engine, then by kernel, and the other way round: only the first one's stream waits for room."""
     world = World(RANKS, 1000, 0)
     fabrics = [Fabric(world, rank) for rank in range(RANKS)]
-    writer = fabrics[0].writer
-    writer.ways = replace(writer.ways, push_below_bytes=below[0], push_below_bytes_per_range=0)
+    near = fabrics[0].near
+    near.ways = replace(near.ways, push_below_bytes=below[0], push_below_bytes_per_range=0)
     fabrics[1].taken(3)
-    first = writer.put(5, 3, _put([1, 2]))
-    writer.ways = replace(writer.ways, push_below_bytes=below[1])
-    second = writer.put(6, 3, _put([2]))
+    first = near.put(5, 3, _put([1, 2]))
+    near.ways = replace(near.ways, push_below_bytes=below[1])
+    second = near.put(6, 3, _put([2]))
     assert first.reuses == second.reuses == 3
     world.some_work(300)
     assert not fabrics[2].landing.any()

@@ -10,8 +10,8 @@ import torch
 
 from distca.transport.fabric import Put
 from distca.transport.far import FarPeers
+from distca.transport.near import NearPeers, Sent
 from distca.transport.transport import Part
-from distca.transport.writer import Sent, Writer
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class SentFar(Sent):
         torch.cuda.current_stream().wait_event(self.written)
 
 
-class Writers:
-    """Shares a rank's writes out.
+class Peers:
+    """Shares a rank's writes out to near and far peers.
 
     Args:
         near: writes to peers whose memory this rank maps.
@@ -42,7 +42,7 @@ class Writers:
         far_peers: who they are.
     """
 
-    def __init__(self, near: Writer, far: FarPeers | None, far_peers: Collection[int]) -> None:
+    def __init__(self, near: NearPeers, far: FarPeers | None, far_peers: Collection[int]) -> None:
         self._near, self._far, self._far_peers = near, far, frozenset(far_peers)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:

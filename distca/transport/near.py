@@ -1,14 +1,14 @@
-"""Queues what a rank writes: rows into its peers' landing memory, their signals, and copies of the rows that it keeps.
+"""What a rank writes to near peers, whose memory it maps: rows, signals; and copies of the rows that it keeps.
 
 Large things are copied by copy engines, which take no multiprocessor from the computation beside them; what is small or
 scattered is written by one launch of a kernel. An exchange goes, on a stream of its own kind,
 
     wait until the peers have room · copy to one peer after the other · signal all of them
 
-A stream that turns from a copy to a signal and back stops the engines for a while, so that is done once
-for all peers, or once for several hundred MiB. Receivers wait for all their senders anyway. In return a peer that is
-late to make room holds up the rows of the peers beside it. It does that only when it is a whole round of the landing
-memory behind, and then those peers soon wait for its own rows.
+A stream that turns from a copy to a signal and back stops the engines for a while, so that is done once for all peers,
+or once for several hundred MiB. Receivers wait for all their senders anyway. In return a peer that is late to make room
+holds up the rows of the peers beside it. It does that only when it is a whole round of the landing memory behind, and
+then those peers soon wait for its own rows.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Addresses:
     arrived_there: np.ndarray
 
 
-class Writer:
-    """Writes of one rank.
+class NearPeers:
+    """What one rank queues for its near peers, and rows that it keeps.
 
     Args:
         addresses: where.
