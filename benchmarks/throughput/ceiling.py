@@ -5,7 +5,7 @@ its floating-point work at these rates: forward and backward of the linear and o
 core attention, spread perfectly over all ranks, with no communication, no norms or activations and no optimizer.
 
 Rates are taken twice. In a burst, some tens of milliseconds after a pause, a GPU runs at clocks that its power limit
-does not let it hold: an H200's matrix products then are up to 15 % faster than a second later. Training lasts longer
+does not let it hold: an H200's matrix products then are up to 20 % faster than a second later. Training lasts longer
 than a burst, so the ceiling counts with the rates that are held; results are also given as a share of the other.
 """
 

@@ -56,7 +56,9 @@ class LeanKernel:
         return tuple(x.to(q.dtype) for x in wide)
 
 
-class _Norm(torch.autograd.Function):
+class LeanNorm(torch.autograd.Function):
+    """Keeps what the GPU's kernel keeps; the CPU's operations keep more."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight, x.new_zeros(len(x), dtype=torch.float32))
@@ -100,7 +102,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
     from megatron_patches import layer, mlp, norm, output_loss, weight_gradients
 
     patch(setup, "choose_kernel", lambda *_, **__: LeanKernel())
-    patch(norm.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight))
+    patch(norm.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
     patch(norm.RMSNorm, "fill", lambda self, x, out: out.zero_())
     patch(mlp, "swiglu", _Swiglu.apply)
     patch(mlp, "fill_swiglu", lambda x, out: out.zero_())

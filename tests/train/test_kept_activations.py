@@ -1,16 +1,13 @@
 """What a layer keeps for backward is what distca/train/memory.py predicts, counted on a CPU in bfloat16."""
 
-import weakref
-
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from distca.testing.ranks import run_ranks
 from distca.train.config import parse_run_config
 from distca.train.memory import predict_memory
+from tests.train.live_memory import LeanNorm, LiveBytes
 
 ROWS = 256
 SHAPE = {"hidden": 256, "ffn": 896, "heads": 32, "kv_heads": 8, "head_dim": 8, "vocabulary": 512}
@@ -19,37 +16,6 @@ CASES = {
     "keep": ("none", "mlp", "all"),
     "resend": ("none", "mlp", "all"),
 }
-
-
-class _Storages(TorchDispatchMode):
-    """Remembers the memory of every tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                self._seen[storage.data_ptr()] = weakref.ref(storage)
-        return out
-
-    def alive(self, without) -> int:
-        """Bytes of those that are still there, beside the given tensors'."""
-        known = {tensor.untyped_storage().data_ptr() for tensor in without}
-        there = [storage for reference in self._seen.values() if (storage := reference()) is not None]
-        return sum(storage.nbytes() for storage in there if storage.data_ptr() not in known)
-
-
-class _LeanNorm(torch.autograd.Function):
-    """Keeps what the GPU's kernel keeps (the CPU's operations keep more); backward is never run."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(len(x), dtype=torch.float32))
-        return x * weight
 
 
 def _config(attention, recompute, layers):
@@ -77,7 +43,7 @@ def _counted(cases, layers):
     from megatron_patches.norm import RMSNorm
     from megatron_patches.parallel import initialize_model_parallel, server_pool_group
 
-    RMSNorm.forward = lambda self, x: _LeanNorm.apply(x, self.weight)
+    RMSNorm.forward = lambda self, x: LeanNorm.apply(x, self.weight)
     initialize_model_parallel(1, 1, 1)
     plan = plan_micro_batch(np.array([ROWS]), 1, area_cost(32, 8, 8), nano_batches=1).nano_batches[0]
     found = []
@@ -104,9 +70,10 @@ def _counted(cases, layers):
             micro_batch = DisaggregatedMicroBatch([routes], [ROWS], 1)
         tokens, mask = torch.zeros(1, ROWS, dtype=torch.int64), torch.ones(ROWS, dtype=torch.bool)
         model.rotary_pos_emb.set_positions(torch.arange(ROWS))
-        with _Storages() as storages:
+        live = LiveBytes()
+        with live:
             loss = model(tokens, None, micro_batch, labels=tokens, loss_mask=mask)
-        found.append(storages.alive(model.parameters()))
+        found.append(live.now())
         del loss
     return found
 

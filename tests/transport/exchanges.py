@@ -12,6 +12,7 @@ from distca.plan import Plan, Tasks, lay_out, route
 from distca.runtime.device_routes import ServerRoute
 from distca.testing.plans import random_plan
 from distca.transport import Part
+from distca.transport.fabric import Put
 from distca.transport.one_sided import OneSidedTransport
 
 RANKS, PLANS, WIDTH = 3, 24, 6
@@ -96,6 +97,12 @@ def count_wrong(world, fabrics, seed, credits=True):
     with ThreadPoolExecutor(RANKS) as pool:
         list(pool.map(run, range(RANKS)))
     return sum(wrong)
+
+
+def one_row(peers):
+    """One row of ones for each of the peers."""
+    row, index = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
+    return {peer: [Put(row, np.array([[0, 0, 1]]), index, 0)] for peer in peers}
 
 
 def _finish(handle, parts, expected):

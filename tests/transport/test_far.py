@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distca.transport.fabric import Put
 from distca.transport.far import FarAddresses, FarPeers, cut_into_loads, staging_bytes
 from tests.transport import streams
-from tests.transport.exchanges import RANKS, count_wrong
+from tests.transport.exchanges import RANKS, count_wrong, one_row
 from tests.transport.streams import PATIENCE_S, Fabric, World
 
 HALF = 768
@@ -168,17 +168,11 @@ def test_staging_memory_is_two_aligned_halves(capacity):
     assert size == 2 << 20 or size <= capacity / 4
 
 
-def _row(peers):
-    """One row of ones for each of the peers."""
-    row, index = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
-    return {peer: [Put(row, np.array([[0, 0, 1]]), index, 0)] for peer in peers}
-
-
 def test_a_peer_without_room_is_not_written_to():
     world = World(RANKS, 1000, 0, staging=2 * HALF)
     fabrics = _fabrics(world, MACHINES["all far"])
     fabrics[1].taken(3)
-    sent = fabrics[0].put(5, 3, _row([1, 2]))
+    sent = fabrics[0].put(5, 3, one_row([1, 2]))
     assert (sent.peers, sent.reuses) == ((1, 2), 3)
     world.some_work(300)
     assert not fabrics[2].landing.any()
@@ -192,7 +186,7 @@ def test_rows_are_packed_when_the_stream_that_makes_them_is_so_far():
     one, two = (Fabric(world, rank, [1 - rank]) for rank in range(2))
     here, mark, made = one.far_queue.current_stream(), one.far_queue.mark, streams.Event()
     one.far_queue.mark = lambda stream: made if stream is here else mark(stream)
-    puts = _row([1])
+    puts = one_row([1])
     one.put(1, 0, puts)
     world.some_work(300)
     puts[1][0].source.fill_(2)
@@ -224,7 +218,7 @@ def test_sources_are_free_once_packed_and_kept_rows_wait_for_no_network():
     one, two = (Fabric(world, rank, [1 - rank]) for rank in range(2))
     held_up = []
     one.far_queue.quiet = lambda stream: stream.operations.append(lambda: bool(held_up))
-    puts = _row([1])
+    puts = one_row([1])
     sent = one.put(1, 0, puts)
     one.join(sent)
     puts[1][0].source.zero_()
@@ -247,7 +241,7 @@ def test_a_rank_that_ends_lets_its_signals_arrive_but_waits_for_no_lost_peer():
         stream.operations.append(lambda: world.send(0, effects, ordered=True) or True)
 
     one.far_queue.set_word = slow
-    two.join(one.put(1, 0, _row([1])))
+    two.join(one.put(1, 0, one_row([1])))
     assert _finish(world, one, 0.2) >= 0.2
     delivers.append("again")
     assert _finish(world, one, PATIENCE_S) < PATIENCE_S

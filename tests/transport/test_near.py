@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from distca.transport.fabric import Put
-from tests.transport.exchanges import RANKS, count_wrong
+from tests.transport.exchanges import RANKS, count_wrong, one_row
 from tests.transport.streams import Fabric, World
 
 
@@ -25,12 +23,6 @@ def test_without_waiting_for_room_rows_are_overwritten():
     assert any(_run(seed, credits=False) for seed in range(3))
 
 
-def _put(peers):
-    """One row of ones for each of the peers."""
-    row, index = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
-    return {peer: [Put(row, np.array([[0, 0, 1]]), index, 0)] for peer in peers}
-
-
 @pytest.mark.parametrize("below", [(0, 1 << 40), (1 << 40, 0)])
 def test_a_peer_without_room_is_not_written_to_whichever_stream_comes_next(below):
     """By engine, then by kernel, and the other way round: only the first one's stream waits for room."""
@@ -39,9 +31,9 @@ def test_a_peer_without_room_is_not_written_to_whichever_stream_comes_next(below
     near = fabrics[0].near
     near.ways = replace(near.ways, push_below_bytes=below[0], push_below_bytes_per_range=0)
     fabrics[1].taken(3)
-    first = near.put(5, 3, _put([1, 2]))
+    first = near.put(5, 3, one_row([1, 2]))
     near.ways = replace(near.ways, push_below_bytes=below[1])
-    second = near.put(6, 3, _put([2]))
+    second = near.put(6, 3, one_row([2]))
     assert first.reuses == second.reuses == 3
     world.some_work(300)
     assert not fabrics[2].landing.any()
