@@ -146,7 +146,8 @@ def test_settings_that_save_memory_are_predicted_to() -> None:
     plain = ["--train.micro_batches", "8", "--parallel.pp", "4", "--train.recompute", "none"]
     worst = max(_predicted(*plain))
     recomputed = {level: max(_predicted(*plain, "--train.recompute", level)) for level in ("mlp", "all")}
-    assert recomputed["all"] < recomputed["mlp"] < 0.6 * worst and recomputed["all"] < 0.51 * worst
+    assert recomputed["all"] < 0.9 * recomputed["mlp"] and recomputed["mlp"] < 0.6 * worst
+    assert recomputed["all"] < 0.51 * worst
     at_home = [*plain, "--cad.enabled", "false"]
     assert max(_predicted(*at_home, "--train.recompute", "mlp")) < 0.7 * max(_predicted(*at_home))
     assert max(_predicted(*plain, "--parallel.tp", "2")) < 0.6 * worst
