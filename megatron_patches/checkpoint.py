@@ -6,7 +6,6 @@ parallel, pipeline and data-parallel ranks that can hold the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
-from megatron_patches.optimizer import OptimizerAndSchedule
+from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
 
 
 def save_checkpoint(
@@ -71,27 +70,18 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: group[name] for name in ("max_lr", "min_lr", "betas", "eps") if name in group}
 
 
-def _adams(optimizer: Any) -> Iterator[Any]:
-    """torch's Adam optimizers inside megatron's; Apex's and Transformer Engine's need none of the help below."""
-    if hasattr(optimizer, "chained_optimizers"):
-        for part in optimizer.chained_optimizers:
-            yield from _adams(part)
-    elif isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW):
-        yield optimizer.optimizer
-
-
 def _allocate_state(optimizer: Any) -> None:
     """Give every weight an Adam state to load into.
 
     torch's Adam makes it at the first step, and megatron's distributed optimizer (0.16.1) cannot load without it: it
     reads the number of steps from the state.
     """
-    for adam in _adams(optimizer):
+    for adam in torch_adams(optimizer):
         for group in adam.param_groups:
             for weight in group["params"]:
                 if not adam.state[weight]:
                     moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-                    adam.state[weight] = {"step": torch.tensor(0.0)} | moments
+                    adam.state[weight] = {"step": _step_count(0, weight)} | moments
 
 
 def _restore_step(optimizer: Any, step: int) -> None:
@@ -100,9 +90,14 @@ def _restore_step(optimizer: Any, step: int) -> None:
     megatron's distributed optimizer (0.16.1) gives all weights one common tensor for it, which every weight's update
     would then count up, and leaves the value from before the load in it.
     """
-    for adam in _adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = torch.tensor(float(step))
+    for adam in torch_adams(optimizer):
+        for weight, state in adam.state.items():
+            state["step"] = _step_count(step, weight)
+
+
+def _step_count(step: int, weight: torch.Tensor) -> torch.Tensor:
+    """A number of steps as torch's fused Adam keeps it: a float32 scalar where the weight is."""
+    return torch.tensor(float(step), device=weight.device)
 
 
 def _take_state_without_steps(optimizer: Any) -> None:
@@ -112,7 +107,7 @@ def _take_state_without_steps(optimizer: Any) -> None:
     all the same; :func:`_restore_step` sets it afterwards.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not isinstance(part, DistributedOptimizer) or not list(_adams(part)):
+        if not isinstance(part, DistributedOptimizer) or not list(torch_adams(part)):
             continue
         part._set_main_param_and_optimizer_states = partial(_take_without_step, part)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -81,6 +82,9 @@ def build_optimizer(
         use_distributed_optimizer=settings.distributed,
     )
     optimizer = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
+    for adam in torch_adams(optimizer):
+        for group in adam.param_groups:
+            group["fused"] = True  # one pass over weights, moments and gradients instead of one per operation
     schedule = OptimizerParamScheduler(
         optimizer,
         # The first step already moves: megatron's warm-up counts from step 0, where the rate would be 0.
@@ -99,3 +103,12 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return OptimizerAndSchedule(optimizer, schedule)
+
+
+def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """torch's Adam optimizers inside megatron's; where Apex or Transformer Engine is installed, megatron takes theirs."""
+    if hasattr(optimizer, "chained_optimizers"):
+        for part in optimizer.chained_optimizers:
+            yield from torch_adams(part)
+    elif isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW):
+        yield optimizer.optimizer

@@ -138,11 +138,11 @@ class AttentionCall:
         self._launch("o", "forward", *parts)
         self._output = o_home
 
-    def _join_o(self) -> torch.Tensor:
+    def _join_o(self, has_backward: bool) -> torch.Tensor:
         self._join("o", "forward")
         output = self._output
         del self._output
-        if self._pool.backward == "keep":
+        if has_backward and self._pool.backward == "keep":
             self._keep_o_once(output)
         # A fresh view: autograd makes the returned tensor part of the graph, and what is kept for backward must not be.
         return output.detach()
@@ -276,7 +276,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         ctx.call = call
-        return call._join_o()
+        return call._join_o(ticket.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, *do_NHD: torch.Tensor) -> Any:

@@ -3,7 +3,8 @@
 NVSHMEM's puts travel by the network, which reads from symmetric memory only and finishes in any order. So an exchange
 goes, on one stream of its own,
 
-    wait until the peers have room · for each load of rows: pack it · quiet · put it · at last quiet · signal all peers
+    wait until the peers have room · for each load of rows: pack it · quiet, but for the first · put it ·
+    at last quiet · signal all peers
 
 *Quiet* waits until everything that was put and signalled before it is there. Before the signals it orders them behind
 all pieces of the exchange, and behind the signals of the one before. Before the puts of a load it lets the load ahead
@@ -169,7 +170,10 @@ class FarPeers:
                 self._room[peer] = reuses
         packed = queue.mark(stream)
         for k, load in enumerate(cut_into_loads(puts, self._half)):
-            packed = self._send(load, self._at.staging + k % 2 * self._half)
+            packed = self._pack(load, self._at.staging + k % 2 * self._half)
+            if k:
+                queue.quiet(stream)
+            self._put(load, self._at.staging + k % 2 * self._half)
         queue.quiet(stream)
         for peer in puts:
             queue.set_word(self._at.arrived_there, number, peer, stream)
@@ -200,13 +204,13 @@ class FarPeers:
         while not done.query() and time.monotonic() < end:
             time.sleep(0.01)
 
-    def _send(self, load: list[Slice], staging: int) -> Any:
-        """Pack a load and put it; returns the event that it is packed."""
-        queue, stream = self._queue, self._stream
+    def _pack(self, load: list[Slice], staging: int) -> Any:
+        """Pack a load; returns the event that it is packed."""
         pieces = [(each.source, each.rows, staging + each.staged) for each in load]
-        queue.push_rows(pieces, _NOBODY, 0, self._finished_blocks, _PACK_BLOCKS, stream)
-        packed = queue.mark(stream)
-        queue.quiet(stream)
+        self._queue.push_rows(pieces, _NOBODY, 0, self._finished_blocks, _PACK_BLOCKS, self._stream)
+        return self._queue.mark(self._stream)
+
+    def _put(self, load: list[Slice], staging: int) -> None:
+        """Start copying a packed load."""
         for each in load:
-            queue.put(self._at.landing + each.lands, staging + each.staged, each.size, each.peer, stream)
-        return packed
+            self._queue.put(self._at.landing + each.lands, staging + each.staged, each.size, each.peer, self._stream)

@@ -216,8 +216,13 @@ def test_what_was_taken_is_told_in_steps_that_add_up():
 def test_sources_are_free_once_packed_and_kept_rows_wait_for_no_network():
     world = World(2, 1000, 0, staging=2 * HALF)
     one, two = (Fabric(world, rank, [1 - rank]) for rank in range(2))
-    held_up = []
-    one.far_queue.quiet = lambda stream: stream.operations.append(lambda: bool(held_up))
+    held_up, quiet = [], one.far_queue.quiet
+
+    def held_up_quiet(stream):
+        stream.operations.append(lambda: bool(held_up))
+        quiet(stream)
+
+    one.far_queue.quiet = held_up_quiet
     puts = one_row([1])
     sent = one.put(1, 0, puts)
     one.join(sent)
