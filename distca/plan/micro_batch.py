@@ -57,7 +57,7 @@ class MicroBatchPlan:
         cost: the cost model that was planned with.
         resend: whether backward resends rows, to the servers of its own plan.
         planning_ms: milliseconds that laying out and planning took.
-        in_order: makes the layouts that plain packing of the same documents would have.
+        in_order: makes the layout, in one piece, that plain packing of the same documents would have.
     """
 
     nano_batches: tuple[NanoPlan, ...]
@@ -69,8 +69,8 @@ class MicroBatchPlan:
 
     @property
     def seconds_before(self) -> np.ndarray:
-        """[R] attention seconds per rank of one layer, forward and backward, with neither a placement by work nor
-        servers: documents in order, every shard computed at home."""
+        """[R] attention seconds per rank of one layer, forward and backward, without placement by work,
+        servers or halves: documents in order, every shard computed at home."""
         return self._seconds([(plan_at_home(layout),) * 2 for layout in self.in_order()])
 
     @property
@@ -155,17 +155,9 @@ def plan_micro_batch(
         PlanError: on lengths that cannot be laid out, or a memory cap that cannot be met.
     """
     began = time.perf_counter()
-    in_order = partial(
-        lay_out,
-        lengths,
-        ranks,
-        nano_batches=nano_batches,
-        rank_of=rank_of,
-        capacities=capacities,
-        align=align,
-        dealing=dealing,
-    )
-    layouts = in_order(placement=placement, cost=cost, speeds=speeds) if disaggregate else in_order()
+    in_order = partial(lay_out, lengths, ranks, rank_of=rank_of, capacities=capacities, align=align)
+    halves = partial(in_order, nano_batches=nano_batches, dealing=dealing)
+    layouts = halves(placement=placement, cost=cost, speeds=speeds) if disaggregate else halves()
     plan_one = partial(
         schedule,
         cost=cost,

@@ -13,6 +13,7 @@ themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -88,7 +89,7 @@ class _Run:
         tickets = []
         for nano, hidden in enumerate(state):
             with self._pool.timeline.compute("pre", 0, nano, "forward"):
-                q, kv = self._checkpoint(lambda h, n=nano: self._layers[0].pre(h, n), hidden)
+                q, kv = self._checkpoint(partial(self._layers[0].pre, nano=nano), hidden)
             tickets.append(self._launch(0, nano, q, kv))
         return tickets
 
@@ -102,21 +103,15 @@ class _Run:
         for nano, call in enumerate(calls):
             o = call.join_o(tickets[nano])
             with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
+                # What is recomputed must not hold this object: k,v of the last launch lead back to it by the graph,
+                # in a circle that Python's garbage collector cannot see.
                 if last:
-                    state[nano] = self._checkpoint(
-                        lambda o, h, n=nano: self._layers[layer].post(o, h, n), o, state[nano]
-                    )
+                    post = partial(self._layers[layer].post, nano=nano)
+                    state[nano] = self._checkpoint(post, o, state[nano])
                     continue
-                state[nano], q, kv = self._checkpoint(
-                    lambda o, h, n=nano: self._post_pre(layer, o, h, n), o, state[nano]
-                )
+                post_pre = partial(_post_pre, self._layers[layer], self._layers[layer + 1], nano)
+                state[nano], q, kv = self._checkpoint(post_pre, o, state[nano])
             tickets[nano] = self._launch(layer + 1, nano, q, kv)
-
-    def _post_pre(
-        self, layer: int, o: torch.Tensor, hidden: torch.Tensor, nano: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        hidden = self._layers[layer].post(o, hidden, nano)
-        return hidden, *self._layers[layer + 1].pre(hidden, nano)
 
     def _launch(self, layer: int, nano: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         routes = self._routes[nano]
@@ -130,3 +125,10 @@ class _Run:
         call = AttentionCall(self._pool, routes, layer, nano, self._layers[layer].scale)
         self._calls.append(call)
         return call.launch_qkv(q, kv, carried)
+
+
+def _post_pre(
+    layer: SplitLayer, following: SplitLayer, nano: int, o_NHD: torch.Tensor, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = layer.post(o_NHD, hidden, nano)
+    return hidden, *following.pre(hidden, nano)

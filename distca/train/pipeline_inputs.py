@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class PipelineInputs:
         plan: all phases.
         kinds: of the phases, by which servers have their speeds.
         routes: this rank's routes.
-        seconds_before: [phases, pool ranks] attention seconds of one layer, every shard at home and idle stages idle.
+        seconds_before: [phases, pool ranks] attention seconds of one layer, documents in order, computed at home.
         seconds_after: [phases, pool ranks] the same as planned, for servers of speed 1.
         bytes_moved: bytes that travel for one layer of every stage in the whole step.
     """
@@ -50,31 +51,21 @@ def plan_pipeline(
 ) -> PipelineInputs:
     """Lay out every micro-batch and plan every phase, with the servers' relative ``speeds`` in each kind of phase; the
     routes are ready once ``upload`` was sent."""
-    layouts = tuple(
-        lay_out(
-            micro_batch.lengths,
-            planning.ranks,
-            nano_batches=planning.nano_batches,
-            rank_of=micro_batch.rank_of,
-            align=planning.chunks,
-        )
-        for micro_batch in micro_batches
-    )
+    layouts = [
+        _lay_out(planning, each, nano_batches=planning.nano_batches, dealing="even", placement="spread")
+        for each in micro_batches
+    ]
+    packed = [_lay_out(planning, each) for each in micro_batches]
     forward, backward = (_scheduler(planning, direction, speeds) for direction in _DIRECTIONS)
     plan = plan_phases(layouts, planning.stages, forward, backward)
-    both: tuple[tuple[Direction, tuple[Phase, ...]], ...] = (("forward", plan.forward), ("backward", plan.backward))
-    phases = [(direction, phase) for direction, several in both for phase in several]
+    at_home = plan_phases(packed, planning.stages, _at_home, _at_home)
+    phases = _phases(plan)
     return PipelineInputs(
-        layouts,
+        tuple(layouts),
         plan,
         tuple((direction, phase.busy) for direction, phase in phases),
         StageRoutes.of(plan, planning.stage, planning.rank, upload),
-        np.stack(
-            [
-                _seconds([plan_at_home(each.layout) for each in phase.plans], planning.cost, direction)
-                for direction, phase in phases
-            ]
-        ),
+        np.stack([_seconds(phase.plans, planning.cost, direction) for direction, phase in _phases(at_home)]),
         np.stack([_seconds(phase.plans, planning.cost, direction) for direction, phase in phases]),
         sum(_bytes(each, planning.cost, direction) for direction, phase in phases for each in phase.plans),
     )
@@ -103,6 +94,26 @@ def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
         )
         for batch in batches
     ]
+
+
+def _lay_out(planning: Planning, micro_batch: MicroBatch, **options: Any) -> tuple[Layout, ...]:
+    return lay_out(
+        micro_batch.lengths,
+        planning.ranks,
+        rank_of=micro_batch.rank_of,
+        align=planning.chunks,
+        cost=planning.cost,
+        **options,
+    )
+
+
+def _phases(plan: PipelinePlan) -> list[tuple[Direction, Phase]]:
+    both: tuple[tuple[Direction, tuple[Phase, ...]], ...] = (("forward", plan.forward), ("backward", plan.backward))
+    return [(direction, phase) for direction, several in both for phase in several]
+
+
+def _at_home(layout: Layout, busy: tuple[bool, ...]) -> Plan:
+    return plan_at_home(layout)
 
 
 def _scheduler(planning: Planning, direction: Direction, speeds: Speeds) -> Schedule:

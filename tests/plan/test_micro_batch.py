@@ -47,7 +47,7 @@ def test_every_nano_batch_is_planned_completely_and_the_same_every_time(
     assert all(np.array_equal(a, b) for a, b in zip(tables(made), tables(again), strict=True))
     computed = sum((nano.layout.last - nano.layout.first for nano in made.nano_batches), np.zeros(len(documents)))
     assert computed.tolist() == documents
-    if not disaggregate:
+    if not disaggregate and nano_batches == 1:
         assert np.array_equal(made.seconds_before, made.seconds_after)
     assert made.planning_ms > 0
 
@@ -78,14 +78,14 @@ def test_figures_for_the_log() -> None:
     made = plan_micro_batch(documents, 8, LLAMA_8B, nano_batches=2)
     home = sum(server_seconds(plan_at_home(nano.layout), LLAMA_8B, "both") for nano in made.nano_batches)
     np.testing.assert_allclose(made.seconds_at_home, home)
-    in_order = lay_out(documents, 8, nano_batches=2, dealing="even")
-    before = sum(server_seconds(plan_at_home(layout), LLAMA_8B, "both") for layout in in_order)
+    (packed,) = lay_out(documents, 8)
+    before = server_seconds(plan_at_home(packed), LLAMA_8B, "both")
     np.testing.assert_allclose(made.seconds_before, before)
     assert made.imbalance_before == pytest.approx(before.max() / before.mean())
     assert made.imbalance_before > 1.5
     assert imbalance(made.seconds_at_home) < 1.1
     assert made.imbalance_after <= 1.0201
-    plain = plan_micro_batch(documents, 8, LLAMA_8B, nano_batches=2, disaggregate=False)
+    plain = plan_micro_batch(documents, 8, LLAMA_8B, disaggregate=False)
     assert plain.imbalance_after == plain.imbalance_before == made.imbalance_before
 
 
