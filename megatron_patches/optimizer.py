@@ -106,7 +106,7 @@ def build_optimizer(
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """torch's Adam optimizers inside megatron's; where Apex or Transformer Engine is installed, megatron takes theirs."""
+    """torch's Adam optimizers inside megatron's; it takes Apex's or Transformer Engine's where installed."""
     if hasattr(optimizer, "chained_optimizers"):
         for part in optimizer.chained_optimizers:
             yield from torch_adams(part)

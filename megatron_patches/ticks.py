@@ -158,8 +158,10 @@ class _Stage:
             yield
             return
         hook = self._gpt.decoder.register_forward_hook(lambda *_: timeline.open("head", top, 0, "forward"))
-        yield
-        hook.remove()
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def forward_phase(self, number: int, plan: PipelinePlan, forward_only: bool) -> None:
         """Run or serve forward phase ``number``, then start passing activations to the next stage."""
@@ -205,6 +207,7 @@ class _Stage:
                 output = run()
         else:
             output = run()
+        self._gpt.set_input_tensor(None)  # which would keep it, and its gradient, until the next micro-batch
         if parallel_state.is_pipeline_last_stage():
             output, _, figures = loss_and_tokens(batch.loss_mask, output)
             self.total += figures

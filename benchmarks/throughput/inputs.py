@@ -90,6 +90,7 @@ class _Baseline:
             np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
             {},
             planning_ms,
+            0,
         )
 
 

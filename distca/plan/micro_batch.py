@@ -68,6 +68,11 @@ class MicroBatchPlan:
     in_order: Callable[[], tuple[Layout, ...]] = field(compare=False, repr=False)
 
     @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of every nano-batch, forward and backward."""
+        return tuple(plan for nano in self.nano_batches for plan in (nano.forward, nano.backward))
+
+    @property
     def seconds_before(self) -> np.ndarray:
         """[R] attention seconds per rank of one layer, forward and backward, without placement by work,
         servers or halves: documents in order, every shard computed at home."""

@@ -58,6 +58,11 @@ class PipelinePlan:
     forward: tuple[Phase, ...]
     backward: tuple[Phase, ...]
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of every phase and nano-batch, forward phases first."""
+        return tuple(plan for phase in (*self.forward, *self.backward) for plan in phase.plans)
+
     def pool_rank(self, stage: int, rank: int) -> int:
         """Number in the pool of a stage's data-parallel rank."""
         return stage * self.data_parallel + rank

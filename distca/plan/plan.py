@@ -6,6 +6,8 @@ never split along the keys, so no partial softmax is ever merged (arXiv 2510.181
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,3 +86,15 @@ def plan_at_home(layout: Layout) -> Plan:
     """The plan without disaggregation: every shard is computed by its home rank."""
     q = layout.q
     return Plan(layout, Tasks.sorted(q.document, q.start, q.stop, q.rank))
+
+
+def fingerprint(plans: Iterable[Plan]) -> int:
+    """A number that two ranks have alike if they made the same plans: the CRC-32 of all layouts and tasks."""
+    value = 0
+    for plan in plans:
+        layout, tasks = plan.layout, plan.tasks
+        shards = (*layout.q.columns(), *layout.kv.columns())
+        of_tasks = (tasks.document, tasks.start, tasks.stop, tasks.server)
+        for column in (layout.last, *shards, *of_tasks):
+            value = zlib.crc32(np.ascontiguousarray(column).tobytes(), value)
+    return value

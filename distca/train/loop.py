@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distca.data.corpus import Corpus
 from distca.train import checkpoints
+from distca.train.agreement import check_agreement
 from distca.train.corpus import open_sampler
 from distca.train.garbage import SteadyGarbage
 from distca.train.metrics import MetricsWriter
@@ -73,7 +74,8 @@ class _Loop:
                 if self._trainer.world.companions is not None:
                     self._trainer.world.companions.doing(f"step {step}")
                 self._record_timeline(step)
-                values = self._step()
+                values = self._step(step)
+                self._end_timeline(step)
                 validate_every = self._config.train.validate_every
                 if step == steps or (validate_every and step % validate_every == 0):
                     validation = values["validation_loss"] = self._validate()
@@ -81,8 +83,6 @@ class _Loop:
                 save_every = self._config.checkpoint.save_every
                 if (step == steps and self._config.checkpoint.save_at_end) or (save_every and step % save_every == 0):
                     checkpoints.save(self._trainer, self._folder, step, self._sampler_state)
-        if self._trainer.pool.timeline.recording:
-            self._write_timeline()
         if self._speaks:
             self._draw()
             print_summary(self._recorder.summary(validation), self._folder)
@@ -98,14 +98,16 @@ class _Loop:
         plan, routes = inputs.pipeline.plan, inputs.pipeline.routes
         return run_ticks(model, inputs.batches, plan, routes, trainer.pool, forward_only=forward_only)
 
-    def _step(self) -> dict[str, Any]:
+    def _step(self, step: int) -> dict[str, Any]:
         began = time.perf_counter()
         if self._trainer.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # validation and checkpoints do not count as this step's
         inputs, waited_ms = self._ahead.take()
+        check_agreement(inputs.fingerprint, step)
         loss_sum, tokens = self._run(inputs)
-        # Now, while this thread only waits for the GPU: Python's lock would keep it from queueing the step's kernels.
-        self._ahead.start(speeds=self._recorder.speeds.current)
+        if step < self._config.train.steps:
+            # Now, while this thread only waits for the GPU: Python's lock would keep it from queueing kernels.
+            self._ahead.start(speeds=self._recorder.speeds.current)
         self._garbage.collect()  # while the GPU is busy with the backward pass
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (loss_sum / tokens).item()
@@ -134,14 +136,15 @@ class _Loop:
             self._progress.update(step, values)
 
     def _record_timeline(self, step: int) -> None:
-        """Start recording before the first of log.timeline_steps, and write the file after the last."""
+        """Start recording before the first of log.timeline_steps that this run does."""
         wanted = self._config.log.timeline_steps
-        if wanted is None:
-            return
-        timeline = self._trainer.pool.timeline
-        if step == max(wanted[0], self._first + 1) and step <= wanted[1]:
-            timeline.start_recording()
-        elif step == wanted[1] + 1 and timeline.recording:
+        if wanted is not None and step == max(wanted[0], self._first + 1) and step <= wanted[1]:
+            self._trainer.pool.timeline.start_recording()
+
+    def _end_timeline(self, step: int) -> None:
+        """Write the file right after the last of log.timeline_steps, before validation and checkpoints."""
+        wanted = self._config.log.timeline_steps
+        if wanted is not None and step == wanted[1] and self._trainer.pool.timeline.recording:
             self._write_timeline()
 
     def _write_timeline(self) -> None:

@@ -23,6 +23,7 @@ from distca.data.corpus import DocumentSet
 from distca.data.sampler import MicroBatch, Sampler
 from distca.plan import Layout
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
+from distca.plan.plan import fingerprint
 from distca.plan.speeds import WHOLE_STEP, Speeds
 from distca.runtime import NanoRoutes
 from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline, with_equal_rows
@@ -46,6 +47,7 @@ class StepInputs:
         lengths: tokens of every document of the global batch.
         sampler_state: where the sampler stood after it dealt this batch.
         planning_ms: milliseconds of planning and routing.
+        fingerprint: of all plans of the step; every rank must have the same.
     """
 
     batches: tuple[DeviceBatch, ...]
@@ -57,6 +59,7 @@ class StepInputs:
     lengths: np.ndarray
     sampler_state: dict[str, Any]
     planning_ms: float
+    fingerprint: int
 
     @property
     def work(self) -> np.ndarray:
@@ -126,6 +129,7 @@ def _one_stage(
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,
         planning_ms,
+        fingerprint(each for plan in plans for each in plan.plans),
     )
 
 
@@ -157,6 +161,7 @@ def _pipelined(
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,
         planning_ms,
+        fingerprint(pipeline.plan.plans),
     )
 
 
