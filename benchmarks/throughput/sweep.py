@@ -18,7 +18,7 @@ from benchmarks.throughput.table import table
 # By label: the figure of a mode, None where it is not known, and how the axis writes it.
 PANELS: dict[str, tuple[Callable[[dict[str, Any]], float | None], str]] = {
     "tokens/s": (lambda made: made["tokens_per_s"], "{x:,.0f}"),
-    "peak memory of a rank, GiB": (lambda made: made["memory_gib"] and made["memory_gib"]["max"], "{x:,.0f}"),
+    "peak memory of a rank, GiB": (lambda made: made["memory_gib"] and made["memory_gib"]["max"], "{x:,g}"),
     "idle share": (lambda made: made["idle_share"], "{x:.0%}"),
     "GiB moved per step": (lambda made: made["bytes_per_step"] / 2**30, "{x:,g}"),
 }
@@ -83,6 +83,8 @@ def title(reports: list[dict[str, Any]]) -> str:
         text = f"{report['hardware']}, {report['tokens_per_rank']:,} tokens per rank, "
         text += f"TP {parallel['tp']}, PP {parallel['pp']}\n{layers}, hidden {model['hidden']:,}, "
         text += f"{model['heads']}/{model['kv_heads']} heads, vocabulary {model['vocabulary']:,}"
+        if report["link_channels"]:
+            text += f", links limited to {report['link_channels']} channels"
         runs.setdefault(text, []).append(str(number))
     if len(runs) == 1:
         return next(iter(runs))
