@@ -7,57 +7,32 @@
 # shellcheck shell=bash disable=SC2154 # what is not set here, the scripts set
 set -euo pipefail
 
-CPU_RANKS=4 # ranks on a machine without GPUs
-
-say() { printf '%s\n' "$*" >&2; }
-fail() { # what is wrong, what to do about it
-    say "error: $1"
-    say "next step: ${2:-change it and start again; the head of the script lists every variable.}"
-    exit 2
-}
-
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# sbatch runs a copy of the script from its own folder; the project is then where the job was submitted.
-if [[ ! -f $root/pyproject.toml && -n ${SLURM_SUBMIT_DIR:-} ]]; then root=$SLURM_SUBMIT_DIR; fi
-[[ -f $root/pyproject.toml ]] || fail "The project is not in $root." "submit the job from the project's folder."
-
-# --- variables that are none of ours --------------------------------------------------------------------------------
-near_miss() { fail "There is no variable $1; did you mean $2?" "unset $1, or rename it to $2."; }
-while read -r name; do
-    case $name in
-        DISTCA_* | EXPERIMENT_*) fail "There is no variable $name here." "unset $name." ;;
-        TP | TPSIZE | TP_DEGREE | TENSOR_PARALLEL_SIZE) near_miss "$name" TP_SIZE ;;
-        PP | PPSIZE | PP_DEGREE | PIPELINE_PARALLEL_SIZE) near_miss "$name" PP_SIZE ;;
-        CP | CPSIZE | CP_DEGREE | CONTEXT_PARALLEL_SIZE) near_miss "$name" CP_SIZE ;;
-        NUM_NODES | N_NODES | NODE_COUNT) near_miss "$name" NNODES ;;
-        NGPUS | NUM_GPUS | N_GPUS | NPROC_PER_NODE | NUM_GPUS_PER_NODE) near_miss "$name" GPUS_PER_NODE ;;
-        SEQ_LEN | SEQ_LENGTH | MAX_SEQ_LEN | CTX_LENGTH | CONTEXT_LEN | CONTEXT) near_miss "$name" CONTEXT_LENGTH ;;
-        NUM_TOKENS | TOKENS | TOKENS_PER_GPU) near_miss "$name" TOKENS_PER_RANK ;;
-        MICROBATCHES | NUM_MICRO_BATCHES | NUM_MICROBATCHES | MICRO_BATCH_SIZE) near_miss "$name" MICRO_BATCHES ;;
-        MODEL_SIZE | MODEL_NAME) near_miss "$name" MODEL ;;
-        NUM_LAYERS | N_LAYERS) near_miss "$name" LAYERS ;;
-        NUM_BATCHES | STEPS | NUM_STEPS | ITERS) near_miss "$name" BATCHES ;;
-        MODES | METHOD) near_miss "$name" MODE ;;
-        MIXES | DATASET) near_miss "$name" MIX ;;
-        RUN_NAME | EXPERIMENT) near_miss "$name" NAME ;;
-        DRYRUN) near_miss "$name" DRY_RUN ;;
-        PP_SIZE)
-            if ((! takes_stages)); then
-                fail "There is no variable PP_SIZE in $example." "use benchmarks/example-4d-parallel/run4d.sh."
-            fi
-            ;;
-        DP | DP_SIZE) fail "There is no variable $name: ranks that are left are data parallel." "unset $name." ;;
+script=benchmarks/$example/run3d.sh
+if ((takes_stages)); then script=benchmarks/$example/run4d.sh; fi
+variables="MODEL LAYERS NAME NNODES GPUS_PER_NODE TP_SIZE CP_SIZE MASTER_ADDR NODE_RANK MASTER_PORT CONTEXT_LENGTH"
+variables+=" TOKENS_PER_RANK MIX BATCHES WARM_UP MICRO_BATCHES MODE RECOMPUTE LINK_CHANNELS SEED DRY_RUN"
+if ((takes_stages)); then variables+=" PP_SIZE"; fi
+instead() { # variable of training or of the other script, its value
+    case $1 in
+        PP_SIZE) echo "use benchmarks/example-4d-parallel/run4d.sh" ;;
+        CONFIG) echo "append --config $2, whose settings win over MODEL's" ;;
+        STEPS) echo "rename it to BATCHES" ;;
+        RESUME) echo "let every mode begin anew without it" ;;
+        DATA_SOURCE | DATA_PATH) echo "choose the documents' lengths with MIX" ;;
+        CAD) echo "choose distca (balanced attention) or packed (attention at home) with MODE" ;;
+        PING_PONG) if [[ $2 == 0 ]]; then echo "append --cad.ping_pong false"; else echo "append --cad.ping_pong true"; fi ;;
+        BACKWARD) echo "append --cad.backward $2" ;;
+        EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB) echo "append --cad.nvshmem_buffer_gb $2" ;;
+        EXPERIMENT_LOG_MEMORY_USAGE) echo "read peak memory in table.md, where it always is" ;;
+        ENABLE_NSYS) echo "use it with pretrain_llama.sh" ;;
     esac
-done < <(compgen -e)
+}
+# shellcheck source=launch_ranks.sh
+source "$root/launch_ranks.sh"
+refuse_unknown_variables
 
 # --- values ---------------------------------------------------------------------------------------------------------
-each_matches() { # regular expression, words for it, names
-    local pattern=$1 words=$2 name
-    shift 2
-    for name in "$@"; do
-        [[ -z ${!name:-} || ${!name} =~ ^($pattern)$ ]] || fail "$name is '${!name}'; it must be $words."
-    done
-}
 number='[1-9][0-9]*'
 each_matches "$number" "a whole number of at least 1" \
     NNODES TP_SIZE PP_SIZE CP_SIZE LAYERS TOKENS_PER_RANK BATCHES MICRO_BATCHES LINK_CHANNELS
@@ -65,47 +40,17 @@ each_matches '0|[1-9][0-9]*' "a whole number" GPUS_PER_NODE WARM_UP SEED NODE_RA
 each_matches "$number( $number)*" "one or more whole numbers" CONTEXT_LENGTH
 each_matches '(pretrain|prolong)( (pretrain|prolong))?' "pretrain, prolong or both" MIX
 each_matches '0|1' "0 or 1" DRY_RUN
+each_matches '[^/]*[^/.][^/]*' "a folder's name without slashes" NAME
 each_matches 'none|mlp|all' "none, mlp or all" RECOMPUTE
 each_matches 'tiny|8b|8b-cut|34b' "tiny, 8b, 8b-cut or 34b" MODEL
 mode='(distca|packed|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-keep)'
 each_matches "all|$mode( $mode)*" "all, or some of distca, packed, variable, cp, cp-keep, ring, ulysses" MODE
 
 # --- machines and ranks ---------------------------------------------------------------------------------------------
-gpus_here() { # GPUs of this machine, 0 where there is no driver
-    if command -v nvidia-smi >/dev/null 2>&1; then nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true; else echo 0; fi
-}
-nodes=${NNODES:-1}
-gpus=${GPUS_PER_NODE:-}
-if [[ -n ${SLURM_JOB_ID:-} ]]; then
-    launcher=srun
-    nodes=${SLURM_JOB_NUM_NODES:-1}
-    if [[ -n ${NNODES:-} && $NNODES != "$nodes" ]]; then
-        fail "NNODES is $NNODES, but the Slurm job has $nodes nodes." "unset NNODES, or ask Slurm for --nodes=$NNODES."
-    fi
-    gpus=${gpus:-${SLURM_GPUS_ON_NODE:-}}
-    if [[ -z $gpus && -n ${SLURM_GPUS_PER_NODE:-} ]]; then gpus=${SLURM_GPUS_PER_NODE##*:}; fi
-    [[ -n $gpus ]] || gpus=$(gpus_here)
-else
-    launcher=torchrun
-    found=$(gpus_here)
-    gpus=${gpus:-$found}
-    if ((gpus > found)); then
-        fail "GPUS_PER_NODE is $gpus, but this machine has $found GPUs." "lower or unset GPUS_PER_NODE."
-    fi
-    if ((nodes > 1)) && [[ -z ${MASTER_ADDR:-} || -z ${NODE_RANK:-} ]]; then
-        fail "NNODES is $nodes outside Slurm, but MASTER_ADDR and NODE_RANK are not both set." \
-            "start the script on each machine, with the first one's address and the machine's own number in them."
-    fi
-fi
-local_ranks=$((gpus > 0 ? gpus : CPU_RANKS))
-world=$((nodes * local_ranks))
 stages=1
 if ((takes_stages)); then stages=${PP_SIZE:-2}; fi
 model_ranks=$((${TP_SIZE:-1} * stages))
-if ((world % model_ranks)); then
-    fail "The $world ranks ($nodes nodes × $local_ranks) are not divisible by TP_SIZE × PP_SIZE = $model_ranks." \
-        "change them, NNODES or GPUS_PER_NODE."
-fi
+find_ranks "$model_ranks"
 data_ranks=$((world / model_ranks))
 if ((data_ranks % ${CP_SIZE:-1})); then
     fail "CP_SIZE is $CP_SIZE, which does not divide the $data_ranks ranks that TP_SIZE and PP_SIZE leave."
@@ -130,11 +75,9 @@ fi
 # Relative to the project, where the ranks are started: results name no place on this machine.
 config=configs/llama-$model.yaml
 if [[ $model == tiny ]]; then config=configs/tiny.yaml; fi
-name=${NAME:-$(date +%Y%m%d-%H%M%S)}
-logs=benchmarks/$example/logs
 # shellcheck disable=SC2206 # lists of words
-own=(--output "$logs/$name" --modes "${modes[@]}" --mixes ${MIX:-pretrain prolong} --contexts $context)
-own+=(--batches "$batches" --warm-up "${WARM_UP:-3}")
+own=(--modes "${modes[@]}" --mixes ${MIX:-pretrain prolong} --contexts $context --batches "$batches")
+own+=(--warm-up "${WARM_UP:-3}")
 if [[ -n ${LINK_CHANNELS:-} ]]; then own+=(--link-channels "$LINK_CHANNELS"); fi
 if [[ -n ${CP_SIZE:-} && ${modes[*]} == all ]]; then own+=(--degree "$CP_SIZE"); fi
 settings=(--config "$config" --model.layers "$layers" --parallel.tp "${TP_SIZE:-1}" --parallel.pp "$stages")
@@ -143,51 +86,57 @@ if [[ $model == tiny ]]; then settings+=(--model.vocabulary 256); fi
 settings+=(--train.micro_batches "${MICRO_BATCHES:-$((stages > 1 ? 4 : 1))}")
 settings+=(--train.recompute "${RECOMPUTE:-none}") # the same in all modes
 if [[ -n ${SEED:-} ]]; then settings+=(--train.seed "$SEED" --data.seed "$SEED"); fi
-program=(-m benchmarks.throughput "${own[@]}" -- "${settings[@]}" "$@")
+settings+=("$@")
 
-# --- the command ----------------------------------------------------------------------------------------------------
-python=python
-has_everything='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "megatron.core", "rich"))))'
-for candidate in python "$root/.venv/bin/python"; do
-    if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c "$has_everything" >/dev/null 2>&1; then
-        python=$candidate
-        break
-    fi
-    if [[ $candidate != python && ${DRY_RUN:-0} != 1 ]]; then
+# --- Python and the check -------------------------------------------------------------------------------------------
+checked=1
+if ! find_python; then
+    if [[ ${DRY_RUN:-0} != 1 ]]; then
         fail "DistCA's dependencies are missing." "run bash pretrain_llama.sh once, which installs them."
     fi
-done
-environment=("PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}")
-if ((gpus == 0)); then environment+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}" "CUDA_VISIBLE_DEVICES="); fi
-if [[ $launcher == srun ]]; then
-    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    environment+=("MASTER_ADDR=${hosts%%$'\n'*}" "MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}")
-    environment+=("WORLD_SIZE=$world" "LOCAL_WORLD_SIZE=$local_ranks")
-    steps=(srun "--nodes=$nodes" "--ntasks=$world" "--ntasks-per-node=$local_ranks" --kill-on-bad-exit=1)
-    # shellcheck disable=SC2016 # expands in each task, not here
-    steps+=(bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank "$python")
-else
-    steps=("$python" -m torch.distributed.run "--nproc-per-node=$local_ranks")
-    if ((nodes > 1)); then
-        steps+=("--nnodes=$nodes" "--node-rank=$NODE_RANK")
-        steps+=("--master-addr=$MASTER_ADDR" "--master-port=${MASTER_PORT:-29500}")
-    else
-        steps+=(--standalone)
-    fi
+    say "DistCA's dependencies are missing, so the settings are not checked; bash pretrain_llama.sh installs them."
+    checked=0
 fi
-command=(env "${environment[@]}" "${steps[@]}" "${program[@]}")
+cd "$root"
+logs=benchmarks/$example/logs
+environment=("PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}")
+if ((checked)); then
+    if asks_for_help "$@"; then exec "$python" pretrain_llama.py --help; fi
+    # Once and here, so that a mistake is one sentence and not a failure report of every rank.
+    env "${environment[@]}" "$python" -m benchmarks.throughput --check "$world" --output "$logs" "${own[@]}" \
+        -- "${settings[@]}"
+fi
+
+# --- the folder -----------------------------------------------------------------------------------------------------
+# logs/NAME, or the first free one of NAME-2, NAME-3, ..., as training does. The first machine makes it; mkdir fails where
+# a run that started at the same moment was first.
+base=$logs/${NAME:-$(date +%Y%m%d-%H%M%S)}
+folder=$base
+first_machine=1
+if [[ $launcher == torchrun ]] && ((nodes > 1 && NODE_RANK > 0)); then first_machine=0; fi
+take_folder() {
+    if [[ ${DRY_RUN:-0} == 1 ]]; then [[ ! -e $folder ]]; else mkdir "$folder" 2>/dev/null; fi
+}
+if ((first_machine)); then
+    [[ ${DRY_RUN:-0} == 1 ]] || mkdir -p "$logs"
+    for ((number = 2; ; number++)); do
+        if take_folder; then break; fi
+        [[ -e $folder ]] || fail "The folder $root/$folder cannot be made." "look at who may write to $root/$logs."
+        folder=$base-$number
+    done
+fi
+
+# --- the command ----------------------------------------------------------------------------------------------------
+make_command -m benchmarks.throughput --output "$folder" "${own[@]}" -- "${settings[@]}"
 if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%q ' "${command[@]}"
     printf '\n'
     exit 0
 fi
-cd "$root"
-mkdir -p "$logs/$name"
-say "Starting $world ranks on $nodes node(s) through $launcher; figures and log go to $logs/$name."
-printf '%q ' "${command[@]}" >"$logs/$name/command.txt"
+say "Starting $(counted "$world" rank) on $(counted "$nodes" node) through $launcher; figures and log go to $folder."
+if ((!first_machine)); then exec "${command[@]}"; fi # the first machine's ranks write the figures
+printf '%q ' "${command[@]}" >"$folder/command.txt"
 # The progress bar needs the terminal itself; elsewhere the log is also kept in a file.
-if [[ -t 2 ]]; then "${command[@]}"; else "${command[@]}" 2>&1 | tee "$logs/$name/log.txt"; fi
-if ((${NODE_RANK:-0} == 0)); then
-    env "${environment[@]}" "$python" -m benchmarks.throughput.sweep "$logs" --output "$logs"
-    say "All runs so far: $logs/table.md and $logs/plot.png."
-fi
+if [[ -t 2 ]]; then "${command[@]}"; else "${command[@]}" 2>&1 | tee "$folder/log.txt"; fi
+env "${environment[@]}" "$python" -m benchmarks.throughput.sweep "$logs" --output "$logs"
+say "All runs so far: $logs/table.md and $logs/plot.png."

@@ -37,15 +37,20 @@ class Machine:
         self.bin = folder / "bin"
         self.bin.mkdir()
         self.record = folder / "record"
-        # A Python that has everything, so that nothing is installed.
-        start = 'if [[ "$1 $2" == "-m torch.distributed.run" ]]; then shift 2; exec torchrun "$@"; fi'
-        self.tool("python", f'#!/bin/bash\n{start}\nexec {shlex.quote(sys.executable)} "$@"\n')
+        # A Python that has everything, so that nothing is installed, and finds nothing wrong with any settings.
+        self._start = 'if [[ "$1 $2" == "-m torch.distributed.run" ]]; then shift 2; exec torchrun "$@"; fi'
+        nothing_wrong = '[[ $1 == - || $2 == --check ]] && exit 0; echo "python was started: $*" >&2; exit 1'
+        self.tool("python", f"#!/bin/bash\n{self._start}\n{nothing_wrong}\n")
         self.tool("torchrun", RECORDER)
         self.variables = {"PATH": f"{self.bin}:/usr/bin:/bin", "RECORD": str(self.record), "HOME": str(folder)}
 
     def tool(self, name: str, text: str) -> None:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
+
+    def checks_settings(self) -> None:
+        """Let the real Python check settings."""
+        self.tool("python", f'#!/bin/bash\n{self._start}\nexec {shlex.quote(sys.executable)} "$@"\n')
 
     def gpus(self, count: int) -> None:
         lines = "".join(f"echo 'GPU {number}: NVIDIA H100 80GB HBM3 (UUID: x)'\n" for number in range(count))
@@ -187,7 +192,27 @@ def test_sbatch_runs_a_copy_from_another_folder(machine: Machine) -> None:
     assert str(ROOT / "pretrain_llama.py") in shlex.split(result.stdout), result.stderr
     lost = machine.run(script=copy, SLURM_SUBMIT_DIR=str(machine.folder))
     assert lost.returncode == 2
-    assert "submit the job from the project's folder" in lost.stderr
+    assert lost.stderr.startswith("error: ") and "submit the job from the project's folder" in lost.stderr
+
+
+@pytest.mark.parametrize(("variables", "said"), [({}, True), ({"GPUS_PER_NODE": "2"}, False)])
+def test_a_slurm_job_without_known_gpus_says_so(machine: Machine, variables: dict[str, str], said: bool) -> None:
+    machine.slurm(1, None)
+    result = machine.run(DRY_RUN="1", **variables)
+    assert result.returncode == 0
+    assert ("so ranks run on CPUs" in result.stderr and "set GPUS_PER_NODE" in result.stderr) == said
+    assert ("--ntasks-per-node=4" in result.stdout) == said
+
+
+def test_a_slurm_job_without_scontrol_is_a_sentence(machine: Machine) -> None:
+    machine.slurm(1, 2)
+    (machine.bin / "scontrol").unlink()
+    result = machine.run()
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: This is a Slurm job, but Slurm's scontrol is not on PATH.")
+    assert len(result.stderr.splitlines()) == 2
+    machine.tool("scontrol", "#!/bin/bash\nexit 1\n")
+    assert machine.run().stderr.startswith("error: scontrol does not name the job's machines.")
 
 
 def test_machines_without_slurm(machine: Machine) -> None:
@@ -210,8 +235,18 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"TPSIZE": "2"}, "did you mean TP_SIZE?"),
         ({"TP": "2"}, "did you mean TP_SIZE?"),
         ({"NUM_NODES": "2"}, "did you mean NNODES?"),
-        ({"DP_SIZE": "2"}, "all ranks that TP_SIZE leaves are data parallel"),
-        ({"CP_SIZE": "2"}, "There is no variable CP_SIZE"),
+        ({"MICROBATCHES": "2"}, "did you mean MICRO_BATCHES?"),
+        ({"CONTEXT": "2"}, "did you mean CONTEXT_LENGTH?"),
+        ({"DP_SIZE": "2"}, "all ranks that other parallelism leaves are data parallel"),
+        ({"CP_SIZE": "2"}, "CP_SIZE is not a variable of pretrain_llama.sh."),
+        ({"RECOMPUTE": "mlp"}, "append --train.recompute mlp, or unset RECOMPUTE."),
+        ({"LAYERS": "3"}, "append --model.layers 3,"),
+        ({"NUM_LAYERS": "3"}, "append --model.layers 3, or unset NUM_LAYERS."),
+        ({"BATCHES": "3"}, "rename it to STEPS, or unset BATCHES."),
+        ({"WARM_UP": "3"}, "append --optimizer.warmup_steps 3,"),
+        ({"MODE": "packed"}, "set CAD to 1 (distca) or 0 (packed),"),
+        ({"MIX": "prolong"}, "set DATA_SOURCE=mix and DATA_PATH to pretrain or prolong,"),
+        ({"LINK_CHANNELS": "2"}, "use it with benchmarks/example-3d-parallel/run3d.sh,"),
         ({"DISTCA_DEBUG": "1"}, "There is no variable DISTCA_DEBUG"),
         ({"EXPERIMENT_FOO": "1"}, "There is no variable EXPERIMENT_FOO"),
         ({"STEPS": "ten"}, "STEPS is 'ten'; it must be a whole number of at least 1."),
@@ -220,7 +255,7 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"BACKWARD": "send"}, "BACKWARD is 'send'; it must be auto, keep or resend."),
         ({"MODEL": "70b"}, "MODEL is '70b'"),
         ({"EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB": "2GB"}, "must be a number of GiB"),
-        ({"TP_SIZE": "3"}, "The 4 ranks (1 nodes × 4) are not divisible by TP_SIZE × PP_SIZE = 3."),
+        ({"TP_SIZE": "3"}, "The 4 ranks (1 node × 4) cannot be divided by TP_SIZE × PP_SIZE = 3."),
         ({"NNODES": "2"}, "MASTER_ADDR and NODE_RANK are not both set"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),
         ({"GPUS_PER_NODE": "1"}, "GPUS_PER_NODE is 1, but this machine has 0 GPUs."),
@@ -238,8 +273,14 @@ def test_mistakes_are_one_sentence(machine: Machine, variables: dict[str, str], 
     assert not machine.record.exists()
 
 
-def test_settings_are_checked_once_before_any_rank_is_started(machine: Machine) -> None:
-    result = machine.run(STEPS="5")
+def test_an_empty_variable_says_nothing(machine: Machine) -> None:
+    assert machine.dry(TP="", MODE="", STEPS="") == machine.dry()
+
+
+@pytest.mark.parametrize("variables", [{}, {"DRY_RUN": "1"}])
+def test_settings_are_checked_once_before_any_rank_is_started(machine: Machine, variables: dict[str, str]) -> None:
+    machine.checks_settings()
+    result = machine.run(STEPS="5", **variables)
     assert result.returncode == 2
     assert result.stderr.startswith("error: optimizer.warmup_steps is 10, but train.steps is 5;")
     assert len(result.stderr.splitlines()) == 2
@@ -247,6 +288,7 @@ def test_settings_are_checked_once_before_any_rank_is_started(machine: Machine) 
 
 
 def test_help_is_shown_once(machine: Machine) -> None:
+    machine.checks_settings()
     result = machine.run("--help")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("--train.steps") == 2, "usage and description"
@@ -267,7 +309,7 @@ def test_missing_dependencies_are_installed_beside_the_script(machine: Machine) 
     """A copy of the project, a Python without dependencies, and a stand-in for it that records pip's calls."""
     project = machine.folder / "project"
     (project / "configs").mkdir(parents=True)
-    for name in ("pretrain_llama.sh", "pyproject.toml", "configs/tiny.yaml"):
+    for name in ("pretrain_llama.sh", "launch_ranks.sh", "pyproject.toml", "configs/tiny.yaml"):
         shutil.copy(ROOT / name, project / name)
     calls = machine.folder / "calls"
     bare = f"""#!/bin/bash
@@ -279,8 +321,10 @@ if [[ $* == *"$FAIL"* && -n $FAIL ]]; then echo no such package; exit 1; fi
 """
     for name in ("python", "python3.11"):
         machine.tool(name, bare)
-    dry = machine.run(script=project / "pretrain_llama.sh", DRY_RUN="1")
+    dry = machine.run(script=project / "pretrain_llama.sh", DRY_RUN="1", STEPS="5")  # a mistake that is not seen
     assert dry.returncode == 0, dry.stderr
+    assert "dependencies are missing" in dry.stderr and "--train.steps 5" in dry.stdout
+    assert not calls.exists()
     assert not (project / ".venv").exists()
     result = machine.run(script=project / "pretrain_llama.sh")
     assert result.returncode == 0, result.stderr
@@ -304,8 +348,10 @@ def test_documented_variables_are_the_ones_that_are_read() -> None:
     text = SCRIPT.read_text()
     head, body = text.split("set -euo pipefail", 1)
     documented = set(re.findall(r"^#     ([A-Z_]+)(?=[ ,])", head, re.MULTILINE)) | {"NODE_RANK", "MASTER_PORT"}
+    taken = {name for line in re.findall(r'^variables\+?="(.*)"', body, re.MULTILINE) for name in line.split()}
+    body += (ROOT / "launch_ranks.sh").read_text()
     read = set(re.findall(r"^(?:option|switch) ([A-Z_]+) ", body, re.MULTILINE))
     read |= set(re.findall(r"\$\{([A-Z_]+):-", body)) - {"BASH_SOURCE", "OMP_NUM_THREADS"}
-    assert documented == {name for name in read if not name.startswith("SLURM_")}
+    assert documented == taken == {name for name in read if not name.startswith("SLURM_")}
     readme = (ROOT / "README.md").read_text()
     assert [name for name in sorted(documented) if f"`{name}`" not in readme] == []

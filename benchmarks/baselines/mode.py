@@ -50,12 +50,12 @@ class Mode:
         if ranks % self.degree:
             raise BaselineError(
                 f"{self.name} needs groups of {self.degree} ranks, which do not divide the {ranks} data-parallel "
-                "ranks; choose another degree or another number of ranks."
+                f"rank{'s' if ranks > 1 else ''}; choose another degree or another number of ranks."
             )
         if self.method == "ulysses" and kv_heads % self.degree:
             raise BaselineError(
-                f"{self.name} shards {kv_heads} key/value heads over {self.degree} ranks, which does not divide them; "
-                "choose a degree that does, or a smaller tensor-parallel size."
+                f"{self.name} shards {kv_heads} key/value head{'s' if kv_heads > 1 else ''} over {self.degree} ranks, "
+                "which does not divide them; choose a degree that does, or a smaller tensor-parallel size."
             )
 
 
@@ -75,15 +75,16 @@ def parse_mode(name: str) -> Mode:
     degree = int(match[2] or 1)
     if method in _GROUPED and degree < 2:
         raise BaselineError(
-            f"{name} has groups of {degree} ranks; context parallelism begins with 2. Without it: packed."
+            f"{name} has groups of {degree} rank{'' if degree == 1 else 's'}; context parallelism begins with 2. "
+            "Without it: packed."
         )
     return Mode(method, degree)  # type: ignore[arg-type]
 
 
-def every_mode(ranks: int, kv_heads: int) -> list[Mode]:
-    """Every mode that ``ranks`` data-parallel ranks can run: DistCA first, and last what needs the most memory."""
+def every_mode(ranks: int) -> list[Mode]:
+    """Every mode with groups that divide ``ranks`` data-parallel ranks: DistCA first, and last what needs the most
+    memory. Some may not pass :meth:`Mode.check`."""
     modes = [Mode("distca"), Mode("packed")]
     for degree in (size for size in range(2, ranks + 1) if ranks % size == 0):
         modes += [Mode(method, degree) for method in get_args(Method) if method in _GROUPED]
-    modes = [mode for mode in modes if mode.method != "ulysses" or kv_heads % mode.degree == 0]
     return [*modes, Mode("variable")]

@@ -21,9 +21,9 @@
 #   RECOMPUTE        none | mlp | all: what is computed again in backward (none; baselines: with all, mlp)
 #   LINK_CHANNELS    limit every NCCL transfer to so many channels, as a network would (no limit)
 #   SEED             of weights and documents
-#   NAME             folder of the run in logs/ (date and time)
+#   NAME             folder of the run in logs/ (date and time); NAME-2 where there is one already
 #   MASTER_ADDR, NODE_RANK, MASTER_PORT   for NNODES > 1 without Slurm
-#   DRY_RUN          1 prints the command and starts nothing
+#   DRY_RUN          1 checks the settings, prints the command and starts nothing
 #
 # What follows the script's name are further settings of pretrain_llama.py, such as --cad.tolerance 0.02.
 # Each run writes logs/NAME/benchmark.json, table.md and plot.png; logs/table.md and logs/plot.png are over all runs.
@@ -37,6 +37,11 @@ set -euo pipefail
 
 example=example-3d-parallel takes_stages=0 default_modes=all
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# sbatch runs a copy of this script from its own folder; the project is then where the job was submitted.
 if [[ ! -f $here/../launch.sh ]]; then here=${SLURM_SUBMIT_DIR:-$PWD}/benchmarks/$example; fi
+if [[ ! -f $here/../launch.sh ]]; then
+    printf '%s\n' "error: There is no $here." "next step: submit the job from the project's folder." >&2
+    exit 2
+fi
 # shellcheck source=benchmarks/launch.sh
 source "$here/../launch.sh"

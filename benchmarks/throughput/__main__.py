@@ -24,10 +24,16 @@ logger = logging.getLogger("distca.benchmarks")
 
 
 def main() -> None:
-    """Every rank calls it. A mistake of the user ends in one sentence and exit code 2, losses that differ in 1."""
+    """Every rank calls it. A mistake of the user ends in one sentence and exit code 2, losses that differ in 1.
+
+    ``--check WORLD_SIZE`` in front of the settings only checks them for that many ranks.
+    """
     setup_logging(int(os.environ.get("RANK", "0")))
     warnings.filterwarnings("ignore")  # megatron-core's, torch's and the kernels', from every rank
     try:
+        if sys.argv[1:2] == ["--check"]:
+            parse(sys.argv[3:], int(sys.argv[2]))
+            return
         settings = parse(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
         if settings.link_channels:
             from benchmarks.throughput.links import limit_links

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.baselines import BaselineError
 from benchmarks.throughput.settings import Cell
 from distca.data.corpus import Corpus, DocumentSet
 from distca.data.mixes import sample_long_context
@@ -37,19 +36,14 @@ def draw_batches(
     """Draw ``count`` global batches; the same arguments give the same batches on every rank.
 
     Raises:
-        BaselineError: the longest document does not fit into all ranks together.
+        ConfigError: the longest document does not fit into all ranks together.
     """
-    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0 and size * tokens_per_rank >= cell.context]
-    if not sizes:
-        raise BaselineError(
-            f"A document of {cell.context:,} tokens does not fit into {ranks} ranks of {tokens_per_rank:,} tokens; "
-            "lower --contexts or raise data.tokens_per_rank."
-        )
-    bins = ranks // sizes[0]
+    wide = cell.ranks_per_document(ranks, tokens_per_rank)
+    bins = ranks // wide
     tokens = max(count, 8) * micro_batches * ranks * tokens_per_rank
     lengths = sample_long_context(cell.mix, tokens, cell.context, seed, full_share=cell.full_share)
     documents = Corpus(RandomTokens(lengths, vocabulary, seed), cell.context).train
-    sampler = Sampler(documents.lengths, bins, sizes[0] * tokens_per_rank, micro_batches, seed, whole=True)
+    sampler = Sampler(documents.lengths, bins, wide * tokens_per_rank, micro_batches, seed, whole=True)
     return Batches(documents, tuple(sampler.next() for _ in range(count)), bins)
 
 

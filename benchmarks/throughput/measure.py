@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -43,8 +42,9 @@ class RankRecord:
         wait_ms: that the step waited for its inputs.
         bytes_moved: by all ranks, for core attention.
         rows: rows of the rank's micro-batches, padding included.
-        memory_gib: peak while measured, memory of NVSHMEM included.
-        reserved_gib: peak that torch's allocator held.
+        memory_gib: peak while measured, memory of NVSHMEM included; None on CPUs, where only the process's size of the
+            moment could be read, which holds what earlier modes left.
+        reserved_gib: peak that torch's allocator held; None on CPUs.
         traced_busy_s: compute seconds of the traced batches; None where nothing was traced.
         gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
     """
@@ -58,8 +58,8 @@ class RankRecord:
     wait_ms: list[float] = field(default_factory=list)
     bytes_moved: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    memory_gib: float = 0.0
-    reserved_gib: float = 0.0
+    memory_gib: float | None = None
+    reserved_gib: float | None = None
     traced_busy_s: float | None = None
     gpus: list[dict[str, Any]] = field(default_factory=list)
 
@@ -192,7 +192,6 @@ class _Run:
 
     def _note_memory(self, record: RankRecord) -> None:
         if not self.on_gpu:
-            record.memory_gib = record.reserved_gib = psutil.Process().memory_info().rss / 2**30
             return
         pool = self._trainer.pool.transport
         heap = self._trainer.config.resolved_nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0

@@ -38,7 +38,6 @@ def figures(
     flops = sum(model_flops(config.model, config.model.vocabulary, lengths).total for lengths in measured)
     best, best_in_burst = (sum(each.step_seconds(x, ranks) for x in measured) for each in (ceiling, burst))
     attention = np.array([record.attention_s for record in records])
-    memory = [record.memory_gib for record in records]
     rows = np.array([record.rows for record in records])
     idle = _idle(records, seconds, settings.traced)
     return {
@@ -52,13 +51,10 @@ def figures(
         "idle_shares": idle,
         "attention_max_over_mean": _spread(np.array([imbalance(step) for step in attention.T])),
         "attention_share": float(attention.mean(axis=0).sum() / seconds.sum()),
-        "memory_gib": {
-            "max": max(memory),
-            "min": min(memory),
-            "max_over_min": max(memory) / min(memory),
-            "ranks": memory,
-        },
-        "reserved_gib": max(record.reserved_gib for record in records),
+        "memory_gib": _memory([record.memory_gib for record in records if record.memory_gib is not None]),
+        "reserved_gib": max(
+            (record.reserved_gib for record in records if record.reserved_gib is not None), default=None
+        ),
         "rows_max_over_mean": float((rows.max(axis=0) / np.maximum(rows.mean(axis=0), 1)).mean()),
         "bytes_per_step": statistics.fmean(records[0].bytes_moved),
         "plan_ms": statistics.fmean(records[0].plan_ms),
@@ -79,6 +75,13 @@ def _idle(records: list[RankRecord], seconds: np.ndarray, traced: int) -> list[f
     busy = np.array([record.cpu_s for record in records]) / seconds
     shares: list[float] = (1 - np.minimum(busy, 1)).mean(axis=1).tolist()
     return shares
+
+
+def _memory(ranks: list[float]) -> dict[str, Any] | None:
+    """By rank and its extremes; None on CPUs, where no peak is known."""
+    if not ranks:
+        return None
+    return {"max": max(ranks), "min": min(ranks), "max_over_min": max(ranks) / min(ranks), "ranks": ranks}
 
 
 def _mean(values: list[float] | None) -> float | None:

@@ -20,6 +20,7 @@ from benchmarks.throughput.measure import measure_mode
 from benchmarks.throughput.report import compare, figures, write
 from benchmarks.throughput.settings import Cell, Settings
 from benchmarks.throughput.sweep import plot
+from benchmarks.throughput.table import links
 from distca.attention import choose_kernel
 from distca.commands.versions import hardware, versions
 from distca.plan import AttentionShape
@@ -53,6 +54,7 @@ class Session:
         self._report: dict[str, Any] = {
             "command": command,
             "hardware": hardware(world.size),
+            "device": world.device.type,
             "versions": versions(),
             "warm_up": settings.warm_up,
             "batches": settings.batches,
@@ -68,6 +70,8 @@ class Session:
     def run(self) -> list[str]:
         """Every workload; returns which modes' losses are apart from the others."""
         apart = []
+        for why in self._settings.left_out.values():
+            logger.info("Left out: %s", why)
         ceilings = self._measure_machine()
         for cell in self._settings.cells:
             batches = draw_batches(
@@ -95,7 +99,7 @@ class Session:
             "tokens_per_batch": sum(int(each.sum()) for each in lengths) / len(lengths),
             "longest_document": max(int(each.max()) for each in lengths),
             "ceiling_step_s": sum(ceiling.step_seconds(each, self._world.size) for each in lengths) / len(lengths),
-            "not_run": {},
+            "not_run": dict(settings.left_out),
             "modes": {},
         }
         self._report["cells"][cell.name] = result
@@ -115,13 +119,13 @@ class Session:
             result["modes"][mode.name] = made
             result["compared"] = compare(result["modes"])
             logger.info(
-                "%s on %s: %s tokens/s, %.1f %% of the ceiling, loss %.4f, peak %.1f GiB, took %.0f s",
+                "%s on %s: %s tokens/s, %.1f %% of the ceiling, loss %.4f, %stook %.0f s",
                 mode.name,
                 cell.name,
                 f"{made['tokens_per_s']:,.0f}",
                 100 * made["share_of_ceiling"],
                 made["losses"][-1],
-                made["memory_gib"]["max"],
+                f"peak {made['memory_gib']['max']:.1f} GiB, " if made["memory_gib"] else "",
                 made["took_s"],
             )
             if self._world.rank == 0:
@@ -148,5 +152,5 @@ class Session:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         self._report |= {"ceiling": held.report(), "burst_ceiling": burst.report()}
-        logger.info("Links: %s", self._report["links"])
+        logger.info("%s", links(self._report))
         return held, burst

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from benchmarks.baselines.errors import BaselineError
 from benchmarks.baselines.mode import Mode, every_mode, parse_mode
 from distca.data.mixes import Mix
 from distca.train.config import parse_run_config
@@ -34,6 +35,21 @@ class Cell:
     def name(self) -> str:
         return f"{self.mix} {self.context // 1024}K" if self.context >= 1024 else f"{self.mix} {self.context}"
 
+    def ranks_per_document(self, ranks: int, tokens_per_rank: int) -> int:
+        """The fewest ranks that divide ``ranks`` and hold the longest document.
+
+        Raises:
+            ConfigError: all ranks together do not hold it.
+        """
+        for size in range(1, ranks + 1):
+            if ranks % size == 0 and size * tokens_per_rank >= self.context:
+                return size
+        raise ConfigError(
+            f"A document of {self.context:,} tokens does not fit into {ranks} data-parallel "
+            f"rank{'s' if ranks > 1 else ''} of {tokens_per_rank:,} tokens; "
+            "lower --contexts (CONTEXT_LENGTH) or raise data.tokens_per_rank (TOKENS_PER_RANK)."
+        )
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -42,6 +58,7 @@ class Settings:
     Attributes:
         output: folder for benchmark.json, the table and the plot.
         modes: ways to train.
+        left_out: of all modes, the ones that these ranks cannot run, by name, and why.
         cells: workloads.
         batches: measured global batches.
         warm_up: global batches before them.
@@ -53,6 +70,7 @@ class Settings:
 
     output: Path
     modes: tuple[Mode, ...]
+    left_out: dict[str, str]
     cells: tuple[Cell, ...]
     batches: int
     warm_up: int
@@ -82,12 +100,17 @@ def parse(argv: list[str], world_size: int) -> Settings:
     if config.model.vocabulary < 1:
         raise ConfigError("model.vocabulary is 0, but random tokens need one; set it behind --.")
     validate(config, world_size, config.model.vocabulary)
+    cells = tuple(Cell(mix, context) for mix in arguments.mixes for context in arguments.contexts)
+    for cell in cells:
+        cell.ranks_per_document(config.parallel.data_parallel(world_size), config.data.tokens_per_rank)
+    modes, left_out = _modes(arguments, config, world_size)
     steps = arguments.warm_up + arguments.batches + arguments.traced + 2
     optimizer = replace(config.optimizer, lr=_LEARNING_RATE, min_lr=_LEARNING_RATE, warmup_steps=0)
     return Settings(
         arguments.output,
-        _modes(arguments, config, world_size),
-        tuple(Cell(mix, context) for mix in arguments.mixes for context in arguments.contexts),
+        modes,
+        left_out,
+        cells,
         arguments.batches,
         arguments.warm_up,
         min(arguments.traced, arguments.batches),
@@ -97,15 +120,25 @@ def parse(argv: list[str], world_size: int) -> Settings:
     )
 
 
-def _modes(arguments: argparse.Namespace, config: RunConfig, world_size: int) -> tuple[Mode, ...]:
+def _modes(
+    arguments: argparse.Namespace, config: RunConfig, world_size: int
+) -> tuple[tuple[Mode, ...], dict[str, str]]:
+    """The modes to run, and of all modes those that cannot be, with the reason."""
     ranks, kv_heads = config.parallel.data_parallel(world_size), config.model.kv_heads // config.parallel.tp
-    if arguments.modes == ["all"]:
-        wanted = (1, arguments.degree)
-        return tuple(mode for mode in every_mode(ranks, kv_heads) if arguments.degree is None or mode.degree in wanted)
-    modes = tuple(parse_mode(name) for name in arguments.modes)
-    for mode in modes:
-        mode.check(ranks, kv_heads)
-    return modes
+    if arguments.modes != ["all"]:
+        modes = tuple(parse_mode(name) for name in arguments.modes)
+        for mode in modes:
+            mode.check(ranks, kv_heads)
+        return modes, {}
+    runnable, left_out = [], {}
+    for mode in every_mode(ranks):
+        if arguments.degree in (None, mode.degree) or mode.degree == 1:
+            try:
+                mode.check(ranks, kv_heads)
+                runnable.append(mode)
+            except BaselineError as error:
+                left_out[mode.name] = str(error)
+    return tuple(runnable), left_out
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput.table import table
 
-PANELS = {
-    "tokens/s": lambda made: made["tokens_per_s"],
-    "peak memory of a rank, GiB": lambda made: made["memory_gib"]["max"],
-    "idle share": lambda made: made["idle_share"],
-    "GiB moved per step": lambda made: made["bytes_per_step"] / 2**30,
+# By label: the figure of a mode, None where it is not known, and how the axis writes it.
+PANELS: dict[str, tuple[Callable[[dict[str, Any]], float | None], str]] = {
+    "tokens/s": (lambda made: made["tokens_per_s"], "{x:,.0f}"),
+    "peak memory of a rank, GiB": (lambda made: made["memory_gib"] and made["memory_gib"]["max"], "{x:,g}"),
+    "idle share": (lambda made: made["idle_share"], "{x:.0%}"),
+    "GiB moved per step": (lambda made: made["bytes_per_step"] / 2**30, "{x:,g}"),
 }
 
 
@@ -38,7 +40,7 @@ def main() -> None:
 
 
 def plot(reports: list[dict[str, Any]], path: Path) -> None:
-    """Throughput, memory, idle share and bytes of every workload and mode."""
+    """Throughput, memory, idle share and bytes of every workload and mode; what no mode knows is left out."""
     from matplotlib.figure import Figure
 
     cells = {
@@ -48,20 +50,45 @@ def plot(reports: list[dict[str, Any]], path: Path) -> None:
         if cell["modes"]
     }
     modes = list(dict.fromkeys(mode for made in cells.values() for mode in made))
+    panels = {
+        label: (value, text)
+        for label, (value, text) in PANELS.items()
+        if any(value(figures) is not None for made in cells.values() for figures in made.values())
+    }
     if not modes:
         return
-    figure = Figure(figsize=(max(8.0, 1.5 + 0.22 * len(modes) * len(cells)), 10), layout="constrained")
+    figure = Figure(figsize=(max(8.0, 1.5 + 0.22 * len(modes) * len(cells)), 1 + 2.3 * len(panels)))
+    figure.set_layout_engine("constrained")
+    figure.suptitle(title(reports), fontsize="small")
     width = 0.85 / len(modes)
-    for axes, (label, value) in zip(figure.subplots(len(PANELS), 1, sharex=True), PANELS.items(), strict=True):
+    for axes, (label, (value, text)) in zip(figure.subplots(len(panels), 1, sharex=True), panels.items(), strict=True):
         for number, mode in enumerate(modes):
             bars = [(at, value(made[mode])) for at, made in enumerate(cells.values()) if mode in made]
             bars = [(at, height) for at, height in bars if height is not None]
             offsets = [at + (number - (len(modes) - 1) / 2) * width for at, _ in bars]
             axes.bar(offsets, [height for _, height in bars], width, label=mode, color=f"C{number % 10}")
         axes.set_ylabel(label)
+        axes.yaxis.set_major_formatter(text)
     axes.set_xticks(range(len(cells)), list(cells))
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=min(len(modes), 5))
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(modes), 5))
     figure.savefig(path, dpi=110)
+
+
+def title(reports: list[dict[str, Any]]) -> str:
+    """What the figures were measured on; several answers with the numbers of their runs."""
+    runs: dict[str, list[str]] = {}
+    for number, report in enumerate(reports, 1):
+        model, parallel = report["model"], report["parallel"]
+        layers = "1 layer" if model["layers"] == 1 else f"{model['layers']} layers"
+        text = f"{report['hardware']}, {report['tokens_per_rank']:,} tokens per rank, "
+        text += f"TP {parallel['tp']}, PP {parallel['pp']}\n{layers}, hidden {model['hidden']:,}, "
+        text += f"{model['heads']}/{model['kv_heads']} heads, vocabulary {model['vocabulary']:,}"
+        if report["link_channels"]:
+            text += f", links limited to {report['link_channels']} channels"
+        runs.setdefault(text, []).append(str(number))
+    if len(runs) == 1:
+        return next(iter(runs))
+    return "\n".join(f"({', '.join(numbers)}) {text}" for text, numbers in runs.items())
 
 
 if __name__ == "__main__":

@@ -118,12 +118,13 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         device=world.device,
     )
     logger.info(
-        "Model: %s parameters on this rank; %d data-parallel ranks, TP %d, PP %d; core attention %s",
+        "Model: %s parameters on this rank; %d data-parallel rank%s, TP %d, PP %d; core attention %s",
         f"{sum(p.numel() for p in model.parameters()):,}",
         data_parallel,
+        "" if data_parallel == 1 else "s",
         parallel.tp,
         parallel.pp,
-        "disaggregated" if config.cad.enabled else "at home",
+        "disaggregated" if config.cad.enabled else "not disaggregated",
     )
     return Trainer(config, world, model, optimizer, pool, planning, vocabulary)
 

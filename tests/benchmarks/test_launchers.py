@@ -2,7 +2,9 @@
 
 import os
 import shlex
+import shutil
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RUN_3D = ROOT / "benchmarks" / "example-3d-parallel" / "run3d.sh"
 RUN_4D = ROOT / "benchmarks" / "example-4d-parallel" / "run4d.sh"
+# It starts no ranks either; the real one takes over where a test sets REAL_PYTHON.
+STAND_IN = f"""
+if [[ -n $REAL_PYTHON ]]; then exec {shlex.quote(sys.executable)} "$@"; fi
+if [[ $1 == - ]]; then exit 0; fi
+echo "$@"
+"""
 
 
 def run(script, *arguments, **variables):
@@ -21,10 +29,21 @@ def run(script, *arguments, **variables):
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_python(tmp_path_factory):
+    """A Python first on PATH that has everything and finds nothing wrong, so that commands are made quickly."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "python").write_text(f"#!/bin/bash\n{STAND_IN}\n")
+    (folder / "python").chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        yield folder
+
+
 def command(script, *arguments, **variables):
     result = run(script, *arguments, **variables)
     assert result.returncode == 0, result.stderr
-    return shlex.split(result.stdout)
+    return shlex.split(result.stdout.splitlines()[-1])
 
 
 def following(words, option):
@@ -77,13 +96,28 @@ def test_stages_belong_to_run4d():
     ("variables", "said"),
     [
         ({"CP": "2"}, "did you mean CP_SIZE"),
+        ({"PINGPONG": "0"}, "append --cad.ping_pong false, or unset PINGPONG."),
+        ({"PING_PONG": "0"}, "PING_PONG is not a variable of run3d.sh."),
+        ({"PING_PONG": "0"}, "append --cad.ping_pong false, or unset PING_PONG."),
+        ({"PING_PONG": "1"}, "append --cad.ping_pong true,"),
+        ({"CAD": "0"}, "choose distca (balanced attention) or packed (attention at home) with MODE,"),
+        ({"BACKWARD": "resend"}, "append --cad.backward resend,"),
+        ({"CONFIG": "x.yaml"}, "append --config x.yaml,"),
+        ({"ENABLE_NSYS": "1"}, "use it with pretrain_llama.sh,"),
+        ({"RESUME": "latest"}, "let every mode begin anew without it,"),
+        ({"DATA_PATH": "x"}, "choose the documents' lengths with MIX,"),
+        ({"STEPS": "4"}, "rename it to BATCHES, or unset STEPS."),
+        ({"EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB": "4"}, "append --cad.nvshmem_buffer_gb 4,"),
+        ({"EXPERIMENT_LOG_MEMORY_USAGE": "1"}, "read peak memory in table.md,"),
+        ({"NAME": "a/b"}, "NAME is 'a/b'; it must be a folder's name without slashes."),
         ({"SEQ_LEN": "2"}, "did you mean CONTEXT_LENGTH"),
         ({"DISTCA_MODE": "x"}, "There is no variable DISTCA_MODE"),
         ({"MODE": "fast"}, "MODE is 'fast'"),
         ({"MIX": "books"}, "MIX is 'books'"),
         ({"CP_SIZE": "3"}, "CP_SIZE is 3"),
         ({"RECOMPUTE": "1"}, "RECOMPUTE is '1'; it must be none, mlp or all."),
-        ({"TP_SIZE": "3"}, "not divisible"),
+        ({"TP_SIZE": "3"}, "cannot be divided by TP_SIZE = 3."),
+        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),
         ({"BATCHES": "0"}, "BATCHES is '0'"),
     ],
 )
@@ -91,3 +125,42 @@ def test_mistakes_are_sentences(variables, said):
     result = run(RUN_3D, **variables)
     assert result.returncode == 2
     assert said in result.stderr and "next step:" in result.stderr
+
+
+def test_settings_are_checked_before_any_rank_is_started():
+    for script, variables, arguments, said in (
+        (RUN_3D, {"MODE": "cp3"}, ("--cad.ping_pong", "false"), "cp3 needs groups of 3 ranks"),
+        (RUN_4D, {"LAYERS": "3"}, (), "model.layers 3 is not divisible by parallel.pp 2"),
+    ):
+        result = run(script, *arguments, REAL_PYTHON="1", **variables)
+        assert (result.returncode, result.stdout) == (2, ""), result.stderr
+        assert result.stderr.startswith(f"error: {said}") and len(result.stderr.splitlines()) == 2
+    assert run(RUN_3D, "--cad.ping_pong", "false", REAL_PYTHON="1").returncode == 0
+
+
+def test_slurm_jobs_get_their_cores_and_start_the_ranks_themselves(quick_python):
+    (quick_python / "scontrol").write_text("#!/bin/bash\necho host1\n")
+    (quick_python / "scontrol").chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host1", "SLURM_GPUS_ON_NODE": "8", "GPUS_PER_NODE": ""}
+    words = command(RUN_3D, SLURM_JOB_CPUS_PER_NODE="64(x2)", **job)
+    assert {"--ntasks-per-node=8", "--cpus-per-task=8", "MASTER_ADDR=host1"} <= set(words)
+    twice = run(RUN_3D, SLURM_STEP_NUM_TASKS="8", **job)
+    assert twice.returncode == 2 and "use sbatch benchmarks/example-3d-parallel/run3d.sh" in twice.stderr
+
+
+def test_a_name_that_is_taken_gets_a_number(tmp_path):
+    for name in ("benchmarks/launch.sh", "launch_ranks.sh", "benchmarks/example-3d-parallel/run3d.sh"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    script = tmp_path / "benchmarks" / "example-3d-parallel" / "run3d.sh"
+    logs = script.parent / "logs"
+    for expected in ("test", "test-2", "test-3"):
+        assert following(command(script), "--output") == [f"benchmarks/example-3d-parallel/logs/{expected}"]
+        assert not (logs / expected).exists()
+        result = run(script, DRY_RUN="0")
+        assert result.returncode == 0, result.stderr
+        assert f"--output benchmarks/example-3d-parallel/logs/{expected} " in (logs / expected / "log.txt").read_text()
+    # Other machines write nothing: the first one's ranks have the figures.
+    machine = {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "1"}
+    assert run(script, DRY_RUN="0", NAME="other", **machine).returncode == 0
+    assert not (logs / "other").exists()

@@ -40,12 +40,17 @@ def test_every_mode_trains_the_same_batches(tmp_path):
         assert len(mode["steps_s"]) == 2 and mode["tokens_per_s"] > 0 and mode["share_of_ceiling"] > 0
         assert mode["share_of_burst_ceiling"] == mode["share_of_ceiling"]  # only GPUs have clocks that they cannot hold
         assert len(mode["idle_shares"]) == 2 and sum(mode["idle_shares"]) / 2 == pytest.approx(mode["idle_share"])
-        assert mode["memory_gib"]["max_over_min"] >= 1
+        # The size of a process on a CPU is no peak, and holds what the modes before it left.
+        assert mode["memory_gib"] is None and mode["reserved_gib"] is None
     assert cell["modes"]["packed"]["bytes_per_step"] == 0 < cell["modes"]["cp2"]["bytes_per_step"]
     assert set(report["links"]) == {"all_to_all_gb_per_s", "all_gather_gb_per_s", "ring_gb_per_s"}
     assert min(report["links"].values()) > 0
     table = (tmp_path / "table.md").read_text()
     assert "| ulysses2 |" in table and "limited to 2 channels, GB/s of each rank: all-to-all" in table
+    assert "CPU ranks share cores, so these speeds say nothing" in table and "buys its speed with memory" in table
+    assert not [head for head in ("MFU", "burst", "peak") if head in table]
+    assert "INFO Links, limited to 2 channels, GB/s of each rank: all-to-all" in result.stderr
+    assert "at home" not in result.stderr
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -81,11 +86,11 @@ def test_batches_are_the_same_documents_for_every_mode_and_fit_their_bins():
 
 
 def test_a_context_that_fits_nowhere_is_refused():
-    from benchmarks.baselines import BaselineError
     from benchmarks.throughput.batches import draw_batches
     from benchmarks.throughput.settings import Cell
+    from distca.train.settings import ConfigError
 
-    with pytest.raises(BaselineError, match="raise data"):
+    with pytest.raises(ConfigError, match="raise data"):
         draw_batches(Cell("pretrain", 5000), 1, ranks=4, tokens_per_rank=1000, micro_batches=1, vocabulary=9, seed=0)
 
 
@@ -114,12 +119,14 @@ def test_wrong_settings_are_sentences(tmp_path):
         (["--modes", "cp4"], [], "do not divide the 6 data-parallel"),
         (["--modes", "ulysses3"], [], "key/value heads"),
         (["--batches", "0"], [], "--batches"),
+        (["--contexts", "128", "1024"], [], "1,024 tokens does not fit into 6 data-parallel ranks of 128"),
         (["--link-channels", "3"], [], "--link-channels is 3"),
         (["--link-channels", "0"], [], "--link-channels is 0"),
         ([], ["--model.vocabulary", "0"], "model.vocabulary is 0"),
         ([], ["--parallel.tp", "4"], "not divisible"),
     ):
-        command = ["--output", str(tmp_path), *arguments, "--", *MODEL, "--data.context_length", "128", *settings]
+        command = ["--output", str(tmp_path), "--contexts", "128", *arguments, "--", *MODEL]
+        command += ["--data.context_length", "128", *settings]
         with pytest.raises(ConfigError, match=words):
             parse(command, 6)
 
@@ -127,9 +134,38 @@ def test_wrong_settings_are_sentences(tmp_path):
 def test_all_modes_of_one_degree(tmp_path):
     from benchmarks.throughput.settings import parse
 
-    settings = parse(["--output", str(tmp_path), "--degree", "2", "--", *MODEL, "--data.context_length", "128"], 4)
+    command = ["--output", str(tmp_path), "--contexts", "128", "--degree", "2", "--", *MODEL]
+    settings = parse([*command, "--data.context_length", "128"], 4)
     names = [mode.name for mode in settings.modes]
     assert names == ["distca", "packed", "cp2", "cp2-keep", "ring2", "ulysses2", "variable"]
+    assert settings.left_out == {}
+
+
+def test_of_all_modes_what_cannot_run_is_named_with_the_reason(tmp_path):
+    from benchmarks.throughput.settings import parse
+    from benchmarks.throughput.table import table
+
+    command = ["--output", str(tmp_path), "--contexts", "128", "--", *MODEL, "--data.context_length", "128"]
+    settings = parse(command, 4)
+    assert "ulysses4" not in [mode.name for mode in settings.modes]
+    assert list(settings.left_out) == ["ulysses4"]
+    assert settings.left_out["ulysses4"].startswith("ulysses4 shards 2 key/value heads over 4 ranks")
+    cell = {"tokens_per_batch": 1.0, "modes": {}, "not_run": settings.left_out}
+    report = {"hardware": "x", "command": "y", "links": {}, "link_channels": None, "cells": {"pretrain 128": cell}}
+    assert f"Not run: {settings.left_out['ulysses4']}" in table(report)
+
+
+def test_checking_starts_nothing(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.throughput", "--check", "6", "--output", str(tmp_path / "new")]
+    command += ["--contexts", "128", "--modes", "cp4", "--", *MODEL, "--data.context_length", "128"]
+    wrong = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: cp4 needs groups of 4 ranks") and len(wrong.stderr.splitlines()) == 2
+    right = subprocess.run(
+        ["cp3" if word == "cp4" else word for word in command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (right.returncode, right.stdout, right.stderr) == (0, "", "")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("throughput_*.json")), ids=lambda path: path.stem)
@@ -138,5 +174,26 @@ def test_kept_results_still_make_tables(path):
 
     report = json.loads(path.read_text())
     modes = [mode for cell in report["cells"].values() for mode in cell["modes"]]
-    rows = [line for line in table(report).splitlines() if line.startswith("| ") and not line.startswith("| mode")]
+    rows = [line for line in table(report).splitlines() if line.startswith("| ") and line[2:6] not in ("mode", "--- ")]
     assert [row.split()[1] for row in rows] == modes
+
+
+def test_a_share_of_a_bursts_ceiling_is_written_where_it_differs(tmp_path):
+    from benchmarks.throughput.table import table
+
+    report = json.loads((RESULTS / "throughput_2_gpus_pretrain_128k.json").read_text())
+    head, _, row, *_ = [line for line in table(report).splitlines() if line.startswith("| ")]
+    cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
+    assert (cells["of the ceiling"], cells["of a burst's ceiling"]) == ("92.0%", "85.5%")
+    assert "idle" not in cells  # that run was not traced
+
+
+def test_plots_say_what_they_show():
+    from benchmarks.throughput.sweep import PANELS, title
+
+    reports = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("throughput_*.json"))]
+    one, all_of_them = title(reports[-1:]), title(reports)
+    assert one.startswith("4 × NVIDIA H200, 131,072 tokens per rank") and "vocabulary 128,256" in one
+    assert all_of_them.startswith("(1) 2 × NVIDIA H200") and "(3) 4 ×" in all_of_them
+    assert all_of_them.count("links limited to 2 channels") == 1
+    assert PANELS["tokens/s"][1].format(x=250000) == "250,000" and PANELS["idle share"][1].format(x=0.3) == "30%"
