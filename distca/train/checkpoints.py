@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distca.data.sampler import Sampler
-from distca.train.run_folder import Checkpoint, RunFolder
+from distca.train.run_folder import Checkpoint, RunFolder, damaged
 from distca.train.settings import ConfigError, RunConfig
 
 if TYPE_CHECKING:
@@ -64,10 +64,10 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
         sampler: over the run's documents; moved to where the checkpoint's stood.
 
     Raises:
-        ConfigError: naming each size that differs.
+        ConfigError: naming each size that differs, or what cannot be read.
         DataError: the documents or their order are others.
     """
-    saved = json.loads((checkpoint / _FITS_FILE).read_text())
+    saved = _read_fits(checkpoint)
     own = _identity(config, config.model.vocabulary or vocabulary)
     differing = [f"{name} was {saved.get(name)}, now {own[name]}" for name in own if saved.get(name) != own[name]]
     if differing:
@@ -76,6 +76,16 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
             "checkpoint.resume."
         )
     sampler.load_state_dict(saved["sampler"])
+
+
+def _read_fits(checkpoint: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads((checkpoint / _FITS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise damaged(checkpoint, f"{_FITS_FILE} cannot be read ({error})") from None
+    if not isinstance(saved, dict) or "sampler" not in saved:
+        raise damaged(checkpoint, f"{_FITS_FILE} does not say where the data stood")
+    return saved
 
 
 def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:
