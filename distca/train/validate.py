@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 
 from distca.train.config import ConfigError, RunConfig, known_settings
@@ -24,7 +25,7 @@ _AT_LEAST_ONE = (
     "log.every",
 )
 _ABOVE_ZERO = ("optimizer.lr", "optimizer.epsilon", "model.rope_base", "model.norm_epsilon")
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction", "cad.tolerance")
 
 
 def validate(config: RunConfig, world_size: int, vocabulary: int | None = None) -> None:
@@ -42,7 +43,10 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None) 
     # The checks below divide by sizes, so they wait until sizes are positive.
     if not problems:
         problems = (
-            _model(config, vocabulary) + (_world(config, world_size) or _data(config, world_size)) + _steps(config)
+            _model(config, vocabulary)
+            + (_world(config, world_size) or _data(config, world_size))
+            + _steps(config)
+            + _output(config)
         )
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -67,7 +71,7 @@ def _ranges(config: RunConfig) -> list[str]:
             problems.append(f"{setting} is {value}; it must not be negative.")
         elif setting in _BELOW_ONE and value >= 1:
             problems.append(f"{setting} is {value}; it must be below 1.")
-    if not config.name or Path(config.name).name != config.name:
+    if config.name in ("", "..") or Path(config.name).name != config.name:
         problems.append(f"name is {config.name!r}; it must be a folder's name without slashes; output says where.")
     return problems
 
@@ -185,3 +189,18 @@ def _steps(config: RunConfig) -> list[str]:
                 f"train.steps {train.steps}."
             )
     return problems
+
+
+def _output(config: RunConfig) -> list[str]:
+    """Whether the run can write where it will: into the run that it resumes, or below output."""
+    resume = config.checkpoint.resume
+    setting, folder = ("output", config.output) if resume in (None, "latest") else ("checkpoint.resume", resume)
+    nearest = Path(folder).absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    try:
+        # Permissions alone do not say it: the file system may be read-only, or allow no new files even to root.
+        with tempfile.TemporaryFile(dir=nearest):
+            return []
+    except OSError as error:
+        return [f"{setting} is {folder}, but nothing can be written into {nearest} ({error.strerror}); change it."]

@@ -56,6 +56,10 @@ def test_the_defaults_are_accepted() -> None:
         ("--log.timeline_steps [5,61]", 4, "train.steps 60"),
         ("--data.source text", 4, "data.source text needs data.path."),
         ("--name a/b", 4, "name is 'a/b'"),
+        ("--name ..", 4, "name is '..'; it must be a folder's name"),
+        ("--cad.tolerance 7", 4, "cad.tolerance is 7.0; it must be below 1."),
+        ("--output /proc/x/y", 4, "output is /proc/x/y, but nothing can be written into /proc ("),
+        (f"--output {__file__}/runs", 4, "/runs, but nothing can be written into"),
     ],
 )
 def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str) -> None:
