@@ -6,6 +6,7 @@ import math
 import tempfile
 from pathlib import Path
 
+from distca.data.mixes import MIX_NAMES
 from distca.train.config import ConfigError, RunConfig, known_settings
 
 _AT_LEAST_ONE = (
@@ -163,7 +164,8 @@ def _data(config: RunConfig, world_size: int) -> list[str]:
             "lower the first or raise the second."
         )
     if data.source != "stdlib" and not data.path:
-        problems.append(f"data.source {data.source} needs data.path.")
+        mixes = f": one of {', '.join(MIX_NAMES)}" if data.source == "mix" else ""
+        problems.append(f"data.source {data.source} needs data.path{mixes}.")
     return problems
 
 

@@ -55,6 +55,7 @@ def test_the_defaults_are_accepted() -> None:
         ("--log.timeline_steps [5,3]", 4, "log.timeline_steps is [5, 3]"),
         ("--log.timeline_steps [5,61]", 4, "train.steps 60"),
         ("--data.source text", 4, "data.source text needs data.path."),
+        ("--data.source mix", 4, "needs data.path: one of pretrain, prolong, pretrain-long, prolong-long."),
         ("--name a/b", 4, "name is 'a/b'"),
         ("--name ..", 4, "name is '..'; it must be a folder's name"),
         ("--cad.tolerance 7", 4, "cad.tolerance is 7.0; it must be below 1."),
