@@ -15,6 +15,8 @@ from distca.plan import DEFAULT_TOLERANCE
 class ConfigError(ValueError):
     """A setting that no run can be started with; the message names the value, the limit and the setting to change."""
 
+    next_step = "change the setting that is named and start again."
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
