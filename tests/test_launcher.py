@@ -239,7 +239,7 @@ def test_mistakes_are_one_sentence(machine: Machine, variables: dict[str, str], 
 
 
 def test_settings_are_checked_once_before_any_rank_is_started(machine: Machine) -> None:
-    result = machine.run(STEPS="5")
+    result = machine.run("--optimizer.warmup_steps", "10", STEPS="5")
     assert result.returncode == 2
     assert result.stderr.startswith("error: optimizer.warmup_steps is 10, but train.steps is 5;")
     assert len(result.stderr.splitlines()) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -25,6 +26,8 @@ from distca.train.step_record import StepRecorder
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
+
+logger = logging.getLogger(__name__)
 
 
 def train(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
@@ -61,6 +64,8 @@ class _Loop:
     def run(self) -> None:
         """All steps, then validation, the last checkpoint and the summary."""
         steps, log = self._config.train.steps, self._config.log
+        if log.timeline_steps and log.timeline_steps[0] > steps:
+            logger.info("No timeline: log.timeline_steps %s begins after the last step, %d.", log.timeline_steps, steps)
         validation = None
         with ExitStack() as stack:
             if self._speaks:

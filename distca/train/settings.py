@@ -145,7 +145,8 @@ class OptimizerConfig:
     Attributes:
         lr: learning rate at the end of the warm-up.
         min_lr: learning rate at the last step.
-        warmup_steps: steps in which the learning rate rises from 0 to lr.
+        warmup_steps: steps in which the learning rate rises from 0 to lr; null takes a sixth of train.steps, at most
+            100, and in a resumed run what the run had before.
         weight_decay: decoupled weight decay.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
@@ -156,7 +157,7 @@ class OptimizerConfig:
 
     lr: float = 3e-3
     min_lr: float = 3e-4
-    warmup_steps: int = 10
+    warmup_steps: int | None = None
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -213,7 +214,8 @@ class LogConfig:
 
     Attributes:
         every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.
-        timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto).
+        timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
+            before records what it has of them.
         tensorboard: also write TensorBoard events.
         memory: also record each step's peak memory.
     """
@@ -266,6 +268,12 @@ class RunConfig:
         heads = (model.heads + 2 * model.kv_heads) // self.parallel.tp
         qkv = self.data.tokens_per_rank * heads * model.resolved_head_dim * value_bytes
         return max((5.0 if self.resolved_backward == "resend" else 4.5) * qkv / 2**30, 0.25)
+
+    @property
+    def resolved_warmup_steps(self) -> int:
+        """optimizer.warmup_steps, with null resolved for a run that does not resume."""
+        given = self.optimizer.warmup_steps
+        return min(self.train.steps // 6, 100) if given is None else given
 
     @property
     def resolved_backward(self) -> Literal["keep", "resend"]:

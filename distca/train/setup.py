@@ -103,7 +103,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     if on_gpu:
         gpt.cuda()
     model = wrap_for_data_parallel(gpt, config.optimizer.distributed)
-    optimizer = build_optimizer(model, config.optimizer, config.train.steps, dtype)
+    optimizer = build_optimizer(model, config.optimizer, config.train.steps, config.resolved_warmup_steps, dtype)
     planning = Planning(
         rank=transport.rank % data_parallel,
         ranks=data_parallel,

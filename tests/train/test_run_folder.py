@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from distca.data import Sampler
-from distca.train.checkpoints import check_fits
+from distca.train.checkpoints import check_fits, with_saved_warmup
 from distca.train.config import CheckpointConfig, ConfigError, RunConfig, parse_run_config
 from distca.train.run_folder import RunFolder, create_run_folder, resume_run_folder
 
@@ -122,3 +123,12 @@ def test_unreadable_notes_on_what_a_checkpoint_fits_are_a_sentence(tmp_path: Pat
         (tmp_path / "fits.json").write_text(content)
     with pytest.raises(ConfigError, match=r"is damaged: fits\.json"):
         check_fits(tmp_path, RunConfig(), 256, Sampler(np.array([3]), 1, 8, 1, seed=0))
+
+
+def test_a_resumed_run_keeps_the_warm_up_also_for_more_steps(tmp_path: Path) -> None:
+    more = parse_run_config(["--train.steps", "600"])
+    for saved, kept in (({"optimizer.warmup_steps": 4}, 4), ({}, 10)):  # early versions did not save it
+        (tmp_path / "fits.json").write_text(json.dumps({"sampler": {}} | saved))
+        assert with_saved_warmup(more, tmp_path).resolved_warmup_steps == kept
+        given = parse_run_config(["--train.steps", "600", "--optimizer.warmup_steps", "7"])
+        assert with_saved_warmup(given, tmp_path) == given

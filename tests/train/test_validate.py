@@ -53,7 +53,7 @@ def test_the_defaults_are_accepted() -> None:
         ("--checkpoint.keep 0", 4, "checkpoint.keep is 0; it must be at least 1."),
         ("--cad.kernel flash4", 4, "cad.kernel flash4 computes in bf16, but train.precision is fp32"),
         ("--log.timeline_steps [5,3]", 4, "log.timeline_steps is [5, 3]"),
-        ("--log.timeline_steps [5,61]", 4, "train.steps 60"),
+        ("--log.timeline_steps [0,3]", 4, "1 <= first <= last"),
         ("--data.source text", 4, "data.source text needs data.path."),
         ("--data.source mix", 4, "needs data.path: one of pretrain, prolong, pretrain-long, prolong-long."),
         ("--name a/b", 4, "name is 'a/b'"),
@@ -78,6 +78,8 @@ def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str
         "--cad.enabled false --data.context_length 1024 --train.recompute mlp",
         "--data.whole_documents true --data.context_length 1024",
         "--train.steps 1 --optimizer.warmup_steps 0",
+        "--train.steps 1",
+        "--log.timeline_steps [5,61]",
         "--model.head_dim 64",
         "--log.timeline_steps [60,60]",
     ],
@@ -103,3 +105,13 @@ def test_all_problems_are_reported_together() -> None:
         "optimizer.warmup_steps is 99",
     ):
         assert any(part in line for line in lines[1:])
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-8b", "llama-8b-cut", "llama-34b"])
+@pytest.mark.parametrize("steps", [1, 2, 5, 10, 10_000])
+def test_shipped_configurations_run_for_any_number_of_steps(name: str, steps: int) -> None:
+    line = ["--config", str(CONFIGS / f"{name}.yaml"), "--train.steps", str(steps)]
+    config = parse_run_config(line)
+    validate(config, 16)
+    assert config.resolved_warmup_steps == min(steps // 6, 100)
+    assert parse_run_config([*line, "--optimizer.warmup_steps", "3"]).resolved_warmup_steps == 3
