@@ -7,6 +7,7 @@ A setting that is not given keeps its default from ``distca.train.settings``; on
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
@@ -75,6 +76,7 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_value_error(str(error))) from None
     config: RunConfig = _build(RunConfig, parsed.as_dict())
+    _check_name(arguments, config)
     return config
 
 
@@ -134,6 +136,18 @@ def _check_arguments(arguments: list[str]) -> None:
             expects_value = False
         else:
             raise ConfigError(f"{argument!r} on the command line belongs to no setting; write --setting value.")
+
+
+def _check_name(arguments: list[str], config: RunConfig) -> None:
+    """Refuse a name beside a run's folder to resume, which has its own; a name from a file says only what it was."""
+    resume, given = config.checkpoint.resume, any(re.fullmatch("--name(=.*)?", argument) for argument in arguments)
+    if not given or resume in (None, "latest"):
+        return
+    if not re.fullmatch(re.escape(config.name) + r"(-\d+)?", Path(str(resume)).name):
+        raise ConfigError(
+            f"name is {config.name}, but checkpoint.resume is {resume}, and a resumed run goes on in its own folder; "
+            "leave out name, or copy that folder and resume the copy."
+        )
 
 
 def _check_file(name: str, known: list[str]) -> None:

@@ -23,6 +23,18 @@ from distca.transport import choose_transport
 
 logger = logging.getLogger(__name__)
 
+# Every rank would say these, and a user can do nothing about them.
+_REPEATED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    # torch renames collectives and checkpoint functions faster than megatron-core follows.
+    ("`torch.distributed", FutureWarning),
+    ("`load_state_dict` is deprecated", FutureWarning),
+    ("Please use DTensor instead", FutureWarning),
+    # One hardware queue would start kernels in the order of their calls, so that megatron-core's tensor-parallel
+    # collectives in backward begin before the matrix product they should hide behind. It would also put the streams of
+    # attention's transfers, the server and the other half into that one queue, where each waits for the others.
+    (r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", UserWarning),
+)
+
 
 @dataclass(frozen=True)
 class Trainer:
@@ -49,8 +61,8 @@ def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         # megatron-core says once per module that Transformer Engine or Apex are missing; `distca doctor` says it once.
         warnings.simplefilter("ignore")
         trainer = _build(config, world, config.model.vocabulary or vocabulary)
-    # torch renames collectives faster than megatron-core follows; every rank would say so at the first call of each.
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    for message, category in _REPEATED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
     return trainer
 
 

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(folder: Path) -> Path:
     """Runs on two ranks, by name."""
 
-    def line(name: str, **settings: object) -> list[str]:
+    def line(name: str | None, **settings: object) -> list[str]:
         return arguments(**{"name": name, "output": folder, "data__path": folder / "texts"} | settings)
 
     saving = {"checkpoint__save_every": 3}
@@ -72,9 +72,9 @@ def two_ranks(folder: Path) -> Path:
     for name in ("saving", "saving-plain", "saving-bf16"):
         _die_after_third_step(folder / name, folder / f"{name}-resumed")
     resumed = [
-        line("ignored", checkpoint__resume=folder / "saving-resumed"),
-        line("ignored", checkpoint__resume=folder / "saving-plain-resumed", optimizer__distributed=False),
-        line("ignored", checkpoint__resume=folder / "saving-bf16-resumed", train__precision="bf16"),
+        line(None, checkpoint__resume=folder / "saving-resumed"),
+        line(None, checkpoint__resume=folder / "saving-plain-resumed", optimizer__distributed=False),
+        line(None, checkpoint__resume=folder / "saving-bf16-resumed", train__precision="bf16"),
     ]
     run_ranks(2, train_all, resumed, timeout=200)
     return folder
@@ -85,16 +85,16 @@ def four_ranks(two_ranks: Path) -> Path:
     """Runs on four ranks, by name, in the same folder."""
     folder = two_ranks
 
-    def line(name: str, **settings: object) -> list[str]:
+    def line(name: str | None, **settings: object) -> list[str]:
         return arguments(**{"name": name, "output": folder, "data__path": folder / "texts"} | settings)
 
     run_ranks(4, train_all, [line("tensor", parallel__tp=2, checkpoint__save_every=3)])
     _die_after_third_step(folder / "tensor", folder / "tensor-resumed")
     _die_after_third_step(folder / "saving", folder / "saving-on-four")
     resumed = [
-        line("ignored", parallel__tp=2, checkpoint__resume=folder / "tensor-resumed"),
+        line(None, parallel__tp=2, checkpoint__resume=folder / "tensor-resumed"),
         # As many tokens per step on twice as many ranks.
-        line("ignored", data__tokens_per_rank=48, checkpoint__resume=folder / "saving-on-four"),
+        line(None, data__tokens_per_rank=48, checkpoint__resume=folder / "saving-on-four"),
     ]
     run_ranks(4, train_all, resumed, timeout=200)
     return folder
