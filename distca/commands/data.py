@@ -10,6 +10,7 @@ from distca.data.mixes import MIX_NAMES
 from distca.data.sources import open_source
 from distca.data.statistics import length_statistics
 from distca.data.tokenizer import open_tokenizer
+from distca.words import count
 
 __all__ = ["convert", "describe"]
 
@@ -41,8 +42,8 @@ def convert(
         task = progress.add_task("converting", total=int(documents.lengths.sum()))
         done = convert_source(documents, encoder, tokenizer, output, lambda size: progress.advance(task, size))
         progress.console.print(
-            f"{output}.bin, .idx, .json: {done.documents:,} documents, {done.tokens:,} tokens, vocabulary "
-            f"{done.vocabulary:,}; {done.empty:,} documents without a token left out",
+            f"{output}.bin, .idx, .json: {count(done.documents, 'document')}, {count(done.tokens, 'token')}, "
+            f"vocabulary {done.vocabulary:,}; {count(done.empty, 'document')} without a token left out",
             highlight=False,
         )
 
@@ -77,7 +78,10 @@ def describe(
     table.add_column("")
     table.add_column("tokens", justify="right")
     for label, value in (
-        (f"all {statistics.documents:,} documents", f"{statistics.tokens:,}"),
+        (
+            f"all {count(statistics.documents, 'document')}" if statistics.documents > 1 else "1 document",
+            f"{statistics.tokens:,}",
+        ),
         ("mean document", f"{statistics.mean:,.1f}"),
         ("shortest document", f"{statistics.shortest:,}"),
         *((f"{share:.0%} quantile", f"{value:,.0f}") for share, value in statistics.quantiles.items()),

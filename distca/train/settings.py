@@ -217,7 +217,8 @@ class LogConfig:
         timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
             before records what it has of them.
         tensorboard: also write TensorBoard events.
-        memory: also record each step's peak memory.
+        memory: on CPUs, also record the memory that processes have after each step; the peak memory of GPUs is always
+            recorded.
     """
 
     every: int = 1

@@ -20,6 +20,7 @@ from distca.train.planning import Planning
 from distca.train.settings import RunConfig
 from distca.train.world import World
 from distca.transport import choose_transport
+from distca.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +131,9 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         device=world.device,
     )
     logger.info(
-        "Model: %s parameters on this rank; %d data-parallel ranks, TP %d, PP %d; core attention %s",
+        "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s",
         f"{sum(p.numel() for p in model.parameters()):,}",
-        data_parallel,
+        count(data_parallel, "data-parallel rank"),
         parallel.tp,
         parallel.pp,
         "disaggregated" if config.cad.enabled else "at home",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distca.data.mixes import MIX_NAMES
 from distca.train.config import ConfigError, RunConfig, known_settings
+from distca.words import count
 
 _AT_LEAST_ONE = (
     "model.layers",
@@ -124,7 +125,9 @@ def _world(config: RunConfig, world_size: int) -> list[str]:
     tp, pp = config.parallel.tp, config.parallel.pp
     needs = f"parallel.tp {tp}" if pp == 1 else f"parallel.tp {tp} × parallel.pp {pp}"
     if world_size < tp * pp:
-        return [f"The run has {world_size} ranks, but {needs} needs at least {tp * pp}; start more or lower it."]
+        return [
+            f"The run has {count(world_size, 'rank')}, but {needs} needs at least {tp * pp}; start more or lower it."
+        ]
     if world_size % (tp * pp):
         return [f"The {world_size} ranks are not divisible by {needs}; start another number of ranks or change it."]
     return _stages(config)
@@ -160,7 +163,7 @@ def _data(config: RunConfig, world_size: int) -> list[str]:
     elif data.context_length > ranks * data.tokens_per_rank:
         problems.append(
             f"data.context_length is {data.context_length}, but a micro-batch holds {ranks * data.tokens_per_rank} "
-            f"tokens ({ranks} data-parallel ranks × data.tokens_per_rank {data.tokens_per_rank}); "
+            f"tokens ({count(ranks, 'data-parallel rank')} × data.tokens_per_rank {data.tokens_per_rank}); "
             "lower the first or raise the second."
         )
     if data.source != "stdlib" and not data.path:

@@ -261,7 +261,7 @@ MISTAKES = {
         "data.context_length is 96, but a micro-batch holds 80 tokens",
     ),
     "heads": (6, {"parallel__tp": 3}, "model.heads 4 is not divisible by parallel.tp 3"),
-    "too few ranks": (1, {"parallel__tp": 2}, "The run has 1 ranks, but parallel.tp 2 needs at least 2"),
+    "too few ranks": (1, {"parallel__tp": 2}, "The run has 1 rank, but parallel.tp 2 needs at least 2"),
     "odd ranks": (3, {"parallel__tp": 2}, "The 3 ranks are not divisible by parallel.tp 2"),
     "unknown setting": (2, {"model__depth": 3}, "There is no setting 'model.depth'"),
     "word for a number": (2, {"train__steps": "many"}, "train.steps must be a whole number, not many"),

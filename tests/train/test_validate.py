@@ -23,7 +23,7 @@ def test_the_defaults_are_accepted() -> None:
     ("arguments", "world_size", "said"),
     [
         ("--parallel.tp 2", 5, "The 5 ranks are not divisible by parallel.tp 2"),
-        ("--parallel.tp 2", 1, "The run has 1 ranks, but parallel.tp 2 needs at least 2"),
+        ("--parallel.tp 2", 1, "The run has 1 rank, but parallel.tp 2 needs at least 2"),
         ("--parallel.pp 3", 12, "model.layers 4 is not divisible by parallel.pp 3"),
         ("--parallel.pp 2 --cad.backward keep", 8, "cad.backward is keep, but with parallel.pp 2"),
         ("--parallel.pp 2 --parallel.tp 2", 6, "The 6 ranks are not divisible by parallel.tp 2 × parallel.pp 2"),
