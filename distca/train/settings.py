@@ -132,7 +132,7 @@ class DataConfig:
     vocabulary: int = 0
     context_length: int = 4096
     longer: Literal["error", "split"] = "error"
-    tokens_per_rank: int = 1024
+    tokens_per_rank: int = 4096
     whole_documents: bool = False
     validation_fraction: float = 0.02
     seed: int = 1234

@@ -243,6 +243,8 @@ def test_config_yaml_starts_the_same_run_again_and_resumes_it(
     shutil.rmtree(copy / "checkpoints" / "step_000006")
     done = start("--config", str(run / "config.yaml"), "--checkpoint.resume", str(copy))
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, "warnings that a user can do nothing about"
+    assert "2 steps, from step 5 on" in done.stderr + done.stdout
     assert steps_of(copy) == steps_of(run)
     assert (copy / "config-from-step-000004.yaml").exists()
     assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["step_000004", "step_000006"]
@@ -292,6 +294,17 @@ def test_a_mistake_is_one_sentence_before_anything_starts(
     done = start("--check", str(ranks), *arguments(**{"data__path": None} | filled), ranks=0)
     _is_one_sentence(done, said)
     assert not (folder / "mistakes").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_starts(
+    started: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    run, _ = started
+    shutil.copytree(run, run.with_name("damaged"))
+    newest = run.with_name("damaged") / "checkpoints" / "step_000006"
+    os.truncate(newest / "__0_0.distcp", 100)
+    line = arguments(data__path=run.parent / "texts", train__steps=9, checkpoint__resume=run.with_name("damaged"))
+    _is_one_sentence(start("--check", "2", *line, ranks=0), "step_000006 is damaged: __0_0.distcp has 100 bytes, not")
 
 
 def test_the_checked_settings_of_a_good_run_are_accepted(folder: Path) -> None:

@@ -15,8 +15,9 @@ def test_shipped_configurations_are_accepted(name: str, world_size: int) -> None
     validate(parse_run_config(["--config", str(CONFIGS / f"{name}.yaml")]), world_size)
 
 
-def test_the_defaults_are_accepted() -> None:
-    validate(parse_run_config([]), 4, vocabulary=256)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_defaults_are_accepted(ranks: int) -> None:
+    validate(parse_run_config([]), ranks, vocabulary=256)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +36,18 @@ def test_the_defaults_are_accepted() -> None:
         ("--model.kv_heads 3", 4, "model.heads 4 is not divisible by model.kv_heads 3"),
         ("--model.hidden 130", 4, "model.hidden 130 is not divisible by model.heads 4"),
         ("--model.head_dim 33", 4, "The head dimension is 33"),
-        ("--data.context_length 4097", 4, "data.context_length is 4097, but a micro-batch holds 4096 tokens"),
-        ("--data.whole_documents true", 4, "data.context_length is 4096, but data.whole_documents keeps"),
-        ("--cad.enabled false", 4, "data.context_length is 4096, but without cad.enabled"),
+        (
+            "--data.context_length 16385",
+            4,
+            "data.context_length is 16385, but a micro-batch holds 16384 tokens (4 data-",
+        ),
+        (
+            "--data.context_length 4097",
+            1,
+            "a micro-batch holds 4096 tokens (1 data-parallel rank × data.tokens_per_rank",
+        ),
+        ("--data.context_length 4097 --data.whole_documents true", 4, "is 4097, but data.whole_documents keeps"),
+        ("--data.context_length 4097 --cad.enabled false", 4, "data.context_length is 4097, but without cad.enabled"),
         (
             "--cad.enabled false --data.context_length 1024 --train.recompute all",
             4,
@@ -89,7 +99,7 @@ def test_unusual_settings_that_work_are_accepted(arguments: str) -> None:
 
 
 def test_without_disaggregation_one_rank_may_hold_all() -> None:
-    validate(parse_run_config(["--cad.enabled", "false", "--data.tokens_per_rank", "4096"]), 1)
+    validate(parse_run_config(["--cad.enabled", "false"]), 1)
 
 
 def test_all_problems_are_reported_together() -> None:
