@@ -187,7 +187,16 @@ def start(*line: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def started(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     line = arguments(name="started", output=folder, data__path=folder / "texts", log__timeline_steps="[2,3]")
-    line += ["--checkpoint.save_every", "2", "--checkpoint.keep", "2", "--log.tensorboard", "true"]
+    line += [
+        "--checkpoint.save_every",
+        "2",
+        "--checkpoint.keep",
+        "2",
+        "--log.tensorboard",
+        "true",
+        "--log.memory",
+        "true",
+    ]
     done = start(*line)
     assert done.returncode == 0, done.stderr
     return folder / "started", done
@@ -222,6 +231,9 @@ def test_metrics_hold_the_documented_keys(started: tuple[Path, subprocess.Comple
         assert values["tokens_per_s"] == pytest.approx(values["tokens"] / values["step_s"])
         assert values["imbalance_before"] >= 1 and values["imbalance_measured"] >= 1
     assert "validation_loss" in lines[-1] and "validation_loss" not in lines[0]
+    # A CPU rank's memory of the moment is no peak, and is not shown as one.
+    assert all(0 < values["resident_memory_gb"] < 100 for values in lines)
+    assert "peak_memory_gb" not in lines[0] and "peak memory" not in started[1].stderr.partition("started: 6")[2]
 
 
 def test_the_timeline_is_a_trace_of_every_rank(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
