@@ -55,7 +55,7 @@ def die(error: BaseException | str, next_step: str | None = None) -> NoReturn:
     """
     # Also the first rank of every other machine: its disk or packages may be what is wrong.
     if "0" in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):
-        hint = next_step or getattr(error, "next_step", None) or "change the setting that is named and start again."
+        hint = next_step or getattr(error, "next_step", None) or "correct what is named and start again."
         console().print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
         console().print(Text.assemble(("next step: ", "bold"), hint), soft_wrap=True)
     raise SystemExit(2)

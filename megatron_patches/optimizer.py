@@ -25,8 +25,6 @@ class OptimizerSettings(Protocol):
     @property
     def min_lr(self) -> float: ...
     @property
-    def warmup_steps(self) -> int: ...
-    @property
     def weight_decay(self) -> float: ...
     @property
     def beta1(self) -> float: ...
@@ -59,7 +57,7 @@ class OptimizerAndSchedule:
 
 
 def build_optimizer(
-    model: DistributedDataParallel, settings: OptimizerSettings, steps: int, dtype: torch.dtype
+    model: DistributedDataParallel, settings: OptimizerSettings, steps: int, warmup_steps: int, dtype: torch.dtype
 ) -> OptimizerAndSchedule:
     """Build the optimizer of a wrapped model.
 
@@ -67,6 +65,7 @@ def build_optimizer(
         model: from wrap_for_data_parallel.
         settings: learning rates, decays, clipping.
         steps: length of the whole run, for the cosine decay.
+        warmup_steps: steps of the linear warm-up before it.
         dtype: of the parameters; float32 master weights are kept with bfloat16.
     """
     config = OptimizerConfig(
@@ -88,11 +87,11 @@ def build_optimizer(
     schedule = OptimizerParamScheduler(
         optimizer,
         # The first step already moves: megatron's warm-up counts from step 0, where the rate would be 0.
-        init_lr=settings.lr / max(settings.warmup_steps, 1) if settings.warmup_steps else settings.lr,
+        init_lr=settings.lr / max(warmup_steps, 1),
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(steps, settings.warmup_steps + 1),
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(steps, warmup_steps + 1),
         lr_decay_style="cosine",
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
@@ -106,7 +105,7 @@ def build_optimizer(
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """torch's Adam optimizers inside megatron's; it takes Apex's or Transformer Engine's where installed."""
+    """torch's Adam optimizers inside megatron's, which takes those of Apex or Transformer Engine where installed."""
     if hasattr(optimizer, "chained_optimizers"):
         for part in optimizer.chained_optimizers:
             yield from torch_adams(part)

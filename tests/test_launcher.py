@@ -280,7 +280,7 @@ def test_an_empty_variable_says_nothing(machine: Machine) -> None:
 @pytest.mark.parametrize("variables", [{}, {"DRY_RUN": "1"}])
 def test_settings_are_checked_once_before_any_rank_is_started(machine: Machine, variables: dict[str, str]) -> None:
     machine.checks_settings()
-    result = machine.run(STEPS="5", **variables)
+    result = machine.run("--optimizer.warmup_steps", "10", STEPS="5", **variables)
     assert result.returncode == 2
     assert result.stderr.startswith("error: optimizer.warmup_steps is 10, but train.steps is 5;")
     assert len(result.stderr.splitlines()) == 2

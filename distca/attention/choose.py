@@ -18,7 +18,13 @@ NAMES = ("auto", "flash4", "torch", "reference")
 
 
 def choose_kernel(
-    name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int, deterministic: bool = False
+    name: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    deterministic: bool = False,
+    setting: str = "cad.kernel",
 ) -> Kernel:
     """Return the named kernel, or with "auto" the fastest that can run here.
 
@@ -28,12 +34,13 @@ def choose_kernel(
         dtype: their dtype.
         head_dim: elements per head.
         deterministic: ask for bitwise equal gradients from run to run; the torch kernel then is not chosen.
+        setting: where the name is from, for the message.
 
     Raises:
         KernelError: the name is unknown or that kernel cannot run here; the message says why.
     """
     if name not in NAMES:
-        raise KernelError(f"cad.kernel is '{name}'; it can be {', '.join(NAMES)}.")
+        raise KernelError(f"{setting} is '{name}'; it can be {', '.join(NAMES)}.")
     device = torch.device(device)
     reasons = {
         "flash4": why_not_flash4(device, dtype, head_dim),
@@ -41,7 +48,9 @@ def choose_kernel(
         "reference": None,
     }
     if name != "auto" and reasons[name]:
-        raise KernelError(f"cad.kernel={name} cannot run here: {reasons[name]}. Set cad.kernel=auto to choose another.")
+        raise KernelError(
+            f"{setting} {name} cannot run here: {reasons[name]}. Set {setting} to auto to choose another."
+        )
     chosen = name if name != "auto" else next(n for n in ("flash4", "torch", "reference") if reasons[n] is None)
     skipped = "; ".join(f"not {n}: {why}" for n, why in reasons.items() if why and name == "auto")
     logger.info("Core attention kernel: %s%s", chosen, f" ({skipped})" if skipped else "")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from distca.commands.options import OptionError, check_least
 from distca.data.convert import convert as convert_source
+from distca.data.mixes import MIX_NAMES
 from distca.data.sources import open_source
 from distca.data.statistics import length_statistics
 from distca.data.tokenizer import open_tokenizer
+from distca.words import count
 
 __all__ = ["convert", "describe"]
 
@@ -39,8 +42,8 @@ def convert(
         task = progress.add_task("converting", total=int(documents.lengths.sum()))
         done = convert_source(documents, encoder, tokenizer, output, lambda size: progress.advance(task, size))
         progress.console.print(
-            f"{output}.bin, .idx, .json: {done.documents:,} documents, {done.tokens:,} tokens, vocabulary "
-            f"{done.vocabulary:,}; {done.empty:,} documents without a token left out",
+            f"{output}.bin, .idx, .json: {count(done.documents, 'document')}, {count(done.tokens, 'token')}, "
+            f"vocabulary {done.vocabulary:,}; {count(done.empty, 'document')} without a token left out",
             highlight=False,
         )
 
@@ -55,7 +58,8 @@ def describe(
     """Print how long the documents of a source are. No token is read.
 
     Args:
-        path: folder, file, .bin/.idx prefix, or the name of a mix.
+        path: folder, file, .bin/.idx prefix, or the name of a mix: pretrain, prolong, and their versions for contexts
+            of 128K, pretrain-long and prolong-long.
         source: stdlib = Python's own source files; text = a folder of text files; jsonl = JSON lines with a "text"
             field; indexed = Megatron's .bin/.idx pair; mix = synthetic lengths.
         vocabulary: number of token ids, for indexed files without a .json beside them.
@@ -64,13 +68,20 @@ def describe(
     from rich.console import Console
     from rich.table import Table
 
+    check_least(0, vocabulary=vocabulary, seed=seed)
+    if path is None and source != "stdlib":
+        mixes = f", one of {', '.join(MIX_NAMES)}" if source == "mix" else ""
+        raise OptionError(f"--source {source} needs --path{mixes}.")
     documents = open_source(source, path, vocabulary=vocabulary, seed=seed)
     statistics = length_statistics(documents.lengths)
     table = Table(title=f"Documents of {source}" + (f" {path}" if path else ""))
     table.add_column("")
     table.add_column("tokens", justify="right")
     for label, value in (
-        (f"all {statistics.documents:,} documents", f"{statistics.tokens:,}"),
+        (
+            f"all {count(statistics.documents, 'document')}" if statistics.documents > 1 else "1 document",
+            f"{statistics.tokens:,}",
+        ),
         ("mean document", f"{statistics.mean:,.1f}"),
         ("shortest document", f"{statistics.shortest:,}"),
         *((f"{share:.0%} quantile", f"{value:,.0f}") for share, value in statistics.quantiles.items()),

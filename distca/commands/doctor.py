@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import distca
+from distca.commands.options import check_least
 
 # Distribution names under which each package may be installed.
 _PACKAGES = {
@@ -25,6 +26,7 @@ def doctor(head_dim: int = 128) -> None:
     Args:
         head_dim: head dimension that the kernel is chosen for.
     """
+    check_least(1, head_dim=head_dim)
     table = Table(show_header=False, title="distca doctor", title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")

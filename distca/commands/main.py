@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonargparse
 
+from distca.commands.parser import CommandParser, Refused, explained
 from distca.log import die, setup_logging
 
 # Command, or group and its commands, and where their functions are.
@@ -27,13 +28,17 @@ def main(argv: list[str] | None = None) -> None:
     """Run one command. A user's mistake ends in one sentence and exit code 2, not in a traceback."""
     arguments = sys.argv[1:] if argv is None else argv
     setup_logging(rank=0)
+    commands = components(arguments[0] if arguments else None)
     try:
         jsonargparse.auto_cli(
-            components(arguments[0] if arguments else None),
+            commands,
             args=arguments,
             prog="distca",
             description="DistCA: core attention disaggregation for long-context training.",
+            parser_class=CommandParser,
         )
+    except Refused as refused:
+        die(explained(refused, commands, arguments))
     except ValueError as error:
         # Our own errors are subclasses with a sentence for the user; a bare ValueError is a bug with its traceback.
         if type(error).__module__.partition(".")[0] not in ("distca", "megatron_patches"):

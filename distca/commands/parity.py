@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distca.commands.options import check_least
+
 
 def parity(output: str | None = None, max_ranks: int = 4) -> None:
     """Compare losses and gradients with stock megatron-core's, case by case.
@@ -19,8 +21,9 @@ def parity(output: str | None = None, max_ranks: int = 4) -> None:
 
     Args:
         output: JSON file to write the figures to.
-        max_ranks: most ranks to start; with GPUs no more than there are.
+        max_ranks: most ranks to start, at least 1; with GPUs no more than there are.
     """
+    check_least(1, max_ranks=max_ranks)
     import torch
     from rich.progress import Progress
 

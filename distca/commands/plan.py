@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.data.mixes import Mix, sample_lengths
+from distca.commands.options import OptionError, check_least
+from distca.data.mixes import MIX_NAMES, sample_mix
 from distca.plan import (
     DEFAULT_TOLERANCE,
+    CostModel,
     Links,
     MicroBatchPlan,
     PlanError,
@@ -21,6 +23,7 @@ from distca.plan import (
     traffic,
 )
 from distca.plan.balance import overlaps
+from distca.words import count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,9 +35,9 @@ def plan(
     *,
     tokens_per_rank: int = 131_072,
     seed: int = 0,
-    heads: int = 32,
-    kv_heads: int = 8,
-    head_dim: int = 128,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
     layers: int = 1,
     nano_batches: int = 1,
     resend: bool = False,
@@ -46,13 +49,13 @@ def plan(
     """Plan one micro-batch and show the balance before and after, the bytes that travel and the memory they take.
 
     Args:
-        lengths: a file with one document length per line, or a mix: pretrain or prolong.
+        lengths: a file with one document length per line, or a mix: pretrain, prolong, pretrain-long or prolong-long.
         ranks: home ranks, which are also the attention servers.
         tokens_per_rank: tokens drawn from a mix for every rank; a file is taken as it is.
         seed: of the draw from a mix.
-        heads: query heads per rank.
-        kv_heads: key/value heads per rank.
-        head_dim: size of a head.
+        heads: query heads per rank (32); a cost table has its own.
+        kv_heads: key/value heads per rank (8); a cost table has its own.
+        head_dim: size of a head (128); a cost table has its own.
         layers: layers to count bytes for.
         nano_batches: 1, or 2 for ping and pong.
         resend: plan the backward on its own, as pipelines need.
@@ -63,7 +66,13 @@ def plan(
     """
     from rich.console import Console
 
-    cost = load_table(cost_table) if cost_table else analytic_cost(heads, kv_heads, head_dim)
+    check_least(1, ranks=ranks, tokens_per_rank=tokens_per_rank, layers=layers)
+    check_least(0, seed=seed, ranks_per_node=ranks_per_node)
+    if not 0 <= tolerance < 1:
+        raise OptionError(f"--tolerance is {tolerance}; it must be at least 0 and below 1.")
+    if picture:
+        check_picture(picture)
+    cost = costs(cost_table, heads, kv_heads, head_dim)
     made = plan_micro_batch(
         read_lengths(lengths, tokens=ranks * tokens_per_rank, seed=seed),
         ranks,
@@ -75,8 +84,44 @@ def plan(
     )
     Console().print(summary(made, layers))
     if picture:
-        draw(made, picture)
+        draw(made, picture, lengths)
         Console().print(f"Picture written to {picture}.", highlight=False)
+
+
+def costs(cost_table: str | None, heads: int | None, kv_heads: int | None, head_dim: int | None) -> CostModel:
+    """The measured table, with the heads it was measured with, or the analytic model of the given heads.
+
+    Raises:
+        OptionError: on a table together with heads.
+        PlanError: on an unusable table, or heads that do not fit together.
+    """
+    given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    check_least(1, **given)
+    named = [f"--{name}" for name, value in given.items() if value is not None]
+    if cost_table is None:
+        defaults = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+        return analytic_cost(**{name: given[name] or value for name, value in defaults.items()})
+    if named:
+        raise OptionError(
+            f"--cost_table {cost_table} and {', '.join(named)} are both given, but a table counts for the heads that "
+            "it was measured with; leave out one of them."
+        )
+    return load_table(cost_table)
+
+
+def check_picture(path: str) -> None:
+    """Refuse a picture that could not be written once everything is planned.
+
+    Raises:
+        OptionError: naming the folder that is missing, or the suffixes that can be drawn.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    suffixes = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix.lower().removeprefix(".") not in suffixes:
+        raise OptionError(f"--picture is {path}; its name must end in one of .{', .'.join(suffixes)}.")
+    if not Path(path).parent.is_dir():
+        raise OptionError(f"--picture is {path}, but there is no folder {Path(path).parent}; make it first.")
 
 
 def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:
@@ -85,11 +130,11 @@ def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:
     Raises:
         PlanError: when ``lengths`` is neither a mix nor a file, or a line is no positive whole number.
     """
-    if lengths in get_args(Mix):
-        return sample_lengths(cast(Mix, lengths), tokens, seed)
+    if lengths in MIX_NAMES:
+        return sample_mix(lengths, tokens, seed)
     path = Path(lengths)
     if not path.is_file():
-        raise PlanError(f"lengths is {lengths!r}: neither a file nor one of the mixes {', '.join(get_args(Mix))}.")
+        raise PlanError(f"lengths is {lengths!r}: neither a file nor one of the mixes {', '.join(MIX_NAMES)}.")
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
@@ -107,22 +152,26 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
     """A table of what the plan achieves; bytes are those of ``layers`` layers, all ranks together."""
     from rich.table import Table
 
-    table = Table(title=f"{len(made.lengths):,} documents, {int(made.lengths.sum()):,} tokens", show_header=True)
+    documents, ranks = count(len(made.lengths), "document"), made.nano_batches[0].layout.ranks
+    title = f"{documents}, {count(int(made.lengths.sum()), 'token')} on {count(ranks, 'rank')}"
+    table = Table(title=title, show_header=True)
     table.add_column("what")
     table.add_column("value", justify="right")
-    moved = made.bytes_moved
+    moved, shape, shortest = made.bytes_moved, made.cost.shape, shortest_shard(made)
+    everywhere = f"all ranks, {count(layers, 'layer')}"
     rows = [
+        ("query heads, key/value heads, size of a head", f"{shape.heads}, {shape.kv_heads}, {shape.head_dim}"),
         ("slowest / mean attention time, documents in order", f"{made.imbalance_before:.3f}"),
         ("slowest / mean attention time, documents spread by work", f"{imbalance(made.seconds_at_home):.3f}"),
         ("slowest / mean attention time, planned", f"{made.imbalance_after:.3f}"),
         ("slowest / lower bound, planned", f"{float(made.seconds_after.max()) / lower_bound(made):.3f}"),
         ("slowest server, one layer, forward and backward", f"{made.seconds_after.max() * 1e3:.2f} ms"),
-        ("q to servers", _size(moved.q * layers)),
-        ("o back home", _size(moved.o * layers)),
-        ("k,v to servers", _size(moved.kv * layers)),
-        ("backward", _size(moved.backward * layers)),
+        (f"q to servers, {everywhere}", _size(moved.q * layers)),
+        (f"o back home, {everywhere}", _size(moved.o * layers)),
+        (f"k,v to servers, {everywhere}", _size(moved.kv * layers)),
+        (f"backward, {everywhere}", _size(moved.backward * layers)),
         ("most received by one server, forward, one layer", _size(most_received(made))),
-        ("shortest shard sent away", f"{shortest_shard(made):,} tokens"),
+        ("shortest shard sent away", count(shortest, "token") if shortest else "none"),
         ("planning", f"{made.planning_ms:.1f} ms"),
     ]
     for row in rows:
@@ -154,13 +203,21 @@ def shortest_shard(made: MicroBatchPlan) -> int:
     return min(shortest, default=0)
 
 
-def draw(made: MicroBatchPlan, path: str) -> None:
-    """Draw who computes what for whom (forward seconds by server, split by home rank) into an image file."""
+def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
+    """Draw who computes what for whom (forward seconds by server, split by home rank) into an image file.
+
+    Args:
+        made: the plan.
+        path: the image.
+        lengths: the mix or file that the documents are from, for the title.
+    """
     from matplotlib.figure import Figure
 
     ranks = made.nano_batches[0].layout.ranks
     matrix = seconds_by_home(made) * 1e3
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    documents, tokens = count(len(made.lengths), "document"), count(int(made.lengths.sum()), "token")
+    figure.suptitle(f"{lengths}: {documents}, {tokens} on {count(ranks, 'rank')}")
     before, after, who = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
     top = 1.05 * max(float(made.seconds_before.max()), float(made.seconds_after.max())) * 1e3
     for axes, seconds, title in (
@@ -170,7 +227,7 @@ def draw(made: MicroBatchPlan, path: str) -> None:
         axes.bar(np.arange(ranks), seconds * 1e3, width=1.0)
         axes.axhline(float(seconds.mean()) * 1e3, color="black", linewidth=0.8)
         axes.set(title=title, xlabel="rank", ylabel="attention ms, one layer, fwd + bwd", ylim=(0, top))
-    image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto")
+    image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto", vmin=0)
     who.set(title="who computes for whom", xlabel="server", ylabel="home rank")
     figure.colorbar(image, ax=who, label="forward ms")
     figure.savefig(path, dpi=120)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from distca.attention import choose_kernel
+from distca.commands.options import check_least
 from distca.commands.versions import versions
 from distca.log import console
 from distca.plan import AttentionShape, PlanError
@@ -33,7 +34,7 @@ def profile(
     head_dim: int = 128,
     hidden: int = 4096,
     ffn: int = 14336,
-    kernel: str = "auto",
+    kernel: Literal["auto", "flash4", "torch", "reference"] = "auto",
     ranks: int | None = None,
 ) -> None:
     """Measure this machine and write one cost table (JSON), which `distca plan --cost_table` reads.
@@ -49,16 +50,20 @@ def profile(
         head_dim: size of a head.
         hidden: width of the model, for linear layers.
         ffn: width of its MLP.
-        kernel: auto, flash4, torch or reference.
+        kernel: core-attention kernel; auto takes the fastest one that runs here.
         ranks: ranks of this machine whose links are measured; by default one for every GPU, 1 without GPUs.
     """
+    check_least(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, ffn=ffn, ranks=ranks)
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
     dtype = torch.bfloat16 if gpus else torch.float32
     shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize)
-    chosen = choose_kernel(kernel, device=device, dtype=dtype, head_dim=head_dim)
+    chosen = choose_kernel(kernel, device=device, dtype=dtype, head_dim=head_dim, setting="--kernel")
     if gpus and ranks is not None and ranks > gpus:
-        raise PlanError(f"ranks is {ranks}, but this machine has {gpus} GPUs; give {gpus} or fewer.")
+        raise PlanError(f"--ranks is {ranks}, but this machine has {gpus} GPUs; give {gpus} or fewer.")
+    if not int(os.environ.get("RANK", "0")):
+        takes = "about two minutes" if gpus else "about three minutes for 4 heads of 32, eight or more for 32 of 128"
+        console().print(f"Measuring {'one GPU' if gpus else 'the CPU'}: {takes}.", highlight=False)
     links = _links(gpus if ranks is None else ranks, device)
     if int(os.environ.get("RANK", "0")):
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,11 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from distca.data.errors import DataError
-from distca.data.sources.indexed import sidecar
+from distca.data.sources.indexed import megatron_module, sidecar
 from distca.data.sources.source import DocumentSource
 from distca.data.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 1 << 22
 
@@ -62,13 +59,11 @@ def convert(
             missing.
     """
     _check_output(output)
-    try:
-        import torch
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    except ImportError as error:
-        raise DataError(f"Writing .bin/.idx files needs megatron-core, which did not import ({error}).") from error
+    module = megatron_module("Writing")
+    import torch
+
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    builder = IndexedDatasetBuilder(f"{output}.bin", dtype=_dtype(tokenizer.vocabulary))
+    builder = module.IndexedDatasetBuilder(f"{output}.bin", dtype=_dtype(tokenizer.vocabulary))
     documents = tokens = empty = 0
     for first, batch in _batches(source):
         for ids in _encode(tokenizer, first, batch):
@@ -89,9 +84,6 @@ def convert(
     builder.finalize(f"{output}.idx")
     done = Converted(tokenizer_name, tokenizer.vocabulary, documents, tokens, empty)
     sidecar(output).write_text(json.dumps(asdict(done), indent=2) + "\n", encoding="utf-8")
-    logger.info(
-        "wrote %s.bin and .idx: %d documents, %d tokens, %d empty ones left out", output, documents, tokens, empty
-    )
     return done
 
 

@@ -9,11 +9,17 @@ from __future__ import annotations
 import csv
 from functools import cache
 from importlib import resources
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 
 Mix = Literal["pretrain", "prolong"]
+_LONG = "-long"
+"""Ends the name of a mix's long-context version."""
+MIX_NAMES: tuple[str, ...] = (*get_args(Mix), *(mix + _LONG for mix in get_args(Mix)))
+"""Everything that ``sample_mix`` draws from; the only list of names."""
+LONG_CONTEXT = 131_072
+"""Longest document of a long-context version where nobody says another."""
 
 _SHORT = 65_536
 """Documents below this many tokens are thinned out by ``long_context``; longer ones are repeated."""
@@ -21,6 +27,30 @@ _SHORT = 65_536
 
 class MixError(ValueError):
     """A mix or a size that cannot be sampled; the message names the value and what is allowed."""
+
+
+def sample_mix(name: str, tokens: int, seed: int, *, context: int | None = None) -> np.ndarray:
+    """Draw exactly ``tokens`` tokens of a mix or of its long-context version, by name.
+
+    Args:
+        name: one of ``MIX_NAMES``.
+        tokens: total tokens, at least 0.
+        seed: of numpy's default generator.
+        context: longest document, in tokens: longer ones are cut to it, and a long-context version is stretched to it.
+            Without it documents are as long as the mix's, and those of a long-context version up to ``LONG_CONTEXT``.
+
+    Returns:
+        [D] int64 lengths, each at least 1, that add up to ``tokens``.
+
+    Raises:
+        MixError: on an unknown name, negative tokens, or a context below 1.
+    """
+    if name not in MIX_NAMES:
+        raise MixError(f"There is no mix {name!r}; choose one of {', '.join(MIX_NAMES)}.")
+    mix = cast(Mix, name.removesuffix(_LONG))
+    if name.endswith(_LONG):
+        return sample_long_context(mix, tokens, LONG_CONTEXT if context is None else context, seed)
+    return sample_lengths(mix, tokens, seed, max_length=context)
 
 
 def sample_lengths(mix: Mix, tokens: int, seed: int, *, max_length: int | None = None) -> np.ndarray:

@@ -271,14 +271,34 @@ def load_table(path: str | Path) -> TableCost:
     may say how much more mixed batches take. Other keys describe the machine.
 
     Raises:
-        PlanError: when the file lacks a key or its table is not usable.
+        PlanError: when there is no such file, it lacks a key, or its table is not usable.
     """
-    content = json.loads(Path(path).read_text())
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"The cost table {path} cannot be read ({error.strerror}).") from None
+    except ValueError as error:
+        raise PlanError(f"The cost table {path} is not JSON ({error}); `distca profile` writes one.") from None
+    if not isinstance(content, dict):
+        raise PlanError(f"The cost table {path} is no JSON object; `distca profile` writes one.")
     wanted = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
     missing = [key for key in wanted if key not in content]
     if missing:
         raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
-    q_rows, kv_rows, forward, backward = (np.asarray(content[key], np.float64) for key in wanted[3:])
+    try:
+        return _table_of(content)
+    except PlanError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"The cost table {path} has something else where numbers should be ({error}); measure it again with "
+            "`distca profile`."
+        ) from None
+
+
+def _table_of(content: dict[str, Any]) -> TableCost:
+    keys = ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")
+    q_rows, kv_rows, forward, backward = (np.asarray(content[key], np.float64) for key in keys)
     shape = AttentionShape(content["heads"], content["kv_heads"], content["head_dim"], content.get("value_bytes", 2))
     block, load = content.get("block", 128), LoadFactors.of(content)
     return TableCost(shape, q_rows, kv_rows, forward, backward, block=block, load=load)

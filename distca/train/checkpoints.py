@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distca.data.sampler import Sampler
-from distca.train.run_folder import Checkpoint, RunFolder
+from distca.train.run_folder import Checkpoint, RunFolder, damaged
 from distca.train.settings import ConfigError, RunConfig
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ _FORMAT = "whole parameters"
 """How tensors are saved; earlier versions saved the optimizer's state as each rank held it."""
 _FITS_FILE = "fits.json"
 """What a run that resumes must have alike, readable without torch."""
+_WARMUP = "optimizer.warmup_steps"
+_EARLY_WARMUP = 10
+"""The warm-up of runs that were given none, where the checkpoint does not say it."""
 
 
 def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str, Any]) -> None:
@@ -36,7 +39,10 @@ def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str
     save_checkpoint(path, trainer.model, trainer.optimizer, {"step": step, "sampler": sampler_state})  # type: ignore[arg-type]
     dist.barrier()
     if trainer.world.rank == 0:
-        fits = _identity(trainer.config, trainer.vocabulary) | {"sampler": sampler_state}
+        fits = _identity(trainer.config, trainer.vocabulary) | {
+            "sampler": sampler_state,
+            _WARMUP: trainer.config.resolved_warmup_steps,
+        }
         (path / _FITS_FILE).write_text(json.dumps(fits, indent=1))
         folder.mark_complete(step)
         folder.prune(trainer.config.checkpoint.keep)
@@ -64,10 +70,10 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
         sampler: over the run's documents; moved to where the checkpoint's stood.
 
     Raises:
-        ConfigError: naming each size that differs.
+        ConfigError: naming each size that differs, or what cannot be read.
         DataError: the documents or their order are others.
     """
-    saved = json.loads((checkpoint / _FITS_FILE).read_text())
+    saved = _read_fits(checkpoint)
     own = _identity(config, config.model.vocabulary or vocabulary)
     differing = [f"{name} was {saved.get(name)}, now {own[name]}" for name in own if saved.get(name) != own[name]]
     if differing:
@@ -76,6 +82,25 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
             "checkpoint.resume."
         )
     sampler.load_state_dict(saved["sampler"])
+
+
+def with_saved_warmup(config: RunConfig, checkpoint: Path) -> RunConfig:
+    """The configuration of a resumed run: where it names no warm-up, that of the run that saved ``checkpoint``,
+    whatever train.steps is now."""
+    if config.optimizer.warmup_steps is not None:
+        return config
+    warmup = _read_fits(checkpoint).get(_WARMUP, _EARLY_WARMUP)
+    return replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
+
+
+def _read_fits(checkpoint: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads((checkpoint / _FITS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise damaged(checkpoint, f"{_FITS_FILE} cannot be read ({error})") from None
+    if not isinstance(saved, dict) or "sampler" not in saved:
+        raise damaged(checkpoint, f"{_FITS_FILE} does not say where the data stood")
+    return saved
 
 
 def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import jsonargparse
 import yaml
@@ -31,6 +30,7 @@ from distca.train.settings import (
     RunConfig,
     TrainConfig,
 )
+from distca.words import takes, value_refused
 
 __all__ = [
     "CadConfig",
@@ -76,6 +76,7 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_value_error(str(error))) from None
     config: RunConfig = _build(RunConfig, parsed.as_dict())
+    _check_name(arguments, config)
     return config
 
 
@@ -137,6 +138,18 @@ def _check_arguments(arguments: list[str]) -> None:
             raise ConfigError(f"{argument!r} on the command line belongs to no setting; write --setting value.")
 
 
+def _check_name(arguments: list[str], config: RunConfig) -> None:
+    """Refuse a name beside a run's folder to resume, which has its own; a name from a file says only what it was."""
+    resume, given = config.checkpoint.resume, any(re.fullmatch("--name(=.*)?", argument) for argument in arguments)
+    if not given or resume in (None, "latest"):
+        return
+    if not re.fullmatch(re.escape(config.name) + r"(-\d+)?", Path(str(resume)).name):
+        raise ConfigError(
+            f"name is {config.name}, but checkpoint.resume is {resume}, and a resumed run goes on in its own folder; "
+            "leave out name, or copy that folder and resume the copy."
+        )
+
+
 def _check_file(name: str, known: list[str]) -> None:
     if not name:
         raise ConfigError("--config needs the path of a YAML file, such as configs/tiny.yaml.")
@@ -175,32 +188,22 @@ def _unknown(name: str, known: list[str], where: str) -> str:
 
 def _value_error(message: str) -> str:
     """The parser's message about a value, as one sentence that says what the setting takes."""
-    text = " ".join(message.split())
-    key = re.search(r'Parser key "([\w.]+)"', text)
-    value = re.search(r"(?:Got value|Given value): (.*?)\.?$", text)
-    if key and value and key[1] in known_settings():
-        instead = _INSTEAD.get((key[1], value[1].lower()))
-        return f"{key[1]} must be {_takes(_hint(key[1]))}, not {value[1]}{f': {instead}' if instead else ''}."
-    missing = re.match(r"argument --([\w.]+): expected one argument", text)
-    if missing and missing[1] in known_settings():
-        return f"--{missing[1]} needs a value: {_takes(_hint(missing[1]))}."
-    return text if text.endswith(".") else text + "."
+    refused = value_refused(message, _hint)
+    if refused is None:
+        text = " ".join(message.split())
+        return text if text.endswith(".") else text + "."
+    name, value = refused
+    if not value:
+        return f"--{name} needs a value: {takes(_hint(name))}."
+    instead = _INSTEAD.get((name, value.lower()))
+    return f"{name} must be {takes(_hint(name))}, not {value}{f': {instead}' if instead else ''}."
 
 
 def _hint(name: str) -> Any:
+    """Type of a setting; None where there is none of this name."""
+    if name not in known_settings():
+        return None
     kind: Any = RunConfig
     for part in name.split("."):
         kind = get_type_hints(kind)[part]
     return kind
-
-
-def _takes(hint: Any) -> str:
-    """What a setting of this type takes, in words."""
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint))
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join("null" if part is NoneType else _takes(part) for part in get_args(hint))
-    if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} whole numbers"
-    words: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return words.get(hint, str(hint))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +28,8 @@ from distca.train.step_record import StepRecorder
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
+
+logger = logging.getLogger(__name__)
 
 
 def train(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
@@ -50,7 +54,8 @@ class _Loop:
         if resume:
             self._sampler_state = checkpoints.load(trainer, resume)
             self._sampler.load_state_dict(self._sampler_state)
-        self._recorder = StepRecorder(trainer)
+        self._recorder = StepRecorder(trainer, self._first + 1)
+        self._drawn: list[Path] = []
         self._garbage = SteadyGarbage()
         self._ahead = Ahead(
             partial(make_step_inputs, trainer.planning, corpus.train, self._sampler), trainer.world.device
@@ -62,6 +67,8 @@ class _Loop:
     def run(self) -> None:
         """All steps, then validation, the last checkpoint and the summary."""
         steps, log = self._config.train.steps, self._config.log
+        if log.timeline_steps and log.timeline_steps[0] > steps:
+            logger.info("No timeline: log.timeline_steps %s begins after the last step, %d.", log.timeline_steps, steps)
         validation = None
         with ExitStack() as stack:
             if self._speaks:
@@ -85,7 +92,7 @@ class _Loop:
                     checkpoints.save(self._trainer, self._folder, step, self._sampler_state)
         if self._speaks:
             self._draw()
-            print_summary(self._recorder.summary(validation), self._folder)
+            print_summary(self._recorder.summary(validation), self._folder, self._drawn)
 
     def _run(self, inputs: StepInputs, forward_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of losses, target tokens) of a global batch."""
@@ -154,14 +161,22 @@ class _Loop:
         dist.gather_object(mine, gathered if self._speaks else None)
         if self._speaks:
             write_timeline(self._folder.timeline, [event for events in gathered for event in events])
+            self._drawn.append(self._folder.timeline)
 
     def _draw(self) -> None:
         """balance.png, and with stages phases.json and phases.png: each series against its own mean, as the plan
         counts one layer and the clock all of them."""
-        series = (self._recorder.before, self._recorder.after, self._recorder.measured)
-        if all(seconds.sum() > 0 for seconds in series):
-            plot_balance(self._folder.balance_plot, *(seconds / seconds.mean() for seconds in series), unit="1 = mean")
-        phases, stages = self._recorder.phases, self._trainer.planning.stages
+        recorder = self._recorder
+        before, after, measured = (
+            seconds / seconds.mean() if seconds.sum() > 0 else None
+            for seconds in (recorder.before, recorder.after, recorder.measured)
+        )
+        if before is not None and after is not None and measured is not None:
+            planned = after if self._config.cad.enabled else None
+            plot_balance(self._folder.balance_plot, before, planned, measured, unit="1 = mean")
+            self._drawn.append(self._folder.balance_plot)
+        phases, stages = recorder.phases, self._trainer.planning.stages
         if phases.steps:
             phases.write(self._folder.phases, stages)
             plot_phases(self._folder.phases_plot, phases, stages)
+            self._drawn.append(self._folder.phases_plot)

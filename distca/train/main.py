@@ -106,9 +106,12 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in _run
+        from distca.train.checkpoints import with_saved_warmup
         from distca.train.loop import train
         from distca.train.setup import build_trainer
 
+    if config.checkpoint.resume:
+        config = with_saved_warmup(config, resume_run_folder(config)[1].path)
     _check_same_documents(corpus, world)
     trainer = build_trainer(config, world, corpus.vocabulary)
     folder, checkpoint = _folder(config, world.rank)

@@ -17,10 +17,10 @@ Keys that other parts of the project read, where a step has them:
                         each phase lasts as long as its slowest rank (what imbalance_after plans)
     bytes_moved         bytes that all ranks sent for attention in the step
     plan_ms             milliseconds of planning (in the background, one step ahead)
-    peak_memory_gb      largest allocated device memory of any rank, GiB; with pipeline stages also of each stage's
-                        ranks, as peak_memory_gb_stage_0, peak_memory_gb_stage_1 ...
-    predicted_memory_gb the same as predicted from the settings (distca.train.memory), also by stage; for GPUs: on CPUs
-                        the measured figure is the whole process's memory
+    peak_memory_gb      on GPUs: largest allocated device memory of any rank, GiB; with pipeline stages also of each
+                        stage's ranks, as peak_memory_gb_stage_0, peak_memory_gb_stage_1 ...
+    predicted_memory_gb the same as predicted from the settings (distca.train.memory), also by stage
+    resident_memory_gb  on CPUs with log.memory: largest resident memory of any rank's process after the step, GiB
 """
 
 from __future__ import annotations

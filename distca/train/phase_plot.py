@@ -26,7 +26,7 @@ def plot_phases(path: Path, table: PhaseTable, stages: int) -> None:
     series = {name: getattr(table, name) for name in _NAMES}
     shown = {name: values for name, values in series.items() if values is not None and values.sum() > 0}
     phases, ranks = next(iter(shown.values())).shape
-    width = max(4.0, 1.6 + 0.3 * phases)
+    width = max(6.0, 1.6 + 0.3 * phases)  # the titles need this much
     figure = Figure(figsize=(width, 0.9 + len(shown) * (0.75 + 0.22 * max(ranks, 4))), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     highest = max(float((values / values.mean()).max()) for values in shown.values())

@@ -17,7 +17,7 @@ BEFORE, AFTER, MEASURED = "#d1662f", "#2b6cb0", "#1a202c"
 def plot_balance(
     path: Path | str,
     before: Sequence[float] | np.ndarray,
-    after: Sequence[float] | np.ndarray,
+    after: Sequence[float] | np.ndarray | None = None,
     measured: Sequence[float] | np.ndarray | None = None,
     *,
     unit: str = "ms",
@@ -28,7 +28,7 @@ def plot_balance(
     Args:
         path: file to write.
         before: [ranks] planned time with every document computed at home.
-        after: [ranks] planned time with the plan that ran.
+        after: [ranks] planned time with the plan that ran; None where attention stayed at home.
         measured: [ranks] measured time, in the same unit.
         unit: unit of all three.
         title: instead of the sentence that gives the imbalance before and after.
@@ -38,24 +38,29 @@ def plot_balance(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
-    assert first.shape == second.shape
+    first = np.asarray(before, dtype=np.float64)
+    second = None if after is None else np.asarray(after, dtype=np.float64)
+    assert second is None or first.shape == second.shape
+    ran, place = (first, 0.0) if second is None else (second, 0.2)
     ranks = np.arange(len(first))
     # A figure of its own, not pyplot: nothing global, and no display is looked for.
     figure = Figure(figsize=(min(14.0, max(7.0, 1.2 + 0.42 * len(ranks))), 3.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.bar(ranks - 0.2, first, 0.4, color=BEFORE, label=f"at home: busiest / mean {imbalance(first):.2f}")
-    axes.bar(ranks + 0.2, second, 0.4, color=AFTER, label=f"disaggregated: busiest / mean {imbalance(second):.2f}")
-    axes.axhline(float(second.mean()), color="0.35", linewidth=1, linestyle="--", label="mean")
+    after_that = "" if second is None else f" → {imbalance(second):.2f}"
+    title = title or f"Attention per rank: imbalance {imbalance(first):.2f}{after_that}"
+    label = f"at home: busiest / mean {imbalance(first):.2f}"
+    axes.bar(ranks - place, first, 0.4, color=BEFORE, label=label)
+    if second is not None:
+        label = f"disaggregated: busiest / mean {imbalance(second):.2f}"
+        axes.bar(ranks + place, second, 0.4, color=AFTER, label=label)
+    axes.axhline(float(ran.mean()), color="0.35", linewidth=1, linestyle="--", label="mean")
     if measured is not None:
         times = np.asarray(measured, dtype=np.float64)
         assert times.shape == first.shape
         label = f"measured: busiest / mean {imbalance(times):.2f}"
-        axes.plot(ranks + 0.2, times, "o", color=MEASURED, markersize=4, label=label)
-    axes.set_title(
-        title or f"Attention per rank: imbalance {imbalance(first):.2f} → {imbalance(second):.2f}", loc="left"
-    )
+        axes.plot(ranks + place, times, "o", color=MEASURED, markersize=4, label=label)
+    axes.set_title(title, loc="left")
     axes.set_xlabel("rank")
     axes.set_ylabel(f"attention time ({unit})")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

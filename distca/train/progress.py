@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from distca.log import console as shared_console
 from distca.train.run_folder import RunFolder
+from distca.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class RunSummary:
 
     Attributes:
         steps: steps that this start of the run has done.
+        first_step: number of the first of them; above 1 in a resumed run.
         first_loss: loss of the first of them.
         last_loss: loss of the last of them.
         validation_loss: loss over the validation set at the end.
@@ -85,6 +88,7 @@ class RunSummary:
     """
 
     steps: int
+    first_step: int = 1
     first_loss: float | None = None
     last_loss: float | None = None
     validation_loss: float | None = None
@@ -98,9 +102,20 @@ class RunSummary:
     peak_memory_gb: float | None = None
 
 
-def print_summary(summary: RunSummary, folder: RunFolder, console: Console | None = None) -> None:
-    """Draw the table at the end of a run, with the files that exist in its folder."""
-    table = Table(title=f"{folder.path.name}: {summary.steps} steps", show_header=False, title_justify="left")
+def print_summary(
+    summary: RunSummary, folder: RunFolder, drawn: Collection[Path], console: Console | None = None
+) -> None:
+    """Draw the table at the end of a run, with its files.
+
+    Args:
+        summary: what to say.
+        folder: the run's.
+        drawn: pictures and timelines that this start of the run has written: others may be there from before.
+        console: where to draw; the process's standard error by default.
+    """
+    resumed = f", from step {summary.first_step} on" if summary.first_step > 1 else ""
+    title = f"{folder.path.name}: {count(summary.steps, 'step')}{resumed}"
+    table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, text in _summary_rows(summary):
@@ -114,7 +129,8 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console | Non
         ("timeline (ui.perfetto.dev)", folder.timeline),
         ("TensorBoard", folder.tensorboard),
     ):
-        if path.exists():
+        of_this_start = path in drawn or path not in (folder.balance_plot, folder.phases_plot, folder.timeline)
+        if of_this_start and path.exists():
             table.add_row(name, str(path))
     checkpoints = folder.checkpoints()
     if checkpoints:
@@ -125,7 +141,12 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console | Non
 def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     rows = []
     if summary.first_loss is not None and summary.last_loss is not None:
-        rows.append(("loss, first → last step", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"))
+        last_step = summary.first_step + summary.steps - 1
+        if summary.steps > 1:
+            steps = f"loss, step {summary.first_step} → {last_step}"
+            rows.append((steps, f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"))
+        else:
+            rows.append((f"loss, step {last_step}", f"{summary.last_loss:.4f}"))
     for name, value, text in (
         ("validation loss", summary.validation_loss, "{:.4f}"),
         ("tokens/s", summary.tokens_per_s, "{:,.0f}"),

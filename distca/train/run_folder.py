@@ -13,6 +13,8 @@ Steps are counted from 1, so ``step_000060`` is the state after 60 optimizer ste
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -21,6 +23,13 @@ from pathlib import Path
 from distca.train.config import ConfigError, RunConfig, to_yaml
 
 _COMPLETE = "COMPLETE"
+"""Marks a checkpoint that every rank has written; holds the bytes of each of its files (empty in early versions)."""
+
+
+class DamagedCheckpoint(ConfigError):
+    """A checkpoint that is not any more what was saved."""
+
+    next_step = "delete the folder that is named and start again."
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,10 @@ class RunFolder:
     def mark_complete(self, step: int) -> Checkpoint:
         """Say that every rank has finished writing the checkpoint of ``step``; until then nobody resumes from it."""
         path = self.checkpoint_path(step)
-        (path / _COMPLETE).touch()
+        sizes = {file.relative_to(path).as_posix(): _size(file) for file in sorted(path.rglob("*")) if file.is_file()}
+        unfinished = path / f"{_COMPLETE}.unfinished"
+        unfinished.write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+        unfinished.replace(path / _COMPLETE)
         return Checkpoint(step, path)
 
     def write_resumed_config(self, config: RunConfig, step: int) -> None:
@@ -106,6 +118,39 @@ class RunFolder:
             (checkpoint.path / _COMPLETE).unlink()
             shutil.rmtree(checkpoint.path)
         return old
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file that another rank may have written just now."""
+    with file.open("rb") as opened:  # network file systems look at the file itself, and not at a memory, when opening
+        return os.fstat(opened.fileno()).st_size
+
+
+def check_undamaged(checkpoint: Path) -> None:
+    """Compare the files of a complete checkpoint with the sizes that they were saved with.
+
+    Raises:
+        DamagedCheckpoint: naming the first file that differs.
+    """
+    text = (checkpoint / _COMPLETE).read_text(encoding="utf-8", errors="replace")
+    try:
+        sizes: dict[str, int] = dict(json.loads(text)) if text else {}
+    except (ValueError, TypeError):
+        raise damaged(checkpoint, f"its {_COMPLETE} cannot be read") from None
+    for name, size in sizes.items():
+        file = checkpoint / name
+        if not file.is_file():
+            raise damaged(checkpoint, f"{name} is missing")
+        if file.stat().st_size != size:
+            raise damaged(checkpoint, f"{name} has {file.stat().st_size:,} bytes, not {size:,}")
+
+
+def damaged(checkpoint: Path, what: str) -> DamagedCheckpoint:
+    """What to say about a checkpoint in which ``what`` is wrong."""
+    return DamagedCheckpoint(
+        f"{checkpoint} is damaged: {what}. Delete this folder, and RESUME=latest (checkpoint.resume latest) takes the "
+        "checkpoint before it."
+    )
 
 
 def create_run_folder(config: RunConfig) -> RunFolder:
@@ -135,7 +180,7 @@ def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
     Nothing is written: every rank may ask. The rank that starts the run then calls ``write_resumed_config``.
 
     Raises:
-        ConfigError: where there is no such run, or no complete checkpoint in it.
+        ConfigError: where there is no such run, no complete checkpoint in it, or the newest one is damaged.
     """
     latest = config.checkpoint.resume == "latest"
     folder = _latest_run(config) if latest else RunFolder(Path(str(config.checkpoint.resume)))
@@ -147,6 +192,7 @@ def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
             f"checkpoint.resume names {folder.path}, which has no complete checkpoint; "
             "save some with checkpoint.save_every, or start anew without checkpoint.resume."
         )
+    check_undamaged(checkpoints[-1].path)
     return folder, checkpoints[-1]
 
 

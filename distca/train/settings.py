@@ -15,6 +15,8 @@ from distca.plan import DEFAULT_TOLERANCE
 class ConfigError(ValueError):
     """A setting that no run can be started with; the message names the value, the limit and the setting to change."""
 
+    next_step = "change the setting that is named and start again."
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -130,7 +132,7 @@ class DataConfig:
     vocabulary: int = 0
     context_length: int = 4096
     longer: Literal["error", "split"] = "error"
-    tokens_per_rank: int = 1024
+    tokens_per_rank: int = 4096
     whole_documents: bool = False
     validation_fraction: float = 0.02
     seed: int = 1234
@@ -143,7 +145,8 @@ class OptimizerConfig:
     Attributes:
         lr: learning rate at the end of the warm-up.
         min_lr: learning rate at the last step.
-        warmup_steps: steps in which the learning rate rises from 0 to lr.
+        warmup_steps: steps in which the learning rate rises from 0 to lr; null takes a sixth of train.steps, at most
+            100, and in a resumed run what the run had before.
         weight_decay: decoupled weight decay.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
@@ -154,7 +157,7 @@ class OptimizerConfig:
 
     lr: float = 3e-3
     min_lr: float = 3e-4
-    warmup_steps: int = 10
+    warmup_steps: int | None = None
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -211,9 +214,11 @@ class LogConfig:
 
     Attributes:
         every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.
-        timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto).
+        timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
+            before records what it has of them.
         tensorboard: also write TensorBoard events.
-        memory: also record each step's peak memory.
+        memory: on CPUs, also record the memory that processes have after each step; the peak memory of GPUs is always
+            recorded.
     """
 
     every: int = 1
@@ -264,6 +269,12 @@ class RunConfig:
         heads = (model.heads + 2 * model.kv_heads) // self.parallel.tp
         qkv = self.data.tokens_per_rank * heads * model.resolved_head_dim * value_bytes
         return max((5.0 if self.resolved_backward == "resend" else 4.5) * qkv / 2**30, 0.25)
+
+    @property
+    def resolved_warmup_steps(self) -> int:
+        """optimizer.warmup_steps, with null resolved for a run that does not resume."""
+        given = self.optimizer.warmup_steps
+        return min(self.train.steps // 6, 100) if given is None else given
 
     @property
     def resolved_backward(self) -> Literal["keep", "resend"]:

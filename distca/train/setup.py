@@ -20,8 +20,21 @@ from distca.train.planning import Planning
 from distca.train.settings import RunConfig
 from distca.train.world import World
 from distca.transport import choose_transport
+from distca.words import count
 
 logger = logging.getLogger(__name__)
+
+# Every rank would say these, and a user can do nothing about them.
+_REPEATED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    # torch renames collectives and checkpoint functions faster than megatron-core follows.
+    ("`torch.distributed", FutureWarning),
+    ("`load_state_dict` is deprecated", FutureWarning),
+    ("Please use DTensor instead", FutureWarning),
+    # One hardware queue would start kernels in the order of their calls, so that megatron-core's tensor-parallel
+    # collectives in backward begin before the matrix product they should hide behind. It would also put the streams of
+    # attention's transfers, the server and the other half into that one queue, where each waits for the others.
+    (r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", UserWarning),
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +62,8 @@ def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         # megatron-core says once per module that Transformer Engine or Apex are missing; `distca doctor` says it once.
         warnings.simplefilter("ignore")
         trainer = _build(config, world, config.model.vocabulary or vocabulary)
-    # torch renames collectives faster than megatron-core follows; every rank would say so at the first call of each.
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    for message, category in _REPEATED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
     return trainer
 
 
@@ -103,7 +116,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     if on_gpu:
         gpt.cuda()
     model = wrap_for_data_parallel(gpt, config.optimizer.distributed)
-    optimizer = build_optimizer(model, config.optimizer, config.train.steps, dtype)
+    optimizer = build_optimizer(model, config.optimizer, config.train.steps, config.resolved_warmup_steps, dtype)
     planning = Planning(
         rank=transport.rank % data_parallel,
         ranks=data_parallel,
@@ -118,10 +131,9 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         device=world.device,
     )
     logger.info(
-        "Model: %s parameters on this rank; %d data-parallel rank%s, TP %d, PP %d; core attention %s",
+        "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s",
         f"{sum(p.numel() for p in model.parameters()):,}",
-        data_parallel,
-        "" if data_parallel == 1 else "s",
+        count(data_parallel, "data-parallel rank"),
         parallel.tp,
         parallel.pp,
         "disaggregated" if config.cad.enabled else "not disaggregated",

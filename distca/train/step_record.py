@@ -21,6 +21,10 @@ Values = dict[str, float | int | str | None]
 class StepRecorder:
     """Collects what the step log, balance.png and the final table show.
 
+    Args:
+        trainer: what is trained.
+        first_step: number of the first step that will be recorded.
+
     Attributes:
         before: [ranks] planned attention seconds of one layer with every document at home, summed over steps.
         after: [ranks] the same as planned.
@@ -29,8 +33,9 @@ class StepRecorder:
         speeds: of the attention servers, as learned so far.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, first_step: int = 1) -> None:
         self._trainer = trainer
+        self._first_step = first_step
         ranks = trainer.planning.pool_ranks
         self.before, self.after, self.measured = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
         self.phases = PhaseTable()
@@ -76,7 +81,10 @@ class StepRecorder:
         if self.speeds.current:
             learned = np.stack(list(self.speeds.current.values()))
             values |= {"server_speed_min": float(learned.min()), "server_speed_max": float(learned.max())}
-        if world.device.type == "cuda" or config.log.memory:
+        if world.device.type != "cuda":
+            if config.log.memory:
+                values["resident_memory_gb"] = float(max(memory))
+        else:
             for key, peaks in (("peak_memory_gb", memory), ("predicted_memory_gb", self._predicted)):
                 values[key] = float(max(peaks))
                 if len(peaks) > 1:
@@ -88,6 +96,7 @@ class StepRecorder:
         """Means over the recorded steps; the first, which compiles and warms up, does not count for speed."""
         return RunSummary(
             steps=len(self._steps),
+            first_step=self._first_step,
             first_loss=self._first("loss"),
             last_loss=self._last("loss"),
             validation_loss=validation_loss,
@@ -148,7 +157,7 @@ def _over_phases(seconds: np.ndarray) -> float:
 
 
 def _memory_gb(device: torch.device) -> float:
-    """Peak allocated device memory since the last call; on CPUs the process's memory now."""
+    """Peak allocated device memory since the last call; on CPUs the process's resident memory now."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

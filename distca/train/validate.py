@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 
+from distca.data.mixes import MIX_NAMES
 from distca.train.config import ConfigError, RunConfig, known_settings
+from distca.words import count
 
 _AT_LEAST_ONE = (
     "model.layers",
@@ -24,7 +27,7 @@ _AT_LEAST_ONE = (
     "log.every",
 )
 _ABOVE_ZERO = ("optimizer.lr", "optimizer.epsilon", "model.rope_base", "model.norm_epsilon")
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction", "cad.tolerance")
 
 
 def validate(config: RunConfig, world_size: int, vocabulary: int | None = None) -> None:
@@ -42,7 +45,10 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None) 
     # The checks below divide by sizes, so they wait until sizes are positive.
     if not problems:
         problems = (
-            _model(config, vocabulary) + (_world(config, world_size) or _data(config, world_size)) + _steps(config)
+            _model(config, vocabulary)
+            + (_world(config, world_size) or _data(config, world_size))
+            + _steps(config)
+            + _output(config)
         )
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -67,7 +73,7 @@ def _ranges(config: RunConfig) -> list[str]:
             problems.append(f"{setting} is {value}; it must not be negative.")
         elif setting in _BELOW_ONE and value >= 1:
             problems.append(f"{setting} is {value}; it must be below 1.")
-    if not config.name or Path(config.name).name != config.name:
+    if config.name in ("", "..") or Path(config.name).name != config.name:
         problems.append(f"name is {config.name!r}; it must be a folder's name without slashes; output says where.")
     return problems
 
@@ -119,7 +125,9 @@ def _world(config: RunConfig, world_size: int) -> list[str]:
     tp, pp = config.parallel.tp, config.parallel.pp
     needs = f"parallel.tp {tp}" if pp == 1 else f"parallel.tp {tp} × parallel.pp {pp}"
     if world_size < tp * pp:
-        return [f"The run has {world_size} ranks, but {needs} needs at least {tp * pp}; start more or lower it."]
+        return [
+            f"The run has {count(world_size, 'rank')}, but {needs} needs at least {tp * pp}; start more or lower it."
+        ]
     if world_size % (tp * pp):
         return [f"The {world_size} ranks are not divisible by {needs}; start another number of ranks or change it."]
     return _stages(config)
@@ -155,20 +163,21 @@ def _data(config: RunConfig, world_size: int) -> list[str]:
     elif data.context_length > ranks * data.tokens_per_rank:
         problems.append(
             f"data.context_length is {data.context_length}, but a micro-batch holds {ranks * data.tokens_per_rank} "
-            f"tokens ({ranks} data-parallel ranks × data.tokens_per_rank {data.tokens_per_rank}); "
+            f"tokens ({count(ranks, 'data-parallel rank')} × data.tokens_per_rank {data.tokens_per_rank}); "
             "lower the first or raise the second."
         )
     if data.source != "stdlib" and not data.path:
-        problems.append(f"data.source {data.source} needs data.path.")
+        mixes = f": one of {', '.join(MIX_NAMES)}" if data.source == "mix" else ""
+        problems.append(f"data.source {data.source} needs data.path{mixes}.")
     return problems
 
 
 def _steps(config: RunConfig) -> list[str]:
     train, optimizer, problems = config.train, config.optimizer, []
-    if optimizer.warmup_steps >= train.steps:
+    if config.resolved_warmup_steps >= train.steps:
         problems.append(
             f"optimizer.warmup_steps is {optimizer.warmup_steps}, but train.steps is {train.steps}; the warm-up must "
-            "end before the run does: lower the first or raise the second."
+            "end before the run does: lower the first, or leave it out, or raise the second."
         )
     if train.recompute == "all" and not config.cad.enabled:
         problems.append(
@@ -179,9 +188,23 @@ def _steps(config: RunConfig) -> list[str]:
         problems.append(f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}; lower it.")
     if config.log.timeline_steps is not None:
         first, last = config.log.timeline_steps
-        if not 1 <= first <= last <= train.steps:
+        if not 1 <= first <= last:
             problems.append(
-                f"log.timeline_steps is [{first}, {last}]; it must be [first, last] with 1 <= first <= last <= "
-                f"train.steps {train.steps}."
+                f"log.timeline_steps is [{first}, {last}]; it must be [first, last] with 1 <= first <= last."
             )
     return problems
+
+
+def _output(config: RunConfig) -> list[str]:
+    """Whether the run can write where it will: into the run that it resumes, or below output."""
+    resume = config.checkpoint.resume
+    setting, folder = ("output", config.output) if resume in (None, "latest") else ("checkpoint.resume", resume)
+    nearest = Path(folder).absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    try:
+        # Permissions alone do not say it: the file system may be read-only, or allow no new files even to root.
+        with tempfile.TemporaryFile(dir=nearest):
+            return []
+    except OSError as error:
+        return [f"{setting} is {folder}, but nothing can be written into {nearest} ({error.strerror}); change it."]

@@ -67,3 +67,31 @@ def test_mistakes_are_sentences_and_bugs_keep_their_traceback(
     assert ended.value.code == 2
     with pytest.raises(ValueError, match="a bug"):
         main(["bug"])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("plan pretrain --ranks two", "--ranks must be a whole number, not two."),
+        ("plan pretrain --resend 1", "--resend must be true or false, not 1."),
+        ("plan pretrain --ranks", "--ranks needs a whole number."),
+        ("plan pretrain --rankz 3", "distca plan has no option --rankz. Did you mean --ranks?"),
+        ("plan pretrain again", "distca plan has no place for again."),
+        ("plan", "distca plan needs lengths."),
+        ("data convert", "distca data convert needs --output."),
+        ("data describe --source web", "--source must be one of stdlib, text, jsonl, indexed, mix, not web."),
+        ("data describe --source mix", "--source mix needs --path, one of pretrain, prolong, pretrain-long, prolong-"),
+        ("data", "distca data needs a command: one of convert, describe."),
+        ("data look", "distca data has no command 'look'; choose one of convert, describe."),
+        ("look", "distca has no command 'look'; choose one of plan, data,"),
+        ("parity --max_ranks 0", "--max_ranks is 0; it must be at least 1."),
+        ("doctor --head_dim 0", "--head_dim is 0; it must be at least 1."),
+    ],
+)
+def test_mistakes_on_the_command_line_are_sentences(capfd: pytest.CaptureFixture[str], line: str, said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    shown = " ".join(capfd.readouterr().err.split())
+    assert shown.startswith("error: ") and said in shown and "next step: " in shown
+    assert "usage:" not in shown

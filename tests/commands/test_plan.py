@@ -1,11 +1,14 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from distca.commands.options import OptionError
 from distca.commands.plan import (
     draw,
     lower_bound,
@@ -16,8 +19,10 @@ from distca.commands.plan import (
     shortest_shard,
     summary,
 )
-from distca.plan import PlanError, analytic_cost, plan_micro_batch, route
+from distca.plan import PlanError, analytic_cost, load_table, plan_micro_batch, route
+from distca.profile.tables import TABLES
 
+TABLE = TABLES / "cpu_reference_4x2x32.json"
 COST = analytic_cost(32, 8, 128)
 
 
@@ -75,8 +80,47 @@ def test_bad_files_are_sentences(tmp_path: Path, content: str, words: str) -> No
 
 
 def test_draw_makes_a_picture(tmp_path: Path) -> None:
-    draw(made(), str(tmp_path / "x.png"))
-    assert (tmp_path / "x.png").stat().st_size > 5000
+    draw(made(), str(tmp_path / "x.svg"), "my lengths")
+    text = (tmp_path / "x.svg").read_text()
+    assert "my lengths: 5 documents, 130,900 tokens on 4 ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ranks": -2}, "--ranks is -2; it must be at least 1"),
+        ({"tokens_per_rank": 0}, "--tokens_per_rank is 0"),
+        ({"layers": 0}, "--layers is 0"),
+        ({"seed": -1}, "--seed is -1; it must be at least 0"),
+        ({"tolerance": 7}, "--tolerance is 7; it must be at least 0 and below 1"),
+        ({"picture": "nowhere/plan.png"}, "there is no folder nowhere"),
+        ({"picture": "plan.xyz"}, r"must end in one of .*\.png"),
+        ({"picture": "plan"}, r"must end in one of .*\.png"),
+        ({"cost_table": "nope.json"}, r"nope\.json cannot be read"),
+        ({"cost_table": __file__}, "is not JSON"),
+        ({"cost_table": str(TABLE), "kv_heads": 2, "head_dim": 32}, "--kv_heads, --head_dim are both given"),
+        ({"heads": 0}, "--heads is 0"),
+    ],
+)
+def test_mistakes_are_sentences_before_anything_is_planned(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((PlanError, OptionError), match=said):
+        plan("nothing", **options)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"heads": 4}', None])
+def test_what_is_no_cost_table_is_a_sentence(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "table.json"
+    words = json.loads(TABLE.read_text()) | {"forward_seconds": [["fast"]]}
+    path.write_text(json.dumps(words) if text is None else text)
+    with pytest.raises(PlanError, match="cost table"):
+        load_table(path)
+
+
+def test_a_cost_table_counts_for_its_own_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    plan("pretrain", ranks=1, tokens_per_rank=2048, cost_table=str(TABLE))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "size of a head │ 4, 2, 32" in shown and "2,048 tokens on 1 rank " in shown
+    assert "shortest shard sent away │ none" in shown and "q to servers, all ranks, 1 layer │ 0 B" in shown
 
 
 def test_importing_it_needs_numpy_only() -> None:

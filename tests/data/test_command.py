@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from distca.commands import data
@@ -35,6 +38,20 @@ def test_convert_writes_what_indexed_reads(tmp_path, capsys):
     source = open_source("indexed", output)
     assert bytes(source.read(0, 0, 5).tolist()) == b"hello"
     assert "2 documents, 8 tokens, vocabulary 256" in " ".join(capsys.readouterr().out.split())
+    command = [
+        sys.executable,
+        "-m",
+        "distca.commands.main",
+        "data",
+        "describe",
+        "--source",
+        "indexed",
+        "--path",
+        output,
+    ]
+    described = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert described.returncode == 0 and "all 2 documents" in described.stdout
+    assert described.stderr == "", "warnings of megatron-core about what reading does not need"
 
 
 def test_convert_with_a_tokenizer_file(tmp_path):

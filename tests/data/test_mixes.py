@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.data.mixes import MixError, long_context, sample_lengths, sample_long_context
+from distca.commands.plan import read_lengths
+from distca.data import open_source
+from distca.data.mixes import (
+    LONG_CONTEXT,
+    MIX_NAMES,
+    MixError,
+    long_context,
+    sample_lengths,
+    sample_long_context,
+    sample_mix,
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -80,3 +90,22 @@ def test_mistakes_are_sentences() -> None:
         sample_lengths("pretrain", 10, 0, max_length=0)
     with pytest.raises(MixError, match="context is 1,000"):
         long_context(np.array([5]), 1000, 0)
+
+
+@pytest.mark.parametrize("name", MIX_NAMES)
+def test_every_name_is_drawn_and_training_and_commands_know_the_same_ones(name: str) -> None:
+    tokens = 4 * 131_072
+    drawn, cut = sample_mix(name, tokens, 3), sample_mix(name, tokens, 3, context=2048)
+    assert drawn.sum() == cut.sum() == tokens and cut.max() <= 2048
+    if name.endswith("-long"):
+        mix = name.removesuffix("-long")
+        assert drawn.tolist() == sample_long_context(mix, tokens, LONG_CONTEXT, 3).tolist()  # type: ignore[arg-type]
+    else:
+        assert drawn.tolist() == sample_lengths(name, tokens, 3).tolist()  # type: ignore[arg-type]
+    assert open_source("mix", name, seed=3, mix_tokens=tokens, max_length=2048).lengths.tolist() == cut.tolist()
+    assert read_lengths(name, tokens=tokens, seed=3).tolist() == drawn.tolist()
+
+
+def test_an_unknown_name_is_answered_with_all_names() -> None:
+    with pytest.raises(MixError, match="choose one of pretrain, prolong, pretrain-long, prolong-long"):
+        sample_mix("web-long", 10, 0)

@@ -40,3 +40,21 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(command, "choose_kernel", lambda *args, **kwargs: None)
     with pytest.raises(PlanError, match="2 GPUs"):
         command.profile(ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("ranks", "0", "--ranks is 0; it must be at least 1"), ("kernel", "foo", "--kernel must be one of auto, flash4")],
+)
+def test_options_that_measure_nothing_are_one_sentence(capfd, option, value, said):
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", f"--{option}", value])
+    assert ended.value.code == 2
+    assert said in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_kernel_that_cannot_run_here_is_named_as_the_option(capfd):
+    with pytest.raises(SystemExit):
+        main(["profile", "--kernel", "flash4"])
+    said = " ".join(capfd.readouterr().err.split())
+    assert "--kernel flash4 cannot run here" in said and "cad.kernel" not in said

@@ -67,6 +67,7 @@ def test_shipped_configurations_are_read(file: Path) -> None:
         (["--train.steps"], "--train.steps needs a value: a whole number."),
         (["20"], "'20' on the command line belongs to no setting"),
         (["--config", "nowhere.yaml"], "--config names nowhere.yaml, which is not a file."),
+        (["--name", "new", "--checkpoint.resume", "runs/old"], "name is new, but checkpoint.resume is runs/old, and"),
         (["--config"], "--config needs the path of a YAML file"),
     ],
 )
@@ -114,3 +115,8 @@ def test_every_setting_has_a_description() -> None:
                 f.name for f in dataclasses.fields(group) if f"        {f.name}: " not in (group.__doc__ or "")
             ]
             assert undescribed == [], group.__name__
+
+
+@pytest.mark.parametrize("resume", ["latest", "runs/mine", "runs/mine/"])
+def test_a_name_may_say_which_run_is_resumed(resume: str) -> None:
+    assert parse_run_config(["--name=mine", "--checkpoint.resume", resume]).name == "mine"

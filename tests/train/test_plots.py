@@ -30,6 +30,13 @@ def test_svg_says_the_imbalance_and_is_reproducible(tmp_path: Path) -> None:
     assert text == (tmp_path / "b.svg").read_text()
 
 
+def test_attention_that_stays_at_home_is_one_series(tmp_path: Path) -> None:
+    plot_balance(tmp_path / "a.svg", [1.0, 3.0], None, [1.5, 2.5])
+    text = (tmp_path / "a.svg").read_text()
+    assert "at home: busiest / mean 1.50" in text and "measured: busiest / mean 1.25" in text
+    assert "disaggregated" not in text and "→" not in text
+
+
 @pytest.mark.parametrize("ranks", [1, 200])
 def test_any_number_of_ranks_and_no_work_at_all(tmp_path: Path, ranks: int) -> None:
     plot_balance(tmp_path / "a.png", np.zeros(ranks), np.zeros(ranks))

@@ -34,15 +34,27 @@ def test_bar_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
 def test_summary_shows_what_is_known_and_what_exists(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.touch()
+    folder.timeline.touch()  # of an earlier start of the run
     screen = io.StringIO()
     summary = RunSummary(steps=60, first_loss=5.5, last_loss=1.25, imbalance_before=2.0, bytes_moved=3 * 2**20)
-    print_summary(summary, folder, Console(file=screen, width=200))
+    print_summary(summary, folder, [folder.phases_plot], Console(file=screen, width=200))
     shown = screen.getvalue()
-    assert "5.5000 → 1.2500" in shown
+    assert "60 steps " in shown and "loss, step 1 → 60" in shown and "5.5000 → 1.2500" in shown
     assert "3.0 MiB" in shown
     assert str(folder.metrics) in shown
     for absent in ("validation", "MFU", "measured", "timeline", "checkpoint"):
         assert absent not in shown
+
+
+def test_summary_of_one_step_after_a_resume_lists_what_it_has_drawn(tmp_path: Path) -> None:
+    folder, screen = RunFolder(tmp_path), io.StringIO()
+    folder.timeline.touch()
+    folder.phases_plot.touch()
+    summary = RunSummary(steps=1, first_step=7, first_loss=3.25, last_loss=3.25)
+    print_summary(summary, folder, [folder.timeline], Console(file=screen, width=200))
+    shown = screen.getvalue()
+    assert ": 1 step, from step 7 on" in shown and "loss, step 7 " in shown and "→" not in shown
+    assert str(folder.timeline) in shown and str(folder.phases_plot) not in shown
 
 
 def test_format_bytes() -> None:

@@ -1,8 +1,13 @@
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from distca.data import Sampler
+from distca.train.checkpoints import check_fits, with_saved_warmup
 from distca.train.config import CheckpointConfig, ConfigError, RunConfig, parse_run_config
 from distca.train.run_folder import RunFolder, create_run_folder, resume_run_folder
 
@@ -13,7 +18,7 @@ def config_in(folder: Path, resume: str | None = None) -> RunConfig:
 
 def save(folder: RunFolder, step: int, complete: bool = True) -> None:
     folder.checkpoint_path(step).mkdir(parents=True)
-    (folder.checkpoint_path(step) / "weights").touch()
+    (folder.checkpoint_path(step) / "weights").write_bytes(b"12345")
     if complete:
         folder.mark_complete(step)
 
@@ -83,3 +88,47 @@ def test_resume_mistakes_are_sentences(tmp_path: Path) -> None:
     folder = create_run_folder(config_in(tmp_path))
     with pytest.raises(ConfigError, match="has no complete checkpoint"):
         resume_run_folder(config_in(tmp_path, str(folder.path)))
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_once_it_is_gone(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    save(folder, 10)
+    save(folder, 20)
+    config, weights = config_in(tmp_path, "latest"), folder.checkpoint_path(20) / "weights"
+    assert resume_run_folder(config)[1].step == 20
+    weights.write_bytes(b"123")
+    with pytest.raises(ConfigError, match=r"step_000020 is damaged: weights has 3 bytes, not 5. Delete this folder"):
+        resume_run_folder(config)
+    weights.unlink()
+    with pytest.raises(ConfigError, match="weights is missing"):
+        resume_run_folder(config)
+    (folder.checkpoint_path(20) / "COMPLETE").write_text("{")
+    with pytest.raises(ConfigError, match="COMPLETE cannot be read"):
+        resume_run_folder(config)
+    shutil.rmtree(folder.checkpoint_path(20))
+    assert resume_run_folder(config)[1].step == 10
+
+
+def test_a_checkpoint_of_an_early_version_has_no_sizes(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    save(folder, 10)
+    (folder.checkpoint_path(10) / "COMPLETE").write_text("")
+    (folder.checkpoint_path(10) / "weights").write_bytes(b"1")
+    assert resume_run_folder(config_in(tmp_path, "latest"))[1].step == 10
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+def test_unreadable_notes_on_what_a_checkpoint_fits_are_a_sentence(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "fits.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"is damaged: fits\.json"):
+        check_fits(tmp_path, RunConfig(), 256, Sampler(np.array([3]), 1, 8, 1, seed=0))
+
+
+def test_a_resumed_run_keeps_the_warm_up_also_for_more_steps(tmp_path: Path) -> None:
+    more = parse_run_config(["--train.steps", "600"])
+    for saved, kept in (({"optimizer.warmup_steps": 4}, 4), ({}, 10)):  # early versions did not save it
+        (tmp_path / "fits.json").write_text(json.dumps({"sampler": {}} | saved))
+        assert with_saved_warmup(more, tmp_path).resolved_warmup_steps == kept
+        given = parse_run_config(["--train.steps", "600", "--optimizer.warmup_steps", "7"])
+        assert with_saved_warmup(given, tmp_path) == given

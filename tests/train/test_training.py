@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(folder: Path) -> Path:
     """Runs on two ranks, by name."""
 
-    def line(name: str, **settings: object) -> list[str]:
+    def line(name: str | None, **settings: object) -> list[str]:
         return arguments(**{"name": name, "output": folder, "data__path": folder / "texts"} | settings)
 
     saving = {"checkpoint__save_every": 3}
@@ -72,9 +72,9 @@ def two_ranks(folder: Path) -> Path:
     for name in ("saving", "saving-plain", "saving-bf16"):
         _die_after_third_step(folder / name, folder / f"{name}-resumed")
     resumed = [
-        line("ignored", checkpoint__resume=folder / "saving-resumed"),
-        line("ignored", checkpoint__resume=folder / "saving-plain-resumed", optimizer__distributed=False),
-        line("ignored", checkpoint__resume=folder / "saving-bf16-resumed", train__precision="bf16"),
+        line(None, checkpoint__resume=folder / "saving-resumed"),
+        line(None, checkpoint__resume=folder / "saving-plain-resumed", optimizer__distributed=False),
+        line(None, checkpoint__resume=folder / "saving-bf16-resumed", train__precision="bf16"),
     ]
     run_ranks(2, train_all, resumed, timeout=200)
     return folder
@@ -85,16 +85,16 @@ def four_ranks(two_ranks: Path) -> Path:
     """Runs on four ranks, by name, in the same folder."""
     folder = two_ranks
 
-    def line(name: str, **settings: object) -> list[str]:
+    def line(name: str | None, **settings: object) -> list[str]:
         return arguments(**{"name": name, "output": folder, "data__path": folder / "texts"} | settings)
 
     run_ranks(4, train_all, [line("tensor", parallel__tp=2, checkpoint__save_every=3)])
     _die_after_third_step(folder / "tensor", folder / "tensor-resumed")
     _die_after_third_step(folder / "saving", folder / "saving-on-four")
     resumed = [
-        line("ignored", parallel__tp=2, checkpoint__resume=folder / "tensor-resumed"),
+        line(None, parallel__tp=2, checkpoint__resume=folder / "tensor-resumed"),
         # As many tokens per step on twice as many ranks.
-        line("ignored", data__tokens_per_rank=48, checkpoint__resume=folder / "saving-on-four"),
+        line(None, data__tokens_per_rank=48, checkpoint__resume=folder / "saving-on-four"),
     ]
     run_ranks(4, train_all, resumed, timeout=200)
     return folder
@@ -187,7 +187,16 @@ def start(*line: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def started(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     line = arguments(name="started", output=folder, data__path=folder / "texts", log__timeline_steps="[2,3]")
-    line += ["--checkpoint.save_every", "2", "--checkpoint.keep", "2", "--log.tensorboard", "true"]
+    line += [
+        "--checkpoint.save_every",
+        "2",
+        "--checkpoint.keep",
+        "2",
+        "--log.tensorboard",
+        "true",
+        "--log.memory",
+        "true",
+    ]
     done = start(*line)
     assert done.returncode == 0, done.stderr
     return folder / "started", done
@@ -222,6 +231,9 @@ def test_metrics_hold_the_documented_keys(started: tuple[Path, subprocess.Comple
         assert values["tokens_per_s"] == pytest.approx(values["tokens"] / values["step_s"])
         assert values["imbalance_before"] >= 1 and values["imbalance_measured"] >= 1
     assert "validation_loss" in lines[-1] and "validation_loss" not in lines[0]
+    # A CPU rank's memory of the moment is no peak, and is not shown as one.
+    assert all(0 < values["resident_memory_gb"] < 100 for values in lines)
+    assert "peak_memory_gb" not in lines[0] and "peak memory" not in started[1].stderr.partition("started: 6")[2]
 
 
 def test_the_timeline_is_a_trace_of_every_rank(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -243,6 +255,8 @@ def test_config_yaml_starts_the_same_run_again_and_resumes_it(
     shutil.rmtree(copy / "checkpoints" / "step_000006")
     done = start("--config", str(run / "config.yaml"), "--checkpoint.resume", str(copy))
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, "warnings that a user can do nothing about"
+    assert "2 steps, from step 5 on" in done.stderr + done.stdout
     assert steps_of(copy) == steps_of(run)
     assert (copy / "config-from-step-000004.yaml").exists()
     assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["step_000004", "step_000006"]
@@ -261,7 +275,7 @@ MISTAKES = {
         "data.context_length is 96, but a micro-batch holds 80 tokens",
     ),
     "heads": (6, {"parallel__tp": 3}, "model.heads 4 is not divisible by parallel.tp 3"),
-    "too few ranks": (1, {"parallel__tp": 2}, "The run has 1 ranks, but parallel.tp 2 needs at least 2"),
+    "too few ranks": (1, {"parallel__tp": 2}, "The run has 1 rank, but parallel.tp 2 needs at least 2"),
     "odd ranks": (3, {"parallel__tp": 2}, "The 3 ranks are not divisible by parallel.tp 2"),
     "unknown setting": (2, {"model__depth": 3}, "There is no setting 'model.depth'"),
     "word for a number": (2, {"train__steps": "many"}, "train.steps must be a whole number, not many"),
@@ -292,6 +306,17 @@ def test_a_mistake_is_one_sentence_before_anything_starts(
     done = start("--check", str(ranks), *arguments(**{"data__path": None} | filled), ranks=0)
     _is_one_sentence(done, said)
     assert not (folder / "mistakes").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_starts(
+    started: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    run, _ = started
+    shutil.copytree(run, run.with_name("damaged"))
+    newest = run.with_name("damaged") / "checkpoints" / "step_000006"
+    os.truncate(newest / "__0_0.distcp", 100)
+    line = arguments(data__path=run.parent / "texts", train__steps=9, checkpoint__resume=run.with_name("damaged"))
+    _is_one_sentence(start("--check", "2", *line, ranks=0), "step_000006 is damaged: __0_0.distcp has 100 bytes, not")
 
 
 def test_the_checked_settings_of_a_good_run_are_accepted(folder: Path) -> None:

@@ -15,15 +15,16 @@ def test_shipped_configurations_are_accepted(name: str, world_size: int) -> None
     validate(parse_run_config(["--config", str(CONFIGS / f"{name}.yaml")]), world_size)
 
 
-def test_the_defaults_are_accepted() -> None:
-    validate(parse_run_config([]), 4, vocabulary=256)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_defaults_are_accepted(ranks: int) -> None:
+    validate(parse_run_config([]), ranks, vocabulary=256)
 
 
 @pytest.mark.parametrize(
     ("arguments", "world_size", "said"),
     [
         ("--parallel.tp 2", 5, "The 5 ranks are not divisible by parallel.tp 2"),
-        ("--parallel.tp 2", 1, "The run has 1 ranks, but parallel.tp 2 needs at least 2"),
+        ("--parallel.tp 2", 1, "The run has 1 rank, but parallel.tp 2 needs at least 2"),
         ("--parallel.pp 3", 12, "model.layers 4 is not divisible by parallel.pp 3"),
         ("--parallel.pp 2 --cad.backward keep", 8, "cad.backward is keep, but with parallel.pp 2"),
         ("--parallel.pp 2 --parallel.tp 2", 6, "The 6 ranks are not divisible by parallel.tp 2 × parallel.pp 2"),
@@ -35,9 +36,18 @@ def test_the_defaults_are_accepted() -> None:
         ("--model.kv_heads 3", 4, "model.heads 4 is not divisible by model.kv_heads 3"),
         ("--model.hidden 130", 4, "model.hidden 130 is not divisible by model.heads 4"),
         ("--model.head_dim 33", 4, "The head dimension is 33"),
-        ("--data.context_length 4097", 4, "data.context_length is 4097, but a micro-batch holds 4096 tokens"),
-        ("--data.whole_documents true", 4, "data.context_length is 4096, but data.whole_documents keeps"),
-        ("--cad.enabled false", 4, "data.context_length is 4096, but without cad.enabled"),
+        (
+            "--data.context_length 16385",
+            4,
+            "data.context_length is 16385, but a micro-batch holds 16384 tokens (4 data-",
+        ),
+        (
+            "--data.context_length 4097",
+            1,
+            "a micro-batch holds 4096 tokens (1 data-parallel rank × data.tokens_per_rank",
+        ),
+        ("--data.context_length 4097 --data.whole_documents true", 4, "is 4097, but data.whole_documents keeps"),
+        ("--data.context_length 4097 --cad.enabled false", 4, "data.context_length is 4097, but without cad.enabled"),
         (
             "--cad.enabled false --data.context_length 1024 --train.recompute all",
             4,
@@ -53,9 +63,14 @@ def test_the_defaults_are_accepted() -> None:
         ("--checkpoint.keep 0", 4, "checkpoint.keep is 0; it must be at least 1."),
         ("--cad.kernel flash4", 4, "cad.kernel flash4 computes in bf16, but train.precision is fp32"),
         ("--log.timeline_steps [5,3]", 4, "log.timeline_steps is [5, 3]"),
-        ("--log.timeline_steps [5,61]", 4, "train.steps 60"),
+        ("--log.timeline_steps [0,3]", 4, "1 <= first <= last"),
         ("--data.source text", 4, "data.source text needs data.path."),
+        ("--data.source mix", 4, "needs data.path: one of pretrain, prolong, pretrain-long, prolong-long."),
         ("--name a/b", 4, "name is 'a/b'"),
+        ("--name ..", 4, "name is '..'; it must be a folder's name"),
+        ("--cad.tolerance 7", 4, "cad.tolerance is 7.0; it must be below 1."),
+        ("--output /proc/x/y", 4, "output is /proc/x/y, but nothing can be written into /proc ("),
+        (f"--output {__file__}/runs", 4, "/runs, but nothing can be written into"),
     ],
 )
 def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str) -> None:
@@ -73,6 +88,8 @@ def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str
         "--cad.enabled false --data.context_length 1024 --train.recompute mlp",
         "--data.whole_documents true --data.context_length 1024",
         "--train.steps 1 --optimizer.warmup_steps 0",
+        "--train.steps 1",
+        "--log.timeline_steps [5,61]",
         "--model.head_dim 64",
         "--log.timeline_steps [60,60]",
     ],
@@ -82,7 +99,7 @@ def test_unusual_settings_that_work_are_accepted(arguments: str) -> None:
 
 
 def test_without_disaggregation_one_rank_may_hold_all() -> None:
-    validate(parse_run_config(["--cad.enabled", "false", "--data.tokens_per_rank", "4096"]), 1)
+    validate(parse_run_config(["--cad.enabled", "false"]), 1)
 
 
 def test_all_problems_are_reported_together() -> None:
@@ -98,3 +115,13 @@ def test_all_problems_are_reported_together() -> None:
         "optimizer.warmup_steps is 99",
     ):
         assert any(part in line for line in lines[1:])
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-8b", "llama-8b-cut", "llama-34b"])
+@pytest.mark.parametrize("steps", [1, 2, 5, 10, 10_000])
+def test_shipped_configurations_run_for_any_number_of_steps(name: str, steps: int) -> None:
+    line = ["--config", str(CONFIGS / f"{name}.yaml"), "--train.steps", str(steps)]
+    config = parse_run_config(line)
+    validate(config, 16)
+    assert config.resolved_warmup_steps == min(steps // 6, 100)
+    assert parse_run_config([*line, "--optimizer.warmup_steps", "3"]).resolved_warmup_steps == 3

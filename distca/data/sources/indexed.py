@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +140,26 @@ def _vocabulary(prefix: str, given: int | None) -> int:
     return vocabulary
 
 
-def _open(prefix: str) -> Any:
+def megatron_module(doing: str) -> Any:
+    """megatron-core's module of indexed datasets; ``doing`` it is why the module is wanted.
+
+    Raises:
+        DataError: where it cannot be imported.
+    """
     try:
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
+        with warnings.catch_warnings():
+            # megatron-core says once per module that Transformer Engine and Apex are missing; data needs neither.
+            warnings.simplefilter("ignore")
+            from megatron.core.datasets import indexed_dataset
     except ImportError as error:
-        raise DataError(f"Reading .bin/.idx files needs megatron-core, which did not import ({error}).") from error
+        raise DataError(f"{doing} .bin/.idx files needs megatron-core, which did not import ({error}).") from error
+    return indexed_dataset
+
+
+def _open(prefix: str) -> Any:
+    module = megatron_module("Reading")
     try:
-        dataset = IndexedDataset(prefix)
+        dataset = module.IndexedDataset(prefix)
     except (AssertionError, ValueError) as error:
         raise DataError(f"{prefix}.idx cannot be read: {str(error) or 'its counts contradict each other'}.") from error
     index = dataset.index

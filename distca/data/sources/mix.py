@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 
 from distca.data.errors import DataError
-from distca.data.mixes import Mix as MixName
-from distca.data.mixes import MixError, sample_lengths, sample_long_context
+from distca.data.mixes import MixError, sample_mix
 from distca.data.sources.source import BYTE_VOCABULARY
 
-LONG = "-long"
-"""Ends the name of a mix's long-context version, such as "pretrain-long"."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -40,22 +35,19 @@ class RandomTokens:
 
 
 class Mix(RandomTokens):
-    """Random tokens in documents whose lengths follow a mix, drawn by ``sample_lengths``."""
+    """Random tokens in documents whose lengths follow a mix, drawn by ``sample_mix``."""
 
     def __init__(
         self, mix: str, tokens: int, seed: int, *, vocabulary: int | None = None, max_length: int | None = None
     ) -> None:
-        """Draw documents of ``tokens`` tokens in all from the mix called ``mix``; one called "pretrain-long" or
-        "prolong-long" is its long-context version, stretched to ``max_length``.
+        """Draw documents of ``tokens`` tokens in all from a mix, one of ``MIX_NAMES``, cut or stretched to
+        ``max_length``.
 
         Raises:
             DataError: if there is no such mix, or no documents can be drawn.
         """
         try:
-            if max_length is not None and mix.endswith(LONG):
-                lengths = sample_long_context(cast(MixName, mix.removesuffix(LONG)), tokens, max_length, seed)
-            else:
-                lengths = sample_lengths(cast(MixName, mix), tokens, seed, max_length=max_length)
+            lengths = sample_mix(mix, tokens, seed, context=max_length)
         except MixError as error:
             raise DataError(f"The document source 'mix' with data.path {mix!r} cannot be drawn: {error}") from None
         if len(lengths) == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distca.data.errors import DataError
+from distca.data.mixes import MIX_NAMES
 from distca.data.sources.source import DocumentSource
 
 KINDS = ("stdlib", "text", "jsonl", "indexed", "mix")
@@ -47,7 +48,8 @@ def open_source(
     if kind == "stdlib":
         return _open_stdlib(path)
     if path is None:
-        raise DataError(f"The document source {kind!r} needs a path; set data.path.")
+        mixes = f" to one of {', '.join(MIX_NAMES)}" if kind == "mix" else ""
+        raise DataError(f"The document source {kind!r} needs a path; set data.path{mixes}.")
     if kind == "text":
         from distca.data.sources.text_folder import open_text_folder
 

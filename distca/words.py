@@ -1,0 +1,46 @@
+"""Words for people: counts with their noun, and what a setting or an option takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun: "1 step", "2,000 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def takes(hint: Any) -> str:
+    """What a setting of this type takes, in words."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join("null" if part is NoneType else takes(part) for part in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list of {len(get_args(hint))} whole numbers"
+    words: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(hint, str(hint))
+
+
+def value_refused(message: str, hint_of: Callable[[str], Any]) -> tuple[str, str] | None:
+    """What jsonargparse says about a value of the wrong type, taken apart.
+
+    Args:
+        message: the parser's own words.
+        hint_of: type of the setting of a name, None where there is no such setting.
+
+    Returns:
+        The setting's name and the value, which is empty where there was none; None for other messages.
+    """
+    text = " ".join(message.split())
+    key = re.search(r'Parser key "([\w.]+)"', text)
+    value = re.search(r"(?:Got value|Given value): (.*?)\.?$", text)
+    if key and value and hint_of(key[1]) is not None:
+        return key[1], value[1]
+    missing = re.match(r"argument --([\w.]+): expected one argument", text)
+    if missing and hint_of(missing[1]) is not None:
+        return missing[1], ""
+    return None
