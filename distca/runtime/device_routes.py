@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distca.attention import TaskBatch
 from distca.attention.upload import Destination, uploading
-from distca.plan import Layout, Plan, Route, route
+from distca.plan import Layout, Plan, Route, Segments, route
 from distca.transport import RowMoves
 
 
@@ -19,7 +19,7 @@ class ServerRoute:
         q_to_home: o, log-sum-exp and dQ back.
         kv_to_server: key/value rows to servers.
         kv_to_home: dK, dV back, added up where several servers return the same row.
-        repeats: (source row, target row, rows) copies inside the server's k,v buffer, grouped by source row.
+        repeats: copies inside the server's k,v buffer: by source row (target row, rows), in task order.
         batch: borders of this server's CA-tasks.
         q_rows: query rows in the server's buffer.
         kv_rows: key/value rows in the server's buffer.
@@ -29,7 +29,7 @@ class ServerRoute:
     q_to_home: RowMoves
     kv_to_server: RowMoves
     kv_to_home: RowMoves
-    repeats: list[tuple[int, int, int]]
+    repeats: dict[int, list[tuple[int, int]]]
     batch: TaskBatch
     q_rows: int
     kv_rows: int
@@ -37,16 +37,24 @@ class ServerRoute:
     @staticmethod
     def of(route: Route, device: Destination) -> ServerRoute:
         """Bring a route to ``device``; copies to a GPU do not block the host."""
-        repeat = route.kv.repeat
         with uploading(device) as upload:
             return ServerRoute(
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
                 *RowMoves.there_and_back(route.kv, route.ranks, upload),
-                sorted(zip(repeat.source.tolist(), repeat.destination.tolist(), repeat.rows.tolist(), strict=True)),
+                _by_source(route.kv.repeat),
                 TaskBatch.of(route.cu_q, route.cu_kv, upload),
                 route.q.destination_rows,
                 route.kv.destination_rows,
             )
+
+
+def _by_source(repeat: Segments) -> dict[int, list[tuple[int, int]]]:
+    """(Destination row, rows) of segments by their source row, all in order."""
+    copies: dict[int, list[tuple[int, int]]] = {}
+    columns = (repeat.source.tolist(), repeat.destination.tolist(), repeat.rows.tolist())
+    for source, target, rows in sorted(zip(*columns, strict=True)):
+        copies.setdefault(source, []).append((target, rows))
+    return copies
 
 
 @dataclass(frozen=True)

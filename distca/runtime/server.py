@@ -13,15 +13,15 @@ from distca.runtime.device_routes import ServerRoute
 
 def fill_repeats(kv_S2GD: torch.Tensor, route: ServerRoute) -> None:
     """Copy context rows that several tasks of one document need, after they arrived once."""
-    for source, target, rows in route.repeats:
-        kv_S2GD[target : target + rows].copy_(kv_S2GD[source : source + rows])
+    for source, copies in route.repeats.items():
+        for target, rows in copies:
+            kv_S2GD[target : target + rows].copy_(kv_S2GD[source : source + rows])
 
 
 def fold_repeats(dkv_S2GD: torch.Tensor, route: ServerRoute) -> None:
     """Add the gradients of repeated rows into the rows that arrived: in float32, in task order, rounded once."""
     wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)
-    for source in sorted({source for source, _, _ in route.repeats}):
-        copies = [(target, rows) for begin, target, rows in route.repeats if begin == source]
+    for source, copies in route.repeats.items():
         longest = max(rows for _, rows in copies)
         total = dkv_S2GD[source : source + longest].to(wide)
         for target, rows in copies:

@@ -236,9 +236,9 @@ class _Stage:
         return self._half * (self._mlp_at_work() + first) + self._sent_to_server()
 
     def _freed_by_mlp(self) -> int:
-        """Bytes per token that the backward of a layer's MLP frees."""
+        """Bytes per token that the backward of a layer's MLP frees; of a recomputed segment its residual stream."""
         if self._config.train.recompute == "all":
-            return 0
+            return self._value * self._hidden
         return self._value * (self._hidden + 2 * self._ffn) - self._recomputed_mlp()
 
     def _server_at_work(self) -> int:

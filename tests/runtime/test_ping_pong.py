@@ -1,14 +1,18 @@
 """The runtime on gloo ranks, with random plans, against whole documents in one process: float64."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from distca.attention.reference import ReferenceKernel
 from distca.plan import lay_out
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
+from distca.runtime.dispatch import AttentionCall
 from distca.runtime.timeline import Timeline
 from distca.testing.plans import random_plan
 from distca.testing.ranks import run_ranks
@@ -76,6 +80,34 @@ def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of
     }
 
 
+def _left_by_calls(backward):
+    """By attention call: how many tensors it held in its backward, and how many of these are alive when its gradients
+    are sent home."""
+    held, left = {}, []
+
+    def note(call):
+        tensors = [each for each in tree_leaves(vars(call)) if isinstance(each, torch.Tensor)]
+        held.setdefault(id(call), []).extend(weakref.ref(each) for each in tensors)
+
+    def count(call):
+        left.append((len(held[id(call)]), sum(each() is not None for each in held[id(call)])))
+
+    def look_before(name, look):
+        step = getattr(AttentionCall, name)
+
+        def looking(call, *arguments):
+            look(call)
+            return step(call, *arguments)
+
+        setattr(AttentionCall, name, looking)
+
+    look_before("_launch_do", note)
+    look_before("_serve_backward", note)
+    look_before("_launch_gradients", count)
+    _run_rank(CASES["odd lengths"], 2, backward, False, 2, 1, None, False)
+    return left
+
+
 def _check(lengths, ranks, nano_batches=2, backward="keep", recompute=False, padding=0, seed=0, rank_of=None):
     hidden, weight, _ = _documents(lengths)
     hidden.requires_grad_()
@@ -137,3 +169,11 @@ def test_backward_hides_every_transfer_behind_the_other_half(backward, recompute
             assert hidden(sent, layer, "ping", f"serve {layer} pong backward")
         for layer in range(LAYERS - 1):
             assert hidden(sent, layer, "pong", f"post+pre {layer + 1} ping backward")
+
+
+@pytest.mark.parametrize("backward", ["keep", "resend"])
+def test_attention_lets_go_of_its_rows_in_its_own_backward(backward):
+    """And not only when the whole graph goes."""
+    for left in run_ranks(2, _left_by_calls, backward):
+        assert len(left) == 2 * LAYERS
+        assert all(held > 3 and alive == 0 for held, alive in left)

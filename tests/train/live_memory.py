@@ -14,13 +14,16 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Follows the memory of every tensor that an operation returns; what was there before does not count.
 
+    Args:
+        peak: count after every operation.
+
     Attributes:
-        peak: most bytes that were alive at once.
+        peak: most bytes that were alive at once, if they were counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peak: bool = True) -> None:
         super().__init__()
-        self.peak = 0
+        self.peak, self._count = 0, peak
         self._seen: dict[int, weakref.ref[Any]] = {}
         tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
         self._before = {each.untyped_storage().data_ptr() for each in tensors}
@@ -33,7 +36,8 @@ class LiveBytes(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 if storage.data_ptr() not in self._before:
                     self._seen[storage._cdata] = weakref.ref(storage)
-        self.peak = max(self.peak, self.now())
+        if self._count:
+            self.peak = max(self.peak, self.now())
         return out
 
     def now(self) -> int:

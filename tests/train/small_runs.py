@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from distca.train.settings import RunConfig
+    from distca.train.step_inputs import StepInputs
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 96
@@ -83,6 +87,45 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
         destroy_model_parallel()
         _end_checkpoint_writer()
     return folders
+
+
+class StepByStep:
+    """A trainer whose steps the caller runs, on the ranks that call this; ends with ``close``."""
+
+    def __init__(self, config: RunConfig) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from distca.train.corpus import open_corpus, open_sampler
+        from distca.train.setup import build_trainer
+        from distca.train.world import World
+
+        self.corpus = open_corpus(config)
+        self.world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+        self.trainer: Any = build_trainer(config, self.world, self.corpus.vocabulary)
+        self._sampler = open_sampler(config, self.corpus.train, self.trainer.planning.ranks)
+
+    def inputs(self) -> StepInputs:
+        """Of the next step."""
+        from distca.train.step_inputs import make_step_inputs
+
+        return make_step_inputs(self.trainer.planning, self.corpus.train, self._sampler)
+
+    def run(self, inputs: StepInputs) -> None:
+        """Forward and backward of a global batch."""
+        from megatron_patches import ticks
+        from megatron_patches.training_step import run_micro_batches
+
+        if inputs.pipeline is None:
+            run_micro_batches(self.trainer.model, inputs.batches)
+        else:
+            plan, routes = inputs.pipeline.plan, inputs.pipeline.routes
+            ticks.run_ticks(self.trainer.model, inputs.batches, plan, routes, self.trainer.pool)
+
+    def close(self) -> None:
+        from megatron_patches.parallel import destroy_model_parallel
+
+        destroy_model_parallel()
 
 
 def _end_checkpoint_writer() -> None:

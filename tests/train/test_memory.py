@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from distca.plan import lay_out
+from distca.train import memory
 from distca.train.config import parse_run_config
 from distca.train.corpus import open_corpus, open_sampler
 from distca.train.memory import (
@@ -21,6 +22,7 @@ from distca.train.memory import (
     predict_memory,
 )
 from distca.train.settings import ConfigError, RunConfig
+from megatron_patches import output_loss
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODES = {"off": ["--cad.enabled", "false"], "on": []}
@@ -155,6 +157,10 @@ def test_settings_that_save_memory_are_predicted_to() -> None:
     assert max(_predicted(*plain, "--cad.enabled", "false")) < worst, "1F1B holds fewer micro-batches"
     assert max(_predicted(*plain, "--optimizer.distributed", "false")) > worst
     assert max(_predicted(*plain, ranks=16)) < worst, "more ranks share the optimizer's state"
+
+
+def test_logits_are_counted_in_the_chunks_that_the_output_layer_makes() -> None:
+    assert memory._LOGITS_BYTES == output_loss.LOGITS_BYTES
 
 
 def test_micro_batches_in_flight_by_stage() -> None:

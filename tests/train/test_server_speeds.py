@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from distca.data.corpus import Corpus
 from distca.plan.balance import imbalance
@@ -16,7 +17,7 @@ from distca.plan.speeds import WHOLE_STEP, Speeds
 from distca.testing.ranks import run_ranks
 from distca.train.config import parse_run_config
 from distca.train.corpus import open_corpus, open_sampler
-from distca.train.server_speeds import ServerSpeeds, learns_speeds
+from distca.train.server_speeds import ServerSpeeds, by_server, learns_speeds
 from distca.train.step_inputs import StepInputs, make_step_inputs
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 from tests.train.test_phase_table import PLANNING
@@ -71,6 +72,59 @@ def test_every_kind_of_phase_has_its_own_speeds() -> None:
     for kind, expected in true.items():
         # Those of a kind are added up, so that little work counts little; speeds are rounded to 4 digits.
         assert speeds.current[kind] == pytest.approx(expected, rel=1e-3)
+
+
+def test_how_fast_speeds_are_learned() -> None:
+    """The newest step counts 1 / (steps + 0.25); sums by hand."""
+    speeds = ServerSpeeds(2, True)
+    for measured in ([0.8, 1.2], [0.8, 1.2]):
+        speeds.learn([WHOLE_STEP], np.ones((1, 2)), np.array([measured]))
+    # 0.2 + 0.8 / [0.8, 1.2] is [1.2, 0.8667], against its mean and rounded to 4 digits.
+    assert speeds.current[WHOLE_STEP].tolist() == [1.1613, 0.8387]
+    speeds.learn([WHOLE_STEP], np.ones((1, 2)), np.ones((1, 2)))
+    # 4 parts of equal speeds, 5 of those before.
+    assert speeds.current[WHOLE_STEP].tolist() == [1.0896, 0.9104]
+
+
+def test_kinds_that_a_step_does_not_have_are_remembered() -> None:
+    kinds = [("forward", (True, False)), ("forward", (True, True))]
+    speeds, found = ServerSpeeds(2, True), []
+    for kind in kinds:
+        for _ in range(2):
+            speeds.learn([kind], np.ones((1, 2)), np.array([[0.8, 1.2]]))
+        found.append(speeds.current)
+    assert set(found[0]) == set(kinds[:1]) and set(found[1]) == set(kinds)
+    assert all(each.tolist() == [1.1613, 0.8387] for each in found[1].values())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_learned_is_what_servers_did_whatever_speeds_the_plan_counts_with(stages: int) -> None:
+    def draw() -> np.ndarray:
+        speeds = random.uniform(0.8, 1.2, 4)
+        return speeds / speeds.mean()
+
+    random = np.random.default_rng(stages)
+    plain, _ = _two_plans(stages, {})
+    kinds = plain.pipeline.kinds if plain.pipeline is not None else (WHOLE_STEP,) * len(plain.work)
+    _, inputs = _two_plans(stages, {kind: draw() for kind in dict.fromkeys(kinds)})
+    true = {kind: draw() for kind in dict.fromkeys(kinds)}
+    by_phase = inputs.work / [true[kind] for kind in kinds]
+    learner = ServerSpeeds(4, True)
+    for _ in range(60):
+        learner.learn_from(inputs, by_phase.sum(axis=0), by_phase if stages > 1 else None)
+    assert set(learner.current) == set(true)
+    for kind, expected in true.items():
+        assert learner.current[kind] == pytest.approx(expected, rel=1e-3)
+
+
+def _gathered() -> np.ndarray:
+    alone = replace(PLANNING, stage=0, stages=1)
+    return by_server(alone, [[1.0, 5.0], [2.0, 3.0]][dist.get_rank()])
+
+
+def test_the_slower_of_a_servers_tensor_parallel_ranks_counts() -> None:
+    for figures in run_ranks(2, _gathered):
+        assert figures.tolist() == [[2.0, 5.0]]
 
 
 def test_what_learns() -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
 from distca.data.mixes import Mix, sample_long_context
 from distca.plan import route
@@ -19,6 +17,7 @@ from distca.train import memory
 from distca.train.config import parse_run_config
 from distca.train.settings import RunConfig
 from tests.train.live_memory import LiveBytes, allocate_as_on_gpus
+from tests.train.small_runs import StepByStep
 
 TOKENS = 1024
 HIDDEN = 256 * TOKENS  # bytes of one bfloat16 activation
@@ -39,7 +38,8 @@ SETTINGS = {
 }
 CASES = [
     {"cad.enabled": enabled, "train.recompute": recompute}
-    for enabled, recompute in itertools.product(("true", "false"), ("none", "mlp"))
+    for enabled, recompute in itertools.product(("true", "false"), ("none", "mlp", "all"))
+    if (enabled, recompute) != ("false", "all")
 ]
 
 
@@ -60,19 +60,10 @@ def _live(stages: int, layers: int, cases: list[dict[str, str]]) -> list[dict[st
 def _measure(config: RunConfig) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import schedules
 
-    from distca.train.corpus import open_corpus, open_sampler
-    from distca.train.setup import build_trainer
-    from distca.train.step_inputs import make_step_inputs
-    from distca.train.world import World
     from megatron_patches import ticks
-    from megatron_patches.parallel import destroy_model_parallel
-    from megatron_patches.training_step import run_micro_batches
 
-    corpus = open_corpus(config)
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    trainer: Any = build_trainer(config, world, corpus.vocabulary)
-    planning = trainer.planning
-    inputs = make_step_inputs(planning, corpus.train, open_sampler(config, corpus.train, planning.ranks))
+    run = StepByStep(config)
+    inputs = run.inputs()
     live, starts = LiveBytes(), []
     step = schedules.backward_step
 
@@ -82,17 +73,14 @@ def _measure(config: RunConfig) -> dict[str, Any]:
 
     ticks.backward_step = schedules.backward_step = counted
     with live:
-        if inputs.pipeline is None:
-            run_micro_batches(trainer.model, inputs.batches)
-        else:
-            plan, routes = inputs.pipeline.plan, inputs.pipeline.routes
-            ticks.run_ticks(trainer.model, inputs.batches, plan, routes, trainer.pool)
+        run.run(inputs)
     ticks.backward_step = schedules.backward_step = step
     if inputs.pipeline is not None:
         _take_servers_of(inputs.pipeline.routes)
-    predicted = memory.predict_memory(config, world.size, 64)[planning.stage]
-    destroy_model_parallel()
-    return {"starts": max(starts), "peak": live.peak, "predicted": predicted, "stage": planning.stage}
+    stage = run.trainer.planning.stage
+    predicted = memory.predict_memory(config, run.world.size, 64)[stage]
+    run.close()
+    return {"starts": max(starts), "peak": live.peak, "predicted": predicted, "stage": stage}
 
 
 def _take_servers_of(routes: Any) -> None:

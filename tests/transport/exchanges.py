@@ -2,6 +2,7 @@
 
 import random
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from distca.testing.plans import random_plan
 from distca.transport import Part
 from distca.transport.fabric import Put
 from distca.transport.one_sided import OneSidedTransport
+from tests.transport.streams import Stream
 
 RANKS, PLANS, WIDTH = 3, 24, 6
 LENGTHS = ([40, 3, 1, 17, 90], [61], [1, 1, 1], [7] * 30, [1])
@@ -103,6 +105,43 @@ def one_row(peers):
     """One row of ones for each of the peers."""
     row, index = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
     return {peer: [Put(row, np.array([[0, 0, 1]]), index, 0)] for peer in peers}
+
+
+def late_stream(world, work):
+    """A stream that does some work and does not begin before something is in the list that is returned too."""
+    stream, begin = Stream(world), []
+
+    def advance():
+        if begin:
+            work()
+        return bool(begin)
+
+    stream.operations.append(advance)
+    return stream, begin
+
+
+def check_rows_are_made_first(world, one, two):
+    """What one rank's stream still computes is not sent to the other before."""
+    puts = one_row([1])
+    stream, begin = late_stream(world, lambda: puts[1][0].source.fill_(2))
+    one.compute_on(stream)
+    one.put(1, 0, puts)
+    world.all_work()
+    assert not two.landing.any()
+    begin.append("now")
+    two.arrived(1, [0])
+    assert (two.landing[:16].view(torch.float32) == 2).all()
+
+
+def check_sources_are_held(world, one):
+    """Until nobody has the token of what is sent."""
+    puts = one_row([1])
+    source = weakref.ref(puts[1][0].source)
+    token = one.put(1, 0, puts)
+    del puts
+    assert source() is not None
+    del token
+    assert source() is None
 
 
 def _finish(handle, parts, expected):

@@ -44,6 +44,12 @@ class World:
                 if self.random.random() < 0.02:
                     self._change_speeds()
 
+    def all_work(self):
+        """Do all that can be done."""
+        with self.lock:
+            while any(stream.advance() for stream in list(self.streams)):
+                pass
+
     def _change_speeds(self):
         for stream in self.streams:
             stream.speed = self.random.choice((0.001, 0.1, 1.0))
@@ -86,8 +92,11 @@ class Stream:
         self.operations.append(lambda: event.done)
 
     def advance(self):
-        if self.operations[0]():
+        """Whether an operation was done."""
+        done = bool(self.operations) and self.operations[0]()
+        if done:
             self.operations.popleft()
+        return done
 
 
 class Packet(Stream):
@@ -98,9 +107,10 @@ class Packet(Stream):
         self._world = world
 
     def advance(self):
-        super().advance()
+        done = super().advance()
         if not self.operations:
             self._world.streams.remove(self)
+        return done
 
 
 class Here:
@@ -114,20 +124,20 @@ class Here:
 
 
 class Queue:
-    """What a rank queues on its streams."""
+    """What a rank queues on its streams; ``here`` is the current one, in whose place a test may put a Stream."""
 
     def __init__(self, world):
-        self._world, self._here = world, Here(world)
+        self._world, self.here = world, Here(world)
 
     def create_stream(self, priority):
         return Stream(self._world)
 
     def current_stream(self):
-        return self._here
+        return self.here
 
     def mark(self, stream):
         event = Event()
-        if stream is self._here:
+        if isinstance(stream, Here):
             event.done = True
         else:
             stream.operations.append(lambda: setattr(event, "done", True) or True)
@@ -204,7 +214,7 @@ class FarQueue(Queue):
         return address - self._world.bases[self._rank] + self._world.bases[peer]
 
     def _send(self, stream, effects):
-        if stream is self._here:
+        if isinstance(stream, Here):
             self._world.send(self._rank, effects())
         else:
             stream.operations.append(lambda: self._world.send(self._rank, effects()) or True)
@@ -226,7 +236,8 @@ class Fabric:
             native.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
             np.array([0 if peer in far else base + 8 * rank for peer, base in enumerate(bases)], np.uint64),
         )
-        self.near = NearPeers(addresses, "cpu", Queue(world))
+        self.near_queue = Queue(world)
+        self.near = NearPeers(addresses, "cpu", self.near_queue)
         base = bases[rank]
         own = FarAddresses(
             landing=base + words,
@@ -240,6 +251,10 @@ class Fabric:
         self.far_queue, self._far = FarQueue(world, rank), far
         self._far_peers = FarPeers(own, "cpu", self.far_queue) if far else None
         self._peers = Peers(self.near, self._far_peers, far)
+
+    def compute_on(self, stream):
+        """Make a Stream the rank's current one."""
+        self.near_queue.here = self.far_queue.here = stream
 
     def put(self, number, reuses, puts):
         return self._peers.put(number, reuses, puts)

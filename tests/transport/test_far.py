@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from distca.transport.fabric import Put
 from distca.transport.far import FarAddresses, FarPeers, cut_into_loads, staging_bytes
 from tests.transport import streams
-from tests.transport.exchanges import RANKS, count_wrong, one_row
+from tests.transport.exchanges import (
+    RANKS,
+    check_rows_are_made_first,
+    check_sources_are_held,
+    count_wrong,
+    late_stream,
+    one_row,
+)
 from tests.transport.streams import PATIENCE_S, Fabric, World
 
 HALF = 768
@@ -181,18 +188,14 @@ def test_a_peer_without_room_is_not_written_to():
     assert (fabrics[2].landing[:16].view(torch.float32) == 1).all()
 
 
-def test_rows_are_packed_when_the_stream_that_makes_them_is_so_far():
+def test_rows_are_packed_once_they_are_made():
     world = World(2, 1000, 0, staging=2 * HALF)
-    one, two = (Fabric(world, rank, [1 - rank]) for rank in range(2))
-    here, mark, made = one.far_queue.current_stream(), one.far_queue.mark, streams.Event()
-    one.far_queue.mark = lambda stream: made if stream is here else mark(stream)
-    puts = one_row([1])
-    one.put(1, 0, puts)
-    world.some_work(300)
-    puts[1][0].source.fill_(2)
-    made.done = True
-    two.arrived(1, [0])
-    assert (two.landing[:16].view(torch.float32) == 2).all()
+    check_rows_are_made_first(world, *(Fabric(world, rank, [1 - rank]) for rank in range(2)))
+
+
+def test_sources_are_held_while_they_are_packed():
+    world = World(2, 1000, 0, staging=2 * HALF)
+    check_sources_are_held(world, Fabric(world, 0, [1]))
 
 
 def test_a_peer_that_gets_no_rows_is_signalled_all_the_same():
@@ -251,6 +254,18 @@ def test_a_rank_that_ends_lets_its_signals_arrive_but_waits_for_no_lost_peer():
     delivers.append("again")
     assert _finish(world, one, PATIENCE_S) < PATIENCE_S
     assert streams.read(world.bases[1]) == 1
+
+
+def test_a_rank_that_ends_waits_for_what_its_computation_still_tells():
+    world = World(2, 1000, 0, staging=2 * HALF)
+    fabric = Fabric(world, 0, [1])
+    stream, begin = late_stream(world, lambda: None)
+    fabric.compute_on(stream)
+    fabric.taken(1)
+    assert _finish(world, fabric, 0.2) >= 0.2
+    begin.append("now")
+    assert _finish(world, fabric, PATIENCE_S) < PATIENCE_S
+    assert streams.read(world.bases[1] + 8 * 2) == 1
 
 
 def _finish(world, fabric, patience_s):

@@ -1,0 +1,51 @@
+"""What a step allocates is free at its end, whatever was kept until backward: no step leaves more than an early one."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from pathlib import Path
+
+from distca.testing.ranks import run_ranks
+from distca.train.config import parse_run_config
+from tests.train.live_memory import LeanKernel, LiveBytes
+from tests.train.small_runs import StepByStep, arguments, write_texts
+
+LEVELS = ("none", "mlp", "all")
+CASES = [
+    {"parallel__pp": stages, "model__layers": 2 * stages, "cad__backward": backward, "train__recompute": recompute}
+    for (stages, backward), recompute in itertools.product(((1, "keep"), (1, "resend"), (2, "resend")), LEVELS)
+]
+
+
+def _live(command_lines: list[list[str]], steps: int) -> list[list[int]]:
+    """By run: bytes that are alive at the end of each step."""
+    from distca.train import setup
+    from megatron_patches.cpu import use_cpu
+
+    use_cpu()
+    setup.choose_kernel = lambda *_, **__: LeanKernel()  # in fewer operations
+    # Collections would free some of what should have been free without them.
+    gc.disable()
+    return [_measure(line, steps) for line in command_lines]
+
+
+def _measure(line: list[str], steps: int) -> list[int]:
+    run, found = StepByStep(parse_run_config(line)), []
+    inputs = run.inputs()
+    with LiveBytes(peak=False) as live:
+        for _ in range(steps):
+            run.run(inputs)
+            run.trainer.optimizer.step()
+            found.append(live.now())
+    run.close()
+    return found
+
+
+def test_steps_leave_nothing_behind(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    shape = {"train__micro_batches": 3, "data__whole_documents": True}
+    lines = [arguments(data__path=texts, output=tmp_path, **shape, **case) for case in CASES]
+    for rank in run_ranks(2, _live, lines, 4):
+        for case, (_, second, third, fourth) in zip(CASES, rank, strict=True):
+            assert second == third == fourth, case
