@@ -39,7 +39,7 @@
 #     BACKWARD         auto | keep | resend            --cad.backward
 #     EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB   (by tokens)  --cad.nvshmem_buffer_gb: GiB in which rows land that travel by NVSHMEM
 #   what is recorded
-#     EXPERIMENT_LOG_MEMORY_USAGE         (0)          --log.memory: 1 records each step's peak memory
+#     EXPERIMENT_LOG_MEMORY_USAGE         (0)          --log.memory: 1 records what CPU ranks hold, too
 #     ENABLE_NSYS      1 | 0 (0)                       run under Nsight Systems; reports go to runs/nsys/
 #     DRY_RUN          1 | 0 (0)                       check the settings and print the command, start nothing
 #
