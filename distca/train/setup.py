@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from distca.train.settings import RunConfig
 from distca.train.world import World
 from distca.transport import choose_transport
 from distca.words import count
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -68,30 +72,53 @@ def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
 
 def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
-    from megatron_patches.model import build_model, transformer_config
     from megatron_patches.optimizer import build_optimizer
-    from megatron_patches.parallel import initialize_model_parallel, pipeline_seed, server_pool_group
-    from megatron_patches.stage_timers import StageTimers
-    from megatron_patches.training_step import wrap_for_data_parallel
+    from megatron_patches.parallel import initialize_model_parallel
 
-    parallel, on_gpu = config.parallel, world.device.type == "cuda"
+    parallel = config.parallel
     _check_memory(config, world, vocabulary)
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    pool = _pool(config, world, dtype)
+    model = _model(config, world, vocabulary, dtype, pool)
+    optimizer = build_optimizer(model, config.optimizer, config.train.steps, config.resolved_warmup_steps, dtype)
+    logger.info(
+        "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s",
+        f"{sum(p.numel() for p in model.parameters()):,}",
+        count(parallel.data_parallel(world.size), "data-parallel rank"),
+        parallel.tp,
+        parallel.pp,
+        "disaggregated" if config.cad.enabled else "not disaggregated",
+    )
+    return Trainer(config, world, model, optimizer, pool, _planning(config, world, dtype, pool), vocabulary)
+
+
+def _pool(config: RunConfig, world: World, dtype: torch.dtype) -> AttentionPool:
+    from megatron_patches.parallel import server_pool_group
+
+    model, tp = config.model, config.parallel.tp
     kernel = choose_kernel(
         config.cad.kernel,
         device=world.device,
         dtype=dtype,
-        head_dim=config.model.resolved_head_dim,
+        head_dim=model.resolved_head_dim,
         deterministic=config.cad.deterministic,
     )
-    if on_gpu:
-        heads, kv_heads = config.model.heads // parallel.tp, config.model.kv_heads // parallel.tp
-        warm_up(kernel, heads, kv_heads, config.model.resolved_head_dim, dtype, world.device)
-    timeline = Timeline(world.device)
+    if world.device.type == "cuda":
+        warm_up(kernel, model.heads // tp, model.kv_heads // tp, model.resolved_head_dim, dtype, world.device)
     transport = choose_transport(config.cad.transport, server_pool_group(), config.resolved_nvshmem_buffer_gb)
-    pool = AttentionPool(transport, kernel, timeline, config.resolved_backward)
-    data_parallel = parallel.data_parallel(world.size)
+    return AttentionPool(transport, kernel, Timeline(world.device), config.resolved_backward)
+
+
+def _model(
+    config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype, pool: AttentionPool
+) -> DistributedDataParallel:
+    from megatron_patches.model import build_model, transformer_config
+    from megatron_patches.parallel import pipeline_seed
+    from megatron_patches.stage_timers import StageTimers
+    from megatron_patches.training_step import wrap_for_data_parallel
+
+    parallel, on_gpu = config.parallel, world.device.type == "cuda"
     torch.manual_seed(config.train.seed + pipeline_seed())
     model_config = transformer_config(
         config.model,
@@ -102,43 +129,38 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         accumulate_in_products=True,
     )
     if parallel.pp > 1 and not config.cad.enabled:
-        model_config.timers = StageTimers(timeline)
+        model_config.timers = StageTimers(pool.timeline)
     gpt = build_model(
         config.model,
         vocabulary,
         model_config,
         "disaggregated" if config.cad.enabled else "packed",
         pool=pool,
-        kernel=kernel,
-        timeline=timeline,
+        kernel=pool.kernel,
+        timeline=pool.timeline,
         recompute_segments=config.train.recompute == "all",
     )
     if on_gpu:
         gpt.cuda()
-    model = wrap_for_data_parallel(gpt, config.optimizer.distributed)
-    optimizer = build_optimizer(model, config.optimizer, config.train.steps, config.resolved_warmup_steps, dtype)
-    planning = Planning(
-        rank=transport.rank % data_parallel,
+    return wrap_for_data_parallel(gpt, config.optimizer.distributed)
+
+
+def _planning(config: RunConfig, world: World, dtype: torch.dtype, pool: AttentionPool) -> Planning:
+    parallel, rank = config.parallel, pool.transport.rank
+    data_parallel = parallel.data_parallel(world.size)
+    return Planning(
+        rank=rank % data_parallel,
         ranks=data_parallel,
-        stage=transport.rank // data_parallel,
+        stage=rank // data_parallel,
         stages=parallel.pp,
-        cost=_cost(config, kernel, dtype, world.device),
+        cost=_cost(config, pool.kernel, dtype, world.device),
         disaggregate=config.cad.enabled,
         nano_batches=2 if config.cad.enabled and config.cad.ping_pong else 1,
         resend=config.cad.enabled and config.resolved_backward == "resend",
         tolerance=config.cad.tolerance,
-        chunks=parallel.tp if model_config.sequence_parallel else 1,
+        chunks=parallel.tp if parallel.sequence_parallel else 1,
         device=world.device,
     )
-    logger.info(
-        "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s",
-        f"{sum(p.numel() for p in model.parameters()):,}",
-        count(data_parallel, "data-parallel rank"),
-        parallel.tp,
-        parallel.pp,
-        "disaggregated" if config.cad.enabled else "not disaggregated",
-    )
-    return Trainer(config, world, model, optimizer, pool, planning, vocabulary)
 
 
 def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:

@@ -11,6 +11,7 @@ from distca.train.flops import mfu, model_flops, peak_flops
 from distca.train.memory import GIB, predict_memory
 from distca.train.phase_table import PhaseTable, measured_phases
 from distca.train.progress import RunSummary
+from distca.train.running import RunningFigures
 from distca.train.server_speeds import ServerSpeeds, by_server, learns_speeds
 from distca.train.setup import Trainer
 from distca.train.step_inputs import StepInputs
@@ -40,7 +41,7 @@ class StepRecorder:
         self.before, self.after, self.measured = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
         self.phases = PhaseTable()
         self.speeds = ServerSpeeds(ranks, learns_speeds(trainer.config, trainer.world.device))
-        self._steps: list[Values] = []
+        self._figures = RunningFigures()
         on_gpu = trainer.world.device.type == "cuda"
         name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
         self._peak = peak_flops(name, trainer.config.train.precision)
@@ -89,25 +90,27 @@ class StepRecorder:
                 values[key] = float(max(peaks))
                 if len(peaks) > 1:
                     values |= {f"{key}_stage_{stage}": float(peak) for stage, peak in enumerate(peaks)}
-        self._steps.append(values)
+        self._figures.add(values)
         return values
 
     def summary(self, validation_loss: float | None) -> RunSummary:
         """Means over the recorded steps; the first, which compiles and warms up, does not count for speed."""
+        figures = self._figures
+        tokens, seconds = figures.mean("tokens", but_first=True), figures.mean("step_s", but_first=True)
         return RunSummary(
-            steps=len(self._steps),
+            steps=figures.steps,
             first_step=self._first_step,
-            first_loss=self._first("loss"),
-            last_loss=self._last("loss"),
+            first_loss=figures.first("loss"),
+            last_loss=figures.last("loss"),
             validation_loss=validation_loss,
-            tokens_per_s=self._speed(),
-            mfu=self._mean("mfu", skip=1),
-            imbalance_before=self._mean("imbalance_before"),
-            imbalance_after=self._mean("imbalance_after"),
-            imbalance_measured=self._mean("imbalance_measured"),
-            bytes_moved=self._mean("bytes_moved"),
-            plan_ms=self._mean("plan_ms"),
-            peak_memory_gb=max((float(v) for v in self._column("peak_memory_gb")), default=None),
+            tokens_per_s=tokens / seconds if tokens and seconds else None,
+            mfu=figures.mean("mfu", but_first=True),
+            imbalance_before=figures.mean("imbalance_before"),
+            imbalance_after=figures.mean("imbalance_after"),
+            imbalance_measured=figures.mean("imbalance_measured"),
+            bytes_moved=figures.mean("bytes_moved"),
+            plan_ms=figures.mean("plan_ms"),
+            peak_memory_gb=figures.largest("peak_memory_gb"),
         )
 
     def _gather(self, micro_batches: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
@@ -129,25 +132,6 @@ class StepRecorder:
             layers * inputs.seconds_before if planned else None,
             layers * inputs.seconds_after if planned else None,
         )
-
-    def _column(self, key: str) -> list[float]:
-        return [float(values[key]) for values in self._steps if values.get(key) is not None]  # type: ignore[arg-type]
-
-    def _first(self, key: str) -> float | None:
-        return next(iter(self._column(key)), None)
-
-    def _last(self, key: str) -> float | None:
-        return next(iter(self._column(key)[::-1]), None)
-
-    def _mean(self, key: str, skip: int = 0) -> float | None:
-        column = self._column(key)
-        column = column[skip:] or column
-        return sum(column) / len(column) if column else None
-
-    def _speed(self) -> float | None:
-        tokens, seconds = self._column("tokens"), self._column("step_s")
-        skip = 1 if len(seconds) > 1 else 0
-        return sum(tokens[skip:]) / sum(seconds[skip:]) if seconds else None
 
 
 def _over_phases(seconds: np.ndarray) -> float:
