@@ -33,11 +33,11 @@ source "$root/launch_ranks.sh"
 refuse_unknown_variables
 
 # --- values ---------------------------------------------------------------------------------------------------------
-number='[1-9][0-9]*'
-each_matches "$number" "a whole number of at least 1" \
+whole='[1-9][0-9]*'
+each_matches "$whole" "a whole number of at least 1" \
     NNODES TP_SIZE PP_SIZE CP_SIZE LAYERS TOKENS_PER_RANK BATCHES MICRO_BATCHES LINK_CHANNELS
 each_matches '0|[1-9][0-9]*' "a whole number" GPUS_PER_NODE WARM_UP SEED NODE_RANK MASTER_PORT
-each_matches "$number( $number)*" "one or more whole numbers" CONTEXT_LENGTH
+each_matches "$whole( $whole)*" "one or more whole numbers" CONTEXT_LENGTH
 each_matches '(pretrain|prolong)( (pretrain|prolong))?' "pretrain, prolong or both" MIX
 each_matches '0|1' "0 or 1" DRY_RUN
 each_matches '[^/]*[^/.][^/]*' "a folder's name without slashes" NAME
@@ -54,6 +54,15 @@ find_ranks "$model_ranks"
 data_ranks=$((world / model_ranks))
 if ((data_ranks % ${CP_SIZE:-1})); then
     fail "CP_SIZE is $CP_SIZE, which does not divide the $data_ranks ranks that TP_SIZE and PP_SIZE leave."
+fi
+
+takes_degree=0
+for word in ${MODE:-$default_modes}; do
+    case $word in all | cp | cp-keep | ring | ulysses) takes_degree=1 ;; esac
+done
+if [[ -n ${CP_SIZE:-} ]] && ((!takes_degree)); then
+    fail "CP_SIZE is $CP_SIZE, but no mode of '${MODE:-$default_modes}' takes it." \
+        "unset it, or add cp, cp-keep, ring or ulysses to MODE."
 fi
 
 # --- the run --------------------------------------------------------------------------------------------------------
@@ -86,7 +95,16 @@ if [[ $model == tiny ]]; then settings+=(--model.vocabulary 256); fi
 settings+=(--train.micro_batches "${MICRO_BATCHES:-$((stages > 1 ? 4 : 1))}")
 settings+=(--train.recompute "${RECOMPUTE:-none}") # the same in all modes
 if [[ -n ${SEED:-} ]]; then settings+=(--train.seed "$SEED" --data.seed "$SEED"); fi
-settings+=("$@")
+# A file is named from where the user stands.
+previous=''
+for argument in "$@"; do
+    if [[ $previous == --config && $argument != /* && -f $argument ]]; then
+        argument=$PWD/$argument
+        argument=${argument#"$root/"}
+    fi
+    settings+=("$argument")
+    previous=$argument
+done
 
 # --- Python and the check -------------------------------------------------------------------------------------------
 checked=1
@@ -101,7 +119,10 @@ cd "$root"
 logs=benchmarks/$example/logs
 environment=("PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}")
 if ((checked)); then
-    if asks_for_help "$@"; then exec "$python" pretrain_llama.py --help; fi
+    if asks_for_help "$@"; then
+        sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$script"
+        exec "$python" pretrain_llama.py --help
+    fi
     # Once and here, so that a mistake is one sentence and not a failure report of every rank.
     env "${environment[@]}" "$python" -m benchmarks.throughput --check "$world" --output "$logs" "${own[@]}" \
         -- "${settings[@]}"

@@ -99,6 +99,7 @@ def parse(argv: list[str], world_size: int) -> Settings:
     config = parse_run_config(rest)
     if config.model.vocabulary < 1:
         raise ConfigError("model.vocabulary is 0, but random tokens need one; set it behind --.")
+    config = replace(config, output=str(arguments.output))
     validate(config, world_size, config.model.vocabulary)
     cells = tuple(Cell(mix, context) for mix in arguments.mixes for context in arguments.contexts)
     for cell in cells:

@@ -9,23 +9,36 @@ import torch.distributed as dist
 from distca.plan import PlanError
 
 
-def check_agreement(fingerprint: int, step: int) -> None:
-    """Refuse a step that this rank or another planned differently; every rank calls it, before anything is sent.
+class Agreement:
+    """Compares what ranks planned, step by step. All ranks create it together.
+
+    It has process groups of its own, so that the thread that plans can ask while the step before runs.
 
     Args:
-        fingerprint: of what this rank planned, as :func:`distca.plan.plan.fingerprint` gives it.
-        step: number of the step, for the sentence.
-
-    Raises:
-        PlanError: on every rank, naming those that differ from rank 0.
+        done: number of the last step that was planned before.
     """
-    everyone = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, torch.tensor(fingerprint, dtype=torch.int64))
-    others = np.flatnonzero([int(each) != int(everyone[0]) for each in everyone])
-    if len(others):
-        some = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
-        raise PlanError(
-            f"{len(others)} of {len(everyone)} ranks ({some}) planned step {step} differently from rank 0, so nothing "
-            "was sent. They were started with other settings, have other versions of distca or numpy, or another kind "
-            "of processor: compare config.yaml and `distca doctor` on their machines."
-        )
+
+    def __init__(self, done: int = 0) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._step = done
+
+    def check(self, fingerprint: int) -> None:
+        """Refuse a step that this rank or another planned differently; every rank calls it for every step.
+
+        Args:
+            fingerprint: of what this rank planned, as :func:`distca.plan.plan.fingerprint` gives it.
+
+        Raises:
+            PlanError: on every rank, naming those that differ from rank 0.
+        """
+        self._step += 1
+        everyone = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everyone, torch.tensor(fingerprint, dtype=torch.int64), group=self._group)
+        others = np.flatnonzero([int(each) != int(everyone[0]) for each in everyone])
+        if len(others):
+            some = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
+            raise PlanError(
+                f"{len(others)} of {len(everyone)} ranks ({some}) planned step {self._step} differently from rank 0, "
+                "so nothing of it was sent. They were started with other settings, have other versions of distca or "
+                "numpy, or another kind of processor: compare config.yaml and `distca doctor` on their machines."
+            )

@@ -22,8 +22,6 @@ _FORMAT = "whole parameters"
 _FITS_FILE = "fits.json"
 """What a run that resumes must have alike, readable without torch."""
 _WARMUP = "optimizer.warmup_steps"
-_EARLY_WARMUP = 10
-"""The warm-up of runs that were given none, where the checkpoint does not say it."""
 
 
 def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str, Any]) -> None:
@@ -34,7 +32,7 @@ def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str
 
     path = folder.checkpoint_path(step)
     if trainer.world.rank == 0:
-        path.mkdir(parents=True, exist_ok=True)
+        folder.clear_checkpoint(step)
     dist.barrier()
     save_checkpoint(path, trainer.model, trainer.optimizer, {"step": step, "sampler": sampler_state})  # type: ignore[arg-type]
     dist.barrier()
@@ -89,7 +87,7 @@ def with_saved_warmup(config: RunConfig, checkpoint: Path) -> RunConfig:
     whatever train.steps is now."""
     if config.optimizer.warmup_steps is not None:
         return config
-    warmup = _read_fits(checkpoint).get(_WARMUP, _EARLY_WARMUP)
+    warmup = _read_fits(checkpoint).get(_WARMUP, config.resolved_warmup_steps)
     return replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from distca.data.corpus import Corpus
 from distca.train import checkpoints
-from distca.train.agreement import check_agreement
+from distca.train.agreement import Agreement
 from distca.train.corpus import open_sampler
 from distca.train.garbage import SteadyGarbage
 from distca.train.metrics import MetricsWriter
@@ -57,9 +56,8 @@ class _Loop:
         self._recorder = StepRecorder(trainer, self._first + 1)
         self._drawn: list[Path] = []
         self._garbage = SteadyGarbage()
-        self._ahead = Ahead(
-            partial(make_step_inputs, trainer.planning, corpus.train, self._sampler), trainer.world.device
-        )
+        self._agreement = Agreement(self._first)
+        self._ahead = Ahead(self._make_inputs, trainer.world.device)
         self._speaks = trainer.world.rank == 0
         self._metrics: MetricsWriter | None = None
         self._progress: StepProgress | None = None
@@ -105,12 +103,17 @@ class _Loop:
         plan, routes = inputs.pipeline.plan, inputs.pipeline.routes
         return run_ticks(model, inputs.batches, plan, routes, trainer.pool, forward_only=forward_only)
 
+    def _make_inputs(self, **how: Any) -> StepInputs:
+        """The next step's, in the thread that plans; refused if another rank planned it differently."""
+        inputs = make_step_inputs(self._trainer.planning, self._corpus.train, self._sampler, **how)
+        self._agreement.check(inputs.fingerprint)
+        return inputs
+
     def _step(self, step: int) -> dict[str, Any]:
         began = time.perf_counter()
         if self._trainer.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # validation and checkpoints do not count as this step's
         inputs, waited_ms = self._ahead.take()
-        check_agreement(inputs.fingerprint, step)
         loss_sum, tokens = self._run(inputs)
         if step < self._config.train.steps:
             # Now, while this thread only waits for the GPU: Python's lock would keep it from queueing kernels.
@@ -149,9 +152,10 @@ class _Loop:
             self._trainer.pool.timeline.start_recording()
 
     def _end_timeline(self, step: int) -> None:
-        """Write the file right after the last of log.timeline_steps, before validation and checkpoints."""
+        """Write the file right after the last of log.timeline_steps that this run does, before it validates."""
         wanted = self._config.log.timeline_steps
-        if wanted is not None and step == wanted[1] and self._trainer.pool.timeline.recording:
+        last = None if wanted is None else min(wanted[1], self._config.train.steps)
+        if step == last and self._trainer.pool.timeline.recording:
             self._write_timeline()
 
     def _write_timeline(self) -> None:

@@ -18,7 +18,7 @@ from distca.data.errors import DataError
 from distca.log import die, setup_logging
 from distca.plan import PlanError
 from distca.train.config import ConfigError, parse_run_config
-from distca.train.run_folder import Checkpoint, RunFolder, create_run_folder, resume_run_folder
+from distca.train.run_folder import Checkpoint, RunFolder, check_undamaged, create_run_folder, resume_run_folder
 from distca.train.settings import RunConfig
 from distca.train.validate import validate
 
@@ -60,6 +60,8 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
     checkpoint = None
     if config.checkpoint.resume:
         _, checkpoint = resume_run_folder(config)
+        if os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
+            check_undamaged(checkpoint.path)
         check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
         if checkpoint.step >= config.train.steps:
             raise ConfigError(

@@ -29,7 +29,7 @@ _COMPLETE = "COMPLETE"
 class DamagedCheckpoint(ConfigError):
     """A checkpoint that is not any more what was saved."""
 
-    next_step = "delete the folder that is named and start again."
+    next_step = "RESUME=latest (checkpoint.resume latest) then takes the checkpoint before it."
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,20 @@ class RunFolder:
         """Where the checkpoint after ``step`` steps belongs: ``checkpoints/step_000060``."""
         return self.path / "checkpoints" / f"step_{step:06d}"
 
+    def clear_checkpoint(self, step: int) -> Path:
+        """An empty folder for the checkpoint of ``step``, without what an attempt that was broken off left there."""
+        path = self.checkpoint_path(step)
+        if path.exists():
+            (path / _COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+        return path
+
     def mark_complete(self, step: int) -> Checkpoint:
         """Say that every rank has finished writing the checkpoint of ``step``; until then nobody resumes from it."""
         path = self.checkpoint_path(step)
-        sizes = {file.relative_to(path).as_posix(): _size(file) for file in sorted(path.rglob("*")) if file.is_file()}
         unfinished = path / f"{_COMPLETE}.unfinished"
+        sizes = {file.relative_to(path).as_posix(): _size(file) for file in sorted(path.rglob("*")) if file.is_file()}
         unfinished.write_text(json.dumps(sizes, indent=1), encoding="utf-8")
         unfinished.replace(path / _COMPLETE)
         return Checkpoint(step, path)
@@ -147,10 +156,7 @@ def check_undamaged(checkpoint: Path) -> None:
 
 def damaged(checkpoint: Path, what: str) -> DamagedCheckpoint:
     """What to say about a checkpoint in which ``what`` is wrong."""
-    return DamagedCheckpoint(
-        f"{checkpoint} is damaged: {what}. Delete this folder, and RESUME=latest (checkpoint.resume latest) takes the "
-        "checkpoint before it."
-    )
+    return DamagedCheckpoint(f"{checkpoint} is damaged: {what}. Delete this folder.")
 
 
 def create_run_folder(config: RunConfig) -> RunFolder:
@@ -180,7 +186,7 @@ def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
     Nothing is written: every rank may ask. The rank that starts the run then calls ``write_resumed_config``.
 
     Raises:
-        ConfigError: where there is no such run, no complete checkpoint in it, or the newest one is damaged.
+        ConfigError: where there is no such run, or no complete checkpoint in it.
     """
     latest = config.checkpoint.resume == "latest"
     folder = _latest_run(config) if latest else RunFolder(Path(str(config.checkpoint.resume)))
@@ -192,7 +198,6 @@ def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
             f"checkpoint.resume names {folder.path}, which has no complete checkpoint; "
             "save some with checkpoint.save_every, or start anew without checkpoint.resume."
         )
-    check_undamaged(checkpoints[-1].path)
     return folder, checkpoints[-1]
 
 

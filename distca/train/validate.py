@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from pathlib import Path
 
@@ -200,9 +201,11 @@ def _output(config: RunConfig) -> list[str]:
     resume = config.checkpoint.resume
     setting, folder = ("output", config.output) if resume in (None, "latest") else ("checkpoint.resume", resume)
     nearest = Path(folder).absolute()
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+    if os.environ.get("RANK", "0") != "0":
+        return []  # rank 0 writes
     try:
+        while not nearest.exists() and nearest != nearest.parent:
+            nearest = nearest.parent
         # Permissions alone do not say it: the file system may be read-only, or allow no new files even to root.
         with tempfile.TemporaryFile(dir=nearest):
             return []

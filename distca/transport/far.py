@@ -170,10 +170,11 @@ class FarPeers:
                 self._room[peer] = reuses
         packed = queue.mark(stream)
         for k, load in enumerate(cut_into_loads(puts, self._half)):
-            packed = self._pack(load, self._at.staging + k % 2 * self._half)
+            staging = self._at.staging + k % 2 * self._half
+            packed = self._pack(load, staging)
             if k:
                 queue.quiet(stream)
-            self._put(load, self._at.staging + k % 2 * self._half)
+            self._put(load, staging)
         queue.quiet(stream)
         for peer in puts:
             queue.set_word(self._at.arrived_there, number, peer, stream)

@@ -115,6 +115,7 @@ def test_stages_belong_to_run4d():
         ({"MODE": "fast"}, "MODE is 'fast'"),
         ({"MIX": "books"}, "MIX is 'books'"),
         ({"CP_SIZE": "3"}, "CP_SIZE is 3"),
+        ({"CP_SIZE": "2", "MODE": "distca packed"}, "no mode of 'distca packed' takes it"),
         ({"RECOMPUTE": "1"}, "RECOMPUTE is '1'; it must be none, mlp or all."),
         ({"TP_SIZE": "3"}, "cannot be divided by TP_SIZE = 3."),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from distca.attention.reference import ReferenceKernel
-from distca.plan import lay_out
+from distca.plan import lay_out, plan_at_home
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.dispatch import AttentionCall
 from distca.runtime.timeline import Timeline
@@ -177,3 +177,21 @@ def test_attention_lets_go_of_its_rows_in_its_own_backward(backward):
     for left in run_ranks(2, _left_by_calls, backward):
         assert len(left) == 2 * LAYERS
         assert all(held > 3 and alive == 0 for held, alive in left)
+
+
+def _run_without_gradients():
+    (layout,) = lay_out([13, 7, 29], 1)
+    pool = AttentionPool(choose_transport("auto", dist.group.WORLD), ReferenceKernel(), Timeline("cpu"), "keep")
+    kept = []
+    keep, AttentionCall._keep_o_once = AttentionCall._keep_o_once, lambda call, o: kept.append(len(o)) or keep(call, o)
+    routes = [NanoRoutes.of(plan_at_home(layout), plan_at_home(layout), 0, "cpu", None)]
+    hidden = torch.randn(49, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        run_layers(toy_layers(**SHAPE), [hidden], routes, pool)
+    without = len(kept)
+    run_layers(toy_layers(**SHAPE), [hidden], routes, pool)
+    return without, len(kept)
+
+
+def test_where_no_backward_comes_no_o_is_kept_for_it():
+    assert run_ranks(1, _run_without_gradients) == [(0, LAYERS)]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from distca.plan import PlanError, analytic_cost, plan_micro_batch
 from distca.plan.plan import fingerprint
 from distca.testing.ranks import run_ranks
-from distca.train.agreement import check_agreement
+from distca.train.agreement import Agreement
 from tests.train.small_runs import arguments, train_all, write_texts
 
 
@@ -24,8 +24,10 @@ def test_the_fingerprint_tells_plans_apart() -> None:
 
 
 def _check(fingerprints: list[int]) -> str:
+    agreement = Agreement(done=5)
+    agreement.check(1)
     try:
-        check_agreement(fingerprints[dist.get_rank()], 7)
+        agreement.check(fingerprints[dist.get_rank()])
     except PlanError as error:
         return str(error)
     return ""

@@ -66,7 +66,7 @@ def test_measured_peaks_with_128k_tokens_are_predicted(name: str, mode: str) -> 
     predicted = stage.total + (_second_o_when_recorded(config) if older else 0)
     for mix, cell in report["cells"].items():
         measured = cell["modes"][mode]["memory_gib"]["max"]
-        assert predicted / GIB + heap == pytest.approx(measured, rel=0.04), mix
+        assert predicted / GIB + heap == pytest.approx(measured, rel=0.04 if "4_gpus" in name else 0.02), mix
 
 
 def _second_o_when_recorded(config: RunConfig) -> int:
@@ -104,7 +104,8 @@ def test_measured_peaks_of_stages_are_predicted(name: str) -> None:
                 kept = 0
                 if name in OLDER:
                     kept = _kept_by_stages_when_recorded(config, prediction, stage, report["data_parallel"], steps)
-                assert (prediction.total + kept) / GIB == pytest.approx(peak, rel=0.04), (case["mix"], mode, stage)
+                limit = 0.04 if name in OLDER else 0.02
+                assert (prediction.total + kept) / GIB == pytest.approx(peak, rel=limit), (case["mix"], mode, stage)
 
 
 def _kept_by_stages_when_recorded(

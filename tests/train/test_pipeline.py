@@ -33,7 +33,7 @@ def _config(output: str, name: str, cad: CadConfig, steps: int = 3, resume: str 
         optimizer=OptimizerConfig(warmup_steps=1, min_lr=3e-3),  # constant, whatever the number of steps
         train=TrainConfig(steps=steps, micro_batches=3, validate_batches=1),
         checkpoint=CheckpointConfig(save_at_end=name == "resumed", resume=resume),
-        log=LogConfig(tensorboard=False, timeline_steps=(3, 3) if resume is None and steps == 3 else None),
+        log=LogConfig(tensorboard=False, timeline_steps=(3, 9) if resume is None and steps == 3 else None),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from distca.data import Sampler
 from distca.train.checkpoints import check_fits, with_saved_warmup
 from distca.train.config import CheckpointConfig, ConfigError, RunConfig, parse_run_config
-from distca.train.run_folder import RunFolder, create_run_folder, resume_run_folder
+from distca.train.run_folder import RunFolder, check_undamaged, create_run_folder, resume_run_folder
 
 
 def config_in(folder: Path, resume: str | None = None) -> RunConfig:
@@ -94,18 +94,19 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_once_it_is_gon
     folder = create_run_folder(config_in(tmp_path))
     save(folder, 10)
     save(folder, 20)
-    config, weights = config_in(tmp_path, "latest"), folder.checkpoint_path(20) / "weights"
-    assert resume_run_folder(config)[1].step == 20
-    weights.write_bytes(b"123")
+    config, newest = config_in(tmp_path, "latest"), folder.checkpoint_path(20)
+    assert resume_run_folder(config)[1].path == newest
+    check_undamaged(newest)
+    (newest / "weights").write_bytes(b"123")
     with pytest.raises(ConfigError, match=r"step_000020 is damaged: weights has 3 bytes, not 5. Delete this folder"):
-        resume_run_folder(config)
-    weights.unlink()
+        check_undamaged(newest)
+    (newest / "weights").unlink()
     with pytest.raises(ConfigError, match="weights is missing"):
-        resume_run_folder(config)
-    (folder.checkpoint_path(20) / "COMPLETE").write_text("{")
+        check_undamaged(newest)
+    (newest / "COMPLETE").write_text("{")
     with pytest.raises(ConfigError, match="COMPLETE cannot be read"):
-        resume_run_folder(config)
-    shutil.rmtree(folder.checkpoint_path(20))
+        check_undamaged(newest)
+    shutil.rmtree(newest)
     assert resume_run_folder(config)[1].step == 10
 
 
@@ -114,7 +115,22 @@ def test_a_checkpoint_of_an_early_version_has_no_sizes(tmp_path: Path) -> None:
     save(folder, 10)
     (folder.checkpoint_path(10) / "COMPLETE").write_text("")
     (folder.checkpoint_path(10) / "weights").write_bytes(b"1")
-    assert resume_run_folder(config_in(tmp_path, "latest"))[1].step == 10
+    check_undamaged(folder.checkpoint_path(10))
+
+
+def test_what_an_attempt_that_was_broken_off_left_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    save(folder, 10)
+    left = folder.checkpoint_path(20)
+    left.mkdir()
+    for name in ("COMPLETE.unfinished", "weights-of-another-rank"):
+        (left / name).write_text("{")
+    assert folder.clear_checkpoint(20) == left
+    assert not list(left.iterdir())
+    (left / "weights").write_text("12345")
+    folder.mark_complete(20)
+    assert [each.step for each in folder.checkpoints()] == [10, 20]
+    check_undamaged(left)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
@@ -127,7 +143,7 @@ def test_unreadable_notes_on_what_a_checkpoint_fits_are_a_sentence(tmp_path: Pat
 
 def test_a_resumed_run_keeps_the_warm_up_also_for_more_steps(tmp_path: Path) -> None:
     more = parse_run_config(["--train.steps", "600"])
-    for saved, kept in (({"optimizer.warmup_steps": 4}, 4), ({}, 10)):  # early versions did not save it
+    for saved, kept in (({"optimizer.warmup_steps": 4}, 4), ({}, 100)):  # early versions did not save it
         (tmp_path / "fits.json").write_text(json.dumps({"sampler": {}} | saved))
         assert with_saved_warmup(more, tmp_path).resolved_warmup_steps == kept
         given = parse_run_config(["--train.steps", "600", "--optimizer.warmup_steps", "7"])
