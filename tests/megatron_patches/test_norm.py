@@ -19,11 +19,9 @@ def test_values_gradients_and_refilling(rows: int) -> None:
     norm.weight.data.copy_(weight)
     expected = x / (x.square().mean(-1, keepdim=True) + 0.3).sqrt() * weight
     out = norm(x)
-    pairs = [
-        (out, expected),
-        *zip(torch.autograd.grad(out, (x, norm.weight), d_out), torch.autograd.grad(expected, (x, weight), d_out)),
-    ]
-    for ours, theirs in pairs:
+    ours_all = (out, *torch.autograd.grad(out, (x, norm.weight), d_out))
+    theirs_all = (expected, *torch.autograd.grad(expected, (x, weight), d_out))
+    for ours, theirs in zip(ours_all, theirs_all, strict=True):
         assert ours.shape == theirs.shape
         assert not rows or relative_error(ours.detach(), theirs.detach()) < 1e-14
     again = torch.full_like(out, torch.nan)

@@ -1,4 +1,4 @@
-"""megatron's groups made, made again in other sizes, and closed: states to draw from, pools, and nothing left behind."""
+"""megatron's groups made, made again in other sizes, and closed: states to draw from, pools, nothing left open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = ((1, 2), (1, 2), (2, 1), (1, 2))
 
 
 def _seeded_and_pooled(seed: int) -> list[dict[str, Any]]:
-    """By sizes: the seeded states, ranks of the pool, the sum of their numbers by the pool, and groups that are open."""
+    """By sizes: the seeded states, ranks of the pool, the sum of their numbers by it, and open groups."""
     warnings.filterwarnings("ignore")
     from megatron_patches.cpu import use_cpu
 
