@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from distca.data.batch import rank_batch
 from distca.data.corpus import DocumentSet
 from distca.data.sampler import MicroBatch, Sampler
 from distca.plan import Plan, lay_out, plan_at_home, server_seconds
@@ -20,7 +21,7 @@ from distca.train.planning import Planning
 from distca.train.step_inputs import StepInputs, make_step_inputs
 from tests.train.test_phase_table import PLANNING
 
-LENGTHS = ((40, 3, 1, 20), (30, 31, 2, 1), (64,))
+LENGTHS = ((40, 3, 1, 21), (30, 31, 2, 1), (66,))
 RANKS = 4
 COST = area_cost(4, 2, 8)
 Q, KV, LSE = COST.shape.q_bytes, COST.shape.kv_bytes, 4 * 4
@@ -139,6 +140,7 @@ def test_pipelines_count_by_phase() -> None:
     )
     assert inputs.bytes_moved == _moved(forward, 2 * Q + LSE, KV) + _moved(backward, 4 * Q + LSE, 2 * KV)
     assert inputs.fingerprint == fingerprint(plan.plans)
+    assert [kind[0] for kind in inputs.pipeline.kinds] == ["forward"] * phases + ["backward"] * phases
 
 
 def _at_home(number: int) -> np.ndarray:
@@ -146,8 +148,28 @@ def _at_home(number: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_plans_follow_the_tolerance_and_rows_the_chunks(stages: int) -> None:
+def test_plans_follow_the_tolerance(stages: int) -> None:
     level, loose = (_made(_planning(stages, tolerance=tolerance)) for tolerance in (0.02, 0.9))
     assert loose.bytes_moved < level.bytes_moved and loose.fingerprint != level.fingerprint
-    for batch in _made(_planning(stages, chunks=4)).batches:
-        assert batch.tokens.shape[1] % 8 == 0, "two halves of four chunks"
+
+
+@pytest.mark.parametrize("stages,nano_batches", [(1, 2), (2, 2), (2, 1)])
+def test_rows_lie_in_the_chunks_of_their_layouts(stages: int, nano_batches: int) -> None:
+    inputs = _made(_planning(stages, chunks=4, nano_batches=nano_batches))
+    halves: dict[str, Any] = {"nano_batches": nano_batches, "align": 4}
+    for number, (dealt, batch) in enumerate(zip(_Dealt(False).micro_batches, inputs.batches, strict=True)):
+        if stages == 1:
+            planned = plan_micro_batch(LENGTHS[number], RANKS, COST, tolerance=0.02, resend=False, **halves)
+            layouts = tuple(nano.layout for nano in planned.nano_batches)
+        else:
+            # Phases of several stages share servers: work is spread over all ranks, and halves are alike.
+            layouts = lay_out(LENGTHS[number], RANKS, cost=COST, dealing="even", placement="spread", **halves)
+        rows = rank_batch(_Documents(), dealt, layouts, 0, align=4, chunks=4)
+        assert batch.tokens[0].tolist() == rows.tokens.tolist()
+        assert batch.loss_mask.tolist() == rows.loss_mask.tolist()
+
+
+def test_the_pool_is_numbered_stage_by_stage() -> None:
+    places = [_planning(3, stage=stage, rank=rank) for stage in range(3) for rank in range(RANKS)]
+    assert [place.pool_rank for place in places] == list(range(3 * RANKS))
+    assert {place.pool_ranks for place in places} == {3 * RANKS}
