@@ -1,6 +1,8 @@
 """The fused output layer and loss against megatron-core's own, in float64, over tensor-parallel ranks."""
 
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,3 +88,56 @@ def test_products_are_added_without_rounding_them():
     exact = total.double() + a.double() @ b.double()
     add_product(total, a, b)
     assert relative_error(total, exact) < 1e-6
+
+
+def _walk(sequence_parallel, chunk_rows):
+    """Of one call with gradients and one without: bytes of every chunk's logits, whether logits of a chunk were still
+    there when the next one began, and how many products were added to the weight's gradient."""
+    from megatron_patches import output_loss
+
+    statistics, gathered, add = output_loss.row_statistics, output_loss._Chunks._gathered, output_loss.add_product
+    sizes, logits, beside, products = [], [], [], []
+
+    def noted(logits_NV, targets_N):
+        sizes.append(logits_NV.numel() * logits_NV.element_size())
+        logits.append(weakref.ref(logits_NV))
+        return statistics(logits_NV, targets_N)
+
+    def watched(chunks):
+        for chunk in gathered(chunks):
+            beside.append(any(each() is not None for each in logits))
+            yield chunk
+
+    output_loss.row_statistics, output_loss._Chunks._gathered = noted, watched
+    output_loss.add_product = lambda *arguments: (add(*arguments), products.append(1))
+    _fused(sequence_parallel, ROWS, chunk_rows, 1.0, torch.float64)
+    return sizes, any(beside), len(products)
+
+
+@pytest.mark.parametrize("sequence_parallel,chunks", [(False, 6), (True, 7)])
+def test_one_chunk_of_logits_at_a_time_and_no_gradients_unasked(sequence_parallel, chunks):
+    chunk_rows = 7  # 6 of two shares
+    for sizes, beside, products in run_ranks(2, _walk, sequence_parallel, chunk_rows):
+        assert len(sizes) == 2 * chunks and max(sizes) <= chunk_rows * VOCABULARY // 2 * 8
+        assert not beside and products == chunks
+
+
+def test_bfloat16_rounds_logits_and_results_only():
+    """The same in float64, but for the roundings that there are: of the logits, of their gradient, and of the sums."""
+    from megatron_patches.output_loss import VocabularyShards, output_loss
+
+    hidden, weight, labels, mask = _data()
+    hidden, weight = hidden.bfloat16().requires_grad_(), (weight / 3).bfloat16().requires_grad_()
+    shards = VocabularyShards(SimpleNamespace(rank=lambda: 0, size=lambda: 1), False)
+    loss = output_loss(hidden, weight, labels, mask, shards, logits_bytes=2 * VOCABULARY * 2)
+    loss.backward()
+    assert loss.dtype == torch.float32 and weight.grad.dtype == torch.bfloat16
+    rows, columns = hidden.detach().double(), weight.detach().double()
+    logits = (rows @ columns.t()).bfloat16().double()
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    assert relative_error(loss, (losses * mask).sum()) < 1e-6
+    ones = torch.nn.functional.one_hot(labels, VOCABULARY)
+    d_logits = ((logits.softmax(1) - ones) * mask[:, None]).bfloat16().double()
+    # One rounding to bfloat16: at most 2⁻⁹ of each number.
+    assert relative_error(weight.grad, d_logits.t() @ rows) < 2**-9
+    assert relative_error(hidden.grad, d_logits @ columns) < 2**-9

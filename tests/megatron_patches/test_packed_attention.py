@@ -1,6 +1,7 @@
 """Packed attention beside padding rows: the kernel's output is freed until backward, and gradients do not change."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,15 @@ from megatron_patches.micro_batch import PackedMicroBatch
 from megatron_patches.packed_attention import PackedAttention
 
 
+class _Remembering(ReferenceKernel):
+    """Knows the memory of what it put out."""
+
+    def forward(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = super().forward(*arguments)
+        self.memory = o.untyped_storage()
+        return o, lse
+
+
 @pytest.mark.parametrize("lengths,padding", [((5, 1, 9), 3), ((7,), 1), ((1,), 6), ((4, 4), 0), ((), 2)])
 def test_gradients_with_padding(lengths: tuple[int, ...], padding: int) -> None:
     torch.manual_seed(len(lengths))
@@ -21,10 +31,14 @@ def test_gradients_with_padding(lengths: tuple[int, ...], padding: int) -> None:
     rows = int(borders[-1])
     batch = TaskBatch.of(borders, borders, "cpu")
     module = PackedAttention(SimpleNamespace(softmax_scale=None, kv_channels=8), 1)
-    module.kernel, module.timeline = ReferenceKernel(), Timeline("cpu")
+    module.kernel, module.timeline = _Remembering(), Timeline("cpu")
+    module.timeline.start_recording()
     heads = (4, 2, 2)
     inputs = [torch.randn(rows + padding, 1, n, 8, dtype=torch.float64, requires_grad=True) for n in heads]
     found = module(*inputs, PackedMicroBatch(batch, rows))
+    assert module.timeline.order == ["serve 0 ping forward"] * bool(rows)
+    if rows:
+        assert bool(module.kernel.memory.nbytes()) == (not padding), "of two copies one is enough"
     weights = torch.randn_like(found)
     gradients = torch.autograd.grad((found * weights).sum(), inputs, materialize_grads=True)
     assert found.shape == (rows + padding, 1, 32) and not found[rows:].any()

@@ -18,7 +18,7 @@ def _reference(x, d_out):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 37])
-@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-9)])
 def test_values_and_gradient(rows, dtype, limit):
     from megatron_patches.swiglu import swiglu
 

@@ -44,3 +44,61 @@ def test_loss_and_every_gradient(ranks, tp, pp):
     ]
     for case, difference in run_ranks(ranks, _differences, tp, pp, settings)[0]:
         assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
+
+
+SMALL = {"layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "vocabulary": 64}
+BATCHES = {"source": "mix", "path": "pretrain", "vocabulary": 64, "context_length": 128, "tokens_per_rank": 128}
+
+
+def _left_behind():
+    """Of a recorded step and of a validation: micro-batches whose tensors a stage still has and its last input, whether
+    a graph was built in the forward phases, and hooks that are left."""
+    warnings.filterwarnings("ignore")
+    from megatron_patches.cpu import use_cpu
+
+    use_cpu()
+    from distca.train.config import parse_run_config
+    from megatron_patches import ticks
+    from tests.train.small_runs import StepByStep
+
+    settings = {f"model.{name}": value for name, value in SMALL.items()}
+    settings |= {f"data.{name}": value for name, value in BATCHES.items()}
+    settings |= {"data.whole_documents": "true", "data.validation_fraction": 0}
+    settings |= {"parallel.pp": 2, "train.micro_batches": 3}
+    run = StepByStep(parse_run_config([text for name, value in settings.items() for text in (f"--{name}", str(value))]))
+    assert not run.trainer.model.ddp_config.overlap_grad_reduce, "stages do not end with the same micro-batch"
+    inputs, stages, graphs = run.inputs(), [], []
+
+    class Noted(ticks._Stage):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            stages.append(self)
+
+        def _forward(self, *arguments):
+            return without_span(super()._forward(*arguments))
+
+        def _backward(self, *arguments):
+            return without_span(super()._backward(*arguments))
+
+    def without_span(result):
+        assert run.trainer.pool.timeline._open is None, "a wait that follows would count as computation"
+        return result
+
+    ticks._Stage = Noted
+    decoder = run.trainer.model.module.decoder
+    decoder.register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
+    run.trainer.pool.timeline.start_recording()
+    for forward_only in (False, True):
+        routes = inputs.pipeline.routes
+        plan, pool = inputs.pipeline.plan, run.trainer.pool
+        ticks.run_ticks(run.trainer.model, inputs.batches, plan, routes, pool, forward_only=forward_only)
+    left = [len(stage._inputs) + len(stage._outputs) for stage in stages] + [decoder.input_tensor]
+    hooks = len(decoder._forward_hooks)
+    run.close()
+    return left, graphs, hooks
+
+
+def test_stages_keep_nothing_and_validation_builds_no_graph():
+    for left, graphs, hooks in run_ranks(2, _left_behind):
+        assert left == [0, 0, None] and hooks == 1
+        assert graphs == [True] * 3 + [False] * 3

@@ -145,7 +145,8 @@ class _HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _host_reads(recompute):
+def _model_and_batches(case):
+    """A wrapped model on the ranks that call this, and the case's micro-batches."""
     warnings.filterwarnings("ignore")
     from megatron_patches.cpu import use_cpu
 
@@ -158,12 +159,18 @@ def _host_reads(recompute):
     from megatron_patches.parallel import initialize_model_parallel, server_pool_group
 
     initialize_model_parallel(1, 1, 1)
-    case = parity.ParityCase(micro_batches=MICRO_BATCHES, recompute=recompute)
+    case = parity.ParityCase(**case)
     pool = AttentionPool(choose_transport("auto", server_pool_group()), ReferenceKernel(), Timeline(CPU), case.backward)
     model = training_step.wrap_for_data_parallel(
         parity.build(case, torch.float32, "disaggregated", pool=pool), distributed_optimizer=False
     )
-    batches = [batch for batch, _ in parity._batches(case, pool, CPU)]
+    return model, [batch for batch, _ in parity._batches(case, pool, CPU)]
+
+
+def _host_reads(recompute):
+    model, batches = _model_and_batches({"micro_batches": MICRO_BATCHES, "recompute": recompute})
+    from megatron_patches import training_step
+
     with _HostReads() as reads:
         training_step.run_micro_batches(model, batches)
     with reads:
@@ -175,3 +182,33 @@ def test_the_host_reads_no_number_of_a_step():
     """So it is done queueing the step, and plans the next one, long before a GPU is done computing it."""
     for recompute in ("none", "mlp"):
         assert run_ranks(2, _host_reads, recompute) == [0, 0]
+
+
+def _gradients_of_two_steps(micro_batches):
+    """(loss, tokens, gradients) of the same step twice, without an optimizer in between."""
+    model, batches = _model_and_batches({"micro_batches": micro_batches})
+    from megatron_patches import parity
+    from megatron_patches.training_step import run_micro_batches, wrap_for_data_parallel
+
+    narrow = wrap_for_data_parallel(
+        parity.build(parity.ParityCase(micro_batches=micro_batches), torch.bfloat16, "stock"), False
+    )
+    for parameter in narrow.parameters():
+        assert parameter.dtype == torch.bfloat16 and parameter.main_grad.dtype == torch.float32
+    steps = []
+    for _ in range(2):
+        figures = run_micro_batches(model, batches)
+        steps.append((*figures, [p.main_grad.clone() for p in model.module.parameters()]))
+        for parameter in model.module.parameters():
+            parameter.grad = None  # which an optimizer does
+    return steps
+
+
+@pytest.mark.parametrize("micro_batches", [MICRO_BATCHES, ((1,), (1, 1))])
+def test_a_step_forgets_the_gradients_before_it_and_needs_no_target(micro_batches):
+    targets = sum(length - 1 for lengths in micro_batches for length in lengths)
+    for first, second in run_ranks(1, _gradients_of_two_steps, micro_batches):
+        assert first[1] == second[1] == targets and first[0] == second[0]
+        for once, again in zip(first[2], second[2], strict=True):
+            assert torch.equal(once, again) and bool(once.any()) == (targets > 0)
+            assert once.isfinite().all()

@@ -45,6 +45,8 @@ def test_peaks_by_device_name() -> None:
     assert peak_flops("NVIDIA H200", "bf16") == 989e12
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA H100 NVL", "bf16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
     assert peak_flops("NVIDIA H200", "fp32") is None
     assert peak_flops("cpu", "bf16") is None
 

@@ -36,6 +36,8 @@ def test_calls_at_home_lie_in_the_phases_of_their_micro_batches() -> None:
     serves = {"forward": [1, 1, 2, 2], "backward": [3, 3, 4, 4]}
     column = measured_phases(serves, PLANNING, 2)
     assert column is not None and column.tolist() == [0, 2, 4, 0, 0, 6, 8, 0]
+    first = measured_phases(serves, replace(PLANNING, stage=0), 2)
+    assert first is not None and first.tolist() == [2, 4, 0, 0, 0, 0, 6, 8]
     last = measured_phases(serves, replace(PLANNING, stage=2), 2)
     assert last is not None and last.tolist() == [0, 0, 2, 4, 6, 8, 0, 0]
 
@@ -45,21 +47,40 @@ def test_a_disaggregated_rank_serves_in_every_phase() -> None:
     column = measured_phases(serves, replace(PLANNING, disaggregate=True), 2)
     assert column is not None and column.tolist() == [2] * 4 + [4] * 4
     assert measured_phases({"forward": [1] * 7, "backward": [2] * 8}, replace(PLANNING, disaggregate=True), 2) is None
+    assert measured_phases({"forward": [1] * 8, "backward": []}, replace(PLANNING, disaggregate=True), 2) is None
 
 
 def test_levels_by_phase_and_by_rank() -> None:
     table = np.array([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     assert levels(table) == {"by_phase": [2.0, 2.0, 1.0], "phases": pytest.approx(5 / 3), "ranks": 1.0}
+    # A long phase counts more than a short one, and one without attention not at all.
+    table = np.array([[6.0, 2.0], [1.0, 1.0], [0.0, 0.0]])
+    assert levels(table) == {"by_phase": [1.5, 1.0, 1.0], "phases": pytest.approx(7 / 5), "ranks": 1.4}
+    assert levels(np.zeros((2, 2))) == {"by_phase": [1.0, 1.0], "phases": 1.0, "ranks": 1.0}
 
 
 def test_the_first_step_is_forgotten_and_the_rest_averaged(tmp_path: Path) -> None:
     table = PhaseTable()
+    given = []
     for value in (100.0, 1.0, 3.0):
-        table.add(np.full((4, 2), value), np.full((4, 2), 5.0), np.full((4, 2), 5.0))
+        given.append(np.full((4, 2), value))
+        table.add(given[-1], np.array([[9.0 * value, value]] * 4), np.full((4, 2), 5.0 * value))
+    assert [step[0, 0] for step in given] == [100, 1, 3], "a step's own figures go elsewhere too"
     table.write(tmp_path / "phases.json", stages=2)
     written = json.loads((tmp_path / "phases.json").read_text())
     assert written["steps"] == 2 and written["measured"]["seconds"] == [[2.0, 2.0]] * 4
-    assert written["planned"]["phases"] == 1.0
+    assert written["planned"] == {"seconds": [[10.0, 10.0]] * 4, "by_phase": [1.0] * 4, "phases": 1.0, "ranks": 1.0}
+    assert written["at_home"] == {"seconds": [[18.0, 2.0]] * 4, "by_phase": [1.8] * 4, "phases": 1.8, "ranks": 1.8}
+    assert written["stages"] == 2 and written["ranks_per_stage"] == 1
     plot_phases(tmp_path / "phases.png", table, stages=2)
     height, width = imread(tmp_path / "phases.png").shape[:2]
     assert height > 300 and width >= 900, "titles need six inches, however few the phases"
+
+
+def test_attention_at_home_has_no_planned_phases(tmp_path: Path) -> None:
+    table = PhaseTable()
+    table.add(np.ones((2, 1)), None, None)
+    table.write(tmp_path / "phases.json", stages=1)
+    written = json.loads((tmp_path / "phases.json").read_text())
+    assert written["steps"] == 1 and written["measured"]["seconds"] == [[1.0]] * 2
+    assert "planned" not in written and "at_home" not in written
