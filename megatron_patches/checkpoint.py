@@ -39,14 +39,11 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     """Restore what :func:`save_checkpoint` wrote; returns its ``extra``."""
     _allocate_state(optimizer.optimizer)
     _take_state_without_steps(optimizer.optimizer)
-    settings = [_settings_of(group) for group in optimizer.optimizer.param_groups]
     with torch.no_grad():  # megatron copies into float32 weights themselves
         state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
         unwrap_model(model).load_state_dict(state["model"])
         _keep_own_groups(state["optimizer"], optimizer.optimizer.state_dict())
         optimizer.optimizer.load_state_dict(state["optimizer"])
-        for group, own in zip(optimizer.optimizer.param_groups, settings, strict=True):
-            group.update(own)
         optimizer.schedule.load_state_dict(state["schedule"])
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
@@ -57,17 +54,12 @@ def _keep_own_groups(loaded: dict[str, Any], own: dict[str, Any]) -> None:
     """Put this rank's parameter groups in place of the checkpoint's.
 
     megatron saves those of the first rank only, which number its own parameters; another stage has others. What they
-    say besides is decided by the configuration and the schedule.
+    say besides is decided by the configuration and the schedule: a resumed run follows its own, not the checkpoint's.
     """
     if "param_groups" in own:
         loaded["param_groups"] = own["param_groups"]
     else:
         loaded["optimizer"]["param_groups"] = own["optimizer"]["param_groups"]
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What the configuration decides of a parameter group: a resumed run follows its own, not the checkpoint's."""
-    return {name: group[name] for name in ("max_lr", "min_lr", "betas", "eps") if name in group}
 
 
 def _allocate_state(optimizer: Any) -> None:
