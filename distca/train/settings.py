@@ -145,8 +145,8 @@ class OptimizerConfig:
     Attributes:
         lr: learning rate of the first step after the warm-up.
         min_lr: learning rate that a step after the last one would have.
-        warmup_steps: steps before lr is reached, the first with lr / warmup_steps; null takes a sixth of train.steps, at
-            most 100, and in a resumed run what the run had before.
+        warmup_steps: steps before lr is reached, the first with lr / warmup_steps; null takes a sixth of train.steps,
+            at most 100, and in a resumed run what the run had before.
         weight_decay: decoupled weight decay.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
