@@ -90,12 +90,14 @@ def schedule(
             max_received_bytes=max_received_bytes,
         )
         unit = np.maximum(pool.mean, 1e-300)
-        lowest = min(lowest, float((pool.slowest / unit).max()))
+        before = pool.slowest
+        lowest = min(lowest, float((before / unit).max()))
         balancer = _Balancer(pool, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
         # Once one server is left above what the next try aims at, the first tries need not see to the others.
         balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
         slowest = float((pool.slowest / unit).max())
-        if slowest < lowest:
+        # Forward and backward run apart: where they share their tasks, the one must not gain less than the other loses.
+        if slowest < lowest and pool.slowest.sum() <= before.sum():
             best, lowest = pool.tasks(), slowest
         over = float((pool.slowest / np.maximum(pool.mean, 1e-300)).max()) - 1
         if over <= max(aim, tolerance) + _ENOUGH:
