@@ -105,7 +105,7 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert [name for name in known_settings() if f"--{name}" not in shown] == []
-    assert "learning rate at the end of the warm-up" in " ".join(shown.split())
+    assert "learning rate of the first step after the warm-up" in " ".join(shown.split())
 
 
 def test_every_setting_has_a_description() -> None:
