@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.baselines import BaselineError, CpGroups
+from benchmarks.baselines import BaselineError, CpGroups, Mode
 from benchmarks.throughput.batches import Batches, draw_batches, lengths_of
 from benchmarks.throughput.ceiling import Ceiling, measure_ceiling
 from benchmarks.throughput.inputs import check_fits
@@ -69,68 +69,81 @@ class Session:
 
     def run(self) -> list[str]:
         """Every workload; returns which modes' losses are apart from the others."""
-        apart = []
         for why in self._settings.left_out.values():
             logger.info("Left out: %s", why)
         ceilings = self._measure_machine()
-        for cell in self._settings.cells:
-            batches = draw_batches(
-                cell,
-                self._settings.warm_up + self._settings.batches,
-                ranks=self._ranks,
-                tokens_per_rank=self._settings.config.data.tokens_per_rank,
-                micro_batches=self._settings.config.train.micro_batches,
-                vocabulary=self._settings.config.model.vocabulary,
-                seed=self._settings.seed,
-            )
-            apart += [f"{mode} on {cell.name}" for mode in self._run_cell(cell, batches, *ceilings)]
+        for cell, mode in self._order():
+            self._run_mode(cell, mode, *ceilings)
         if self._world.rank == 0:
             plot([self._report], self._settings.output / "plot.png")
             logger.info("Wrote benchmark.json, table.md and plot.png into %s", self._settings.output)
-        return apart
+        compared = {name: cell.get("compared", {}) for name, cell in self._report["cells"].items()}
+        return [f"{mode} on {name}" for name, figures in compared.items() for mode in figures.get("apart", ())]
 
-    def _run_cell(self, cell: Cell, batches: Batches, ceiling: Ceiling, burst: Ceiling) -> list[str]:
-        settings, measured = self._settings, batches.global_batches[self._settings.warm_up :]
+    def _order(self) -> list[tuple[Cell, Mode]]:
+        """What is run, in turn. DistCA comes after all baselines: NVSHMEM's memory stays with a process once it was
+        taken, and a baseline beside it could do less than alone."""
+        runs = [(cell, mode) for cell in self._settings.cells for mode in self._settings.modes]
+        return sorted(runs, key=lambda run: run[1].method == "distca")
+
+    def _batches(self, cell: Cell) -> Batches:
+        """The same at every call."""
+        return draw_batches(
+            cell,
+            self._settings.warm_up + self._settings.batches,
+            ranks=self._ranks,
+            tokens_per_rank=self._settings.config.data.tokens_per_rank,
+            micro_batches=self._settings.config.train.micro_batches,
+            vocabulary=self._settings.config.model.vocabulary,
+            seed=self._settings.seed,
+        )
+
+    def _result_of(self, cell: Cell, batches: Batches, ceiling: Ceiling) -> dict[str, Any]:
+        """A workload's part of the report, begun where it is the first mode's."""
+        measured = batches.global_batches[self._settings.warm_up :]
         lengths = [lengths_of(batch) for batch in measured]
-        result: dict[str, Any] = {
+        begun = {
             "mix": cell.mix,
             "context": cell.context,
             "full_share": cell.full_share,
             "tokens_per_batch": sum(int(each.sum()) for each in lengths) / len(lengths),
             "longest_document": max(int(each.max()) for each in lengths),
             "ceiling_step_s": sum(ceiling.step_seconds(each, self._world.size) for each in lengths) / len(lengths),
-            "not_run": dict(settings.left_out),
+            "not_run": dict(self._settings.left_out),
             "modes": {},
         }
-        self._report["cells"][cell.name] = result
-        for mode in settings.modes:
-            try:
-                room = settings.config.data.tokens_per_rank
-                check_fits(mode, batches, self._ranks, room, ceiling.work)
-            except BaselineError as error:
-                result["not_run"][mode.name] = str(error)
-                logger.info("Skipped %s on %s: %s", mode.name, cell.name, error)
-                continue
-            began = time.perf_counter()
-            traced = settings.traced if self._world.device.type == "cuda" else 0
-            advance = self._progress(f"{cell.name} {mode.name}", settings.warm_up + settings.batches + traced)
-            records = measure_mode(mode, settings, cell, self._world, batches, self._cp_groups, ceiling.work, advance)
-            made = figures(records, batches, settings, ceiling, burst) | {"took_s": time.perf_counter() - began}
-            result["modes"][mode.name] = made
-            result["compared"] = compare(result["modes"])
-            logger.info(
-                "%s on %s: %s tokens/s, %.1f %% of the ceiling, loss %.4f, %stook %.0f s",
-                mode.name,
-                cell.name,
-                f"{made['tokens_per_s']:,.0f}",
-                100 * made["share_of_ceiling"],
-                made["losses"][-1],
-                f"peak {made['memory_gib']['max']:.1f} GiB, " if made["memory_gib"] else "",
-                made["took_s"],
-            )
-            if self._world.rank == 0:
-                write(settings.output, self._report)
-        return list(result.get("compared", {}).get("apart", []))
+        result: dict[str, Any] = self._report["cells"].setdefault(cell.name, begun)
+        return result
+
+    def _run_mode(self, cell: Cell, mode: Mode, ceiling: Ceiling, burst: Ceiling) -> None:
+        settings, batches = self._settings, self._batches(cell)
+        result = self._result_of(cell, batches, ceiling)
+        try:
+            check_fits(mode, batches, self._ranks, settings.config.data.tokens_per_rank, ceiling.work)
+        except BaselineError as error:
+            result["not_run"][mode.name] = str(error)
+            logger.info("Skipped %s on %s: %s", mode.name, cell.name, error)
+            return
+        began = time.perf_counter()
+        traced = settings.traced if self._world.device.type == "cuda" else 0
+        advance = self._progress(f"{cell.name} {mode.name}", settings.warm_up + settings.batches + traced)
+        records = measure_mode(mode, settings, cell, self._world, batches, self._cp_groups, ceiling.work, advance)
+        made = figures(records, batches, settings, ceiling, burst) | {"took_s": time.perf_counter() - began}
+        ran = result["modes"] | {mode.name: made}
+        result["modes"] = {each.name: ran[each.name] for each in settings.modes if each.name in ran}
+        result["compared"] = compare(result["modes"])
+        logger.info(
+            "%s on %s: %s tokens/s, %.1f %% of the ceiling, loss %.4f, %stook %.0f s",
+            mode.name,
+            cell.name,
+            f"{made['tokens_per_s']:,.0f}",
+            100 * made["share_of_ceiling"],
+            made["losses"][-1],
+            f"peak {made['memory_gib']['max']:.1f} GiB, " if made["memory_gib"] else "",
+            made["took_s"],
+        )
+        if self._world.rank == 0:
+            write(settings.output, self._report)
 
     def _cp_groups(self) -> CpGroups:
         """The context-parallel groups; megatron's data-parallel group is there once a model was built."""
