@@ -5,6 +5,5 @@
 
 from distca.train.main import main
 
-# The guard matters: checkpoints are written by spawned processes, which import this file again.
 if __name__ == "__main__":
     main()

@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from megatron_patches.checkpoint_writer import TorchWriter
 from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
 
 
 def save_checkpoint(
     path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule, extra: dict[str, Any]
 ) -> None:
-    """Write a checkpoint; every rank calls it and it returns when this rank's share is written.
+    """Write a checkpoint; every rank calls it and it returns when all of it is written.
 
     Args:
         path: an existing empty folder.
@@ -32,7 +34,9 @@ def save_checkpoint(
     """
     state = _sharded_state(model, optimizer, is_loading=False)
     state["extra"] = extra
-    dist_checkpointing.save(state, str(path), content_metadata=_metadata())
+    # Data-parallel ranks have much alike: each writes a part of it.
+    writer = FullyParallelSaveStrategyWrapper(TorchWriter(), parallel_state.get_data_parallel_group())
+    dist_checkpointing.save(state, str(path), writer, content_metadata=_metadata())
 
 
 def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:

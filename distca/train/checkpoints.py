@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distca.data.sampler import Sampler
+from distca.train.progress import format_bytes
 from distca.train.run_folder import Checkpoint, RunFolder, damaged
 from distca.train.settings import ConfigError, RunConfig
 
@@ -30,7 +32,8 @@ def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str
 
     from megatron_patches.checkpoint import save_checkpoint
 
-    path = folder.checkpoint_path(step)
+    path, began = folder.checkpoint_path(step), time.perf_counter()
+    logger.info("Saving %s", path)
     if trainer.world.rank == 0:
         folder.clear_checkpoint(step)
     dist.barrier()
@@ -44,7 +47,8 @@ def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str
         (path / _FITS_FILE).write_text(json.dumps(fits, indent=1))
         folder.mark_complete(step)
         folder.prune(trainer.config.checkpoint.keep)
-        logger.info("Saved %s", path)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        logger.info("Saved %s: %s in %.1f s", path, format_bytes(size), time.perf_counter() - began)
 
 
 def load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:

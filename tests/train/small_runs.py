@@ -85,7 +85,6 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
             folders.append(str(run_on(world, config, open_corpus(config)).path))
     finally:
         destroy_model_parallel()
-        _end_checkpoint_writer()
     return folders
 
 
@@ -126,13 +125,3 @@ class StepByStep:
         from megatron_patches.parallel import destroy_model_parallel
 
         destroy_model_parallel()
-
-
-def _end_checkpoint_writer() -> None:
-    """End the process that megatron's checkpoint writer starts and keeps: ranks may be ended before they clean up."""
-    import gc
-
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = None
-    gc.collect()

@@ -1,0 +1,45 @@
+"""Writes the tensors of a checkpoint with torch's own writer, in the format that megatron's loader reads.
+
+megatron's writer (0.16.1) starts a process that imports the training script again, copies all tensors into pinned
+memory at once, and writes them in forked processes. A process that uses a GPU should not be forked, and where such a
+child dies the training waits for it for ever: runs on H200s (torch 2.11) did not get past their first checkpoint. Here
+nothing is forked: this process copies one tensor after the other and writes it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed import checkpoint
+
+
+class TorchWriter(SaveShardedStrategy):
+    """megatron's ``torch_dist`` format, version 1."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """They are written beside the tensors."""
+        return True
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Write this rank's tensors and objects; every rank calls it, and all are written when it returns.
+
+        Raises:
+            CheckpointException: on every rank, if one could not write.
+        """
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        checkpoint.save(
+            mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )

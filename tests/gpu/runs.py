@@ -1,0 +1,49 @@
+"""Whole runs of a small model on GPUs, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SETTINGS = {
+    "model.layers": 4,
+    "model.hidden": 1024,
+    "model.ffn": 2048,
+    "model.heads": 8,
+    "model.kv_heads": 2,
+    "data.source": "mix",
+    "data.path": "prolong-long",
+    "data.vocabulary": 4096,
+    "data.context_length": 8192,
+    "data.tokens_per_rank": 8192,
+    "data.whole_documents": "true",
+    "data.validation_fraction": 0,
+    # Small steps, so that weights stay the same up to rounding and what each step computes can be compared.
+    "optimizer.lr": 1e-5,
+    "optimizer.min_lr": 1e-5,
+    "optimizer.warmup_steps": 0,
+    "train.steps": 4,
+    "train.precision": "bf16",
+    "train.micro_batches": 5,
+    "checkpoint.save_at_end": "false",
+    "log.tensorboard": "false",
+}
+
+
+def train_on_gpus(runs: list[dict[str, Any]]) -> None:
+    """Train one run after the other on the ranks that call this, each with its own settings beside the small ones."""
+    from distca.train.config import parse_run_config
+    from distca.train.corpus import open_corpus
+    from distca.train.main import run_on
+    from distca.train.world import World
+
+    world = World(
+        torch.distributed.get_rank(),
+        torch.distributed.get_world_size(),
+        torch.device("cuda", torch.cuda.current_device()),
+    )
+    for own in runs:
+        line = [word for name, value in (SETTINGS | own).items() for word in (f"--{name}", str(value))]
+        config = parse_run_config(line)
+        run_on(world, config, open_corpus(config))
