@@ -201,10 +201,7 @@ def _show(cases: list[dict[str, Any]]) -> None:
             if "refused" in figures:
                 table.add_row(*cells, figures["refused"])
                 continue
-            planned = figures["attention"].get("planned", {}).get("phases")
-            level = f"{figures['attention']['measured']['phases']:.3f}" + (
-                f" (planned {planned:.3f})" if planned else ""
-            )
+            level = _level(figures["attention"])
             peaks = ", ".join(f"{peak:.1f}" for peak in figures["peak_memory_gb_measured"])
             table.add_row(
                 *cells, f"{figures['tokens_per_s']:,.0f}", f"{figures['idle_share']['mean']:.1%}", level, peaks
@@ -212,6 +209,17 @@ def _show(cases: list[dict[str, Any]]) -> None:
         if "speed_up" in case:
             table.add_row("", "", "", "on / off", f"{case['speed_up']:.3f}×")
     Console().print(table)
+
+
+def _level(attention: dict[str, Any]) -> str:
+    """Measured and planned; where plans level linear layers too, with these."""
+    texts = []
+    for name in ("measured", "planned"):
+        if name in attention:
+            beside = attention[name].get("with_linear")
+            texts.append(f"{name} {attention[name]['phases']:.3f}")
+            texts[-1] += f", with linear layers {beside['phases']:.3f}" if beside else ""
+    return "; ".join(texts)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from distca.transport.one_sided import OneSidedTransport
 
 FEW, MANY = 8, 200
 _RUN_S, _RATE = 0.010, 300e9  # how long exchanges in a row should last, at about what a rank sends in a second
-# A GPU's clock makes at most about 2 million cycles in a millisecond, and a host queues an exchange in 0.3 ms.
-_SLEEP_CYCLES, _SLEEP_CYCLES_PER_EXCHANGE = 8_000_000, 600_000
+# A GPU's clock makes at most about 2 million cycles in a millisecond; a host that takes its time queues an exchange in
+# 0.6 ms.
+_SLEEP_CYCLES, _SLEEP_CYCLES_PER_EXCHANGE = 8_000_000, 1_500_000
 
 
 @dataclass(frozen=True)

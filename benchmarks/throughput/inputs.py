@@ -85,6 +85,7 @@ class _Baseline:
             None,
             unplanned,
             unplanned,
+            unplanned,
             np.ones(planning.pool_ranks),
             bytes_moved,
             np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),

@@ -9,8 +9,9 @@ cannot fill the GPU, but a plan never runs one alone. Array legend: N tasks; row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,16 +60,47 @@ class AttentionShape:
         return forward if direction == "forward" else backward
 
 
+@dataclass(frozen=True)
+class LinearRate:
+    """Seconds of a layer's matrix products per token and weight, measured on the same device as attention.
+
+    Attributes:
+        forward: one product with each weight.
+        backward: two.
+    """
+
+    forward: float
+    backward: float
+
+    @staticmethod
+    def of(content: Mapping[str, Any]) -> LinearRate | None:
+        """That of a table file's content; None where it has none."""
+        found = content.get("linear")
+        if found is None:
+            return None
+        weights = layer_weights(
+            found["hidden"], found["ffn"], content["heads"], content["kv_heads"], content["head_dim"]
+        )
+        return LinearRate(found["forward_s_per_token"] / weights, found["backward_s_per_token"] / weights)
+
+
+def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Weights of a layer's four matrix products: q,k,v; output; gate and up; down."""
+    return hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * ffn
+
+
 class CostModel(ABC):
     """Seconds of CA-tasks inside a full batch.
 
     Attributes:
         shape: the attention layer.
         block: query rows of one kernel tile; cuts fall on multiples of it.
+        linear: what matrix products take beside; None where nobody measured that.
     """
 
     shape: AttentionShape
     block: int
+    linear: LinearRate | None = None
 
     @abstractmethod
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
@@ -108,12 +140,14 @@ class AnalyticCost(CostModel):
         block: query rows of one kernel tile.
         forward_terms: seconds per (pair, q row, k,v row).
         backward_terms: the same for backward.
+        linear: of matrix products.
     """
 
     shape: AttentionShape
     block: int
     forward_terms: tuple[float, float, float]
     backward_terms: tuple[float, float, float]
+    linear: LinearRate | None = None
 
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         return _linear((self.forward_terms,), q_rows, kv_rows)[0]
@@ -149,6 +183,7 @@ def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int 
         block,
         forward_terms=(4 * width / 677e12, 13.9e-9 * share, 0.2e-9 * share),
         backward_terms=(10 * width / 594e12, 17.9e-9 * share, 18.6e-9 * share),
+        linear=LinearRate(2 / 718e12, 4 / 686e12),
     )
 
 

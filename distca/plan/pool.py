@@ -14,6 +14,7 @@ from distca.plan.errors import PlanError
 from distca.plan.links import HeldRows, Links
 from distca.plan.order import order_by
 from distca.plan.plan import Plan, Tasks
+from distca.plan.shares import Shares
 from distca.plan.speeds import check_speeds
 
 _NOTHING = 1e-9
@@ -75,6 +76,7 @@ class Pool:
         *,
         tolerance: float,
         speeds: Sequence[float] | np.ndarray | None,
+        beside: Sequence[float] | np.ndarray | None = None,
         links: Links,
         max_received_bytes: int | None,
     ) -> None:
@@ -85,7 +87,8 @@ class Pool:
         self._seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop)
         self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
         self._speeds = check_speeds(speeds, layout.ranks)
-        self._most = self._speeds * (1 + tolerance)
+        self._shares = Shares(self._speeds, beside)
+        self._above = self._speeds * tolerance
         self.mean = self.load.sum(axis=1) / self._speeds.sum()
         self.order = _canonical_order(tasks, self._bounds)
         self.cap = max_received_bytes
@@ -105,21 +108,33 @@ class Pool:
         return HeldRows(self.layout.kv, self.node[self.layout.kv.rank], int(self.node[-1]) + 1)
 
     @property
+    def share(self) -> np.ndarray:
+        """[K, R] seconds of attention that each server should have."""
+        if self._shares.beside is None:
+            return self.mean[:, None] * self._speeds
+        return self._shares.of(self.mean * self._speeds.sum())
+
+    @property
     def slowest(self) -> np.ndarray:
-        """[K] longest time of a server, infinite while one of speed 0 has work."""
+        """[K] longest time of a server, infinite while one of speed 0 has work; where servers compute other things
+        beside, longest time above its share, and the mean."""
         # What is left of a load of which everything was given away is rounding.
         idle = np.where(self.load > _NOTHING * self.mean[:, None], np.inf, 0.0)
-        return np.divide(self.load, self._speeds, out=idle, where=self._speeds > 0).max(axis=1)
+        if self._shares.beside is None:
+            return np.divide(self.load, self._speeds, out=idle, where=self._speeds > 0).max(axis=1)
+        above = np.divide(self.load - self.share, self._speeds, out=idle, where=self._speeds > 0).max(axis=1)
+        return self.mean + np.asarray(above)
 
     @property
     def limit(self) -> np.ndarray:
         """[K, R] the most each server may have."""
-        return self.mean[:, None] * self._most
+        return self.share + self.mean[:, None] * self._above
 
     def above_share(self, rank: int) -> float:
-        """How far above its fair share ``rank`` is, in its worse direction."""
-        share = self.mean * self._speeds[rank]
-        return float((self.load[:, rank] / np.maximum(share, 1e-300)).max()) - 1
+        """How far above its share ``rank`` is, as part of what a server of its speed has on average, in its worse
+        direction."""
+        average = self.mean * self._speeds[rank]
+        return float(((self.load[:, rank] - self.share[:, rank]) / np.maximum(average, 1e-300)).max())
 
     def spare_bytes(self, ranks: np.ndarray) -> np.ndarray:
         """[N] bytes that ``ranks`` may still receive; infinite without a cap."""

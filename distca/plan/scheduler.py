@@ -53,6 +53,7 @@ def schedule(
     resend: bool = False,
     links: Links | None = None,
     speeds: Sequence[float] | np.ndarray | None = None,
+    beside: Sequence[float] | np.ndarray | None = None,
     max_received_bytes: int | None = None,
 ) -> Plan:
     """Plan one nano-batch.
@@ -66,16 +67,21 @@ def schedule(
         resend: whether backward resends q, k, v, o (changes what a moved row costs).
         links: prices of bytes between ranks; None prices all pairs alike.
         speeds: [R] relative speed of every server; None means all equal. A server of speed 0 computes nothing.
+        beside: [R] seconds that every server computes beside attention, in the one direction that is planned: who has
+            less of it gets more attention, so that all are done at the same time. None means all alike.
         max_received_bytes: most bytes of q, k and v rows one server may receive from other ranks for this nano-batch.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
 
     Raises:
-        PlanError: on a negative tolerance, unusable speeds, or a memory cap that even the plan at home exceeds.
+        PlanError: on a negative tolerance, unusable speeds, unusable seconds beside, or a memory cap that even the plan
+            at home exceeds.
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
+    if beside is not None and direction == "both":
+        raise PlanError("What servers compute beside attention differs in forward and backward: plan each by itself.")
     home = plan_at_home(layout)
     best, lowest, over = home.tasks, np.inf, np.inf
     aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
@@ -86,6 +92,7 @@ def schedule(
             direction,
             tolerance=aim,
             speeds=speeds,
+            beside=beside,
             links=links or Links(),
             max_received_bytes=max_received_bytes,
         )

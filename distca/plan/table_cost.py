@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.plan.cost import AttentionShape, CostModel, Direction, analytic_cost
+from distca.plan.cost import AttentionShape, CostModel, Direction, LinearRate, analytic_cost
 from distca.plan.errors import PlanError
 
 _STEPS = 8
@@ -84,6 +84,7 @@ class TableCost(CostModel):
         backward_seconds: [Q, V] the same for backward.
         block: query rows of one kernel tile.
         load: what all seconds are multiplied with by their k,v rows; nothing if None.
+        linear: what matrix products take beside.
 
     Raises:
         PlanError: on a table whose axes are not increasing or which has no measured point in some column.
@@ -98,9 +99,11 @@ class TableCost(CostModel):
         backward_seconds: np.ndarray,
         block: int = 128,
         load: LoadFactors | None = None,
+        linear: LinearRate | None = None,
     ) -> None:
         self.shape = shape
         self.block = block
+        self.linear = linear
         self._base = analytic_cost(
             shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=block
         )
@@ -268,7 +271,8 @@ def load_table(path: str | Path) -> TableCost:
 
     It has heads, kv_heads, head_dim, block, q_rows [Q], kv_rows [V], and forward_seconds and backward_seconds [Q][V]
     per task inside a full batch (null where q_rows > kv_rows). ``load_factors`` (kv_rows, forward, backward: [L] each)
-    may say how much more mixed batches take. Other keys describe the machine.
+    may say how much more mixed batches take, ``linear`` (hidden, ffn, forward_s_per_token, backward_s_per_token) what a
+    layer's matrix products do. Other keys describe the machine.
 
     Raises:
         PlanError: when there is no such file, it lacks a key, or its table is not usable.
@@ -301,4 +305,4 @@ def _table_of(content: dict[str, Any]) -> TableCost:
     q_rows, kv_rows, forward, backward = (np.asarray(content[key], np.float64) for key in keys)
     shape = AttentionShape(content["heads"], content["kv_heads"], content["head_dim"], content.get("value_bytes", 2))
     block, load = content.get("block", 128), LoadFactors.of(content)
-    return TableCost(shape, q_rows, kv_rows, forward, backward, block=block, load=load)
+    return TableCost(shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from distca.plan import AttentionShape, PlanError, TableCost
+from distca.plan.cost import LinearRate
 from distca.plan.table_cost import LoadFactors
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ def _scaled(content: dict[str, Any], shape: AttentionShape, scale: float) -> Tab
     q_rows, kv_rows = (np.array(content[key], float) for key in ("q_rows", "kv_rows"))
     forward, backward = (np.array(content[key], float) * scale for key in ("forward_seconds", "backward_seconds"))
     block, load = content["block"], LoadFactors.of(content)
-    return TableCost(shape, q_rows, kv_rows, forward, backward, block=block, load=load)
+    # Seconds per weight are the same for any number of heads.
+    return TableCost(shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from distca.train.phase_table import PhaseTable, levels
+from distca.train.phase_table import PhaseTable
 
 _NAMES = {"at_home": "at home, planned", "planned": "disaggregated, planned", "measured": "measured"}
 
@@ -35,8 +33,10 @@ def plot_phases(path: Path, table: PhaseTable, stages: int) -> None:
         for stage in range(1, stages):
             axes.axhline(stage * ranks // stages - 0.5, color="white", linewidth=0.8)
         axes.axvline(phases // 2 - 0.5, color="white", linewidth=1.6)
-        level = levels(np.asarray(values))
-        axes.set_title(f"{_NAMES[name]}: slowest / mean {level['phases']:.2f} over phases", loc="left", fontsize=9)
+        level = table.levels(name)
+        alone = f"{_NAMES[name]}: slowest / mean {level['phases']:.2f} over phases"
+        beside = f", {level['with_linear']['phases']:.2f} with linear layers" if "with_linear" in level else ""
+        axes.set_title(alone + beside, loc="left", fontsize=9)
         axes.set_ylabel("rank, by stage", fontsize=8)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -6,6 +6,9 @@ its own micro-batches; stages do not march in step then, and the table shows wha
 
 Measured seconds are those of the GPU's stream; on CPUs they are CPU seconds of the thread, as ranks share cores.
 Rows of a table are all forward phases, then all backward phases; columns are ranks of the server pool, stage by stage.
+
+Where plans level a phase's time (cad.level), stages without a micro-batch get more attention than others, so attention
+alone is not level: it is with what busy stages compute beside it, by the seconds that plans count with.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ class PhaseTable:
         at_home: [2 · phases, ranks] planned seconds of the same layers with documents computed at home; None where
             nothing was planned by phase (attention at home).
         planned: [2 · phases, ranks] the same as planned.
+        beside: [2 · phases, ranks] planned seconds of linear layers beside it; 0 where attention alone is leveled.
         steps: how many steps were added up.
     """
 
@@ -63,18 +67,32 @@ class PhaseTable:
         self.measured: np.ndarray | None = None
         self.at_home: np.ndarray | None = None
         self.planned: np.ndarray | None = None
+        self.beside: np.ndarray | None = None
         self.steps = 0
 
-    def add(self, measured: np.ndarray, at_home: np.ndarray | None, planned: np.ndarray | None) -> None:
+    def add(
+        self,
+        measured: np.ndarray,
+        at_home: np.ndarray | None,
+        planned: np.ndarray | None,
+        beside: np.ndarray | None = None,
+    ) -> None:
         """Add a step. The first one, which compiles and warms up, is forgotten as soon as there is another."""
         if self.steps == 1 or self.measured is None:
-            self.measured, self.at_home, self.planned = measured.copy(), at_home, planned
+            self.measured, self.at_home, self.planned, self.beside = measured.copy(), at_home, planned, beside
         else:
             self.measured += measured
-            if at_home is not None and planned is not None:
-                assert self.at_home is not None and self.planned is not None
-                self.at_home, self.planned = self.at_home + at_home, self.planned + planned
+            self.at_home, self.planned = _sum(self.at_home, at_home), _sum(self.planned, planned)
+            self.beside = _sum(self.beside, beside)
         self.steps += 1
+
+    def levels(self, name: str) -> dict[str, Any]:
+        """How level a series is, and as ``with_linear`` how level with what is computed beside attention."""
+        table = getattr(self, name)
+        alone = levels(table)
+        if self.beside is None or not self.beside.any():
+            return alone
+        return alone | {"with_linear": levels(table + self.beside)}
 
     def write(self, path: Path, stages: int) -> None:
         """Write the table as JSON: mean seconds per step, and how level each is."""
@@ -90,8 +108,14 @@ class PhaseTable:
         for name in ("measured", "planned", "at_home"):
             table = getattr(self, name)
             if table is not None:
-                report[name] = {"seconds": (table / counted).tolist()} | levels(table)
+                report[name] = {"seconds": (table / counted).tolist()} | self.levels(name)
+        if self.beside is not None and self.beside.any():
+            report["beside"] = {"seconds": (self.beside / counted).tolist()}
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _sum(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    return None if one is None or other is None else one + other
 
 
 def levels(table: np.ndarray) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class PipelineInputs:
         routes: this rank's routes.
         seconds_before: [phases, pool ranks] attention seconds of one layer, documents in order, computed at home.
         seconds_after: [phases, pool ranks] the same as planned, for servers of speed 1.
+        seconds_beside: [phases, pool ranks] what plans count as computed beside attention, for each layer; 0 where they
+            level attention alone.
         bytes_moved: bytes that travel for one layer of every stage in the whole step.
     """
 
@@ -43,6 +45,7 @@ class PipelineInputs:
     routes: StageRoutes
     seconds_before: np.ndarray
     seconds_after: np.ndarray
+    seconds_beside: np.ndarray
     bytes_moved: int
 
 
@@ -67,6 +70,7 @@ def plan_pipeline(
         StageRoutes.of(plan, planning.stage, planning.rank, upload),
         np.stack([_seconds(phase.plans, planning.cost, direction) for direction, phase in _phases(at_home)]),
         np.stack([_seconds(phase.plans, planning.cost, direction) for direction, phase in phases]),
+        np.stack([_beside(planning, direction, [plan.layout for plan in phase.plans]) for direction, phase in phases]),
         sum(_bytes(each, planning.cost, direction) for direction, phase in phases for each in phase.plans),
     )
 
@@ -124,7 +128,14 @@ def _scheduler(planning: Planning, direction: Direction, speeds: Speeds) -> Sche
         resend=True,
         tolerance=planning.tolerance,
         speeds=speeds.get((direction, busy)),
+        beside=None if planning.beside is None else _beside(planning, direction, [layout]),
     )
+
+
+def _beside(planning: Planning, direction: Direction, halves: Sequence[Layout]) -> np.ndarray:
+    """[pool ranks] seconds that busy ranks compute beside the attention of one layer."""
+    per_row = 0.0 if planning.beside is None else getattr(planning.beside, direction)
+    return per_row * np.sum([half.q_rows for half in halves], axis=0)
 
 
 def _seconds(plans: Sequence[Plan], cost: CostModel, direction: Direction) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from distca.plan.cost import CostModel
+from distca.train.beside import BesideAttention
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Planning:
         tolerance: how far above the mean the busiest server may be.
         chunks: tensor-parallel ranks that share a micro-batch's rows (sequence parallelism).
         device: where tensors go.
+        beside: with pipeline stages, what busy ranks compute beside attention; None to level attention alone.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class Planning:
     tolerance: float
     chunks: int
     device: torch.device
+    beside: BesideAttention | None = None
 
     @property
     def pool_rank(self) -> int:

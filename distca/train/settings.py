@@ -87,6 +87,9 @@ class CadConfig:
             on CPUs.
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean.
+        level: with pipeline stages, what all ranks have alike in every phase: attention, or time = linear layers and
+            attention together, so that stages without a micro-batch take more attention than others. Time needs
+            ping_pong and a cost of linear layers; it moves more bytes.
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order, and servers' speeds
             are not learned from measured times, which would change plans.
         nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
@@ -99,6 +102,7 @@ class CadConfig:
     transport: Literal["auto", "nvshmem", "nccl", "gloo"] = "auto"
     kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
     tolerance: float = DEFAULT_TOLERANCE
+    level: Literal["attention", "time"] = "attention"
     deterministic: bool = False
     nvshmem_buffer_gb: float = 0.0
 

@@ -16,6 +16,7 @@ from distca.plan.cost import CostModel, analytic_cost, area_cost
 from distca.profile.tables import find_table
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
+from distca.train.beside import beside_attention
 from distca.train.memory import check_memory, describe, predict_memory
 from distca.train.planning import Planning
 from distca.train.settings import RunConfig
@@ -148,18 +149,20 @@ def _model(
 def _planning(config: RunConfig, world: World, dtype: torch.dtype, pool: AttentionPool) -> Planning:
     parallel, rank = config.parallel, pool.transport.rank
     data_parallel = parallel.data_parallel(world.size)
+    cost = _cost(config, pool.kernel, dtype, world.device)
     return Planning(
         rank=rank % data_parallel,
         ranks=data_parallel,
         stage=rank // data_parallel,
         stages=parallel.pp,
-        cost=_cost(config, pool.kernel, dtype, world.device),
+        cost=cost,
         disaggregate=config.cad.enabled,
         nano_batches=2 if config.cad.enabled and config.cad.ping_pong else 1,
         resend=config.cad.enabled and config.resolved_backward == "resend",
         tolerance=config.cad.tolerance,
         chunks=parallel.tp if parallel.sequence_parallel else 1,
         device=world.device,
+        beside=beside_attention(config, cost) if config.cad.enabled else None,
     )
 
 

@@ -42,6 +42,8 @@ class StepInputs:
         seconds_before: [phases, pool ranks] planned attention seconds of one layer with documents in order, computed at
             home. Without pipeline stages a phase is a micro-batch, forward and backward.
         seconds_after: [phases, pool ranks] the same as planned, by each server's own speed.
+        seconds_beside: [phases, pool ranks] what the plan counts as computed beside attention, for each layer; 0 where
+            it levels attention alone.
         speeds: [phases, pool ranks] relative speeds that the plan counts with.
         bytes_moved: bytes that travel for one layer (of every stage) in the whole step.
         lengths: tokens of every document of the global batch.
@@ -54,6 +56,7 @@ class StepInputs:
     pipeline: PipelineInputs | None
     seconds_before: np.ndarray
     seconds_after: np.ndarray
+    seconds_beside: np.ndarray
     speeds: np.ndarray
     bytes_moved: int
     lengths: np.ndarray
@@ -124,6 +127,7 @@ def _one_stage(
         # Every stage's ranks hold the same rows.
         np.tile([plan.seconds_before for plan in plans], planning.stages),
         np.tile([plan.seconds_after for plan in plans], planning.stages) / own,
+        np.zeros((len(plans), planning.pool_ranks)),
         np.tile(own, (len(plans), 1)),
         sum(plan.bytes_moved.total for plan in plans),
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
@@ -156,6 +160,7 @@ def _pipelined(
         pipeline,
         pipeline.seconds_before,
         pipeline.seconds_after / of_phases,
+        pipeline.seconds_beside,
         of_phases,
         pipeline.bytes_moved,
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),

@@ -42,6 +42,7 @@ class StepRecorder:
         self.phases = PhaseTable()
         self.speeds = ServerSpeeds(ranks, learns_speeds(trainer.config, trainer.world.device))
         self._figures = RunningFigures()
+        self._layers = trainer.config.model.layers // trainer.planning.stages
         on_gpu = trainer.world.device.type == "cuda"
         name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
         self._peak = peak_flops(name, trainer.config.train.precision)
@@ -60,9 +61,11 @@ class StepRecorder:
         self.speeds.learn_from(inputs, measured, by_phase)
         if by_phase is not None:
             self._add_phases(inputs, by_phase)
-        tokens = int(inputs.lengths.sum())
+        tokens, beside = int(inputs.lengths.sum()), inputs.seconds_beside
+        # 1F1B has phases too, which nobody planned.
+        of_phases = 0.0 if inputs.pipeline is None else self._layers * beside
         flops = model_flops(config.model, self._trainer.vocabulary, inputs.lengths).total
-        copies = config.model.layers // config.parallel.pp * config.parallel.tp
+        copies = self._layers * config.parallel.tp
         values: Values = {
             "loss": loss,
             "lr": lr,
@@ -71,10 +74,10 @@ class StepRecorder:
             "step_s": seconds,
             "tokens_per_s": tokens / seconds,
             "mfu": mfu(flops, seconds, world.size, self._peak),
-            "imbalance_before": _over_phases(inputs.seconds_before),
-            "imbalance_after": _over_phases(inputs.seconds_after),
-            "imbalance_measured": imbalance(measured),
-            "imbalance_phases": None if by_phase is None else _over_phases(by_phase),
+            "imbalance_before": _over_phases(inputs.seconds_before + beside),
+            "imbalance_after": _over_phases(inputs.seconds_after + beside),
+            "imbalance_measured": imbalance(measured + self._layers * beside.sum(axis=0)),
+            "imbalance_phases": None if by_phase is None else _over_phases(by_phase + of_phases),
             "bytes_moved": copies * inputs.bytes_moved,
             "plan_ms": inputs.planning_ms,
             "plan_wait_ms": waited_ms,
@@ -126,11 +129,11 @@ class StepRecorder:
 
     def _add_phases(self, inputs: StepInputs, measured: np.ndarray) -> None:
         planned = inputs.pipeline is not None
-        layers = self._trainer.config.model.layers // self._trainer.planning.stages
         self.phases.add(
             measured,
-            layers * inputs.seconds_before if planned else None,
-            layers * inputs.seconds_after if planned else None,
+            self._layers * inputs.seconds_before if planned else None,
+            self._layers * inputs.seconds_after if planned else None,
+            self._layers * inputs.seconds_beside if planned else None,
         )
 
 

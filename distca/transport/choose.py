@@ -52,7 +52,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
     if name in ("auto", "nvshmem"):
         reason = why_not_nvshmem_together(group, between_machines=name == "nvshmem")
         if reason is None:
-            transport = _nvshmem_transport(group, buffer_gb)
+            transport = _nvshmem_transport(group, buffer_gb, CollectiveTransport(group) if name == "auto" else None)
             logger.info(
                 "Transport: nvshmem over %d ranks, %.3g GiB of symmetric memory each", transport.ranks, buffer_gb
             )
@@ -149,10 +149,10 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
     return everyone
 
 
-def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float) -> Transport:
+def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float, spare: Transport | None) -> Transport:
     from distca.transport.nvshmem import NvshmemFabric
     from distca.transport.one_sided import OneSidedTransport
 
-    transport = OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem")
+    transport = OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem", spare)
     _started[tuple(dist.get_process_group_ranks(group))] = transport
     return transport

@@ -57,15 +57,9 @@ class LandingRing:
         Raises:
             TransportError: it does not fit beside the exchanges that are under way; nothing was sent.
         """
-        offsets, size = [], 0
-        for part in sizes:
-            offsets.append(size)
-            size += -(-part // _ALIGNMENT) * _ALIGNMENT
-        begin = self._next if self._next + size <= self.capacity else 0
-        overlapped = (number for number, a, b in self._lying if a < begin + size and begin < b)
-        # Never less than before: a rank that sent nothing in the exchange that emptied a place has not waited for it.
-        reuses = max(self._reused, *overlapped, 0)
-        if size > self.capacity or reuses >= min(self._not_taken, default=self._number + 1):
+        offsets, size = _offsets(sizes)
+        begin, reuses = self._next_place(size)
+        if not self._is_free(size, reuses):
             raise TransportError(self._too_small(size))
         self._number += 1
         self._reused = reuses
@@ -75,6 +69,21 @@ class LandingRing:
         self._not_taken[self._number] = size
         self._next = begin + size
         return Landing(self._number, begin, tuple(offsets), reuses)
+
+    def why_not(self, sizes: tuple[int, ...]) -> str | None:
+        """The sentence with which :meth:`place` would refuse an exchange, or None; the same on every rank."""
+        _, size = _offsets(sizes)
+        return None if self._is_free(size, self._next_place(size)[1]) else self._too_small(size)
+
+    def _next_place(self, size: int) -> tuple[int, int]:
+        """Where the next exchange begins, and which exchange it reuses the memory of."""
+        begin = self._next if self._next + size <= self.capacity else 0
+        overlapped = (number for number, a, b in self._lying if a < begin + size and begin < b)
+        # Never less than before: a rank that sent nothing in the exchange that emptied a place has not waited for it.
+        return begin, max(self._reused, *overlapped, 0)
+
+    def _is_free(self, size: int, reuses: int) -> bool:
+        return size <= self.capacity and reuses < min(self._not_taken, default=self._number + 1)
 
     def taken(self, number: int) -> int:
         """Note that the rows of an exchange were taken out; returns up to which exchange all were."""
@@ -89,3 +98,12 @@ class LandingRing:
             f"{size / _GIB:.3g} GiB does not fit beside {len(self._not_taken)} under way; "
             f"set {self._setting} to {needed / _GIB + 0.005:.2f} or more, or lower data.tokens_per_rank."
         )
+
+
+def _offsets(sizes: tuple[int, ...]) -> tuple[list[int], int]:
+    """Where the parts of an exchange begin in its place, and bytes of all."""
+    offsets, size = [], 0
+    for part in sizes:
+        offsets.append(size)
+        size += -(-part // _ALIGNMENT) * _ALIGNMENT
+    return offsets, size

@@ -7,13 +7,16 @@ therefore holds up others no longer than its own rows and, after a whole round o
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from distca.transport.fabric import Fabric, Put
 from distca.transport.landing import Landing, LandingRing
 from distca.transport.native import row_bytes
-from distca.transport.transport import Part, TransportError
+from distca.transport.transport import Handle, Part, Transport, TransportError
+
+logger = logging.getLogger(__name__)
 
 SETTING = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb)"
 
@@ -24,20 +27,21 @@ class OneSidedTransport:
     Args:
         fabric: the memory and its signals.
         name: for logs.
+        spare: takes an exchange that the landing memory cannot hold; without one it is refused.
     """
 
-    def __init__(self, fabric: Fabric, name: str) -> None:
+    def __init__(self, fabric: Fabric, name: str, spare: Transport | None = None) -> None:
         self.name, self.rank, self.ranks = name, fabric.rank, fabric.ranks
-        self._fabric = fabric
+        self._fabric, self._spare, self._spared = fabric, spare, False
         self._ring = LandingRing(len(fabric.landing), SETTING)
 
-    def launch(self, parts: tuple[Part, ...]) -> OneSidedHandle:
+    def launch(self, parts: tuple[Part, ...]) -> Handle:
         """Start writing the rows of all parts to their receivers, and behind them copying the rows that this rank
         keeps; parts of which no row travels between any ranks are only copied.
 
         Raises:
-            TransportError: the moves belong to a plan for another number of ranks, or the landing memory is too small;
-                nothing was sent.
+            TransportError: the moves belong to a plan for another number of ranks, or the landing memory is too small
+                and there is no spare transport; nothing was sent.
         """
         for part in parts:
             if len(part.moves.send_counts) != self.ranks:
@@ -48,10 +52,22 @@ class OneSidedTransport:
         travelling = tuple(part for part in parts if part.moves.travelling)
         landing = token = None
         if travelling:
-            landing = self._ring.place(tuple(part.moves.most_received * row_bytes(part.source) for part in travelling))
+            sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in travelling)
+            # Every rank keeps the same books, so all send this one the same way.
+            if self._spare is not None and (reason := self._ring.why_not(sizes)):
+                self._tell(reason)
+                return self._spare.launch(parts)
+            landing = self._ring.place(sizes)
             token = self._fabric.put(landing.number, landing.reuses, self._puts(travelling, landing))
         kept = self._fabric.keep(parts, token)
         return OneSidedHandle(self, landing, travelling, token, kept)
+
+    def _tell(self, reason: str) -> None:
+        """Once."""
+        if not self._spared:
+            assert self._spare is not None
+            logger.warning("Exchanges that do not fit go by %s, which is slower: %s", self._spare.name, reason)
+        self._spared = True
 
     def _puts(self, parts: tuple[Part, ...], landing: Landing) -> dict[int, list[Put]]:
         puts: dict[int, list[Put]] = {}

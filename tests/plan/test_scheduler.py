@@ -19,6 +19,7 @@ from distca.plan import (
     server_seconds,
     traffic,
 )
+from distca.plan.shares import Shares
 from distca.profile.tables import find_table
 from tests.plan.cases import layouts
 
@@ -71,6 +72,30 @@ def test_the_slowest_server_stays_within_the_tolerance_where_rows_are_fine_enoug
         longest = int(layout.last.max(initial=0))
         # A row of the longest document is the finest thing there is to move.
         assert seconds.max() <= (1 + tolerance) * seconds.mean() + 2 * longest
+
+
+@given(layouts(), st.data(), st.sampled_from((0.02, 0.1)))
+def test_servers_that_compute_other_things_beside_get_less(
+    found: tuple[Layout, ...], data: st.DataObject, tolerance: float
+) -> None:
+    cost = area_cost()
+    for layout in found:
+        total = float(server_seconds(plan_at_home(layout), cost, "forward").sum())
+        parts = data.draw(st.lists(st.sampled_from((0.0, 0.1, 0.5, 2.0)), min_size=layout.ranks, max_size=layout.ranks))
+        beside = total / layout.ranks * np.array(parts)
+        plan = schedule(layout, cost, direction="forward", tolerance=tolerance, beside=beside)
+        plan.check()
+        seconds = server_seconds(plan, cost, "forward")
+        share = Shares(np.ones(layout.ranks), beside).of(np.array([total]))[0]
+        # A row of the longest document is the finest thing there is to move.
+        longest = int(layout.last.max(initial=0))
+        assert (seconds <= share + tolerance * total / layout.ranks + 2 * longest).all()
+
+
+def test_what_is_beside_attention_is_planned_for_one_direction_at_a_time() -> None:
+    (layout,) = lay_out([50, 60], 2)
+    with pytest.raises(PlanError, match="plan each by itself"):
+        schedule(layout, area_cost(), beside=[0.0, 1.0])
 
 
 @given(st.data(), st.integers(2, 6))

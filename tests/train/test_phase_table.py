@@ -77,6 +77,20 @@ def test_the_first_step_is_forgotten_and_the_rest_averaged(tmp_path: Path) -> No
     assert height > 300 and width >= 900, "titles need six inches, however few the phases"
 
 
+def test_what_is_computed_beside_attention_counts_where_plans_count_it(tmp_path: Path) -> None:
+    table = PhaseTable()
+    for value in (100.0, 1.0, 3.0):
+        beside = np.array([[0.0, value]] * 4)
+        table.add(np.array([[3 * value, value]] * 4), beside, np.array([[2 * value, value]] * 4), beside)
+    table.write(tmp_path / "phases.json", stages=2)
+    written = json.loads((tmp_path / "phases.json").read_text())
+    assert written["beside"] == {"seconds": [[0.0, 2.0]] * 4}
+    assert written["measured"]["phases"] == 1.5 and written["measured"]["with_linear"]["phases"] == 6 / 5
+    assert written["planned"]["phases"] == pytest.approx(4 / 3)
+    assert written["planned"]["with_linear"] == {"by_phase": [1.0] * 4, "phases": 1.0, "ranks": 1.0}
+    plot_phases(tmp_path / "phases.png", table, stages=2)
+
+
 def test_attention_at_home_has_no_planned_phases(tmp_path: Path) -> None:
     table = PhaseTable()
     table.add(np.ones((2, 1)), None, None)

@@ -21,12 +21,17 @@ from distca.train.settings import (
     TrainConfig,
 )
 
+MEASURED = ModelConfig(layers=4, hidden=64, ffn=48, heads=2, kv_heads=1)
+"""With heads for which the cost table of CPUs holds; two layers on a stage."""
+
 
 def _config(output: str, name: str, cad: CadConfig, steps: int = 3, resume: str | None = None) -> RunConfig:
     return RunConfig(
         name=name,
         output=output,
-        model=ModelConfig(layers=2, hidden=32, ffn=48, heads=2, kv_heads=1),
+        model=MEASURED
+        if name.startswith("measured")
+        else ModelConfig(layers=2, hidden=32, ffn=48, heads=2, kv_heads=1),
         parallel=ParallelConfig(pp=2),
         cad=cad,
         data=DataConfig(context_length=128, longer="split", tokens_per_rank=128, whole_documents=True),
@@ -52,6 +57,8 @@ def _train(output: str) -> None:
         ("ticks", CadConfig()),
         ("one-half", CadConfig(ping_pong=False)),
         ("1f1b", CadConfig(enabled=False)),
+        ("measured-time", CadConfig(level="time")),
+        ("measured-1f1b", CadConfig(enabled=False)),
     ):
         config = _config(output, name, cad)
         run_on(world, config, open_corpus(config))
@@ -64,13 +71,13 @@ def test_ticks_train_as_1f1b_does(tmp_path: Path) -> None:
     run_ranks(4, _train, str(tmp_path), timeout=200)
     lines = {
         name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("ticks", "one-half", "1f1b", "resumed")
+        for name in ("ticks", "one-half", "1f1b", "resumed", "measured-time", "measured-1f1b")
     }
-    for name in ("ticks", "one-half"):
-        for ours, theirs in zip(lines[name], lines["1f1b"], strict=True):
+    for name, other in (("ticks", "1f1b"), ("one-half", "1f1b"), ("measured-time", "measured-1f1b")):
+        for ours, theirs in zip(lines[name], lines[other], strict=True):
             assert abs(ours["loss"] - theirs["loss"]) <= 1e-5 * theirs["loss"]
             assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= 1e-4 * theirs["grad_norm"]
-        assert abs(lines[name][-1]["validation_loss"] - lines["1f1b"][-1]["validation_loss"]) <= 1e-4
+        assert abs(lines[name][-1]["validation_loss"] - lines[other][-1]["validation_loss"]) <= 1e-4
     assert [line["loss"] for line in lines["resumed"]] == [line["loss"] for line in lines["ticks"]]
     for name, most in (("ticks", 1.1), ("1f1b", 10.0)):
         phases = json.loads((tmp_path / name / "phases.json").read_text())
@@ -87,6 +94,11 @@ def test_ticks_train_as_1f1b_does(tmp_path: Path) -> None:
         for name in ("ticks", "1f1b")
     }
     assert last_forward["1f1b"][:2] == [0, 0] and min(last_forward["ticks"]) > 0
+    timed = json.loads((tmp_path / "measured-time" / "phases.json").read_text())
+    first, second = np.array(timed["beside"]["seconds"][0]).reshape(2, 2)
+    assert min(first) > 0 == max(second) and "with_linear" not in measured
+    attention = np.array(timed["planned"]["seconds"][0]).reshape(2, 2)
+    assert attention[1].sum() > attention[0].sum(), "the idle stage takes more"
     # Idle stages serve: planned attention is level over all ranks and phases, warm-up and drain included.
     for line in lines["ticks"]:
         assert line["imbalance_after"] < 1.1 < line["imbalance_before"]

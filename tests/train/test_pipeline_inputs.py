@@ -1,17 +1,36 @@
 """A pipelined step's layouts, and what packed documents would take."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 
 from distca.attention.upload import uploading
 from distca.data.sampler import MicroBatch
 from distca.plan import analytic_cost, lay_out, plan_at_home, server_seconds
+from distca.plan.cost import LinearRate, area_cost
 from distca.plan.layout import Layout
-from distca.train.pipeline_inputs import plan_pipeline
+from distca.profile.tables import find_table
+from distca.train.beside import BesideAttention, beside_attention
+from distca.train.config import parse_run_config
+from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline
 from distca.train.planning import Planning
 
 COST = analytic_cost(4, 2, 32)
 LENGTHS = ([9000, 130, 77, 2049, 1, 4000], [700, 5000, 5000, 300, 12])
+
+
+PLANNING = Planning(
+    rank=0, ranks=3, stage=1, stages=2, cost=COST, disaggregate=True, nano_batches=2, resend=True, tolerance=0.02,
+    chunks=1, device=torch.device("cpu"),
+)  # fmt: skip
+
+
+def _plan(planning: Planning) -> PipelineInputs:
+    micro_batches = [MicroBatch(np.arange(len(each)), np.array(each), None) for each in LENGTHS]
+    with uploading(planning.device) as upload:
+        return plan_pipeline(planning, micro_batches, upload, {})
 
 
 def _columns(layouts: tuple[Layout, ...]) -> list[list[int]]:
@@ -19,13 +38,7 @@ def _columns(layouts: tuple[Layout, ...]) -> list[list[int]]:
 
 
 def test_halves_are_dealt_evenly_and_spread_and_before_is_in_order_and_at_home() -> None:
-    planning = Planning(
-        rank=0, ranks=3, stage=1, stages=2, cost=COST, disaggregate=True, nano_batches=2, resend=True, tolerance=0.02,
-        chunks=1, device=torch.device("cpu"),
-    )  # fmt: skip
-    micro_batches = [MicroBatch(np.arange(len(each)), np.array(each), None) for each in LENGTHS]
-    with uploading(planning.device) as upload:
-        made = plan_pipeline(planning, micro_batches, upload, {})
+    made = _plan(PLANNING)
     at_home = []
     for lengths, layouts in zip(LENGTHS, made.layouts, strict=True):
         spread = lay_out(lengths, 3, nano_batches=2, dealing="even", placement="spread", cost=COST)
@@ -37,3 +50,51 @@ def test_halves_are_dealt_evenly_and_spread_and_before_is_in_order_and_at_home()
     backward = [[idle, b0], [b0, b1], [b1, idle]]
     expected = [np.concatenate(stages) for stages in (*forward, *backward)]
     np.testing.assert_allclose(made.seconds_before, expected)
+
+
+def test_idle_stages_take_more_attention_where_time_is_leveled() -> None:
+    # By pairs, so that rows are fine enough for any shares.
+    attention = _plan(replace(PLANNING, cost=area_cost()))
+    per_row = float(attention.seconds_after[:3].sum()) / sum(map(sum, LENGTHS)) / 4
+    time = _plan(replace(PLANNING, cost=area_cost(), beside=BesideAttention(per_row, 2 * per_row)))
+    assert not attention.seconds_beside.any()
+    for phase, (made, beside) in enumerate(zip(time.seconds_after, time.seconds_beside, strict=True)):
+        first, second = made[:3], made[3:]
+        rows = np.array([sum(LENGTHS[0]), sum(LENGTHS[1])])
+        own = np.add.reduceat(beside, [0, 3]) / per_row
+        # Forward phases run micro-batches 0; 1 and 0; 1 on stages 0 and 1, backward phases the other way round.
+        wanted = [[rows[0], 0], [rows[1], rows[0]], [0, rows[1]], [0, 2 * rows[0]], 2 * rows, [2 * rows[1], 0]]
+        assert own == pytest.approx(np.array(wanted[phase]))
+        both = made + beside
+        assert both.max() <= 1.03 * both.mean(), "linear layers and attention together are level"
+        idle = {0: second, 2: first, 3: first, 5: second}.get(phase)
+        if idle is not None:
+            assert idle.min() > 1.2 * (made.sum() - idle.sum()) / 3
+    assert _over(time.seconds_after + time.seconds_beside) < _over(attention.seconds_after + time.seconds_beside)
+
+
+def _over(seconds: np.ndarray) -> float:
+    return float(seconds.max(axis=1).sum())
+
+
+def test_what_busy_stages_compute_beside_attention() -> None:
+    table = find_table("NVIDIA H200", "flash4", 32, 8, 128)
+    assert table is not None and table.linear is not None
+    weights = 4096 * 128 * 80 + 3 * 4096 * 14336
+    assert table.linear.forward * weights == pytest.approx(6.07516e-07)
+    cost = replace(analytic_cost(32, 8, 128), linear=LinearRate(1e-15, 3e-15))
+
+    def beside(*settings: str) -> BesideAttention | None:
+        line = ["--config", "configs/llama-8b.yaml", "--parallel.tp", "2", "--parallel.pp", "4", "--cad.level", "time"]
+        return beside_attention(parse_run_config([*line, *settings]), cost)
+
+    each = 7 / 8 / 2 * weights * 1e-15  # 32 layers over 4 stages, half of every weight
+    plain = beside("--train.recompute", "none")
+    assert plain is not None and (plain.forward, plain.backward) == pytest.approx((each, 3 * each))
+    recomputing = beside("--train.recompute", "all")
+    assert recomputing is not None and recomputing.backward == pytest.approx(4 * each)
+    mlps = beside("--train.recompute", "mlp")
+    assert mlps is not None and mlps.backward == pytest.approx((3 + 3 * 4096 * 14336 / weights) * each)
+    for settings in (("--cad.ping_pong", "false"), ("--parallel.pp", "1"), ("--cad.level", "attention")):
+        assert beside(*settings) is None
+    assert beside_attention(parse_run_config(["--parallel.pp", "2", "--cad.level", "time"]), area_cost()) is None
