@@ -25,6 +25,7 @@ from distca.attention.upload import uploading
 from distca.commands.versions import versions
 from distca.data.mixes import Mix, sample_long_context
 from distca.data.sampler import MicroBatch, Sampler
+from distca.plan import training_tolerance
 from distca.plan.cost import CostModel
 from distca.profile.tables import find_table
 from distca.train.beside import beside_attention
@@ -87,7 +88,7 @@ def _plan(cost: CostModel, config: RunConfig, mix: Mix, ranks: int) -> PipelineI
         disaggregate=True,
         nano_batches=2,
         resend=True,
-        tolerance=config.cad.tolerance,
+        tolerance=training_tolerance(config.parallel.pp * ranks),
         chunks=1,
         device=torch.device("cpu"),
         beside=beside_attention(config, cost),

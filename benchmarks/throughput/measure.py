@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,6 +36,8 @@ class RankRecord:
     Attributes:
         seconds: of the step, waiting for its inputs included.
         attention_s: in core-attention kernels.
+        planned_s: the same as planned, of one layer; 0 where nothing is planned.
+        speed: of this rank as a server, by which the batch was planned.
         cpu_s: CPU time of the process.
         loss: mean loss per target token of the global batch.
         grad_norm: of the whole gradient, before clipping.
@@ -51,6 +54,8 @@ class RankRecord:
 
     seconds: list[float] = field(default_factory=list)
     attention_s: list[float] = field(default_factory=list)
+    planned_s: list[float] = field(default_factory=list)
+    speed: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
@@ -158,6 +163,9 @@ class _Run:
         record.seconds.append(time.perf_counter() - began)
         record.cpu_s.append(time.process_time() - cpu)
         record.attention_s.append(self._learn_speeds(inputs))
+        me = trainer.planning.pool_rank
+        record.planned_s.append(float(inputs.seconds_after[:, me].sum()))
+        record.speed.append(float(np.atleast_2d(inputs.speeds)[:, me].mean()))
         record.loss.append(loss)
         record.grad_norm.append(grad_norm)
         record.plan_ms.append(inputs.planning_ms)

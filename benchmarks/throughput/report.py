@@ -50,6 +50,11 @@ def figures(
         "idle_share": _mean(idle),
         "idle_shares": idle,
         "attention_max_over_mean": _spread(np.array([imbalance(step) for step in attention.T])),
+        "attention_by_rank": {
+            "measured_s": attention.tolist(),
+            "planned_s_per_layer": [record.planned_s for record in records],
+            "speed": [record.speed for record in records],
+        },
         "attention_share": float(attention.mean(axis=0).sum() / seconds.sum()),
         "memory_gib": _memory([record.memory_gib for record in records if record.memory_gib is not None]),
         "reserved_gib": max(

@@ -10,7 +10,6 @@ import numpy as np
 from distca.commands.options import OptionError, check_least
 from distca.data.mixes import MIX_NAMES, sample_mix
 from distca.plan import (
-    DEFAULT_TOLERANCE,
     CostModel,
     Links,
     MicroBatchPlan,
@@ -21,6 +20,7 @@ from distca.plan import (
     makespan_bound,
     plan_micro_batch,
     traffic,
+    training_tolerance,
 )
 from distca.plan.balance import overlaps
 from distca.words import count
@@ -41,7 +41,7 @@ def plan(
     layers: int = 1,
     nano_batches: int = 1,
     resend: bool = False,
-    tolerance: float = DEFAULT_TOLERANCE,
+    tolerance: float | None = None,
     ranks_per_node: int = 0,
     cost_table: str | None = None,
     picture: str | None = None,
@@ -59,7 +59,7 @@ def plan(
         layers: layers to count bytes for.
         nano_batches: 1, or 2 for ping and pong.
         resend: plan the backward on its own, as pipelines need.
-        tolerance: how far above the mean the slowest server may be.
+        tolerance: how far above the mean the slowest server may be; by default what training takes for so many.
         ranks_per_node: consecutive ranks that share NVLink; 0 when all do.
         cost_table: a measured cost table (JSON); without one the analytic H200 model is used.
         picture: file to draw who computes what for whom into, such as plan.png.
@@ -68,6 +68,8 @@ def plan(
 
     check_least(1, ranks=ranks, tokens_per_rank=tokens_per_rank, layers=layers)
     check_least(0, seed=seed, ranks_per_node=ranks_per_node)
+    if tolerance is None:
+        tolerance = training_tolerance(ranks)
     if not 0 <= tolerance < 1:
         raise OptionError(f"--tolerance is {tolerance}; it must be at least 0 and below 1.")
     if picture:

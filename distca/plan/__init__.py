@@ -9,7 +9,7 @@ from distca.plan.links import Links
 from distca.plan.micro_batch import Bytes, MicroBatchPlan, NanoPlan, plan_micro_batch
 from distca.plan.plan import Plan, Tasks, plan_at_home
 from distca.plan.routes import Route, RowExchange, Segments, route
-from distca.plan.scheduler import DEFAULT_TOLERANCE, schedule
+from distca.plan.scheduler import DEFAULT_TOLERANCE, schedule, training_tolerance
 from distca.plan.table_cost import TableCost, load_table
 
 __all__ = [
@@ -43,4 +43,5 @@ __all__ = [
     "schedule",
     "server_seconds",
     "traffic",
+    "training_tolerance",
 ]

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_TOLERANCE = 0.02
 """How far above the mean the slowest server may be; docs/planning.md shows the trade-off curve it was chosen from."""
 
+_FINEST_TOLERANCE, _SERVERS_OF_DEFAULT = 0.005, 128
+
 _ENOUGH = 1e-9
 _LEAST_ROOM = 1e-4
 _TRIES = 3
@@ -42,6 +44,15 @@ relieve."""
 _NO_DOCUMENT = -1
 _KV_SHARE = 0.56
 """Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
+
+
+def training_tolerance(servers: int) -> float:
+    """The tolerance that training plans with: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
+
+    In small pools a finer plan costs a few milliseconds in the background and some percent more bytes, and a full
+    context's attention on two ranks is otherwise left a whole tolerance apart (docs/planning.md).
+    """
+    return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
 
 def schedule(

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distca.plan import DEFAULT_TOLERANCE
-
 
 class ConfigError(ValueError):
     """A setting that no run can be started with; the message names the value, the limit and the setting to change."""
@@ -86,7 +84,8 @@ class CadConfig:
         transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
             on CPUs.
         kernel: core-attention kernel; auto takes the fastest one that runs here.
-        tolerance: the planner stops when the busiest server is within this fraction of the mean.
+        tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
+            to 32 servers, growing with them to 0.02 from 128 on, where finer plans would take too long.
         level: with pipeline stages, what all ranks have alike in every phase: attention, or time = linear layers and
             attention together, so that stages without a micro-batch take more attention than others. Time needs
             ping_pong and a cost of linear layers; it moves more bytes.
@@ -101,7 +100,7 @@ class CadConfig:
     backward: Literal["auto", "keep", "resend"] = "auto"
     transport: Literal["auto", "nvshmem", "nccl", "gloo"] = "auto"
     kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
-    tolerance: float = DEFAULT_TOLERANCE
+    tolerance: float | None = None
     level: Literal["attention", "time"] = "attention"
     deterministic: bool = False
     nvshmem_buffer_gb: float = 0.0

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distca.attention import Kernel, choose_kernel
 from distca.attention.warm_up import warm_up
+from distca.plan import training_tolerance
 from distca.plan.cost import CostModel, analytic_cost, area_cost
 from distca.profile.tables import find_table
 from distca.runtime import AttentionPool
@@ -147,7 +148,7 @@ def _model(
 
 
 def _planning(config: RunConfig, world: World, dtype: torch.dtype, pool: AttentionPool) -> Planning:
-    parallel, rank = config.parallel, pool.transport.rank
+    parallel, rank, tolerance = config.parallel, pool.transport.rank, config.cad.tolerance
     data_parallel = parallel.data_parallel(world.size)
     cost = _cost(config, pool.kernel, dtype, world.device)
     return Planning(
@@ -159,7 +160,7 @@ def _planning(config: RunConfig, world: World, dtype: torch.dtype, pool: Attenti
         disaggregate=config.cad.enabled,
         nano_batches=2 if config.cad.enabled and config.cad.ping_pong else 1,
         resend=config.cad.enabled and config.resolved_backward == "resend",
-        tolerance=config.cad.tolerance,
+        tolerance=training_tolerance(pool.transport.ranks) if tolerance is None else tolerance,
         chunks=parallel.tp if parallel.sequence_parallel else 1,
         device=world.device,
         beside=beside_attention(config, cost) if config.cad.enabled else None,

@@ -18,6 +18,7 @@ from distca.plan import (
     schedule,
     server_seconds,
     traffic,
+    training_tolerance,
 )
 from distca.plan.shares import Shares
 from distca.profile.tables import find_table
@@ -175,6 +176,15 @@ def test_what_fits_nowhere_alone_is_exchanged() -> None:
     plan.check()
     assert both_imbalances(plan, cost) <= 1.01
     assert sorted(np.bincount(plan.tasks.server)) == [2, 2]
+
+
+def test_training_plans_small_pools_finer() -> None:
+    tolerances = [training_tolerance(servers) for servers in (1, 2, 32, 64, 128, 4096)]
+    assert tolerances == [0.005, 0.005, 0.005, 0.01, 0.02, 0.02]
+    # Nothing but documents of a whole budget: what the tolerance allows is left.
+    for layout in lay_out([131072, 131072], 2, nano_batches=2, dealing="even", placement="spread", cost=LLAMA_8B):
+        fine, coarse = (schedule(layout, LLAMA_8B, tolerance=tolerance) for tolerance in (training_tolerance(2), 0.02))
+        assert both_imbalances(fine, LLAMA_8B) <= 1.005 < 1.01 < both_imbalances(coarse, LLAMA_8B)
 
 
 def test_less_tolerance_more_bytes() -> None:

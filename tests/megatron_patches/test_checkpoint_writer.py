@@ -1,0 +1,46 @@
+"""Checkpoints are written by the processes that train: a process that uses a GPU must not be forked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from distca.testing.ranks import run_ranks
+from distca.train.config import parse_run_config
+from tests.train.small_runs import StepByStep, arguments, write_texts
+
+
+def _save(line: list[str], folder: Path) -> tuple[list[int], int]:
+    """Save a run's state with no way to start a process; returns the bytes of the files, and this rank's number."""
+    import multiprocessing.process
+    import os
+
+    from megatron_patches.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_patches.cpu import use_cpu
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    use_cpu()
+    run = StepByStep(parse_run_config(line))
+    run.run(run.inputs())
+    run.trainer.optimizer.step()
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    os.fork = refuse  # type: ignore[assignment]
+    multiprocessing.process.BaseProcess.start = refuse  # type: ignore[method-assign]
+    save_checkpoint(folder, run.trainer.model, run.trainer.optimizer, {"step": 1})
+    assert load_checkpoint(folder, run.trainer.model, run.trainer.optimizer)["step"] == 1
+    run.close()
+    return [file.stat().st_size for file in sorted(folder.glob("*.distcp"))], dist.get_rank()
+
+
+def test_nothing_is_forked_and_all_ranks_write_about_as_much(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    line = arguments(output=tmp_path, data__path=tmp_path / "texts", model__layers=4)
+    ((sizes, _), *others) = run_ranks(4, _save, line, tmp_path / "saved")
+    assert len(sizes) == 4 and len(others) == 3
+    # One of this small model's matrices is much of a rank's part.
+    assert min(sizes) > 0.4 * max(sizes)
