@@ -96,6 +96,13 @@ def test_a_sender_waits_for_room(little_memory, below):
     assert little_memory["sent without credits"][1][below] > 0
 
 
+def test_what_does_not_fit_goes_by_nccl(little_memory):
+    (wrong_0, spared_0), (wrong_1, spared_1) = little_memory["spared"]
+    assert wrong_0 == wrong_1 == 0
+    # Three exchanges of each plan.
+    assert spared_0 == spared_1 and 0 < spared_0 < 36
+
+
 def test_too_little_memory_is_refused_alike_before_anything_is_sent(little_memory):
     """All other cases in little memory come after it, and need that nothing was sent or counted."""
     one, two = little_memory["refused"]
