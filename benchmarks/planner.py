@@ -12,6 +12,7 @@ is the default with the measured table of one H200 that the package ships. Nothi
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -237,6 +238,7 @@ def processor() -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     results: dict[str, object] = {
         "command": "OMP_NUM_THREADS=1 python benchmarks/planner.py",
         "hardware": f"{processor()}, {os.cpu_count()} cores, one used",

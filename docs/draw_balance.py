@@ -5,6 +5,7 @@
 The documents are drawn from the Pretrain mix, with a fixed seed; times are those of the planner's analytic cost model.
 """
 
+import argparse
 from pathlib import Path
 
 from distca.data.mixes import sample_lengths
@@ -16,6 +17,7 @@ TOKENS_PER_RANK = 65_536
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     lengths = sample_lengths("pretrain", RANKS * TOKENS_PER_RANK, seed=0)
     plan = plan_micro_batch(lengths, RANKS, analytic_cost(heads=32, kv_heads=8, head_dim=128))
     mean = plan.seconds_before.mean()

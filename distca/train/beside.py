@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distca.plan.cost import CostModel, layer_weights
-from distca.train.settings import RunConfig
+from distca.train.settings import ConfigError, RunConfig
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class BesideAttention:
 
 
 def beside_attention(config: RunConfig, cost: CostModel) -> BesideAttention | None:
-    """What busy stages compute beside attention; None where plans level attention alone.
+    """What busy stages compute beside attention; None where plans level attention alone (cad.level).
 
     Norms, rotation and activation are not counted, so an idle stage gets rather too little than too much. A stage of n
     layers computes its linear layers n − 1 times between two attentions; what comes before the first and after the last
@@ -26,12 +26,19 @@ def beside_attention(config: RunConfig, cost: CostModel) -> BesideAttention | No
     Args:
         config: a validated run.
         cost: what plans are made with.
+
+    Raises:
+        ConfigError: the cost model knows no linear layers.
     """
+    if not config.cad.enabled or config.cad.level == "attention":
+        return None
     model, tp, layers = config.model, config.parallel.tp, config.model.layers // config.parallel.pp
     rate = cost.linear
-    # In one piece, attention and linear layers follow each other: an idle stage could only wait.
-    if config.parallel.pp == 1 or not config.cad.ping_pong or config.cad.level == "attention" or rate is None:
-        return None
+    if rate is None:
+        raise ConfigError(
+            "cad.level is time, but no cost table of this device and kernel says what linear layers take; measure one with "
+            "`distca profile` (docs/profiling.md), or set cad.level to attention."
+        )
     mlp = 3 * model.hidden * model.ffn
     weights = layer_weights(model.hidden, model.ffn, model.heads, model.kv_heads, model.resolved_head_dim)
     recomputed = {"none": 0, "mlp": mlp, "all": weights}[config.train.recompute]

@@ -86,9 +86,9 @@ class CadConfig:
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
             to 32 servers, growing with them to 0.02 from 128 on, where finer plans would take too long.
-        level: with pipeline stages, what all ranks have alike in every phase: attention, or time = linear layers and
-            attention together, so that stages without a micro-batch take more attention than others. Time needs
-            ping_pong and a cost of linear layers; it moves more bytes.
+        level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
+            together, so that stages without a micro-batch take more attention than others, and more rows move. Time
+            needs pipeline stages, ping_pong and a cost table with linear layers.
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order, and servers' speeds
             are not learned from measured times, which would change plans.
         nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what

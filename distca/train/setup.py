@@ -163,7 +163,7 @@ def _planning(config: RunConfig, world: World, dtype: torch.dtype, pool: Attenti
         tolerance=training_tolerance(pool.transport.ranks) if tolerance is None else tolerance,
         chunks=parallel.tp if parallel.sequence_parallel else 1,
         device=world.device,
-        beside=beside_attention(config, cost) if config.cad.enabled else None,
+        beside=beside_attention(config, cost),
     )
 
 

@@ -16,6 +16,7 @@ from distca.train.beside import BesideAttention, beside_attention
 from distca.train.config import parse_run_config
 from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline
 from distca.train.planning import Planning
+from distca.train.settings import ConfigError
 
 COST = analytic_cost(4, 2, 32)
 LENGTHS = ([9000, 130, 77, 2049, 1, 4000], [700, 5000, 5000, 300, 12])
@@ -95,6 +96,6 @@ def test_what_busy_stages_compute_beside_attention() -> None:
     assert recomputing is not None and recomputing.backward == pytest.approx(4 * each)
     mlps = beside("--train.recompute", "mlp")
     assert mlps is not None and mlps.backward == pytest.approx((3 + 3 * 4096 * 14336 / weights) * each)
-    for settings in (("--cad.ping_pong", "false"), ("--parallel.pp", "1"), ("--cad.level", "attention")):
-        assert beside(*settings) is None
-    assert beside_attention(parse_run_config(["--parallel.pp", "2", "--cad.level", "time"]), area_cost()) is None
+    assert beside("--cad.level", "attention") is None and beside("--cad.enabled", "false") is None
+    with pytest.raises(ConfigError, match="no cost table of this device and kernel says what linear layers take"):
+        beside_attention(parse_run_config(["--parallel.pp", "2", "--cad.level", "time"]), area_cost())

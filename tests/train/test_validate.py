@@ -69,6 +69,8 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--name a/b", 4, "name is 'a/b'"),
         ("--name ..", 4, "name is '..'; it must be a folder's name"),
         ("--cad.tolerance 7", 4, "cad.tolerance is 7.0; it must be below 1."),
+        ("--cad.level time", 4, "cad.level is time, but parallel.pp is 1"),
+        ("--cad.level time --parallel.pp 2 --cad.ping_pong false", 4, "idle stages could only wait; set cad.level"),
         ("--output /proc/x/y", 4, "output is /proc/x/y, but nothing can be written into /proc ("),
         (f"--output {__file__}/runs", 4, "/runs, but nothing can be written into"),
     ],
