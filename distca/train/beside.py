@@ -36,8 +36,8 @@ def beside_attention(config: RunConfig, cost: CostModel) -> BesideAttention | No
     rate = cost.linear
     if rate is None:
         raise ConfigError(
-            "cad.level is time, but no cost table of this device and kernel says what linear layers take; measure one with "
-            "`distca profile` (docs/profiling.md), or set cad.level to attention."
+            "cad.level is time, but no cost table of this device and kernel says what linear layers take; measure one "
+            "with `distca profile` (docs/profiling.md), or set cad.level to attention."
         )
     mlp = 3 * model.hidden * model.ffn
     weights = layer_weights(model.hidden, model.ffn, model.heads, model.kv_heads, model.resolved_head_dim)
