@@ -112,6 +112,7 @@ def _transports(trainer: Trainer) -> dict[str, Transport]:
     usual = trainer.pool.transport
     if not isinstance(usual, OneSidedTransport):
         return dict.fromkeys(MODES, usual)
+    usual.use_spare(None)  # each mode's rows travel by its own transport or not at all
     nccl = choose_transport("nccl", server_pool_group())
     return {"nvshmem": usual, "nccl": nccl, "one stream": usual, "signal only": SignalOnly(usual)}
 

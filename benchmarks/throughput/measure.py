@@ -48,6 +48,7 @@ class RankRecord:
         memory_gib: peak while measured, memory of NVSHMEM included; None on CPUs, where only the process's size of the
             moment could be read, which holds what earlier modes left.
         reserved_gib: peak that torch's allocator held; None on CPUs.
+        spared: exchanges that did not fit NVSHMEM's memory and went by NCCL.
         traced_busy_s: compute seconds of the traced batches; None where nothing was traced.
         gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
     """
@@ -65,6 +66,7 @@ class RankRecord:
     rows: list[int] = field(default_factory=list)
     memory_gib: float | None = None
     reserved_gib: float | None = None
+    spared: int = 0
     traced_busy_s: float | None = None
     gpus: list[dict[str, Any]] = field(default_factory=list)
 
@@ -143,6 +145,7 @@ class _Run:
         if state is not None:
             record.gpus = state.summaries(torch.cuda.device_count())
         self._note_memory(record)
+        record.spared = getattr(self._trainer.pool.transport, "spared", 0)
         return record
 
     def steps(self, inputs: Ahead, count: int) -> None:

@@ -81,9 +81,11 @@ class Session:
         return [f"{mode} on {name}" for name, figures in compared.items() for mode in figures.get("apart", ())]
 
     def _order(self) -> list[tuple[Cell, Mode]]:
-        """What is run, in turn. DistCA comes after all baselines: NVSHMEM's memory stays with a process once it was
-        taken, and a baseline beside it could do less than alone."""
+        """What is run, in turn. On GPUs DistCA comes after all baselines: NVSHMEM's memory stays with a process once it
+        was taken, and a baseline beside it could do less than alone."""
         runs = [(cell, mode) for cell in self._settings.cells for mode in self._settings.modes]
+        if self._world.device.type != "cuda" or self._settings.link_channels:
+            return runs
         return sorted(runs, key=lambda run: run[1].method == "distca")
 
     def _batches(self, cell: Cell) -> Batches:

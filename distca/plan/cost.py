@@ -74,14 +74,24 @@ class LinearRate:
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LinearRate | None:
-        """That of a table file's content; None where it has none."""
+        """That of a table file's content; None where it has none.
+
+        Raises:
+            PlanError: it is there, but not usable.
+        """
         found = content.get("linear")
         if found is None:
             return None
-        weights = layer_weights(
-            found["hidden"], found["ffn"], content["heads"], content["kv_heads"], content["head_dim"]
-        )
-        return LinearRate(found["forward_s_per_token"] / weights, found["backward_s_per_token"] / weights)
+        try:
+            weights = layer_weights(
+                found["hidden"], found["ffn"], content["heads"], content["kv_heads"], content["head_dim"]
+            )
+            return LinearRate(found["forward_s_per_token"] / weights, found["backward_s_per_token"] / weights)
+        except (KeyError, TypeError, ZeroDivisionError):
+            raise PlanError(
+                "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token; "
+                "measure it again with `distca profile`."
+            ) from None
 
 
 def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +28,33 @@ _FITS_FILE = "fits.json"
 _WARMUP = "optimizer.warmup_steps"
 
 
+class CheckpointError(OSError):
+    """A checkpoint that could not be written, as a sentence; raised on every rank.
+
+    Args:
+        path: its folder.
+        failures: what went wrong, by rank, with its trace.
+    """
+
+    next_step = "make room or let output point elsewhere; RESUME=latest goes on from the last checkpoint before."
+
+    def __init__(self, path: Path, failures: Mapping[int, tuple[BaseException, object]]) -> None:
+        rank, (cause, _) = next(iter(failures.items()))
+        while cause.__context__ is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        free = format_bytes(shutil.disk_usage(path).free)
+        first = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        super().__init__(f"{path} could not be written by rank {rank} ({first}); {free} are free there.")
+
+
 def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str, Any]) -> None:
-    """Write the checkpoint after ``step`` steps and delete the oldest ones; every rank calls it."""
+    """Write the checkpoint after ``step`` steps and delete the oldest ones; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, if one cannot write its part.
+    """
     import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from megatron_patches.checkpoint import save_checkpoint
 
@@ -37,7 +63,10 @@ def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str
     if trainer.world.rank == 0:
         folder.clear_checkpoint(step)
     dist.barrier()
-    save_checkpoint(path, trainer.model, trainer.optimizer, {"step": step, "sampler": sampler_state})  # type: ignore[arg-type]
+    try:
+        save_checkpoint(path, trainer.model, trainer.optimizer, {"step": step, "sampler": sampler_state})  # type: ignore[arg-type]
+    except CheckpointException as error:
+        raise CheckpointError(path, error.failures) from None
     dist.barrier()
     if trainer.world.rank == 0:
         fits = _identity(trainer.config, trainer.vocabulary) | {

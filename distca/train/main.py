@@ -77,6 +77,7 @@ def _run(config: RunConfig) -> None:
         # says so once.
         warnings.simplefilter("ignore")
         from distca.attention import KernelError
+        from distca.train.checkpoints import CheckpointError
         from distca.train.companions import Companions
         from distca.train.world import join_world, leave_world, world_size_of_environment
         from distca.transport import TransportError
@@ -88,7 +89,7 @@ def _run(config: RunConfig) -> None:
     try:
         run_on(replace(world, companions=companions), config, corpus)
         companions.part()
-    except (KernelError, TransportError) as error:
+    except (KernelError, TransportError, CheckpointError) as error:
         die(error)
     except (ConfigError, DataError, PlanError):
         raise
@@ -105,6 +106,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
     Raises:
         ConfigError, DataError, PlanError: as :func:`main` reports them.
         KernelError, TransportError: what the settings ask for cannot run here.
+        CheckpointError: a checkpoint cannot be written.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in _run

@@ -79,7 +79,8 @@ class RunSummary:
         validation_loss: loss over the validation set at the end.
         tokens_per_s: mean over all steps but the first, of all ranks together.
         mfu: share of the devices' peak, mean over the same steps.
-        imbalance_before: attention time of the busiest rank over the mean, mean over steps, without balancing.
+        leveled: what plans level: attention, or with linear layers.
+        imbalance_before: its time on the busiest rank over the mean, mean over steps, without balancing.
         imbalance_after: the same with the plans that ran.
         imbalance_measured: the same from measured seconds.
         bytes_moved: bytes per step that all ranks sent for attention, mean.
@@ -94,6 +95,7 @@ class RunSummary:
     validation_loss: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
+    leveled: str = "attention"
     imbalance_before: float | None = None
     imbalance_after: float | None = None
     imbalance_measured: float | None = None
@@ -151,9 +153,9 @@ def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("validation loss", summary.validation_loss, "{:.4f}"),
         ("tokens/s", summary.tokens_per_s, "{:,.0f}"),
         ("share of the GPUs' peak (MFU)", summary.mfu, "{:.1%}"),
-        ("attention: busiest rank / mean, before", summary.imbalance_before, "{:.3f}"),
-        ("attention: busiest rank / mean, after", summary.imbalance_after, "{:.3f}"),
-        ("attention: busiest rank / mean, measured", summary.imbalance_measured, "{:.3f}"),
+        (f"{summary.leveled}: busiest rank / mean, before", summary.imbalance_before, "{:.3f}"),
+        (f"{summary.leveled}: busiest rank / mean, after", summary.imbalance_after, "{:.3f}"),
+        (f"{summary.leveled}: busiest rank / mean, measured", summary.imbalance_measured, "{:.3f}"),
         ("planning per step, in the background", summary.plan_ms, "{:.1f} ms"),
         ("peak memory of a rank", summary.peak_memory_gb, "{:.2f} GiB"),
     ):

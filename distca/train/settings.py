@@ -82,13 +82,13 @@ class CadConfig:
             resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
             with pipeline stages, which need it.
         transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
-            on CPUs.
+            on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
             to 32 servers, growing with them to 0.02 from 128 on, where finer plans would take too long.
         level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
             together, so that stages without a micro-batch take more attention than others, and more rows move. Time
-            needs pipeline stages, ping_pong and a cost table with linear layers.
+            needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order, and servers' speeds
             are not learned from measured times, which would change plans.
         nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what

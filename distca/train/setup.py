@@ -82,6 +82,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     pool = _pool(config, world, dtype)
+    planning = _planning(config, world, dtype, pool)
     model = _model(config, world, vocabulary, dtype, pool)
     optimizer = build_optimizer(model, config.optimizer, config.train.steps, config.resolved_warmup_steps, dtype)
     logger.info(
@@ -92,7 +93,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         parallel.pp,
         "disaggregated" if config.cad.enabled else "not disaggregated",
     )
-    return Trainer(config, world, model, optimizer, pool, _planning(config, world, dtype, pool), vocabulary)
+    return Trainer(config, world, model, optimizer, pool, planning, vocabulary)
 
 
 def _pool(config: RunConfig, world: World, dtype: torch.dtype) -> AttentionPool:

@@ -108,6 +108,7 @@ class StepRecorder:
             validation_loss=validation_loss,
             tokens_per_s=tokens / seconds if tokens and seconds else None,
             mfu=figures.mean("mfu", but_first=True),
+            leveled="attention" if self._trainer.planning.beside is None else "attention, linear layers",
             imbalance_before=figures.mean("imbalance_before"),
             imbalance_after=figures.mean("imbalance_after"),
             imbalance_measured=figures.mean("imbalance_measured"),

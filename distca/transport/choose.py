@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distca.transport import native
 from distca.transport.collective import CollectiveTransport
 from distca.transport.machine import machine_name
+from distca.transport.one_sided import OneSidedTransport
 from distca.transport.transport import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ BETWEEN_MACHINES = (
 )
 
 # NVSHMEM starts once per process, and exchanges are numbered from its start: one transport per process.
-_started: dict[tuple[int, ...], Transport] = {}
+_started: dict[tuple[int, ...], OneSidedTransport] = {}
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
@@ -46,13 +47,16 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
     if name not in NAMES:
         raise TransportError(f"cad.transport is '{name}'; it can be {', '.join(NAMES)}.")
     ranks = tuple(dist.get_process_group_ranks(group))
+    spare = CollectiveTransport(group) if name == "auto" else None
     if name in ("auto", "nvshmem") and ranks in _started:
+        # Its memory stays as it is; the group and the name may be others now.
+        _started[ranks].use_spare(spare)
         return _started[ranks]
     reason = None
     if name in ("auto", "nvshmem"):
         reason = why_not_nvshmem_together(group, between_machines=name == "nvshmem")
         if reason is None:
-            transport = _nvshmem_transport(group, buffer_gb, CollectiveTransport(group) if name == "auto" else None)
+            transport = _nvshmem_transport(group, buffer_gb, spare)
             logger.info(
                 "Transport: nvshmem over %d ranks, %.3g GiB of symmetric memory each", transport.ranks, buffer_gb
             )
@@ -151,7 +155,6 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float, spare: Transport | None) -> Transport:
     from distca.transport.nvshmem import NvshmemFabric
-    from distca.transport.one_sided import OneSidedTransport
 
     transport = OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem", spare)
     _started[tuple(dist.get_process_group_ranks(group))] = transport

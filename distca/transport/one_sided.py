@@ -28,11 +28,15 @@ class OneSidedTransport:
         fabric: the memory and its signals.
         name: for logs.
         spare: takes an exchange that the landing memory cannot hold; without one it is refused.
+
+    Attributes:
+        spared: how many exchanges the spare transport took.
     """
 
     def __init__(self, fabric: Fabric, name: str, spare: Transport | None = None) -> None:
         self.name, self.rank, self.ranks = name, fabric.rank, fabric.ranks
-        self._fabric, self._spare, self._spared = fabric, spare, False
+        self._fabric = fabric
+        self.use_spare(spare)
         self._ring = LandingRing(len(fabric.landing), SETTING)
 
     def launch(self, parts: tuple[Part, ...]) -> Handle:
@@ -62,12 +66,16 @@ class OneSidedTransport:
         kept = self._fabric.keep(parts, token)
         return OneSidedHandle(self, landing, travelling, token, kept)
 
+    def use_spare(self, spare: Transport | None) -> None:
+        """Take another spare transport, or none, and count anew."""
+        self._spare, self.spared = spare, 0
+
     def _tell(self, reason: str) -> None:
-        """Once."""
-        if not self._spared:
+        """Count an exchange that the spare transport takes; the first one is said."""
+        if not self.spared:
             assert self._spare is not None
             logger.warning("Exchanges that do not fit go by %s, which is slower: %s", self._spare.name, reason)
-        self._spared = True
+        self.spared += 1
 
     def _puts(self, parts: tuple[Part, ...], landing: Landing) -> dict[int, list[Put]]:
         puts: dict[int, list[Put]] = {}

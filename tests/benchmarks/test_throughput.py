@@ -51,9 +51,26 @@ def test_every_mode_trains_the_same_batches(tmp_path):
     assert not [head for head in ("MFU", "burst", "peak") if head in table]
     assert "INFO Links, limited to 2 channels, GB/s of each rank: all-to-all" in result.stderr
     assert "at home" not in result.stderr
-    # NVSHMEM's memory, which a process keeps, must not stand beside a baseline.
-    assert result.stderr.index("prolong 128 variable: ") < result.stderr.index("prolong 128 distca: ")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("device,links,last", [("cuda", None, True), ("cuda", 2, False), ("cpu", None, False)])
+def test_nvshmem_memory_never_stands_beside_a_baseline(device, links, last):
+    from types import SimpleNamespace
+
+    from benchmarks.baselines import parse_mode
+    from benchmarks.throughput.session import Session
+    from benchmarks.throughput.settings import Cell
+
+    cells = (Cell("pretrain", 128), Cell("prolong", 128))
+    modes = tuple(parse_mode(name) for name in ("distca", "packed", "cp2"))
+    session = object.__new__(Session)  # its order needs no ranks
+    session._settings = SimpleNamespace(cells=cells, modes=modes, link_channels=links)
+    session._world = SimpleNamespace(device=torch.device(device))
+    order = [(cell.mix, mode.name) for cell, mode in session._order()]
+    plain = [(cell.mix, mode.name) for cell in cells for mode in modes]
+    ours = [run for run in plain if run[1] == "distca"]
+    assert order == ([run for run in plain if run not in ours] + ours if last else plain)
 
 
 def test_losses_or_gradients_apart_are_found():

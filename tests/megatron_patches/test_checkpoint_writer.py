@@ -44,3 +44,35 @@ def test_nothing_is_forked_and_all_ranks_write_about_as_much(tmp_path: Path) -> 
     assert len(sizes) == 4 and len(others) == 3
     # One of this small model's matrices is much of a rank's part.
     assert min(sizes) > 0.4 * max(sizes)
+
+
+def _save_too_much(line: list[str], folder: Path) -> str:
+    import resource
+    import signal
+
+    from distca.train.checkpoints import CheckpointError, save
+    from distca.train.run_folder import RunFolder
+    from megatron_patches.cpu import use_cpu
+
+    use_cpu()
+    run = StepByStep(parse_run_config(line))
+    run.run(run.inputs())
+    run.trainer.optimizer.step()
+    # Files cannot grow further, as on a full disk, in the second rank only.
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    try:
+        save(run.trainer, RunFolder(folder), 1, {})
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_is_one_sentence_on_all(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    line = arguments(output=tmp_path, data__path=tmp_path / "texts")
+    one, two = run_ranks(2, _save_too_much, line, tmp_path)
+    assert one == two
+    assert f"{tmp_path}/checkpoints/step_000001 could not be written by rank 1 (" in one and "are free there." in one
+    assert "\n" not in one and not (tmp_path / "checkpoints/step_000001/COMPLETE").exists()

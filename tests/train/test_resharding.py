@@ -16,14 +16,29 @@ pytestmark = pytest.mark.slow
 CLOSE = 1e-6
 TOKENS = 384
 """Of a micro-batch, however many data-parallel ranks share it."""
-CUTS = {"tp2-pp2": (2, 2, 4), "pp4": (1, 4, 4), "dp4": (1, 1, 4), "dp2": (1, 1, 2)}
+CUTS = {
+    "tp2-pp2": (2, 2, 4),
+    "pp2-dp2": (1, 2, 4),
+    "tp2-dp2": (2, 1, 4),
+    "pp4": (1, 4, 4),
+    "dp4": (1, 1, 4),
+    "dp2": (1, 1, 2),
+}
 """Tensor-parallel ranks, stages, all ranks."""
 KINDS: dict[str, dict[str, object]] = {
     "fp32": {},
     "plain": {"optimizer__distributed": False},
     "bf16": {"train__precision": "bf16"},
+    "shared": {},
 }
-RESUMED = {"fp32": list(CUTS), "plain": ["pp4"], "bf16": ["dp2"]}
+SAVED = {"fp32": "tp2-pp2", "plain": "tp2-pp2", "bf16": "tp2-pp2", "shared": "pp2-dp2"}
+"""On what each is saved; data-parallel ranks share the writing of the last."""
+RESUMED = {
+    "fp32": ["tp2-pp2", "pp4", "dp4", "dp2"],
+    "plain": ["pp4"],
+    "bf16": ["dp2"],
+    "shared": ["pp2-dp2", "tp2-dp2"],
+}
 
 
 def _line(folder: Path, cut: str, **settings: object) -> list[str]:
@@ -62,7 +77,7 @@ def _train_and_resume(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Whole runs by the names of KINDS on two stages of two tensor-parallel ranks, and resumed ones as NAME-on-CUT."""
+    """Whole runs by the names of KINDS, and resumed ones as NAME-on-CUT."""
     folder = tmp_path_factory.mktemp("resharding")
     write_texts(folder / "texts")
     copies = [(name, f"{name}-on-{cut}") for name, cuts in RESUMED.items() for cut in cuts]
@@ -70,21 +85,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy: _line(folder, copy.split("-on-")[1], **KINDS[name], checkpoint__resume=folder / copy)
         for name, copy in copies
     }
-    runs = [_line(folder, "tp2-pp2", name=name, **settings) for name, settings in KINDS.items()]
-    small = [line for copy, line in lines.items() if copy.endswith("dp2")]
+    runs = [_line(folder, SAVED[name], name=name, **settings) for name, settings in KINDS.items()]
+    small = [line for copy, line in lines.items() if CUTS[copy.split("-on-")[1]][2] == 2]
     run_ranks(4, _train_and_resume, folder, runs, copies, [line for line in lines.values() if line not in small])
     run_ranks(2, train_all, small)
     return folder
 
 
-def test_the_same_cut_goes_on_bit_for_bit(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["fp32", "shared"])
+def test_the_same_cut_goes_on_bit_for_bit(folder: Path, name: str) -> None:
     for key in ("loss", "grad_norm", "lr", "validation_loss"):
-        assert steps_of(folder / "fp32-on-tp2-pp2", key) == steps_of(folder / "fp32", key), key
+        assert steps_of(folder / f"{name}-on-{SAVED[name]}", key) == steps_of(folder / name, key), key
 
 
-@pytest.mark.parametrize("cut", ["pp4", "dp4", "dp2"])
-def test_another_cut_goes_on_with_the_same_losses(folder: Path, cut: str) -> None:
-    run, whole = folder / f"fp32-on-{cut}", folder / "fp32"
+def test_data_parallel_ranks_of_a_stage_write_a_part_each(folder: Path) -> None:
+    sizes = [file.stat().st_size for file in (folder / "shared/checkpoints/step_000004").glob("*.distcp")]
+    assert len(sizes) == 4 and min(sizes) > 0.3 * max(sizes)
+
+
+@pytest.mark.parametrize("name, cut", [("fp32", "pp4"), ("fp32", "dp4"), ("fp32", "dp2"), ("shared", "tp2-dp2")])
+def test_another_cut_goes_on_with_the_same_losses(folder: Path, name: str, cut: str) -> None:
+    run, whole = folder / f"{name}-on-{cut}", folder / name
     for key in ("loss", "grad_norm", "validation_loss"):
         assert steps_of(run, key) == pytest.approx(steps_of(whole, key), rel=CLOSE), key
     assert list(steps_of(run)) == [1, 2, 3, 4]
