@@ -37,7 +37,8 @@ def value_refused(message: str, hint_of: Callable[[str], Any]) -> tuple[str, str
     """
     text = " ".join(message.split())
     key = re.search(r'Parser key "([\w.]+)"', text)
-    value = re.search(r"(?:Got value|Given value): (.*?)\.?$", text)
+    # Of a setting that takes several types the message has one value per type, and last the one that was given.
+    value = re.search(r".*(?:Got value|Given value): ?(.*?)\.?$", text)
     if key and value and hint_of(key[1]) is not None:
         return key[1], value[1]
     missing = re.match(r"argument --([\w.]+): expected one argument", text)

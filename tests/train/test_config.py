@@ -65,6 +65,8 @@ def test_shipped_configurations_are_read(file: Path) -> None:
         (["--cad.backward", "send"], "cad.backward must be one of auto, keep, resend, not send."),
         (["--log.timeline_steps", "[3]"], "log.timeline_steps must be a list of 2 whole numbers or null, not [3]."),
         (["--train.steps"], "--train.steps needs a value: a whole number."),
+        (["--cad.tolerance", "true"], "cad.tolerance must be a number or null, not true."),
+        (["--cad.tolerance", ""], "--cad.tolerance needs a value: a number or null."),
         (["20"], "'20' on the command line belongs to no setting"),
         (["--config", "nowhere.yaml"], "--config names nowhere.yaml, which is not a file."),
         (["--name", "new", "--checkpoint.resume", "runs/old"], "name is new, but checkpoint.resume is runs/old, and"),
