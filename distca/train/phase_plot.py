@@ -34,9 +34,12 @@ def plot_phases(path: Path, table: PhaseTable, stages: int) -> None:
             axes.axhline(stage * ranks // stages - 0.5, color="white", linewidth=0.8)
         axes.axvline(phases // 2 - 0.5, color="white", linewidth=1.6)
         level = table.levels(name)
-        alone = f"{_NAMES[name]}: slowest / mean {level['phases']:.2f} over phases"
-        beside = f", {level['with_linear']['phases']:.2f} with linear layers" if "with_linear" in level else ""
-        axes.set_title(alone + beside, loc="left", fontsize=9)
+        said = f"{_NAMES[name]}: slowest / mean {level['phases']:.2f}"
+        # No wider than the map.
+        said += (
+            f", with linear layers {level['with_linear']['phases']:.2f}" if "with_linear" in level else " over phases"
+        )
+        axes.set_title(said, loc="left", fontsize=9)
         axes.set_ylabel("rank, by stage", fontsize=8)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
