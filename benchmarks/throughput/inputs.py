@@ -86,7 +86,7 @@ class _Baseline:
             unplanned,
             unplanned,
             unplanned,
-            np.ones(planning.pool_ranks),
+            np.ones((1, planning.pool_ranks)),
             bytes_moved,
             np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
             {},

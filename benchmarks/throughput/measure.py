@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -168,7 +167,7 @@ class _Run:
         record.attention_s.append(self._learn_speeds(inputs))
         me = trainer.planning.pool_rank
         record.planned_s.append(float(inputs.seconds_after[:, me].sum()))
-        record.speed.append(float(np.atleast_2d(inputs.speeds)[:, me].mean()))
+        record.speed.append(float(inputs.speeds[:, me].mean()))
         record.loss.append(loss)
         record.grad_norm.append(grad_norm)
         record.plan_ms.append(inputs.planning_ms)

@@ -110,9 +110,7 @@ class Pool:
     @property
     def share(self) -> np.ndarray:
         """[K, R] seconds of attention that each server should have."""
-        if self._shares.beside is None:
-            return self.mean[:, None] * self._speeds
-        return self._shares.of(self.mean * self._speeds.sum())
+        return self._shares.of(self.mean)
 
     @property
     def slowest(self) -> np.ndarray:

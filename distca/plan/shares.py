@@ -43,10 +43,12 @@ class Shares:
         self._speed = np.cumsum(speeds[order])
         self._spent = np.cumsum(speeds[order] * seconds[order])
 
-    def of(self, total: np.ndarray) -> np.ndarray:
-        """[K, R] seconds of attention, for a server of speed 1, that each should get of [K] ``total``."""
+    def of(self, mean: np.ndarray) -> np.ndarray:
+        """[K, R] seconds of attention, for a server of speed 1, that each should get where one of speed 1 gets [K]
+        ``mean`` if all that is beside is left out."""
         if self.beside is None:
-            return np.asarray(total[:, None] * (self.speeds / self.speeds.sum()))
+            return np.asarray(mean[:, None] * self.speeds)
+        total = mean * self.speeds.sum()
         # The time at which all are done if only the first n + 1 of them take part; the next joins if it could be done
         # with what it computes besides before that.
         done = (total[:, None] + self._spent) / self._speed

@@ -85,7 +85,7 @@ class CadConfig:
             on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
-            to 32 servers, growing with them to 0.02 from 128 on, where finer plans would take too long.
+            to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
         level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
             together, so that stages without a micro-batch take more attention than others, and more rows move. Time
             needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.

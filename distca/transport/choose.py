@@ -47,7 +47,8 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
     if name not in NAMES:
         raise TransportError(f"cad.transport is '{name}'; it can be {', '.join(NAMES)}.")
     ranks = tuple(dist.get_process_group_ranks(group))
-    spare = CollectiveTransport(group) if name == "auto" else None
+    collective = CollectiveTransport(group)
+    spare = collective if name == "auto" else None
     if name in ("auto", "nvshmem") and ranks in _started:
         # Its memory stays as it is; the group and the name may be others now.
         _started[ranks].use_spare(spare)
@@ -65,7 +66,6 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
             raise TransportError(
                 f"cad.transport=nvshmem cannot be used here: {reason}. Set cad.transport=auto to take another."
             )
-    collective = CollectiveTransport(group)
     if name not in ("auto", collective.name):
         raise TransportError(
             f"cad.transport={name} cannot be used here: the ranks talk over {collective.name}. Set cad.transport=auto."

@@ -87,7 +87,7 @@ def test_servers_that_compute_other_things_beside_get_less(
         plan = schedule(layout, cost, direction="forward", tolerance=tolerance, beside=beside)
         plan.check()
         seconds = server_seconds(plan, cost, "forward")
-        share = Shares(np.ones(layout.ranks), beside).of(np.array([total]))[0]
+        share = Shares(np.ones(layout.ranks), beside).of(np.array([total / layout.ranks]))[0]
         # A row of the longest document is the finest thing there is to move.
         longest = int(layout.last.max(initial=0))
         assert (seconds <= share + tolerance * total / layout.ranks + 2 * longest).all()

@@ -15,7 +15,7 @@ def test_all_that_take_part_are_done_at_once_and_nobody_else_could_be_sooner(
 ) -> None:
     ranks = len(speed)
     beside = np.array(data.draw(st.lists(st.sampled_from((0.0, 0.5, 1.0, 7.0)), min_size=ranks, max_size=ranks)))
-    ((share,),) = (Shares(np.array(speed), beside).of(np.array([total])),)
+    (share,) = Shares(np.array(speed), beside).of(np.array([total / sum(speed)]))
     assert share.sum() == pytest.approx(total) and (share >= 0).all()
     working = share > 1e-12
     assert not working[np.array(speed) == 0].any()
@@ -26,9 +26,9 @@ def test_all_that_take_part_are_done_at_once_and_nobody_else_could_be_sooner(
 
 
 def test_without_anything_beside_shares_are_as_speeds() -> None:
-    totals = np.array([6.0, 12.0])
-    assert Shares(np.array([1.0, 2.0]), None).of(totals).tolist() == [[2, 4], [4, 8]]
-    assert Shares(np.array([1.0, 2.0]), [5, 5]).of(totals) == pytest.approx(np.array([[2, 4], [4, 8]]))
+    means = np.array([2.0, 4.0])
+    assert Shares(np.array([1.0, 2.0]), None).of(means).tolist() == [[2, 4], [4, 8]]
+    assert Shares(np.array([1.0, 2.0]), [5, 5]).of(means) == pytest.approx(np.array([[2, 4], [4, 8]]))
 
 
 @pytest.mark.parametrize("beside", [[1.0], [1.0, -1.0], [1.0, np.nan]])
