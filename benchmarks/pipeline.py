@@ -162,7 +162,7 @@ def _figures(run: Path, warm_up: int, stages: int) -> dict[str, Any]:
         "losses": [line["loss"] for line in lines],
     }
     keys = ("step_s", "mfu", "imbalance_before", "imbalance_after", "imbalance_measured", "imbalance_phases")
-    for key in (*keys, "server_speed_min", "server_speed_max"):
+    for key in (*keys, "server_speed_min", "server_speed_max", "reach_cost"):
         column = [line[key] for line in counted if key in line]
         if column:
             spread = statistics.stdev(column) if len(column) > 1 else 0.0

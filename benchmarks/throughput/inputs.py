@@ -13,6 +13,7 @@ from benchmarks.throughput.batches import Batches, Replay
 from distca.attention.upload import Upload, uploading
 from distca.data.batch import rank_batch
 from distca.plan import AttentionShape
+from distca.plan.learned import Learned, ServerWork
 from distca.train.pipeline_inputs import with_equal_rows
 from distca.train.setup import Trainer
 from distca.train.step_inputs import Ahead, StepInputs, make_step_inputs, on_device
@@ -86,7 +87,8 @@ class _Baseline:
             unplanned,
             unplanned,
             unplanned,
-            np.ones((1, planning.pool_ranks)),
+            (Learned.nothing(planning.pool_ranks),),
+            ServerWork(unplanned, unplanned),
             bytes_moved,
             np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
             {},

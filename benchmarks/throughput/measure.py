@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,8 +21,8 @@ from benchmarks.throughput.busy import gpu_busy_seconds
 from benchmarks.throughput.inputs import inputs_ahead
 from benchmarks.throughput.settings import Cell, Settings
 from distca.train.garbage import SteadyGarbage
+from distca.train.learner import Learner, by_server, learns
 from distca.train.phase_table import measured_phases
-from distca.train.server_speeds import ServerSpeeds, by_server, learns_speeds
 from distca.train.settings import RunConfig
 from distca.train.setup import Trainer, build_trainer
 from distca.train.step_inputs import Ahead, StepInputs
@@ -37,6 +38,7 @@ class RankRecord:
         attention_s: in core-attention kernels.
         planned_s: the same as planned, of one layer; 0 where nothing is planned.
         speed: of this rank as a server, by which the batch was planned.
+        reach_cost: likewise, what far-reaching tasks were planned to cost more.
         cpu_s: CPU time of the process.
         loss: mean loss per target token of the global batch.
         grad_norm: of the whole gradient, before clipping.
@@ -56,6 +58,7 @@ class RankRecord:
     attention_s: list[float] = field(default_factory=list)
     planned_s: list[float] = field(default_factory=list)
     speed: list[float] = field(default_factory=list)
+    reach_cost: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
@@ -130,7 +133,7 @@ class _Run:
         self.on_gpu = world.device.type == "cuda"
         self._device, self._watches = world.device, self.on_gpu and world.rank == 0
         self.garbage = SteadyGarbage()
-        self._speeds = ServerSpeeds(trainer.planning.pool_ranks, learns_speeds(trainer.config, world.device))
+        self._learner = Learner(trainer.planning.pool_ranks, learns(trainer.config, world.device))
 
     def measured(self, inputs: Ahead, warm_up: int, batches: int) -> RankRecord:
         for _ in range(warm_up):
@@ -164,10 +167,11 @@ class _Run:
         loss = (total / tokens).item()
         record.seconds.append(time.perf_counter() - began)
         record.cpu_s.append(time.process_time() - cpu)
-        record.attention_s.append(self._learn_speeds(inputs))
+        record.attention_s.append(self._learn(inputs))
         me = trainer.planning.pool_rank
         record.planned_s.append(float(inputs.seconds_after[:, me].sum()))
-        record.speed.append(float(inputs.speeds[:, me].mean()))
+        record.speed.append(float(np.mean([each.speeds[me] for each in inputs.learned])))
+        record.reach_cost.append(float(np.mean([each.reach_cost for each in inputs.learned])))
         record.loss.append(loss)
         record.grad_norm.append(grad_norm)
         record.plan_ms.append(inputs.planning_ms)
@@ -178,18 +182,18 @@ class _Run:
         record.rows.append(sum(batch.tokens.shape[1] for batch in inputs.batches))
         self._advance({"loss": loss, "tokens_per_s": int(inputs.lengths.sum()) / record.seconds[-1]})
 
-    def _learn_speeds(self, inputs: StepInputs) -> float:
+    def _learn(self, inputs: StepInputs) -> float:
         """Returns this rank's attention seconds of the step."""
         planning, serves = self._trainer.planning, self._trainer.pool.timeline.take_serves()
         total = float(sum(sum(seconds) for seconds in serves.values()))
         phases = measured_phases(serves, planning, len(inputs.batches)) if planning.stages > 1 else None
         figures = by_server(planning, [total, *(() if phases is None else phases)])
-        self._speeds.learn_from(inputs, figures[:, 0], None if phases is None else figures[:, 1:].T)
+        self._learner.learn_from(inputs, figures[:, 0], None if phases is None else figures[:, 1:].T)
         return total
 
     def _planned_with(self) -> dict[str, Any]:
         """What the next inputs are planned with; baselines have no servers."""
-        return {"speeds": self._speeds.current} if self._trainer.config.cad.enabled else {}
+        return {"learned": self._learner.current} if self._trainer.config.cad.enabled else {}
 
     def _forward_backward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         from megatron_patches.ticks import run_ticks

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from distca.plan.balance import imbalance, server_seconds, traffic
-from distca.plan.cost import CostModel
+from distca.plan.cost import CostModel, Direction
 from distca.plan.layout import Dealing, Layout, lay_out
 from distca.plan.placement import Placement
 from distca.plan.plan import Plan, plan_at_home
@@ -71,6 +71,15 @@ class MicroBatchPlan:
     def plans(self) -> tuple[Plan, ...]:
         """Of every nano-batch, forward and backward."""
         return tuple(plan for nano in self.nano_batches for plan in (nano.forward, nano.backward))
+
+    @property
+    def directed(self) -> list[tuple[Plan, Direction]]:
+        """All plans with what they are for."""
+        return [
+            directed
+            for nano in self.nano_batches
+            for directed in ((nano.forward, "forward"), (nano.backward, "backward"))
+        ]
 
     @property
     def seconds_before(self) -> np.ndarray:

@@ -1,21 +1,12 @@
-"""Relative speeds of attention servers, which may differ from phase to phase."""
+"""Relative speeds of attention servers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from distca.plan.errors import PlanError
-
-PhaseKind = tuple[str, tuple[bool, ...]]
-"""Phases of a kind share speeds: the direction, and by stage whether it runs a micro-batch."""
-
-WHOLE_STEP: PhaseKind = ("both", (True,))
-"""Without pipeline stages a whole step is of one kind."""
-
-Speeds = Mapping[PhaseKind, np.ndarray]
-"""[R] float64 relative speeds, mean 1, of each kind; of a kind that is not there all are 1."""
 
 
 def check_speeds(speeds: Sequence[float] | np.ndarray | None, ranks: int) -> np.ndarray:

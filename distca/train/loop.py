@@ -117,7 +117,7 @@ class _Loop:
         loss_sum, tokens = self._run(inputs)
         if step < self._config.train.steps:
             # Now, while this thread only waits for the GPU: Python's lock would keep it from queueing kernels.
-            self._ahead.start(speeds=self._recorder.speeds.current)
+            self._ahead.start(learned=self._recorder.learner.current)
         self._garbage.collect()  # while the GPU is busy with the backward pass
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (loss_sum / tokens).item()

@@ -14,9 +14,9 @@ from distca.data.sampler import MicroBatch
 from distca.plan import Layout, Plan, lay_out, plan_at_home, server_seconds
 from distca.plan.balance import traffic
 from distca.plan.cost import CostModel, Direction
+from distca.plan.learned import Learned, Learnings, PhaseKind, ServerWork, work_of
 from distca.plan.phases import Phase, PipelinePlan, Schedule, plan_phases
 from distca.plan.scheduler import schedule
-from distca.plan.speeds import PhaseKind, Speeds
 from distca.train.planning import Planning
 from megatron_patches.ticks import StageRoutes
 
@@ -30,47 +30,63 @@ class PipelineInputs:
     Attributes:
         layouts: by micro-batch, its layout of each nano-batch over one stage's data-parallel ranks.
         plan: all phases.
-        kinds: of the phases, by which servers have their speeds.
+        kinds: of the phases, by which is learned.
+        learned: by phase, what was counted with.
         routes: this rank's routes.
         seconds_before: [phases, pool ranks] attention seconds of one layer, documents in order, computed at home.
-        seconds_after: [phases, pool ranks] the same as planned, for servers of speed 1.
+        seconds_after: [phases, pool ranks] the same as planned, with all that was learned.
         seconds_beside: [phases, pool ranks] what plans count as computed beside attention, for each layer; 0 where they
             level attention alone.
+        work: [phases, pool ranks] what servers were given of one layer, by the cost model alone.
         bytes_moved: bytes that travel for one layer of every stage in the whole step.
     """
 
     layouts: tuple[tuple[Layout, ...], ...]
     plan: PipelinePlan
     kinds: tuple[PhaseKind, ...]
+    learned: tuple[Learned, ...]
     routes: StageRoutes
     seconds_before: np.ndarray
     seconds_after: np.ndarray
     seconds_beside: np.ndarray
+    work: ServerWork
     bytes_moved: int
 
 
 def plan_pipeline(
-    planning: Planning, micro_batches: Sequence[MicroBatch], upload: Upload, speeds: Speeds
+    planning: Planning, micro_batches: Sequence[MicroBatch], upload: Upload, learned: Learnings
 ) -> PipelineInputs:
-    """Lay out every micro-batch and plan every phase, with the servers' relative ``speeds`` in each kind of phase; the
-    routes are ready once ``upload`` was sent."""
+    """Lay out every micro-batch and plan every phase, with what was ``learned`` of its kind; the routes are ready once
+    ``upload`` was sent."""
     layouts = [
         _lay_out(planning, each, nano_batches=planning.nano_batches, dealing="even", placement="spread")
         for each in micro_batches
     ]
     packed = [_lay_out(planning, each) for each in micro_batches]
-    forward, backward = (_scheduler(planning, direction, speeds) for direction in _DIRECTIONS)
+    forward, backward = (_scheduler(planning, direction, learned) for direction in _DIRECTIONS)
     plan = plan_phases(layouts, planning.stages, forward, backward)
     at_home = plan_phases(packed, planning.stages, _at_home, _at_home)
     phases = _phases(plan)
+    kinds = tuple((direction, phase.busy) for direction, phase in phases)
+    of_phases = tuple(_of_kind(planning, learned, kind) for kind in kinds)
     return PipelineInputs(
         tuple(layouts),
         plan,
-        tuple((direction, phase.busy) for direction, phase in phases),
+        kinds,
+        of_phases,
         StageRoutes.of(plan, planning.stage, planning.rank, upload),
         np.stack([_seconds(phase.plans, planning.cost, direction) for direction, phase in _phases(at_home)]),
-        np.stack([_seconds(phase.plans, planning.cost, direction) for direction, phase in phases]),
+        np.stack(
+            [
+                _seconds(phase.plans, own.cost(planning.cost), direction) / own.speeds
+                for (direction, phase), own in zip(phases, of_phases, strict=True)
+            ]
+        ),
         np.stack([_beside(planning, direction, [plan.layout for plan in phase.plans]) for direction, phase in phases]),
+        ServerWork.of_phases(
+            work_of([(each, direction) for each in phase.plans], planning.cost, planning.pool_ranks)
+            for direction, phase in phases
+        ),
         sum(_bytes(each, planning.cost, direction) for direction, phase in phases for each in phase.plans),
     )
 
@@ -120,16 +136,24 @@ def _at_home(layout: Layout, busy: tuple[bool, ...]) -> Plan:
     return plan_at_home(layout)
 
 
-def _scheduler(planning: Planning, direction: Direction, speeds: Speeds) -> Schedule:
-    return lambda layout, busy: schedule(
-        layout,
-        cost=planning.cost,
-        direction=direction,
-        resend=True,
-        tolerance=planning.tolerance,
-        speeds=speeds.get((direction, busy)),
-        beside=None if planning.beside is None else _beside(planning, direction, [layout]),
-    )
+def _of_kind(planning: Planning, learned: Learnings, kind: PhaseKind) -> Learned:
+    return learned.get(kind, Learned.nothing(planning.pool_ranks))
+
+
+def _scheduler(planning: Planning, direction: Direction, learned: Learnings) -> Schedule:
+    def scheduled(layout: Layout, busy: tuple[bool, ...]) -> Plan:
+        own = _of_kind(planning, learned, (direction, busy))
+        return schedule(
+            layout,
+            cost=own.cost(planning.cost),
+            direction=direction,
+            resend=True,
+            tolerance=planning.tolerance,
+            speeds=own.speeds,
+            beside=None if planning.beside is None else _beside(planning, direction, [layout]),
+        )
+
+    return scheduled
 
 
 def _beside(planning: Planning, direction: Direction, halves: Sequence[Layout]) -> np.ndarray:

@@ -22,9 +22,9 @@ from distca.data.batch import RankBatch, rank_batch
 from distca.data.corpus import DocumentSet
 from distca.data.sampler import MicroBatch, Sampler
 from distca.plan import Layout
+from distca.plan.learned import WHOLE_STEP, Learned, Learnings, ServerWork, work_of
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
 from distca.plan.plan import fingerprint
-from distca.plan.speeds import WHOLE_STEP, Speeds
 from distca.runtime import NanoRoutes
 from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline, with_equal_rows
 from distca.train.planning import Planning
@@ -41,10 +41,11 @@ class StepInputs:
         pipeline: plan and routes of all phases, where core attention is disaggregated over pipeline stages.
         seconds_before: [phases, pool ranks] planned attention seconds of one layer with documents in order, computed at
             home. Without pipeline stages a phase is a micro-batch, forward and backward.
-        seconds_after: [phases, pool ranks] the same as planned, by each server's own speed.
+        seconds_after: [phases, pool ranks] the same as planned, with all that was learned.
         seconds_beside: [phases, pool ranks] what the plan counts as computed beside attention, for each layer; 0 where
             it levels attention alone.
-        speeds: [phases, pool ranks] relative speeds that the plan counts with.
+        learned: by phase, what the plan counts with.
+        work: [phases, pool ranks] what servers were given of one layer, by the cost model alone.
         bytes_moved: bytes that travel for one layer (of every stage) in the whole step.
         lengths: tokens of every document of the global batch.
         sampler_state: where the sampler stood after it dealt this batch.
@@ -57,21 +58,17 @@ class StepInputs:
     seconds_before: np.ndarray
     seconds_after: np.ndarray
     seconds_beside: np.ndarray
-    speeds: np.ndarray
+    learned: tuple[Learned, ...]
+    work: ServerWork
     bytes_moved: int
     lengths: np.ndarray
     sampler_state: dict[str, Any]
     planning_ms: float
     fingerprint: int
 
-    @property
-    def work(self) -> np.ndarray:
-        """[phases, pool ranks] seconds that servers would take for their shares of one layer if their speed were 1."""
-        return self.seconds_after * self.speeds
-
 
 def make_step_inputs(
-    planning: Planning, documents: DocumentSet, sampler: Sampler, speeds: Speeds = MappingProxyType({})
+    planning: Planning, documents: DocumentSet, sampler: Sampler, learned: Learnings = MappingProxyType({})
 ) -> StepInputs:
     """Deal, plan and load the next global batch.
 
@@ -79,13 +76,13 @@ def make_step_inputs(
         planning: how, and this rank's place.
         documents: to deal from.
         sampler: says which are next.
-        speeds: relative speeds of attention servers.
+        learned: what earlier steps showed.
     """
     micro_batches = sampler.next()
     state = sampler.state_dict()
     make = _pipelined if planning.stages > 1 and planning.disaggregate else _one_stage
     with uploading(planning.device) as upload:
-        return make(planning, documents, micro_batches, state, upload, speeds)
+        return make(planning, documents, micro_batches, state, upload, learned)
 
 
 def _one_stage(
@@ -94,9 +91,10 @@ def _one_stage(
     micro_batches: Sequence[MicroBatch],
     state: dict[str, Any],
     upload: Upload,
-    speeds: Speeds,
+    learned: Learnings,
 ) -> StepInputs:
-    own = speeds.get(WHOLE_STEP, np.ones(planning.pool_ranks))
+    own = learned.get(WHOLE_STEP, Learned.nothing(planning.pool_ranks))
+    cost = own.cost(planning.cost)
     plans, attentions, batches, planning_ms = [], [], [], 0.0
     attention = _disaggregated if planning.disaggregate else _packed
     for micro_batch in micro_batches:
@@ -104,14 +102,14 @@ def _one_stage(
         plan = plan_micro_batch(
             micro_batch.lengths,
             planning.ranks,
-            planning.cost,
+            cost,
             nano_batches=planning.nano_batches,
             rank_of=micro_batch.rank_of,
             align=planning.chunks,
             resend=planning.resend,
             disaggregate=planning.disaggregate,
             tolerance=planning.tolerance,
-            speeds=own,
+            speeds=own.speeds,
         )
         ready = attention(planning, plan, upload)
         planning_ms += (time.perf_counter() - began) * 1e3
@@ -121,14 +119,16 @@ def _one_stage(
         batches.append(rows)
     if planning.stages > 1:
         batches = with_equal_rows(batches)
+    given = [work_of(plan.directed, planning.cost, planning.ranks) for plan in plans]
     return StepInputs(
         tuple(on_device(upload, rows, ready(rows)) for rows, ready in zip(batches, attentions, strict=True)),
         None,
         # Every stage's ranks hold the same rows.
         np.tile([plan.seconds_before for plan in plans], planning.stages),
-        np.tile([plan.seconds_after for plan in plans], planning.stages) / own,
+        np.tile([plan.seconds_after for plan in plans], planning.stages) / own.speeds,
         np.zeros((len(plans), planning.pool_ranks)),
-        np.tile(own, (len(plans), 1)),
+        (own,) * len(plans),
+        ServerWork.of_phases(given, planning.stages),
         sum(plan.bytes_moved.total for plan in plans),
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,
@@ -143,13 +143,11 @@ def _pipelined(
     micro_batches: Sequence[MicroBatch],
     state: dict[str, Any],
     upload: Upload,
-    speeds: Speeds,
+    learned: Learnings,
 ) -> StepInputs:
     began = time.perf_counter()
-    pipeline = plan_pipeline(planning, micro_batches, upload, speeds)
+    pipeline = plan_pipeline(planning, micro_batches, upload, learned)
     planning_ms = (time.perf_counter() - began) * 1e3
-    equal = np.ones(planning.pool_ranks)
-    of_phases = np.stack([speeds.get(kind, equal) for kind in pipeline.kinds])
     batches = []
     for micro_batch, layouts, routes in zip(micro_batches, pipeline.layouts, pipeline.routes.busy, strict=True):
         rows = _rows(planning, documents, micro_batch, layouts)
@@ -159,9 +157,10 @@ def _pipelined(
         tuple(batches),
         pipeline,
         pipeline.seconds_before,
-        pipeline.seconds_after / of_phases,
+        pipeline.seconds_after,
         pipeline.seconds_beside,
-        of_phases,
+        pipeline.learned,
+        pipeline.work,
         pipeline.bytes_moved,
         np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
         state,

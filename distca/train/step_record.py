@@ -8,11 +8,11 @@ import torch
 
 from distca.plan.balance import imbalance
 from distca.train.flops import mfu, model_flops, peak_flops
+from distca.train.learner import Learner, by_server, learns
 from distca.train.memory import GIB, predict_memory
 from distca.train.phase_table import PhaseTable, measured_phases
 from distca.train.progress import RunSummary
 from distca.train.running import RunningFigures
-from distca.train.server_speeds import ServerSpeeds, by_server, learns_speeds
 from distca.train.setup import Trainer
 from distca.train.step_inputs import StepInputs
 
@@ -31,7 +31,7 @@ class StepRecorder:
         after: [ranks] the same as planned.
         measured: [ranks] measured attention seconds, all layers, summed over steps.
         phases: attention by phase and rank, where there are pipeline stages.
-        speeds: of the attention servers, as learned so far.
+        learner: what was learned so far.
     """
 
     def __init__(self, trainer: Trainer, first_step: int = 1) -> None:
@@ -40,7 +40,7 @@ class StepRecorder:
         ranks = trainer.planning.pool_ranks
         self.before, self.after, self.measured = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
         self.phases = PhaseTable()
-        self.speeds = ServerSpeeds(ranks, learns_speeds(trainer.config, trainer.world.device))
+        self.learner = Learner(ranks, learns(trainer.config, trainer.world.device))
         self._figures = RunningFigures()
         self._layers = trainer.config.model.layers // trainer.planning.stages
         on_gpu = trainer.world.device.type == "cuda"
@@ -58,7 +58,7 @@ class StepRecorder:
         self.before = self.before + inputs.seconds_before.sum(axis=0)
         self.after = self.after + inputs.seconds_after.sum(axis=0)
         self.measured = self.measured + measured
-        self.speeds.learn_from(inputs, measured, by_phase)
+        self.learner.learn_from(inputs, measured, by_phase)
         if by_phase is not None:
             self._add_phases(inputs, by_phase)
         tokens, beside = int(inputs.lengths.sum()), inputs.seconds_beside
@@ -82,9 +82,11 @@ class StepRecorder:
             "plan_ms": inputs.planning_ms,
             "plan_wait_ms": waited_ms,
         }
-        if self.speeds.current:
-            learned = np.stack(list(self.speeds.current.values()))
-            values |= {"server_speed_min": float(learned.min()), "server_speed_max": float(learned.max())}
+        if self.learner.current:
+            learned = list(self.learner.current.values())
+            speeds = np.stack([each.speeds for each in learned])
+            values |= {"server_speed_min": float(speeds.min()), "server_speed_max": float(speeds.max())}
+            values["reach_cost"] = float(np.mean([each.reach_cost for each in learned]))
         if world.device.type != "cuda":
             if config.log.memory:
                 values["resident_memory_gb"] = float(max(memory))

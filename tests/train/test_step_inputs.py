@@ -14,9 +14,9 @@ from distca.data.sampler import MicroBatch, Sampler
 from distca.plan import Plan, lay_out, plan_at_home, server_seconds
 from distca.plan.balance import traffic
 from distca.plan.cost import area_cost
+from distca.plan.learned import WHOLE_STEP, Learned
 from distca.plan.micro_batch import plan_micro_batch
 from distca.plan.plan import fingerprint
-from distca.plan.speeds import WHOLE_STEP
 from distca.train.planning import Planning
 from distca.train.step_inputs import StepInputs, make_step_inputs
 from tests.train.test_phase_table import PLANNING
@@ -98,14 +98,14 @@ def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggr
 
 def test_one_stage_counts_what_its_plans_say() -> None:
     speeds = np.array([1.2, 1.0, 1.0, 0.8])
-    inputs = _made(_planning(), {WHOLE_STEP: speeds})
+    inputs = _made(_planning(), {WHOLE_STEP: Learned(speeds)})
     plans = [
         plan_micro_batch(lengths, RANKS, COST, nano_batches=2, align=1, resend=False, tolerance=0.02, speeds=speeds)
         for lengths in LENGTHS
     ]
     assert inputs.fingerprint == fingerprint(each for plan in plans for each in plan.plans)
-    assert inputs.speeds.tolist() == [speeds.tolist()] * len(LENGTHS)
-    assert inputs.work.sum(axis=1) == pytest.approx([(1 + BACKWARD) * _pairs(n) for n in range(len(LENGTHS))])
+    assert [each.speeds.tolist() for each in inputs.learned] == [speeds.tolist()] * len(LENGTHS)
+    assert inputs.work.seconds.sum(axis=1) == pytest.approx([(1 + BACKWARD) * _pairs(n) for n in range(len(LENGTHS))])
     at_home = [server_seconds(plan_at_home(lay_out(lengths, RANKS)[0]), COST, "both") for lengths in LENGTHS]
     assert inputs.seconds_before == pytest.approx(np.stack(at_home))
     forward = [nano.forward for plan in plans for nano in plan.nano_batches]

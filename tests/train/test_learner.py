@@ -1,4 +1,4 @@
-"""Speeds of attention servers, learned from measured times, and plans that follow them."""
+"""What is learned from measured attention times, and plans that follow it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from distca.data.corpus import Corpus
 from distca.plan.balance import imbalance
-from distca.plan.speeds import WHOLE_STEP, Speeds
+from distca.plan.learned import WHOLE_STEP, Learned, Learnings, ServerWork
 from distca.testing.ranks import run_ranks
 from distca.train.config import parse_run_config
 from distca.train.corpus import open_corpus, open_sampler
-from distca.train.server_speeds import ServerSpeeds, by_server, learns_speeds
+from distca.train.learner import Learner, by_server, learns
 from distca.train.step_inputs import StepInputs, make_step_inputs
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 from tests.train.test_phase_table import PLANNING
@@ -25,16 +25,20 @@ from tests.train.test_phase_table import PLANNING
 TRUE = np.array([1.0, 0.8, 1.1, 1.0, 0.95])
 
 
-def _learned(steps: int, noise: float, work: np.ndarray | None = None) -> ServerSpeeds:
-    speeds, random = ServerSpeeds(5, True), np.random.default_rng(1)
+def _work(seconds: np.ndarray, reach: float | np.ndarray = 0.0) -> ServerWork:
+    return ServerWork(seconds, seconds * reach)
+
+
+def _learned(steps: int, noise: float, work: np.ndarray | None = None) -> Learner:
+    learner, random = Learner(5, True), np.random.default_rng(1)
     for _ in range(steps):
         given = random.uniform(0.9, 1.1, (1, 5)) if work is None else work[None]
-        speeds.learn([WHOLE_STEP], given, given / TRUE * random.normal(1, noise, (1, 5)))
-    return speeds
+        learner.learn([WHOLE_STEP], _work(given), given / TRUE * random.normal(1, noise, (1, 5)))
+    return learner
 
 
 def _current(*arguments: Any) -> np.ndarray:
-    return _learned(*arguments).current[WHOLE_STEP]
+    return _learned(*arguments).current[WHOLE_STEP].speeds
 
 
 def test_true_speeds_are_found() -> None:
@@ -54,47 +58,83 @@ def test_servers_without_work_keep_their_speed() -> None:
 
 
 def test_a_hanging_server_is_not_written_off() -> None:
-    speeds = ServerSpeeds(3, True)
+    learner = Learner(3, True)
     for _ in range(200):
-        speeds.learn([WHOLE_STEP], np.ones((1, 3)), np.array([[1.0, 1.0, 1000.0]]))
-    assert speeds.current[WHOLE_STEP].min() > 0.24 * speeds.current[WHOLE_STEP].max()
+        learner.learn([WHOLE_STEP], _work(np.ones((1, 3))), np.array([[1.0, 1.0, 1000.0]]))
+    current = learner.current[WHOLE_STEP].speeds
+    assert current.min() > 0.24 * current.max()
 
 
 def test_every_kind_of_phase_has_its_own_speeds() -> None:
     filling, full = ("forward", (True, False)), ("forward", (True, True))
     true = {filling: np.array([0.9, 1.1]), full: np.array([1.04, 0.96])}
-    speeds, random = ServerSpeeds(2, True), np.random.default_rng(2)
+    learner, random = Learner(2, True), np.random.default_rng(2)
     kinds = [filling, full, full, full]
     for _ in range(100):
         work = random.uniform(0.1, 3.0, (4, 2))
-        speeds.learn(kinds, work, work / [true[kind] for kind in kinds])
-    assert set(speeds.current) == {filling, full}
+        learner.learn(kinds, _work(work), work / [true[kind] for kind in kinds])
+    assert set(learner.current) == {filling, full}
     for kind, expected in true.items():
         # Those of a kind are added up, so that little work counts little; speeds are rounded to 4 digits.
-        assert speeds.current[kind] == pytest.approx(expected, rel=1e-3)
+        assert learner.current[kind].speeds == pytest.approx(expected, rel=1e-3)
 
 
 def test_how_fast_speeds_are_learned() -> None:
-    """The newest step counts 1 / (steps + 0.25); sums by hand."""
-    speeds = ServerSpeeds(2, True)
-    for measured in ([0.8, 1.2], [0.8, 1.2]):
-        speeds.learn([WHOLE_STEP], np.ones((1, 2)), np.array([measured]))
-    # 0.2 + 0.8 / [0.8, 1.2] is [1.2, 0.8667], against its mean and rounded to 4 digits.
-    assert speeds.current[WHOLE_STEP].tolist() == [1.1613, 0.8387]
-    speeds.learn([WHOLE_STEP], np.ones((1, 2)), np.ones((1, 2)))
-    # 4 parts of equal speeds, 5 of those before.
-    assert speeds.current[WHOLE_STEP].tolist() == [1.0896, 0.9104]
+    """Equal speeds count as a quarter of a step, and every step nine tenths of the next one; sums by hand."""
+    learner = Learner(2, True)
+    for measured in ([0.8, 1.25], [0.8, 1.25]):
+        learner.learn([WHOLE_STEP], _work(np.ones((1, 2))), np.array([measured]))
+    # log 1.25 in 1 of 0.9 x 0.25 + 1 steps: exp(+-0.18216), against their mean and rounded to 4 digits.
+    assert learner.current[WHOLE_STEP].speeds.tolist() == [1.1802, 0.8198]
+    learner.learn([WHOLE_STEP], _work(np.ones((1, 2))), np.ones((1, 2)))
+    # 0.9 x log 1.25 in 0.9 x 1.225 + 1 steps: exp(+-0.09553).
+    assert learner.current[WHOLE_STEP].speeds.tolist() == [1.0952, 0.9048]
 
 
 def test_kinds_that_a_step_does_not_have_are_remembered() -> None:
     kinds = [("forward", (True, False)), ("forward", (True, True))]
-    speeds, found = ServerSpeeds(2, True), []
+    learner, found = Learner(2, True), []
     for kind in kinds:
         for _ in range(2):
-            speeds.learn([kind], np.ones((1, 2)), np.array([[0.8, 1.2]]))
-        found.append(speeds.current)
+            learner.learn([kind], _work(np.ones((1, 2))), np.array([[0.8, 1.25]]))
+        found.append(learner.current)
     assert set(found[0]) == set(kinds[:1]) and set(found[1]) == set(kinds)
-    assert all(each.tolist() == [1.1613, 0.8387] for each in found[1].values())
+    assert all(each.speeds.tolist() == [1.1802, 0.8198] for each in found[1].values())
+
+
+@pytest.mark.parametrize("servers", [2, 5])
+def test_what_reach_costs_is_told_from_slow_servers(servers: int) -> None:
+    random = np.random.default_rng(servers)
+    true = random.uniform(0.9, 1.1, servers)
+    learner = Learner(servers, True)
+    for _ in range(60):
+        seconds, reach = random.uniform(0.5, 1.5, (1, servers)), random.uniform(0.2, 0.8, (1, servers))
+        reach[0, 0] = min(reach[0, 0] + 0.3, 0.95)  # the first server has mostly ends of documents
+        measured = seconds * np.exp(0.05 * reach) / true * random.normal(1, 0.002, (1, servers))
+        learner.learn([WHOLE_STEP], _work(seconds, reach), 3 * measured)
+    learned = learner.current[WHOLE_STEP]
+    assert learned.reach_cost == pytest.approx(0.05, rel=0.2)
+    assert learned.speeds == pytest.approx(true / true.mean(), rel=0.01)
+
+
+def test_servers_that_always_reach_alike_say_little_about_its_cost() -> None:
+    learner = Learner(2, True)
+    for _ in range(100):
+        learner.learn([WHOLE_STEP], _work(np.ones((1, 2)), np.array([[0.2, 0.6]])), np.array([[1.0, 1.04]]))
+    learned = learner.current[WHOLE_STEP]
+    # Either explains it: what both together predict is what was seen.
+    assert 0 <= learned.reach_cost < 0.1
+    predicted = (1 + learned.reach_cost * np.array([0.2, 0.6])) / learned.speeds
+    assert predicted[1] / predicted[0] == pytest.approx(1.04, rel=2e-3)
+
+
+@pytest.mark.parametrize("true,bound", [(3, 0.25), (-3, -0.05)])
+def test_the_cost_of_reach_is_bounded(true: float, bound: float) -> None:
+    learner, random = Learner(2, True), np.random.default_rng(3)
+    for _ in range(50):
+        reach = random.uniform(0, 1, (1, 2))
+        learner.learn([WHOLE_STEP], _work(np.ones((1, 2)), reach), np.exp(true * reach))
+    assert learner.current[WHOLE_STEP].reach_cost == bound
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -105,16 +145,16 @@ def test_learned_is_what_servers_did_whatever_speeds_the_plan_counts_with(stages
 
     random = np.random.default_rng(stages)
     plain, _ = _two_plans(stages, {})
-    kinds = plain.pipeline.kinds if plain.pipeline is not None else (WHOLE_STEP,) * len(plain.work)
-    _, inputs = _two_plans(stages, {kind: draw() for kind in dict.fromkeys(kinds)})
+    kinds = plain.pipeline.kinds if plain.pipeline is not None else (WHOLE_STEP,) * len(plain.work.seconds)
+    _, inputs = _two_plans(stages, {kind: Learned(draw(), 0.1) for kind in dict.fromkeys(kinds)})
     true = {kind: draw() for kind in dict.fromkeys(kinds)}
-    by_phase = inputs.work / [true[kind] for kind in kinds]
-    learner = ServerSpeeds(4, True)
+    by_phase = inputs.work.seconds / [true[kind] for kind in kinds]
+    learner = Learner(4, True)
     for _ in range(60):
         learner.learn_from(inputs, by_phase.sum(axis=0), by_phase if stages > 1 else None)
     assert set(learner.current) == set(true)
     for kind, expected in true.items():
-        assert learner.current[kind] == pytest.approx(expected, rel=1e-3)
+        assert learner.current[kind].speeds == pytest.approx(expected, rel=1e-3)
 
 
 def _gathered() -> np.ndarray:
@@ -128,74 +168,74 @@ def test_the_slower_of_a_servers_tensor_parallel_ranks_counts() -> None:
 
 
 def test_what_learns() -> None:
-    def learns(device: str, *settings: str) -> bool:
-        return learns_speeds(parse_run_config(list(settings)), torch.device(device))
+    def would(device: str, *settings: str) -> bool:
+        return learns(parse_run_config(list(settings)), torch.device(device))
 
-    assert learns("cuda")
-    assert not learns("cpu") and not learns("cuda", "--cad.deterministic", "true")
-    assert not learns("cuda", "--cad.enabled", "false")
-    nothing = ServerSpeeds(2, False)
+    assert would("cuda")
+    assert not would("cpu") and not would("cuda", "--cad.deterministic", "true")
+    assert not would("cuda", "--cad.enabled", "false")
+    nothing = Learner(2, False)
     for _ in range(5):
-        nothing.learn([WHOLE_STEP], np.ones((1, 2)), np.array([[1.0, 2.0]]))
+        nothing.learn([WHOLE_STEP], _work(np.ones((1, 2))), np.array([[1.0, 2.0]]))
     assert not nothing.current
 
 
-def _two_plans(stages: int, speeds: Speeds) -> tuple[StepInputs, StepInputs]:
-    """Of one batch: with equal speeds and with these."""
+def _two_plans(stages: int, learned: Learnings) -> tuple[StepInputs, StepInputs]:
+    """Of one batch: with nothing learned and with this."""
     settings = {"source": "mix", "path": "pretrain", "vocabulary": 64, "context_length": 4096, "tokens_per_rank": 4096}
     line = [word for name, value in settings.items() for word in (f"--data.{name}", str(value))]
     config = parse_run_config([*line, "--data.validation_fraction", "0", "--train.micro_batches", "2"])
     corpus: Corpus = open_corpus(config)
     planning = replace(PLANNING, rank=0, ranks=4 // stages, stage=0, stages=stages, disaggregate=True)
     planning = replace(planning, nano_batches=2, resend=stages > 1, tolerance=0.02, chunks=1)
-    plain, learned = (
+    plain, following = (
         make_step_inputs(planning, corpus.train, open_sampler(config, corpus.train, planning.ranks), given)
-        for given in ({}, speeds)
+        for given in ({}, learned)
     )
-    return plain, learned
+    return plain, following
 
 
 def test_plans_give_slow_servers_less() -> None:
     speeds = np.array([1.15, 1.1, 1.05, 0.7])
-    plain, learned = _two_plans(1, {WHOLE_STEP: speeds})
-    assert learned.work.sum() == pytest.approx(plain.work.sum(), rel=0.1)  # cuts cost something
+    plain, learned = _two_plans(1, {WHOLE_STEP: Learned(speeds)})
+    assert learned.work.seconds.sum() == pytest.approx(plain.work.seconds.sum(), rel=0.1)  # cuts cost something
     for planned in (plain.seconds_after, learned.seconds_after):
         assert imbalance(planned.sum(axis=0)) < 1.05
-    assert imbalance(plain.work.sum(axis=0) / speeds) > 1.2  # what the same plan would take
+    assert imbalance(plain.work.seconds.sum(axis=0) / speeds) > 1.2  # what the same plan would take
 
 
 def test_phases_are_planned_with_the_speeds_of_their_kind() -> None:
     # Only the first stage is busy in the first forward phase and in the last backward one.
     first, last = ("forward", (True, False)), ("backward", (True, False))
     speeds = {first: np.array([0.8, 0.8, 1.2, 1.2]), last: np.array([1.3, 1.1, 0.9, 0.7])}
-    plain, learned = _two_plans(2, speeds)
+    plain, learned = _two_plans(2, {kind: Learned(each) for kind, each in speeds.items()})
     assert learned.pipeline is not None
     kinds = learned.pipeline.kinds
     assert kinds[0] == first and kinds[-1] == last and len(kinds) == 2 * 3
     for phase, kind in enumerate(kinds):
         expected = speeds.get(kind, np.ones(4))
-        assert learned.speeds[phase].tolist() == expected.tolist()
+        assert learned.learned[phase].speeds.tolist() == expected.tolist()
         # What each server is given follows its speed in this kind of phase, and where none was learned nothing changes.
-        share = learned.work[phase] / learned.work[phase].mean()
+        share = learned.work.seconds[phase] / learned.work.seconds[phase].mean()
         assert share == pytest.approx(expected, rel=0.06)
         if kind not in speeds:
-            assert np.array_equal(learned.work[phase], plain.work[phase])
+            assert np.array_equal(learned.work.seconds[phase], plain.work.seconds[phase])
 
 
 def _train(lines: list[list[str]]) -> list[bool]:
-    """The first run with equal speeds, the others with learned ones, which CPU ranks would not have. Returns whether
-    speeds differed in the plan of each step of each run."""
+    """The first run learns nothing, the others do, which CPU ranks would not. Returns whether anything was learned for
+    the plan of each step of each run."""
     from distca.train import step_record
 
     differed, record = [], step_record.StepRecorder.record
 
     def noting(self: Any, inputs: StepInputs, *rest: Any) -> Any:
-        differed.append(bool((inputs.speeds != 1).any()))
+        differed.append(any((each.speeds != 1).any() for each in inputs.learned))
         return record(self, inputs, *rest)
 
     step_record.StepRecorder.record = noting  # type: ignore[method-assign]
     train_all(lines[:1])
-    step_record.learns_speeds = lambda *_: True
+    step_record.learns = lambda *_: True
     train_all(lines[1:])
     return differed
 
