@@ -6,7 +6,6 @@ parallel, pipeline and data-parallel ranks that can hold the model.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from megatron_patches.checkpoint_optimizer import keep_parts
 from megatron_patches.checkpoint_writer import TorchWriter
 from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
 
@@ -42,7 +41,6 @@ def save_checkpoint(
 def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:
     """Restore what :func:`save_checkpoint` wrote; returns its ``extra``."""
     _allocate_state(optimizer.optimizer)
-    _take_state_without_steps(optimizer.optimizer)
     with torch.no_grad():  # megatron copies into float32 weights themselves
         state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
         unwrap_model(model).load_state_dict(state["model"])
@@ -96,25 +94,6 @@ def _step_count(step: int, weight: torch.Tensor) -> torch.Tensor:
     return torch.tensor(float(step), device=weight.device)
 
 
-def _take_state_without_steps(optimizer: Any) -> None:
-    """Let megatron's distributed optimizer (0.16.1) load moments for torch's Adam in its reshardable format.
-
-    The format leaves out each weight's number of steps, which torch's Adam counts per weight, and loading looks for it
-    all the same; :func:`_restore_step` sets it afterwards.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not isinstance(part, DistributedOptimizer) or not list(torch_adams(part)):
-            continue
-        part._set_main_param_and_optimizer_states = partial(_take_without_step, part)
-
-
-def _take_without_step(optimizer: DistributedOptimizer, weight: torch.Tensor, tensors: dict[str, Any]) -> None:
-    group, order = optimizer.model_param_group_index_map[weight]
-    main_weight = optimizer.optimizer.param_groups[group]["params"][order]
-    steps = optimizer.optimizer.state[main_weight]["step"]
-    DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, weight, {**tensors, "step": steps})
-
-
 def _metadata() -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -124,6 +103,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded_state(model: DistributedDataParallel, optimizer: OptimizerAndSchedule, is_loading: bool) -> dict[str, Any]:
+    keep_parts(optimizer.optimizer)
     metadata = _metadata()
     sharded_model = unwrap_model(model).sharded_state_dict(metadata=metadata)
     return {

@@ -1,0 +1,142 @@
+"""Saves and loads each rank's own part of the distributed optimizer's state, without gathering anything.
+
+megatron's distributed optimizer gives every data-parallel rank a range of all weights laid end to end, whose ends fall
+anywhere in a weight. To save that in the shapes of the weights, megatron (0.16.1) gathers the whole state on every
+rank, 12 bytes of host memory per weight. Here a rank describes its range as boxes, which megatron's checkpoints can
+hold side by side: the end of a row, whole rows, the beginning of a row. Names and shapes are megatron's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+def keep_parts(optimizer: Any) -> None:
+    """Let ``sharded_state_dict`` and ``load_state_dict`` of megatron's optimizer, or of those that it chains, handle
+    this rank's own part only."""
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(each, DistributedOptimizer):
+            each.sharded_param_state_fully_reshardable = partial(_own_part, each)
+            each.load_parameter_state_from_fully_reshardable = partial(_take_own_part, each)
+
+
+def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """Boxes that together are elements [start, stop) of a row-major array of ``shape``, in that order."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside of one row
+        yield from _in_row(start, stop, last, shape)
+        return
+    yield from _in_row(start, first * row, first - 1, shape)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(last * row, stop, last, shape)
+
+
+def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    before = row * math.prod(shape[1:])
+    for offsets, sizes in boxes(start - before, stop - before, shape[1:]):
+        yield (row, *offsets), (1, *sizes)
+
+
+def _own_part(
+    optimizer: DistributedOptimizer, model_state: Any, is_loading: bool = False, metadata: Any = None
+) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
+    """By number of the weight and name of its state, this rank's boxes; without data where they are to be loaded."""
+    described = _sharded_weights(model_state)
+    part = {}
+    for number, (weight, start, stop) in enumerate(_ranges(optimizer)):
+        part[number] = {
+            name: {
+                n: replace(box, data=None) if is_loading else box
+                for n, box in enumerate(_boxes_of(described[weight], weight, start, stop, name, values))
+            }
+            for name, values in _states(optimizer, weight).items()
+        }
+    return part
+
+
+def _take_own_part(optimizer: DistributedOptimizer, part: dict[int, dict[str, dict[int, torch.Tensor]]]) -> None:
+    for number, (weight, _, _) in enumerate(_ranges(optimizer)):
+        for name, values in _states(optimizer, weight).items():
+            loaded = part[number][name]
+            values.copy_(torch.cat([loaded[n].flatten() for n in range(len(loaded))]))
+
+
+def _sharded_weights(model_state: Any) -> dict[torch.Tensor, ShardedTensor | ShardedTensorFactory]:
+    sharded, _ = extract_sharded_tensors_and_factories(model_state)
+    return {each.data: each for each in nested_values(sharded)}
+
+
+def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Weights of which this rank has elements [start, stop)."""
+    for buffers in optimizer.gbuf_ranges:
+        for buckets in buffers.values():
+            for bucket in buckets:
+                for weight, ranges in bucket["param_map"].items():
+                    yield weight, ranges["param"].start, ranges["param"].end
+
+
+def _states(optimizer: DistributedOptimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Flat float32 weights and moments of this rank's range; steps are counted elsewhere."""
+    states = optimizer._get_main_param_and_optimizer_states(weight)
+    return {name: values.detach() for name, values in states.items() if name != "step"}
+
+
+def _boxes_of(
+    described: ShardedTensor | ShardedTensorFactory,
+    weight: torch.Tensor,
+    start: int,
+    stop: int,
+    name: str,
+    values: torch.Tensor,
+) -> Iterator[ShardedTensor]:
+    for piece in _pieces(described):
+        data = piece.data
+        assert data.is_contiguous(), "megatron cuts weights along their first axis"
+        begins = (data.data_ptr() - weight.data_ptr()) // weight.element_size()
+        low, high = max(start, begins), min(stop, begins + data.numel())
+        ahead = piece.prepend_axis_num
+        at = low - start
+        for offsets, sizes in boxes(low - begins, high - begins, tuple(data.shape)):
+            count = math.prod(sizes)
+            shape = (*(1 for _ in range(ahead)), *sizes)
+            yield ShardedTensor(
+                f"optimizer.state.{name}.{piece.key}",
+                values[at : at + count].view(shape),
+                values.dtype,
+                shape,
+                piece.global_shape,
+                tuple(map(sum, zip(piece.global_offset, (*(0 for _ in range(ahead)), *offsets), strict=True))),
+                None,
+                # No other data-parallel rank has it.
+                (*piece.replica_id[:-1], 0),
+                allow_shape_mismatch=piece.allow_shape_mismatch,
+            )
+            at += count
+
+
+def _pieces(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """A weight is saved as one tensor, or, gate and up of an MLP that tensor-parallel ranks share, as several."""
+    if isinstance(described, ShardedTensor):
+        return [described]
+    built = described.build_fn(described.key, described.data, described.replica_id, described.flattened_range)
+    return list(nested_values(built))
