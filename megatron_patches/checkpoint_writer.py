@@ -2,8 +2,8 @@
 
 megatron's writer (0.16.1) starts a process that imports the training script again, copies all tensors into pinned
 memory at once, and writes them in forked processes. A process that uses a GPU should not be forked, and where such a
-child dies the training waits for it for ever: runs on H200s (torch 2.11) did not get past their first checkpoint. Here
-nothing is forked: this process copies one tensor after the other and writes it.
+child dies the training waits for it for ever. Here nothing is forked: this process copies one tensor after the other
+and writes it.
 """
 
 from __future__ import annotations
