@@ -91,7 +91,7 @@ def _plan(cost: CostModel, config: RunConfig, mix: Mix, ranks: int) -> PipelineI
         tolerance=training_tolerance(config.parallel.pp * ranks),
         chunks=1,
         device=torch.device("cpu"),
-        beside=beside_attention(config, cost),
+        beside=beside_attention(config, cost, on_gpu=True),
     )
     with uploading(planning.device) as upload:
         return plan_pipeline(planning, _documents(mix, ranks), upload, {})

@@ -16,7 +16,7 @@ class BesideAttention:
     backward: float
 
 
-def beside_attention(config: RunConfig, cost: CostModel) -> BesideAttention | None:
+def beside_attention(config: RunConfig, cost: CostModel, on_gpu: bool) -> BesideAttention | None:
     """What busy stages compute beside attention; None where plans level attention alone (cad.level).
 
     Norms, rotation and activation are not counted, so an idle stage gets rather too little than too much. A stage of n
@@ -26,14 +26,16 @@ def beside_attention(config: RunConfig, cost: CostModel) -> BesideAttention | No
     Args:
         config: a validated run.
         cost: what plans are made with.
+        on_gpu: where; ranks on CPUs may share cores, and then a stage that waits leaves them to others.
 
     Raises:
         ConfigError: the cost model knows no linear layers.
     """
-    if not config.cad.enabled or config.cad.level == "attention":
+    rate = cost.linear
+    can = on_gpu and config.parallel.pp > 1 and config.cad.ping_pong and rate is not None
+    if not config.cad.enabled or config.cad.level == "attention" or (config.cad.level == "auto" and not can):
         return None
     model, tp, layers = config.model, config.parallel.tp, config.model.layers // config.parallel.pp
-    rate = cost.linear
     if rate is None:
         raise ConfigError(
             "cad.level is time, but no cost table of this device and kernel says what linear layers take; measure one "

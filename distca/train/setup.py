@@ -164,7 +164,7 @@ def _planning(config: RunConfig, world: World, dtype: torch.dtype, pool: Attenti
         tolerance=training_tolerance(pool.transport.ranks) if tolerance is None else tolerance,
         chunks=parallel.tp if parallel.sequence_parallel else 1,
         device=world.device,
-        beside=beside_attention(config, cost),
+        beside=beside_attention(config, cost, world.device.type == "cuda"),
     )
 
 

@@ -85,9 +85,9 @@ def test_what_busy_stages_compute_beside_attention() -> None:
     assert table.linear.forward * weights == pytest.approx(6.07516e-07)
     cost = replace(analytic_cost(32, 8, 128), linear=LinearRate(1e-15, 3e-15))
 
-    def beside(*settings: str) -> BesideAttention | None:
+    def beside(*settings: str, on_gpu: bool = False) -> BesideAttention | None:
         line = ["--config", "configs/llama-8b.yaml", "--parallel.tp", "2", "--parallel.pp", "4", "--cad.level", "time"]
-        return beside_attention(parse_run_config([*line, *settings]), cost)
+        return beside_attention(parse_run_config([*line, *settings]), cost, on_gpu)
 
     each = 7 / 8 / 2 * weights * 1e-15  # 32 layers over 4 stages, half of every weight
     plain = beside("--train.recompute", "none")
@@ -97,5 +97,10 @@ def test_what_busy_stages_compute_beside_attention() -> None:
     mlps = beside("--train.recompute", "mlp")
     assert mlps is not None and mlps.backward == pytest.approx((3 + 3 * 4096 * 14336 / weights) * each)
     assert beside("--cad.level", "attention") is None and beside("--cad.enabled", "false") is None
+    usual = ("--train.recompute", "none", "--cad.level", "auto")
+    assert beside(*usual) is None and beside(*usual, on_gpu=True) == plain
+    for never in (("--parallel.pp", "1"), ("--cad.ping_pong", "false"), ("--cad.enabled", "false")):
+        assert beside(*usual, *never, on_gpu=True) is None
+    assert beside_attention(parse_run_config(["--parallel.pp", "2"]), area_cost(), True) is None
     with pytest.raises(ConfigError, match="no cost table of this device and kernel says what linear layers take"):
-        beside_attention(parse_run_config(["--parallel.pp", "2", "--cad.level", "time"]), area_cost())
+        beside_attention(parse_run_config(["--parallel.pp", "2", "--cad.level", "time"]), area_cost(), False)
