@@ -78,7 +78,14 @@ def _second_o_when_recorded(config: RunConfig) -> int:
 OLDER = ["pipeline_8b_8_layers_pp2_dp2_128k", "pipeline_8b_8_layers_pp4_128k"]
 
 
-@pytest.mark.parametrize("name", [*OLDER, "pipeline_8b_8_layers_pp2_128k"])
+LEVELS = [
+    f"pipeline_8b_8_layers_pp2_{mix}_level_{level}"
+    for mix in ("pretrain", "prolong")
+    for level in ("attention", "time")
+]
+
+
+@pytest.mark.parametrize("name", [*OLDER, "pipeline_8b_8_layers_pp2_128k", *LEVELS])
 def test_measured_peaks_of_stages_are_predicted(name: str) -> None:
     report = json.loads((RESULTS / f"{name}.json").read_text())
     words = shlex.split(report["command"])
