@@ -33,7 +33,8 @@ class Batches:
 def draw_batches(
     cell: Cell, count: int, *, ranks: int, tokens_per_rank: int, micro_batches: int, vocabulary: int, seed: int
 ) -> Batches:
-    """Draw ``count`` global batches; the same arguments give the same batches on every rank.
+    """Draw ``count`` global batches; the same arguments give the same batches on every rank. Another count gives
+    others: the documents are drawn anew for as many tokens.
 
     Raises:
         ConfigError: the longest document does not fit into all ranks together.

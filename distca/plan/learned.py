@@ -28,11 +28,13 @@ class Learned:
 
     Attributes:
         speeds: [R] float64 relative speeds of servers, mean 1.
-        reach_cost: how much more than the cost model says a task takes per unit of reach, against one of reach 0.
+        reach_cost: how much more than the cost model says a task takes per unit of reach.
+        typical_reach: at which the cost model is right; only differences between tasks were learned.
     """
 
     speeds: np.ndarray
     reach_cost: float = 0.0
+    typical_reach: float = 0.0
 
     @staticmethod
     def nothing(servers: int) -> Learned:
@@ -41,7 +43,7 @@ class Learned:
 
     def cost(self, model: CostModel) -> CostModel:
         """The cost model as corrected."""
-        return ReachCost(model, self.reach_cost) if self.reach_cost else model
+        return ReachCost(model, self.reach_cost, self.typical_reach) if self.reach_cost else model
 
 
 Learnings = Mapping[PhaseKind, Learned]
@@ -68,11 +70,11 @@ class ServerWork:
 
 
 class ReachCost(CostModel):
-    """A cost model with every task's seconds times 1 + ``reach_cost`` x its reach."""
+    """A cost model with every task's seconds times 1 + ``reach_cost`` x (its reach - ``typical``)."""
 
-    def __init__(self, model: CostModel, reach_cost: float) -> None:
+    def __init__(self, model: CostModel, reach_cost: float, typical: float = 0.0) -> None:
         self.shape, self.block, self.linear = model.shape, model.block, model.linear
-        self._model, self._reach_cost = model, reach_cost
+        self._model, self._reach_cost, self._typical = model, reach_cost, typical
 
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         return self.per_direction("forward", q_rows, kv_rows)[0]
@@ -82,12 +84,12 @@ class ReachCost(CostModel):
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         seconds = self._model.per_direction(direction, q_rows, kv_rows)
-        return seconds * (1 + self._reach_cost * _reach(q_rows, kv_rows))
+        return seconds * (1 + self._reach_cost * (_reach(q_rows, kv_rows) - self._typical))
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         # Every part of a range reaches at least as far as the whole, and less than 1.
         reach = _reach(q_rows, kv_rows) if self._reach_cost > 0 else 1.0
-        return self._model.least(direction, q_rows, kv_rows) * (1 + self._reach_cost * reach)
+        return self._model.least(direction, q_rows, kv_rows) * (1 + self._reach_cost * (reach - self._typical))
 
 
 def work_of(plans: Iterable[tuple[Plan, Direction]], cost: CostModel, servers: int) -> ServerWork:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from distca.plan.cost import CostModel, layer_weights
 from distca.train.settings import ConfigError, RunConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,13 @@ def beside_attention(config: RunConfig, cost: CostModel, on_gpu: bool) -> Beside
         ConfigError: the cost model knows no linear layers.
     """
     rate = cost.linear
-    can = on_gpu and config.parallel.pp > 1 and config.cad.ping_pong and rate is not None
+    # Idle servers get more rows at once, and where NVSHMEM alone may carry them its memory was made for fewer.
+    can = on_gpu and config.parallel.pp > 1 and config.cad.ping_pong and config.cad.transport != "nvshmem"
+    if can and rate is None and config.cad.level == "auto":
+        logger.warning(
+            "Phases level attention alone: the cost table has no linear layers; `distca profile` measures them."
+        )
+    can = can and rate is not None
     if not config.cad.enabled or config.cad.level == "attention" or (config.cad.level == "auto" and not can):
         return None
     model, tp, layers = config.model, config.parallel.tp, config.model.layers // config.parallel.pp

@@ -26,8 +26,9 @@ from distca.train.step_inputs import StepInputs
 _REMEMBER = 0.9  # weight of a step, against the next one's
 _PRIOR_STEPS = 0.25  # so many steps that showed equal speeds count as seen before all others
 _PRIOR_REACH = 0.05  # the same for no cost of reach: about one step in which two servers' reaches are 0.3 apart
-_MOST_LOG = math.log(2.0)  # a server that took longer than this against the mean hung, or was hardly given anything
 _REACH_COSTS = (-0.05, 0.25)  # least and most; below, cuts seem to win so much that plans get worse
+_SPEEDS = (0.5, 2.0)
+_SURPRISES = (0.1, math.log(2.0))  # by how much a step may differ from what was learned: in the end, and at first
 _LEAST_SHARE = 0.2  # of the mean work: what takes little time says little
 
 
@@ -86,36 +87,50 @@ class Learner:
 
 
 class _Fit:
-    """Least squares over the steps of one kind, of log(measured / planned) of each server against the step's mean:
+    """Least squares over the steps of one kind, of log(measured / planned) of each server against the other servers':
 
-        reach cost x (the server's mean reach, against the step's mean) - log(the server's speed)
+        reach cost x (the server's mean reach, against the others') - log(the server's speed)
 
-    Kept as running sums. Mean reach alone would not do: servers that always get the ends of documents look slow.
+    Reach cannot be left out: servers that always get the ends of documents would look slow. Kept as running sums of
+    each server's own steps, since not all have work in every step. A step that surprises counts only up to a limit,
+    which shrinks as more is known: one in which a server hung says nothing about the next.
     """
 
     def __init__(self, servers: int) -> None:
         self._steps = np.full(servers, _PRIOR_STEPS)
-        self._slow, self._reach = np.zeros(servers), np.zeros(servers)
-        self._reach_squared = self._reach_slow = 0.0
+        self._slow, self._reach, self._reach_squared, self._reach_slow = np.zeros((4, servers))
+        self._reach_cost, self._typical, self._phases = 0.0, 0.0, 0.0
 
     def add(self, given: np.ndarray, reaching: np.ndarray, took: np.ndarray) -> None:
         known = (given >= _LEAST_SHARE * given.mean()) & (took > 0)
-        slow, reach = np.log(took[known] / given[known]), reaching[known] / given[known]
-        slow = np.clip(slow - slow.mean(), -_MOST_LOG, _MOST_LOG)
-        reach = reach - reach.mean()
-        for sums, newest in ((self._steps, 1.0), (self._slow, slow), (self._reach, reach)):
-            sums[known] = _REMEMBER * sums[known] + newest
-        self._reach_squared = _REMEMBER * self._reach_squared + float(reach @ reach)
-        self._reach_slow = _REMEMBER * self._reach_slow + float(reach @ slow)
+        if known.sum() < 2:
+            return
+        steps = self._steps[known]
+        usual_slow, usual_reach = self._slow[known] / steps, self._reach[known] / steps
+        reach = reaching[known] / given[known]
+        # Only differences between servers count, and these are some of all servers.
+        reach += usual_reach.mean() - reach.mean()
+        expected = usual_slow + self._reach_cost * (reach - usual_reach)
+        surprise = np.log(took[known] / given[known]) - expected
+        least, most = _SURPRISES
+        limit = np.clip(most / steps, least, most)
+        slow = expected + np.clip(surprise - np.median(surprise), -limit, limit)
+        sums = (self._steps, self._slow, self._reach, self._reach_squared, self._reach_slow)
+        for each, newest in zip(sums, (1.0, slow, reach, reach**2, reach * slow), strict=True):
+            each[known] = _REMEMBER * each[known] + newest
+        self._typical = _REMEMBER * self._typical + reaching[known].sum() / given[known].sum()
+        self._phases = _REMEMBER * self._phases + 1.0
+        # Every server's slowness is its mean residual; put in, that leaves one equation for the cost of reach.
+        among = float((self._reach_squared - self._reach**2 / self._steps).sum())
+        common = float((self._reach_slow - self._reach * self._slow / self._steps).sum())
+        self._reach_cost = float(np.clip(common / (among + _PRIOR_REACH), *_REACH_COSTS))
 
     def learned(self) -> Learned:
-        # Every server's slowness is its mean residual; put in, that leaves one equation for the cost of reach.
-        among = self._reach_squared - float((self._reach**2 / self._steps).sum())
-        common = self._reach_slow - float((self._reach * self._slow / self._steps).sum())
-        cost = float(np.clip(common / (among + _PRIOR_REACH), *_REACH_COSTS))
-        speeds = np.exp((cost * self._reach - self._slow) / self._steps)
+        speeds = np.exp((self._reach_cost * self._reach - self._slow) / self._steps)
+        speeds = np.clip(speeds / speeds.mean(), *_SPEEDS)
+        typical = self._typical / max(self._phases, 1.0)
         # Rounded: all ranks must plan with the same numbers, and the last bits of a sum may depend on the CPU.
-        return Learned(np.round(speeds / speeds.mean(), 4), round(cost, 4))
+        return Learned(np.round(speeds / speeds.mean(), 4), round(self._reach_cost, 4), round(float(typical), 3))
 
 
 def learns(config: RunConfig, device: torch.device) -> bool:

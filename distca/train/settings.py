@@ -89,9 +89,9 @@ class CadConfig:
         level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
             together, so that stages without a micro-batch take more attention than others, and more rows move. Time
             needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
-            auto = time on GPUs where that is so, else attention.
+            auto = time on GPUs where that is so and transport is not nvshmem, else attention.
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order, and servers' speeds
-            are not learned from measured times, which would change plans.
+            and what far-reaching tasks cost are not learned from measured times, which would change plans.
         nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
             plans for data.tokens_per_rank need, with room to spare.
     """
@@ -264,7 +264,7 @@ class RunConfig:
         """cad.nvshmem_buffer_gb, with 0 resolved.
 
         Two exchanges are under way at a time, each of up to the rows of a nano-batch that the busiest rank receives.
-        Real plans of both mixes in their long-context versions fit, for 2 to 16 ranks (tests/train/
+        Real plans without stages, of both mixes in their long-context versions, fit for 2 to 16 ranks (tests/train/
         test_nvshmem_memory.py); *resend* sends o and dO as well.
         """
         if self.cad.nvshmem_buffer_gb:

@@ -29,6 +29,14 @@ def test_what_lies_before_a_task_makes_it_cost_more() -> None:
     assert cost.per_direction("both", q_rows, kv_rows)[1] == pytest.approx(cost.backward(q_rows, kv_rows))
 
 
+def test_a_task_of_typical_reach_costs_what_the_model_says() -> None:
+    cost = ReachCost(area_cost(), 0.1, typical=0.75)
+    q_rows, kv_rows = np.array([8, 8]), np.array([8, 32])
+    assert cost.forward(q_rows, kv_rows) == pytest.approx([36 * (1 - 0.075), 228])
+    learned = Learned(np.ones(2), 0.1, 0.75).cost(area_cost())
+    assert learned.forward(q_rows, kv_rows) == pytest.approx(cost.forward(q_rows, kv_rows))
+
+
 def test_nothing_learned_leaves_the_cost_model_as_it_is() -> None:
     model = area_cost()
     assert Learned.nothing(3).cost(model) is model
@@ -38,7 +46,7 @@ def test_nothing_learned_leaves_the_cost_model_as_it_is() -> None:
 @pytest.mark.parametrize("reach_cost", [0.25, 0.04, -0.04, -0.25])
 @pytest.mark.parametrize("model", [area_cost(32, 8, 128), TABLE])
 def test_no_cut_takes_less_than_the_least(model: CostModel, reach_cost: float) -> None:
-    cost, random = ReachCost(model, reach_cost), np.random.default_rng(0)
+    cost, random = ReachCost(model, reach_cost, 0.4), np.random.default_rng(0)
     for _ in range(300):
         stop = int(random.integers(2, 200_000))
         start = int(random.integers(0, stop))

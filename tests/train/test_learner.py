@@ -117,6 +117,51 @@ def test_what_reach_costs_is_told_from_slow_servers(servers: int) -> None:
     assert learned.speeds == pytest.approx(true / true.mean(), rel=0.01)
 
 
+def _steps(learner: Learner, number: int, true: np.ndarray, reach_cost: float, working: np.ndarray) -> None:
+    random = np.random.default_rng(7)
+    for _ in range(number):
+        reach = random.uniform(0.1, 0.6, (1, len(true)))
+        learner.learn([WHOLE_STEP], _work(working[None], reach), working * (1 + reach_cost * reach) / true)
+
+
+def test_steps_without_some_servers_leave_what_was_learned() -> None:
+    true = np.array([0.85, 0.9, 1.1, 1.15])
+    learner = Learner(4, True)
+    _steps(learner, 60, true, 0.04, np.ones(4))
+    before = learner.current[WHOLE_STEP]
+    assert before.reach_cost == pytest.approx(0.04, abs=0.006) and before.speeds == pytest.approx(true, rel=5e-3)
+    assert before.typical_reach == pytest.approx(0.35, abs=0.05)
+    with np.errstate(all="raise"):
+        for working in ([0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0.01], [0, 0, 1, 1]):
+            _steps(learner, 15, true, 0.04, np.array(working, np.float64))
+    after = learner.current[WHOLE_STEP]
+    assert after.reach_cost == pytest.approx(0.04, abs=0.01) and after.speeds == pytest.approx(true, rel=5e-3)
+
+
+def test_servers_that_work_together_now_and_then_are_compared_with_all() -> None:
+    true = np.array([0.85, 0.85, 1.15, 1.15])
+    learner = Learner(4, True)
+    for _ in range(50):
+        _steps(learner, 1, true, 0.0, np.ones(4))
+        _steps(learner, 1, true, 0.0, np.array([0.0, 0.0, 1.0, 1.0]))
+    assert learner.current[WHOLE_STEP].speeds == pytest.approx(true, rel=2e-3)
+
+
+@pytest.mark.parametrize("servers", [2, 8])
+def test_one_step_in_which_a_server_hangs_says_little(servers: int) -> None:
+    learner, true = Learner(servers, True), np.ones(servers)
+    _steps(learner, 60, true, 0.03, np.ones(servers))
+    before = learner.current[WHOLE_STEP]
+    hanging = true.copy()
+    hanging[0] = 0.1
+    _steps(learner, 1, hanging, 0.03, np.ones(servers))
+    after = learner.current[WHOLE_STEP]
+    assert after.speeds == pytest.approx(before.speeds, abs=0.015)
+    assert after.reach_cost == pytest.approx(before.reach_cost, abs=0.04)
+    _steps(learner, 30, true, 0.03, np.ones(servers))
+    assert learner.current[WHOLE_STEP].speeds == pytest.approx(true, abs=0.005)
+
+
 def test_servers_that_always_reach_alike_say_little_about_its_cost() -> None:
     learner = Learner(2, True)
     for _ in range(100):
@@ -220,6 +265,22 @@ def test_phases_are_planned_with_the_speeds_of_their_kind() -> None:
         assert share == pytest.approx(expected, rel=0.06)
         if kind not in speeds:
             assert np.array_equal(learned.work.seconds[phase], plain.work.seconds[phase])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_plans_count_with_what_reach_costs(stages: int) -> None:
+    kinds = [WHOLE_STEP]
+    if stages > 1:
+        busy = ((True, False), (True, True), (False, True))
+        kinds = [(direction, each) for direction in ("forward", "backward") for each in busy]
+    speeds = np.array([1.1, 0.9, 1.05, 0.95])
+    plain, learned = _two_plans(stages, dict.fromkeys(kinds, Learned(speeds, 0.2)))
+    assert len(learned.learned) == len(learned.work.seconds) and {each.reach_cost for each in learned.learned} == {0.2}
+    expected, otherwise = ((made.work.seconds + 0.2 * made.work.reaching) / speeds for made in (learned, plain))
+    assert learned.seconds_after == pytest.approx(expected)
+    assert not np.allclose(expected, learned.work.seconds / speeds, rtol=0.03)
+    for planned, without in zip(expected, otherwise, strict=True):
+        assert imbalance(planned) < min(1.03, imbalance(without) - 0.01)
 
 
 def _train(lines: list[list[str]]) -> list[bool]:

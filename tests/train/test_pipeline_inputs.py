@@ -99,7 +99,12 @@ def test_what_busy_stages_compute_beside_attention() -> None:
     assert beside("--cad.level", "attention") is None and beside("--cad.enabled", "false") is None
     usual = ("--train.recompute", "none", "--cad.level", "auto")
     assert beside(*usual) is None and beside(*usual, on_gpu=True) == plain
-    for never in (("--parallel.pp", "1"), ("--cad.ping_pong", "false"), ("--cad.enabled", "false")):
+    for never in (
+        ("--parallel.pp", "1"),
+        ("--cad.ping_pong", "false"),
+        ("--cad.enabled", "false"),
+        ("--cad.transport", "nvshmem"),
+    ):
         assert beside(*usual, *never, on_gpu=True) is None
     assert beside_attention(parse_run_config(["--parallel.pp", "2"]), area_cost(), True) is None
     with pytest.raises(ConfigError, match="no cost table of this device and kernel says what linear layers take"):
