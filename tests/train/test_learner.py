@@ -147,6 +147,29 @@ def test_servers_that_work_together_now_and_then_are_compared_with_all() -> None
     assert learner.current[WHOLE_STEP].speeds == pytest.approx(true, rel=2e-3)
 
 
+def test_reach_of_servers_that_work_now_and_then_is_compared_with_all() -> None:
+    random, true = np.random.default_rng(3), np.array([0.9, 0.9, 1.1, 1.1])
+    learner = Learner(4, True)
+    for step in range(160):
+        # The last two have late ranges, and in every other step the first two have nothing.
+        reach = np.concatenate((random.uniform(0, 0.3, 2), random.uniform(0.5, 0.9, 2)))[None]
+        working = np.array([[step % 2, step % 2, 1.0, 1.0]])
+        learner.learn([WHOLE_STEP], _work(working, reach), working * np.exp(0.08 * reach) / true)
+    learned = learner.current[WHOLE_STEP]
+    assert learned.reach_cost == pytest.approx(0.08, abs=0.015)
+    predicted = np.exp(learned.reach_cost * np.array([0.15, 0.15, 0.7, 0.7])) / learned.speeds
+    really = np.exp(0.08 * np.array([0.15, 0.15, 0.7, 0.7])) / true
+    assert predicted / predicted[0] == pytest.approx(really / really[0], rel=2e-3)
+
+
+def test_what_reach_explains_is_no_surprise() -> None:
+    random, learner = np.random.default_rng(4), Learner(8, True)
+    for _ in range(80):
+        reach = random.permutation([0.02] * 4 + [0.98] * 4)[None]
+        learner.learn([WHOLE_STEP], _work(np.ones((1, 8)), reach), np.exp(0.24 * reach))
+    assert learner.current[WHOLE_STEP].reach_cost == pytest.approx(0.24, rel=0.02)
+
+
 @pytest.mark.parametrize("servers", [2, 8])
 def test_one_step_in_which_a_server_hangs_says_little(servers: int) -> None:
     learner, true = Learner(servers, True), np.ones(servers)
