@@ -44,14 +44,11 @@ def main() -> None:
         "command": shlex.join(["python", "-m", "benchmarks.learned_costs", *sys.argv[1:]]),
         "versions": versions(),
         "run": f"benchmarks/results/{RUN.name}",
-        "nothing learned": {"error": _error(_apart(work, measured, [Learned.nothing(RANKS)] * len(work)), work, 0)},
+        "nothing learned": _errors(work, measured, [Learned.nothing(RANKS)] * len(work)),
     }
     for name, reaching in (("speeds", False), ("speeds and reach", True)):
         before, last = _learn(work, measured, reaching)
-        apart = _apart(work, measured, before)
-        report[name] = {
-            "error": _error(apart, work, 0),
-            f"error_after_{FIRST}": _error(apart, work, FIRST),
+        report[name] = _errors(work, measured, before) | {
             "reach_cost": [each.reach_cost for each in before],
             "speeds": last.speeds.tolist(),
         }
@@ -101,6 +98,11 @@ def _learn(work: list[ServerWork], measured: np.ndarray, reaching: bool) -> tupl
         learner.learn([WHOLE_STEP], one, took[None])
         known.append(learner.current.get(WHOLE_STEP, nothing))
     return known[: len(work)], known[-1]
+
+
+def _errors(work: list[ServerWork], measured: np.ndarray, learned: list[Learned]) -> dict[str, Any]:
+    apart = _apart(work, measured, learned)
+    return {"error": _error(apart, work, 0), f"error_after_{FIRST}": _error(apart, work, FIRST)}
 
 
 def _apart(work: list[ServerWork], measured: np.ndarray, learned: list[Learned]) -> np.ndarray:

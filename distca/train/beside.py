@@ -34,15 +34,17 @@ def beside_attention(config: RunConfig, cost: CostModel, on_gpu: bool) -> Beside
     Raises:
         ConfigError: the cost model knows no linear layers.
     """
-    rate = cost.linear
+    cad, rate = config.cad, cost.linear
+    if not cad.enabled or cad.level == "attention":
+        return None
     # Idle servers get more rows at once, and where NVSHMEM alone may carry them its memory was made for fewer.
-    can = on_gpu and config.parallel.pp > 1 and config.cad.ping_pong and config.cad.transport != "nvshmem"
-    if can and rate is None and config.cad.level == "auto":
-        logger.warning(
+    usual = on_gpu and config.parallel.pp > 1 and cad.ping_pong and cad.transport != "nvshmem"
+    if cad.level == "auto" and not usual:
+        return None
+    if cad.level == "auto" and rate is None:
+        logger.info(
             "Phases level attention alone: the cost table has no linear layers; `distca profile` measures them."
         )
-    can = can and rate is not None
-    if not config.cad.enabled or config.cad.level == "attention" or (config.cad.level == "auto" and not can):
         return None
     model, tp, layers = config.model, config.parallel.tp, config.model.layers // config.parallel.pp
     if rate is None:

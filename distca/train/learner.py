@@ -93,12 +93,12 @@ class _Fit:
 
     Reach cannot be left out: servers that always get the ends of documents would look slow. Kept as running sums of
     each server's own steps, since not all have work in every step. A step that surprises counts only up to a limit,
-    which shrinks as more is known: one in which a server hung says nothing about the next.
+    which shrinks as more is known, unless the next one does alike: one in which a server hung says little.
     """
 
     def __init__(self, servers: int) -> None:
         self._steps = np.full(servers, _PRIOR_STEPS)
-        self._slow, self._reach, self._reach_squared, self._reach_slow = np.zeros((4, servers))
+        self._slow, self._reach, self._reach_squared, self._reach_slow, self._last = np.zeros((5, servers))
         self._reach_cost, self._typical, self._phases = 0.0, 0.0, 0.0
 
     def add(self, given: np.ndarray, reaching: np.ndarray, took: np.ndarray) -> None:
@@ -112,9 +112,12 @@ class _Fit:
         reach += usual_reach.mean() - reach.mean()
         expected = usual_slow + self._reach_cost * (reach - usual_reach)
         surprise = np.log(took[known] / given[known]) - expected
-        least, most = _SURPRISES
-        limit = np.clip(most / steps, least, most)
-        slow = expected + np.clip(surprise - np.median(surprise), -limit, limit)
+        surprise -= np.median(surprise)
+        believed, odd = self._believed(surprise, known)
+        # What all have in common says nothing of differences; left in, it would add up.
+        believed -= np.average(believed, weights=steps)
+        # A server's odd step says nothing of reach: it counts as at the server's usual one.
+        reach, slow = np.where(odd, usual_reach, reach), np.where(odd, usual_slow, expected) + believed
         sums = (self._steps, self._slow, self._reach, self._reach_squared, self._reach_slow)
         for each, newest in zip(sums, (1.0, slow, reach, reach**2, reach * slow), strict=True):
             each[known] = _REMEMBER * each[known] + newest
@@ -124,6 +127,16 @@ class _Fit:
         among = float((self._reach_squared - self._reach**2 / self._steps).sum())
         common = float((self._reach_slow - self._reach * self._slow / self._steps).sum())
         self._reach_cost = float(np.clip(common / (among + _PRIOR_REACH), *_REACH_COSTS))
+
+    def _believed(self, surprise: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How much of each known server's surprise counts, and where that is not all of it."""
+        least, most = _SURPRISES
+        limit = np.clip(most / self._steps[known], least, most)
+        # What a server shows twice is no accident.
+        last, self._last[known] = self._last[known], surprise
+        again = np.where(surprise * last > 0, np.minimum(np.abs(surprise), np.abs(last)), 0.0)
+        limit = np.clip(again, limit, most)
+        return np.clip(surprise, -limit, limit), np.abs(surprise) > limit
 
     def learned(self) -> Learned:
         speeds = np.exp((self._reach_cost * self._reach - self._slow) / self._steps)

@@ -89,7 +89,7 @@ class CadConfig:
         level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
             together, so that stages without a micro-batch take more attention than others, and more rows move. Time
             needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
-            auto = time on GPUs where that is so and transport is not nvshmem, else attention.
+            auto = time on GPUs where all that is so and transport is not nvshmem, else attention.
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order, and servers' speeds
             and what far-reaching tasks cost are not learned from measured times, which would change plans.
         nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what

@@ -117,8 +117,10 @@ def test_what_reach_costs_is_told_from_slow_servers(servers: int) -> None:
     assert learned.speeds == pytest.approx(true / true.mean(), rel=0.01)
 
 
-def _steps(learner: Learner, number: int, true: np.ndarray, reach_cost: float, working: np.ndarray) -> None:
-    random = np.random.default_rng(7)
+def _steps(
+    learner: Learner, number: int, true: np.ndarray, reach_cost: float, working: np.ndarray, seed: int = 7
+) -> None:
+    random = np.random.default_rng(seed)
     for _ in range(number):
         reach = random.uniform(0.1, 0.6, (1, len(true)))
         learner.learn([WHOLE_STEP], _work(working[None], reach), working * (1 + reach_cost * reach) / true)
@@ -162,6 +164,31 @@ def test_reach_of_servers_that_work_now_and_then_is_compared_with_all() -> None:
     assert predicted / predicted[0] == pytest.approx(really / really[0], rel=2e-3)
 
 
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("servers", [2, 4, 8])
+def test_a_change_that_lasts_is_followed(servers: int, factor: float) -> None:
+    learner, true = Learner(servers, True), np.ones(servers)
+    _steps(learner, 60, true, 0.03, np.ones(servers))
+    true[0] = factor
+    _steps(learner, 12, true, 0.03, np.ones(servers))
+    speeds = learner.current[WHOLE_STEP].speeds
+    assert abs(np.log(speeds[0] / speeds[1] / factor)) < 0.5 * np.log(2)
+    _steps(learner, 40, true, 0.03, np.ones(servers))
+    assert learner.current[WHOLE_STEP].speeds == pytest.approx(true / true.mean(), rel=0.02)
+    true[0] = 1.0
+    _steps(learner, 50, true, 0.03, np.ones(servers))
+    assert learner.current[WHOLE_STEP].speeds == pytest.approx(true, rel=0.02)
+
+
+def test_noise_to_one_side_does_not_favour_servers_that_work_now_and_then() -> None:
+    random, learner = np.random.default_rng(5), Learner(8, True)
+    for step in range(400):
+        working = np.ones((1, 8))
+        working[0, :2] = step % 10 == 0
+        learner.learn([WHOLE_STEP], _work(working), working * (1 + random.exponential(0.01, (1, 8))))
+    assert learner.current[WHOLE_STEP].speeds == pytest.approx(np.ones(8), abs=0.012)
+
+
 def test_what_reach_explains_is_no_surprise() -> None:
     random, learner = np.random.default_rng(4), Learner(8, True)
     for _ in range(80):
@@ -170,17 +197,18 @@ def test_what_reach_explains_is_no_surprise() -> None:
     assert learner.current[WHOLE_STEP].reach_cost == pytest.approx(0.24, rel=0.02)
 
 
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("servers", [2, 8])
-def test_one_step_in_which_a_server_hangs_says_little(servers: int) -> None:
+def test_one_step_in_which_a_server_hangs_says_little(servers: int, seed: int) -> None:
     learner, true = Learner(servers, True), np.ones(servers)
-    _steps(learner, 60, true, 0.03, np.ones(servers))
+    _steps(learner, 60, true, 0.03, np.ones(servers), 100 + seed)
     before = learner.current[WHOLE_STEP]
     hanging = true.copy()
     hanging[0] = 0.1
-    _steps(learner, 1, hanging, 0.03, np.ones(servers))
+    _steps(learner, 1, hanging, 0.03, np.ones(servers), seed)
     after = learner.current[WHOLE_STEP]
     assert after.speeds == pytest.approx(before.speeds, abs=0.015)
-    assert after.reach_cost == pytest.approx(before.reach_cost, abs=0.04)
+    assert after.reach_cost == pytest.approx(before.reach_cost, abs=0.005)
     _steps(learner, 30, true, 0.03, np.ones(servers))
     assert learner.current[WHOLE_STEP].speeds == pytest.approx(true, abs=0.005)
 
@@ -196,7 +224,7 @@ def test_servers_that_always_reach_alike_say_little_about_its_cost() -> None:
     assert predicted[1] / predicted[0] == pytest.approx(1.04, rel=2e-3)
 
 
-@pytest.mark.parametrize("true,bound", [(3, 0.25), (-3, -0.05)])
+@pytest.mark.parametrize("true,bound", [(0.6, 0.25), (-0.3, -0.05)])
 def test_the_cost_of_reach_is_bounded(true: float, bound: float) -> None:
     learner, random = Learner(2, True), np.random.default_rng(3)
     for _ in range(50):
@@ -297,9 +325,11 @@ def test_plans_count_with_what_reach_costs(stages: int) -> None:
         busy = ((True, False), (True, True), (False, True))
         kinds = [(direction, each) for direction in ("forward", "backward") for each in busy]
     speeds = np.array([1.1, 0.9, 1.05, 0.95])
-    plain, learned = _two_plans(stages, dict.fromkeys(kinds, Learned(speeds, 0.2)))
+    plain, learned = _two_plans(stages, dict.fromkeys(kinds, Learned(speeds, 0.2, 0.3)))
     assert len(learned.learned) == len(learned.work.seconds) and {each.reach_cost for each in learned.learned} == {0.2}
-    expected, otherwise = ((made.work.seconds + 0.2 * made.work.reaching) / speeds for made in (learned, plain))
+    expected, otherwise = (
+        ((1 - 0.2 * 0.3) * made.work.seconds + 0.2 * made.work.reaching) / speeds for made in (learned, plain)
+    )
     assert learned.seconds_after == pytest.approx(expected)
     assert not np.allclose(expected, learned.work.seconds / speeds, rtol=0.03)
     for planned, without in zip(expected, otherwise, strict=True):
