@@ -44,7 +44,8 @@ def main() -> None:
         "command": shlex.join(["python", "-m", "benchmarks.learned_costs", *sys.argv[1:]]),
         "versions": versions(),
         "run": f"benchmarks/results/{RUN.name}",
-        "nothing learned": _errors(work, measured, [Learned.nothing(RANKS)] * len(work)),
+        "nothing learned": _errors(work, measured, [Learned.nothing(RANKS)] * len(work))
+        | {"by_batch": _far_reaching(work, measured).tolist()},
     }
     for name, reaching in (("speeds", False), ("speeds and reach", True)):
         before, last = _learn(work, measured, reaching)
@@ -113,6 +114,13 @@ def _apart(work: list[ServerWork], measured: np.ndarray, learned: list[Learned])
     ]
     error = np.log(measured / np.stack(planned))
     return np.asarray(error[:, 1] - error[:, 0])
+
+
+def _far_reaching(work: list[ServerWork], measured: np.ndarray) -> np.ndarray:
+    """[batches] measured over planned seconds of the rank whose tasks reach farther, over those of the other."""
+    apart = _apart(work, measured, [Learned.nothing(RANKS)] * len(work))
+    reach = np.stack([given.reaching / given.seconds for given in work])
+    return np.asarray(np.exp(np.where(reach[:, 1] > reach[:, 0], apart, -apart)))
 
 
 def _error(apart: np.ndarray, work: list[ServerWork], first: int) -> float:

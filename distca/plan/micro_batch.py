@@ -70,7 +70,7 @@ class MicroBatchPlan:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """Of every nano-batch, forward and backward."""
-        return tuple(plan for nano in self.nano_batches for plan in (nano.forward, nano.backward))
+        return tuple(plan for plan, _ in self.directed)
 
     @property
     def directed(self) -> list[tuple[Plan, Direction]]:
