@@ -28,6 +28,8 @@ from distca.train.setup import Trainer, build_trainer
 from distca.train.step_inputs import Ahead, StepInputs
 from distca.train.world import World
 
+_KEPT_EVERY = 10  # measured batches, which is what a time limit costs a mode at most
+
 
 @dataclass
 class RankRecord:
@@ -96,6 +98,7 @@ def measure_mode(
     groups: Callable[[], CpGroups],
     work: Work,
     advance: Callable[[dict[str, Any]], None],
+    keep: Callable[[list[RankRecord]], None],
 ) -> list[RankRecord]:
     """Train on all batches; returns every rank's record, on every rank. Every rank calls it together.
 
@@ -108,13 +111,16 @@ def measure_mode(
         groups: makes or finds the context-parallel groups, once megatron's groups are there.
         work: what documents cost, for dealing them.
         advance: called after every step with its figures.
+        keep: called between steps, now and then, with every rank's record so far.
     """
     trainer = build_trainer(config_of(mode, settings, cell, world), world, settings.config.model.vocabulary)
     run = _Run(trainer, world, advance)
     with SteadyGarbage() as garbage:
         run.garbage = garbage
         inputs = inputs_ahead(mode, trainer, batches, 0, groups(), work)
-        record = run.measured(inputs, settings.warm_up, settings.batches)
+        record = run.measured(
+            inputs, settings.warm_up, settings.batches, lambda so_far: keep(_of_all_ranks(so_far, world))
+        )
         inputs.close()
         if settings.traced and run.on_gpu:
             inputs = inputs_ahead(mode, trainer, batches, settings.warm_up, groups(), work)
@@ -122,6 +128,11 @@ def measure_mode(
             inputs.close()
     del run, trainer, inputs
     _free(world)
+    return _of_all_ranks(record, world)
+
+
+def _of_all_ranks(record: RankRecord, world: World) -> list[RankRecord]:
+    """Every rank's record, on every rank; by gloo, which takes no GPU memory. Every rank calls it together."""
     records: list[RankRecord] = [record] * world.size
     dist.all_gather_object(records, record)
     return records
@@ -135,20 +146,27 @@ class _Run:
         self.garbage = SteadyGarbage()
         self._learner = Learner(trainer.planning.pool_ranks, learns(trainer.config, world.device))
 
-    def measured(self, inputs: Ahead, warm_up: int, batches: int) -> RankRecord:
+    def measured(self, inputs: Ahead, warm_up: int, batches: int, keep: Callable[[RankRecord], None]) -> RankRecord:
         for _ in range(warm_up):
             self._step(inputs, RankRecord())
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         record = RankRecord()
         with GpuState() if self._watches else nullcontext() as state:
-            for _ in range(batches):
+            for done in range(1, batches + 1):
                 self._step(inputs, record)
+                if done % _KEPT_EVERY == 0 and done < batches:
+                    self._keep_so_far(record, keep)
         if state is not None:
             record.gpus = state.summaries(torch.cuda.device_count())
         self._note_memory(record)
-        record.spared = getattr(self._trainer.pool.transport, "spared", 0)
         return record
+
+    def _keep_so_far(self, record: RankRecord, keep: Callable[[RankRecord], None]) -> None:
+        """Between steps. What it leaves behind is collected here: the next step's collection is timed."""
+        self._note_memory(record)
+        keep(record)
+        self.garbage.collect()
 
     def steps(self, inputs: Ahead, count: int) -> None:
         for _ in range(count):
@@ -176,8 +194,7 @@ class _Run:
         record.grad_norm.append(grad_norm)
         record.plan_ms.append(inputs.planning_ms)
         record.wait_ms.append(waited_ms)
-        config = trainer.config
-        copies = config.model.layers // config.parallel.pp * config.parallel.tp
+        copies = trainer.planning.layers.most * trainer.config.parallel.tp
         record.bytes_moved.append(copies * inputs.bytes_moved)
         record.rows.append(sum(batch.tokens.shape[1] for batch in inputs.batches))
         self._advance({"loss": loss, "tokens_per_s": int(inputs.lengths.sum()) / record.seconds[-1]})
@@ -205,9 +222,10 @@ class _Run:
         return run_ticks(model, inputs.batches, inputs.pipeline.plan, inputs.pipeline.routes, self._trainer.pool)
 
     def _note_memory(self, record: RankRecord) -> None:
+        pool = self._trainer.pool.transport
+        record.spared = getattr(pool, "spared", 0)
         if not self.on_gpu:
             return
-        pool = self._trainer.pool.transport
         heap = self._trainer.config.resolved_nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0
         record.memory_gib = torch.cuda.max_memory_allocated(self._device) / 2**30 + heap
         record.reserved_gib = torch.cuda.max_memory_reserved(self._device) / 2**30 + heap

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.throughput.batches import Batches, lengths_of
 from benchmarks.throughput.ceiling import Ceiling
+from benchmarks.throughput.cut_short import Figures, batches_of, tokens_per_s
 from benchmarks.throughput.measure import RankRecord
 from benchmarks.throughput.settings import Settings
 from benchmarks.throughput.table import table
@@ -23,17 +24,15 @@ LOSS_TOLERANCE = 1e-3
 GRADIENT_TOLERANCE = 1e-2
 """The same of gradient norms, in which a wrong backward shows long before it shows in losses."""
 
-Figures = dict[str, Any]
-
 
 def figures(
     records: list[RankRecord], batches: Batches, settings: Settings, ceiling: Ceiling, burst: Ceiling
 ) -> Figures:
-    """Figures of one mode over its measured batches."""
-    measured = [lengths_of(batch) for batch in batches.global_batches[settings.warm_up :]]
-    tokens = [int(lengths.sum()) for lengths in measured]
+    """Figures of one mode over the batches that it has measured; GPUs' idle shares and clocks come with its end."""
     # Ranks leave a step together but for the last synchronisation; the slowest one counts.
     seconds = np.max([record.seconds for record in records], axis=0)
+    measured = [lengths_of(batch) for batch in batches.global_batches[settings.warm_up :][: len(seconds)]]
+    tokens = [int(lengths.sum()) for lengths in measured]
     config, ranks = settings.config, len(records)
     flops = sum(model_flops(config.model, config.model.vocabulary, lengths).total for lengths in measured)
     best, best_in_burst = (sum(each.step_seconds(x, ranks) for x in measured) for each in (ceiling, burst))
@@ -41,6 +40,8 @@ def figures(
     rows = np.array([record.rows for record in records])
     idle = _idle(records, seconds, settings.traced)
     return {
+        "batches": len(measured),
+        "tokens": tokens,
         "step_s": _spread(seconds),
         "steps_s": seconds.tolist(),
         "tokens_per_s": sum(tokens) / float(seconds.sum()),
@@ -110,7 +111,10 @@ def _peak(settings: Settings) -> float | None:
 
 
 def compare(modes: dict[str, Figures]) -> dict[str, Any]:
-    """DistCA against packed documents, variable-length packing and the best of the others; distances of losses."""
+    """DistCA against packed documents, variable-length packing and the best of the others; distances of losses.
+
+    Where a time limit ended a mode, speeds are over the batches that DistCA has; modes with fewer are left out.
+    """
     losses, gradients = _apart(modes, "losses"), _apart(modes, "gradient_norms")
     result: dict[str, Any] = {
         "loss_difference": losses,
@@ -120,26 +124,42 @@ def compare(modes: dict[str, Figures]) -> dict[str, Any]:
             name for name in modes if not (losses[name] <= LOSS_TOLERANCE and gradients[name] <= GRADIENT_TOLERANCE)
         ],
     }
-    rates = {name: mode["tokens_per_s"] for name, mode in modes.items()}
-    ours = rates.get("distca")
+    if "distca" not in modes:
+        return result
+    count = batches_of(modes["distca"])
+    rates = {name: tokens_per_s(mode, count) for name, mode in modes.items() if batches_of(mode) >= count}
+    ours = rates["distca"]
     # Variable-length packing buys its speed with memory, so it is compared with by itself.
     others = {name: rate for name, rate in rates.items() if name not in ("distca", "variable")}
-    if ours and others:
+    if others:
         best = max(others, key=lambda name: others[name])
         result |= {"ideal_baseline": best, "over_ideal_baseline": ours / others[best]}
-    result |= {f"over_{name}": ours / rates[name] for name in ("packed", "variable") if ours and name in rates}
-    return result
+    result |= {f"over_{name}": ours / rates[name] for name in ("packed", "variable") if name in rates}
+    return result | {"batches": count}
 
 
 def _apart(modes: dict[str, Figures], key: str) -> dict[str, float]:
-    """Largest relative distance of each mode's figures from the first mode's."""
+    """Largest relative distance of each mode's figures from the first mode's, over the batches that both have."""
     first = next(iter(modes.values()))[key]
+    return {name: _distance(mode[key], first) for name, mode in modes.items()}
+
+
+def _distance(values: list[float], others: list[float]) -> float:
+    count = min(len(values), len(others))
     # numpy's maximum of numbers and no number is no number.
-    return {name: float(np.max(np.abs(np.subtract(mode[key], first)) / np.abs(first))) for name, mode in modes.items()}
+    return float(np.max(np.abs(np.subtract(values[:count], others[:count])) / np.abs(others[:count])))
 
 
 def write(folder: Path, report: dict[str, Any]) -> None:
-    """Write benchmark.json and table.md; called after every mode, so that a run that is cut short keeps what it has."""
+    """Write benchmark.json and table.md; called while and after every mode, so that a run that is cut short keeps what
+    it has."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "benchmark.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(table(report), encoding="utf-8")
+    _write_whole(folder / "benchmark.json", json.dumps(report, indent=1) + "\n")
+    _write_whole(folder / "table.md", table(report))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Beside the file and then over it: a run that ends meanwhile leaves the file as it was."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

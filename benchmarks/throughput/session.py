@@ -14,9 +14,10 @@ import torch.distributed as dist
 from benchmarks.baselines import BaselineError, CpGroups, Mode
 from benchmarks.throughput.batches import Batches, draw_batches, lengths_of
 from benchmarks.throughput.ceiling import Ceiling, measure_ceiling
+from benchmarks.throughput.cut_short import Figures
 from benchmarks.throughput.inputs import check_fits
 from benchmarks.throughput.links import measure_links
-from benchmarks.throughput.measure import measure_mode
+from benchmarks.throughput.measure import RankRecord, measure_mode
 from benchmarks.throughput.report import compare, figures, write
 from benchmarks.throughput.settings import Cell, Settings
 from benchmarks.throughput.sweep import plot
@@ -126,14 +127,8 @@ class Session:
             result["not_run"][mode.name] = str(error)
             logger.info("Skipped %s on %s: %s", mode.name, cell.name, error)
             return
-        began = time.perf_counter()
-        traced = settings.traced if self._world.device.type == "cuda" else 0
-        advance = self._progress(f"{cell.name} {mode.name}", settings.warm_up + settings.batches + traced)
-        records = measure_mode(mode, settings, cell, self._world, batches, self._cp_groups, ceiling.work, advance)
-        made = figures(records, batches, settings, ceiling, burst) | {"took_s": time.perf_counter() - began}
-        ran = result["modes"] | {mode.name: made}
-        result["modes"] = {each.name: ran[each.name] for each in settings.modes if each.name in ran}
-        result["compared"] = compare(result["modes"])
+        made = self._measure(cell, mode, batches, ceiling, burst)
+        self._report = self._report_with(cell, mode, made)
         logger.info(
             "%s on %s: %s tokens/s, %.1f %% of the ceiling, loss %.4f, %stook %.0f s",
             mode.name,
@@ -146,6 +141,31 @@ class Session:
         )
         if self._world.rank == 0:
             write(settings.output, self._report)
+
+    def _measure(self, cell: Cell, mode: Mode, batches: Batches, ceiling: Ceiling, burst: Ceiling) -> Figures:
+        """The figures of a complete mode; what there is of them before is only written."""
+        settings, began = self._settings, time.perf_counter()
+        traced = settings.traced if self._world.device.type == "cuda" else 0
+        advance = self._progress(f"{cell.name} {mode.name}", settings.warm_up + settings.batches + traced)
+
+        def figures_of(records: list[RankRecord]) -> Figures:
+            return figures(records, batches, settings, ceiling, burst) | {"took_s": time.perf_counter() - began}
+
+        def keep(records: list[RankRecord]) -> None:
+            if self._world.rank == 0:
+                write(settings.output, self._report_with(cell, mode, figures_of(records)))
+
+        return figures_of(
+            measure_mode(mode, settings, cell, self._world, batches, self._cp_groups, ceiling.work, advance, keep)
+        )
+
+    def _report_with(self, cell: Cell, mode: Mode, made: Figures) -> dict[str, Any]:
+        """The report with a mode's figures, complete or so far, beside those of the modes before it."""
+        result = self._report["cells"][cell.name]
+        ran = result["modes"] | {mode.name: made}
+        modes = {each.name: ran[each.name] for each in self._settings.modes if each.name in ran}
+        cells = self._report["cells"] | {cell.name: result | {"modes": modes, "compared": compare(modes)}}
+        return self._report | {"cells": cells}
 
     def _cp_groups(self) -> CpGroups:
         """The context-parallel groups; megatron's data-parallel group is there once a model was built."""

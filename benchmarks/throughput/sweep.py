@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.throughput.cut_short import Figures, cut_short
 from benchmarks.throughput.table import table
 
 # By label: the figure of a mode, None where it is not known, and how the axis writes it.
@@ -44,7 +45,7 @@ def plot(reports: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     cells = {
-        name if len(reports) == 1 else f"{name} ({number})": cell["modes"]
+        _label(name if len(reports) == 1 else f"{name} ({number})", cell["modes"], report["batches"]): cell["modes"]
         for number, report in enumerate(reports, 1)
         for name, cell in report["cells"].items()
         if cell["modes"]
@@ -72,6 +73,12 @@ def plot(reports: list[dict[str, Any]], path: Path) -> None:
     axes.set_xticks(range(len(cells)), list(cells))
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(modes), 5))
     figure.savefig(path, dpi=110)
+
+
+def _label(name: str, modes: dict[str, Figures], batches: int) -> str:
+    """A workload's name, and below it the modes whose bars are over fewer batches than the others'."""
+    short = {mode: cut_short(made, batches) for mode, made in modes.items()}
+    return "\n".join([name, *(f"{mode}: {text}" for mode, text in short.items() if text)])
 
 
 def title(reports: list[dict[str, Any]]) -> str:

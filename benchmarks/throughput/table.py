@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.throughput.cut_short import Figures, batches_of, cut_short, tokens_per_s
 from distca.train.progress import format_bytes
-
-Figures = dict[str, Any]
 
 
 def table(report: dict[str, Any]) -> str:
@@ -18,11 +17,13 @@ def table(report: dict[str, Any]) -> str:
     for name, cell in report["cells"].items():
         lines += [f"### {name}: {cell['tokens_per_batch']:,.0f} tokens per batch", ""]
         if cell["modes"]:
-            lines += [*_rows(cell["modes"]), ""]
+            lines += [*_rows(cell["modes"], report["batches"]), ""]
         compared = cell.get("compared", {})
         if "ideal_baseline" in compared:
-            lines += [f"DistCA over the best baseline ({compared['ideal_baseline']}): "]
-            lines[-1] += f"{compared['over_ideal_baseline']:.3f} ×."
+            lines += [f"DistCA over the best baseline ({compared['ideal_baseline']})"]
+            if compared.get("batches", report["batches"]) < report["batches"]:
+                lines[-1] += f" in the first {compared['batches']} batches"
+            lines[-1] += f": {compared['over_ideal_baseline']:.3f} ×."
             if "variable" in cell["modes"]:
                 lines[-1] += " (`variable` does not count as one, because it buys its speed with memory.)"
         lines += [f"Not run: {why}" for why in cell["not_run"].values()]
@@ -41,13 +42,12 @@ def links(report: dict[str, Any]) -> str:
     return f"Links{limit}, GB/s of each rank: {', '.join(rates) or 'none'}."
 
 
-def _rows(modes: dict[str, Figures]) -> list[str]:
+def _rows(modes: dict[str, Figures], batches: int) -> list[str]:
     """Head and a row per mode; columns that are empty in all rows are left out."""
-    packed = modes.get("packed", {}).get("tokens_per_s")
     texts: dict[str, Callable[[Figures], str]] = {
         "tokens/s": lambda made: f"{made['tokens_per_s']:,.0f}",
         "step s (± stdev)": lambda made: f"{made['step_s']['mean']:.3f} ± {made['step_s']['stdev']:.3f}",
-        "× packed": lambda made: f"{made['tokens_per_s'] / packed:.3f}" if packed else "",
+        "× packed": lambda made: _over_packed(made, modes.get("packed")),
         "of the ceiling": lambda made: _share(made["share_of_ceiling"]) if "share_of_burst_ceiling" in made else "",
         "of a burst's ceiling": _of_a_burst,
         "MFU": lambda made: _share(made["mfu"]),
@@ -58,9 +58,18 @@ def _rows(modes: dict[str, Figures]) -> list[str]:
         "planning ms": lambda made: f"{made['plan_ms']:.1f}",
     }
     columns = {head: [text(made) for made in modes.values()] for head, text in texts.items()}
-    columns = {"mode": list(modes)} | {head: cells for head, cells in columns.items() if any(cells)}
+    names = [", ".join(filter(None, (name, cut_short(made, batches)))) for name, made in modes.items()]
+    columns = {"mode": names} | {head: cells for head, cells in columns.items() if any(cells)}
     rows = [list(columns), ["---"] * len(columns), *map(list, zip(*columns.values(), strict=True))]
     return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _over_packed(made: Figures, packed: Figures | None) -> str:
+    """Over the batches that both have."""
+    if packed is None:
+        return ""
+    count = min(batches_of(made), batches_of(packed))
+    return f"{tokens_per_s(made, count) / tokens_per_s(packed, count):.3f}"
 
 
 def _share(value: float | None) -> str:

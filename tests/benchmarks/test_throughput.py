@@ -37,7 +37,8 @@ def test_every_mode_trains_the_same_batches(tmp_path):
     assert max(cell["compared"]["loss_difference"].values()) < 1e-5
     assert max(cell["compared"]["gradient_norm_difference"].values()) < 1e-4
     for mode in cell["modes"].values():
-        assert len(mode["steps_s"]) == 2 and mode["tokens_per_s"] > 0 and mode["share_of_ceiling"] > 0
+        assert len(mode["steps_s"]) == mode["batches"] == 2
+        assert mode["tokens_per_s"] > 0 and mode["share_of_ceiling"] > 0
         assert mode["share_of_burst_ceiling"] == mode["share_of_ceiling"]  # only GPUs have clocks that they cannot hold
         assert len(mode["idle_shares"]) == 2 and sum(mode["idle_shares"]) / 2 == pytest.approx(mode["idle_share"])
         # The size of a process on a CPU is no peak, and holds what the modes before it left.
@@ -77,7 +78,7 @@ def test_losses_or_gradients_apart_are_found():
     from benchmarks.throughput.report import compare
 
     def mode(loss, norm, rate=1.0):
-        return {"losses": [2.0, loss], "gradient_norms": [1.0, norm], "tokens_per_s": rate}
+        return {"losses": [2.0, loss], "gradient_norms": [1.0, norm], "tokens_per_s": rate, "steps_s": [1.0, 1.0]}
 
     modes = {"distca": mode(2.0, 1.0, 3.0), "packed": mode(2.001, 1.005, 2.0), "cp2": mode(2.0, 1.0, 2.5)}
     compared = compare(modes | {"variable": mode(2.0, 1.0, 5.0)})
@@ -214,5 +215,5 @@ def test_plots_say_what_they_show():
     one, all_of_them = title(reports[-1:]), title(reports)
     assert one.startswith("4 × NVIDIA H200, 131,072 tokens per rank") and "vocabulary 128,256" in one
     assert all_of_them.startswith("(1, ") and f"({len(reports)}) 4 × NVIDIA H200" in all_of_them
-    assert all_of_them.count("links limited to 2 channels") == 1
+    assert all_of_them.count("links limited to 2 channels") == 2
     assert PANELS["tokens/s"][1].format(x=250000) == "250,000" and PANELS["idle share"][1].format(x=0.3) == "30%"
