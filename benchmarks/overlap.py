@@ -155,7 +155,8 @@ def _batch(trainer: Trainer, mix: str, tokens: int, step: int, nano_batches: int
     ids = torch.randint(trainer.vocabulary, (1, sum(rows)), generator=generator).to(device)
     positions = torch.arange(sum(rows), device=device)  # any do: only time is measured
     mask = torch.ones(sum(rows), dtype=torch.bool, device=device)
-    batch = DeviceBatch(ids, ids, mask, positions, DisaggregatedMicroBatch(routes, rows, 1))
+    by_layer = [tuple(routes)] * planning.layers.most
+    batch = DeviceBatch(ids, ids, mask, positions, DisaggregatedMicroBatch(by_layer, rows, 1))
     return batch, plan.bytes_moved.total / 2**20
 
 

@@ -33,6 +33,7 @@ from distca.train.config import parse_run_config
 from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline
 from distca.train.planning import Planning
 from distca.train.settings import RunConfig
+from distca.train.stage_layers import stage_layers
 
 TOKENS, MICRO_BATCHES, SEED = 131_072, 8, 1234
 POOLS = ((2, 1), (2, 2), (4, 1), (4, 2))
@@ -84,6 +85,7 @@ def _plan(cost: CostModel, config: RunConfig, mix: Mix, ranks: int) -> PipelineI
         ranks=ranks,
         stage=0,
         stages=config.parallel.pp,
+        layers=stage_layers(config, config.model.vocabulary or 1),
         cost=cost,
         disaggregate=True,
         nano_batches=2,

@@ -183,7 +183,7 @@ def block_disaggregated(
     micro_batch = RandomDocuments(case).micro_batches[0]
     planned = plans_of(case, micro_batch, pool.transport.rank, pool.transport.ranks, 0, device)
     rows = planned.rows(_RowNumbers(micro_batch.lengths), micro_batch)
-    attention = DisaggregatedMicroBatch(planned.routes, rows.nano_rows, case.tp)
+    attention = DisaggregatedMicroBatch(planned.by_layer(case), rows.nano_rows, case.tp)
     tokens = int(micro_batch.lengths.sum())
     return _share(case, model, weights, rows.positions, rows.tokens, attention, tokens)
 

@@ -13,7 +13,7 @@ import torch
 
 from distca.attention import Kernel, TaskBatch
 from distca.attention.autograd import Timer, core_attention
-from distca.runtime import NanoRoutes
+from distca.runtime import LayerRoutes
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class DisaggregatedMicroBatch:
     """A micro-batch whose core attention is disaggregated.
 
     Attributes:
-        routes: this rank's routes, one per nano-batch.
+        routes: this rank's, of every layer that it has.
         nano_rows: padded home rows of each nano-batch.
         chunks: tensor-parallel ranks that share the sequence; the micro-batch's rows are ordered so that each of their
             contiguous shares holds its part of every nano-batch.
     """
 
-    routes: Sequence[NanoRoutes]
+    routes: Sequence[LayerRoutes]
     nano_rows: Sequence[int]
     chunks: int
 

@@ -59,6 +59,7 @@ def transformer_config(
     recompute_mlp: bool = False,
     cpu_initialization: bool = False,
     accumulate_in_products: bool = False,
+    last_stage_layers: int | None = None,
 ) -> TransformerConfig:
     """megatron's configuration of the model.
 
@@ -71,6 +72,7 @@ def transformer_config(
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
         accumulate_in_products: add weight gradients to the float32 buffer of megatron's DistributedDataParallel within
             their matrix product; only for a model that is wrapped in it.
+        last_stage_layers: of the last pipeline stage, where it has fewer than the others.
     """
     if accumulate_in_products:
         accumulate_weight_gradients_in_products()
@@ -104,6 +106,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         tensor_model_parallel_size=tp,
         batch_p2p_sync=False,
+        num_layers_in_last_pipeline_stage=last_stage_layers,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         # What a stage passed on is not kept until its backward, which needs only its place in the graph.
         deallocate_pipeline_outputs=parallel_state.get_pipeline_model_parallel_world_size() > 1,
@@ -160,7 +163,9 @@ def build_model(
     )
     use_position_rotary(model)
     if attention != "stock":
-        fuse_loss(model)
+        # All stages run forward phases together, then backward phases: in each the last one must not be late. With as
+        # many layers as the others it is, so that what counts is the fewest products in all.
+        fuse_loss(model, attention == "disaggregated" and config.num_layers_in_last_pipeline_stage is not None)
         fuse_swiglu(model)
     if attention == "disaggregated":
         assert pool is not None

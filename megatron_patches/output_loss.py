@@ -1,9 +1,13 @@
-"""The output layer and its cross-entropy as one operation that never holds all logits and never computes any twice.
+"""The output layer and its cross-entropy as one operation that never holds all logits and computes none twice.
 
 The logits of 128K tokens over a vocabulary of 128K are 33 GB in bfloat16, and their float32 copies twice that. Here a
 chunk of rows at a time is multiplied, reduced to its loss, turned into the loss's gradient in place and multiplied into
 the gradients of the hidden rows and of the weight, all in forward: three matrix products in total. Backward only
 multiplies the finished gradients by the gradient of the loss. So forward must know the rows' weights (the loss mask).
+
+Where forward and backward run in different phases of a pipeline, in which all stages should take equally long, forward
+can leave the gradients to backward, which then computes the logits again: one matrix product in forward, three in
+backward.
 
 N rows, H hidden size, V this rank's share of the vocabulary.
 """
@@ -49,6 +53,7 @@ def output_loss(
     loss_mask_N: torch.Tensor,
     shards: VocabularyShards,
     logits_bytes: int = LOGITS_BYTES,
+    gradients_in_backward: bool = False,
 ) -> torch.Tensor:
     """Sum of the rows' cross-entropies, the same on every tensor-parallel rank.
 
@@ -59,28 +64,24 @@ def output_loss(
         loss_mask_N: weight of every row's loss.
         shards: how the layer is shared.
         logits_bytes: the most bytes that one chunk's logits may take.
+        gradients_in_backward: compute the gradients in backward, from logits that are computed again.
 
     Returns:
         A float32 scalar, float64 for float64 input. Where gradients are enabled it can be differentiated once with
         regard to hidden_NH and weight_VH; the weight's gradient is added up in float32 and rounded once.
     """
     gradients = torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)
-    return _OutputLoss.apply(hidden_NH, weight_VH, labels_N, loss_mask_N, shards, logits_bytes, gradients)  # type: ignore[no-any-return]
+    work = _Chunks(hidden_NH.detach(), weight_VH.detach(), labels_N, loss_mask_N, shards, logits_bytes)
+    if gradients_in_backward and gradients:
+        return _LaterGradients.apply(hidden_NH, weight_VH, work)  # type: ignore[no-any-return]
+    return _OutputLoss.apply(hidden_NH, weight_VH, work, gradients)  # type: ignore[no-any-return]
 
 
 class _OutputLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        labels_N: torch.Tensor,
-        loss_mask_N: torch.Tensor,
-        shards: VocabularyShards,
-        logits_bytes: int,
-        gradients: bool,
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, work: _Chunks, gradients: bool
     ) -> torch.Tensor:
-        work = _Chunks(hidden_NH, weight_VH, labels_N, loss_mask_N, shards, logits_bytes)
         loss, *both = work.run(gradients)
         ctx.save_for_backward(*both)
         ctx.dtype = weight_VH.dtype
@@ -90,9 +91,32 @@ class _OutputLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         d_hidden_NH, d_weight_VH = ctx.saved_tensors
-        rounded_VH = torch.empty_like(d_weight_VH, dtype=ctx.dtype)
-        torch.mul(d_weight_VH, upstream, out=rounded_VH)
-        return d_hidden_NH * upstream, rounded_VH, None, None, None, None, None
+        return *_scaled(d_hidden_NH, d_weight_VH, upstream, ctx.dtype), None, None
+
+
+class _LaterGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, work: _Chunks) -> torch.Tensor:
+        # Kept for backward by ``work``; saved so that autograd refuses a change in place before it.
+        ctx.save_for_backward(hidden_NH, weight_VH)
+        ctx.work = work
+        return work.run(False)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        _, weight_VH = ctx.saved_tensors
+        work, ctx.work = ctx.work, None
+        _, d_hidden_NH, d_weight_VH = work.run(True)
+        return *_scaled(d_hidden_NH, d_weight_VH, upstream, weight_VH.dtype), None
+
+
+def _scaled(
+    d_hidden_NH: torch.Tensor, d_weight_VH: torch.Tensor, upstream: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded_VH = torch.empty_like(d_weight_VH, dtype=dtype)
+    torch.mul(d_weight_VH, upstream, out=rounded_VH)
+    return d_hidden_NH * upstream, rounded_VH
 
 
 class _Chunks:

@@ -23,7 +23,7 @@ from distca.data.sampler import MicroBatch
 from distca.plan import Layout, lay_out
 from distca.plan.cost import area_cost
 from distca.plan.micro_batch import plan_micro_batch
-from distca.runtime import AttentionPool, NanoRoutes
+from distca.runtime import AttentionPool, LayerRoutes, NanoRoutes
 from distca.runtime.timeline import Timeline
 from distca.testing.plans import random_plan
 from distca.transport import choose_transport
@@ -67,6 +67,7 @@ class ParityCase:
         seed: of weights, tokens and random plans.
         changed_document: (micro-batch, document) whose tokens are drawn anew.
         tie_embeddings: the output layer's weights are the embedding's.
+        last_stage_layers: with pipeline stages, layers of the last one; None for as many as the others have.
         shape: the model's sizes.
     """
 
@@ -79,6 +80,7 @@ class ParityCase:
     seed: int = 1
     changed_document: tuple[int, int] | None = None
     tie_embeddings: bool = False
+    last_stage_layers: int | None = None
     shape: ParityShape = field(default_factory=ParityShape)
 
 
@@ -210,12 +212,14 @@ def build(case: ParityCase, dtype: torch.dtype, attention: Attention, **parts: A
     build_model."""
     torch.manual_seed(case.seed)
     tp = parallel_state.get_tensor_model_parallel_world_size()
+    staged = parallel_state.get_pipeline_model_parallel_world_size() > 1
     config = transformer_config(
         case.shape,
         dtype,
         sequence_parallel=tp > 1,
         recompute_mlp=attention == "disaggregated" and case.recompute == "mlp",
         cpu_initialization=True,
+        last_stage_layers=case.last_stage_layers if staged else None,
     )
     shape = replace(case.shape, tie_embeddings=case.tie_embeddings)
     segments = case.recompute == "all"
@@ -233,9 +237,13 @@ class PlannedMicroBatch:
     """A micro-batch's layouts and this rank's routes."""
 
     layouts: tuple[Layout, ...]
-    routes: list[NanoRoutes]
+    routes: LayerRoutes
     rank: int
     chunks: int
+
+    def by_layer(self, case: ParityCase) -> list[LayerRoutes]:
+        """The routes of every layer of the case's model."""
+        return [self.routes] * case.shape.layers
 
     def rows(self, documents: DocumentSet, micro_batch: MicroBatch) -> RankBatch:
         """This rank's rows of ``documents``."""
@@ -272,7 +280,7 @@ def plans_of(
             backward = random_plan(nano.layout, seed + 5) if case.backward == "resend" else forward
         routes.append(NanoRoutes.of(forward, backward, rank, device, previous))
         previous = nano.layout
-    return PlannedMicroBatch(tuple(nano.layout for nano in plan.nano_batches), routes, rank, case.tp)
+    return PlannedMicroBatch(tuple(nano.layout for nano in plan.nano_batches), tuple(routes), rank, case.tp)
 
 
 def gather_shares(name: str, share: torch.Tensor, full: torch.Size) -> torch.Tensor:
@@ -298,7 +306,7 @@ def _batches(case: ParityCase, pool: AttentionPool, device: torch.device) -> lis
         planned = plans_of(case, micro_batch, pool.transport.rank, pool.transport.ranks, number, device)
         rows = planned.rows(documents, micro_batch)
         owners = planned.rows(_Owners(documents), micro_batch).tokens
-        attention = DisaggregatedMicroBatch(planned.routes, rows.nano_rows, case.tp)
+        attention = DisaggregatedMicroBatch(planned.by_layer(case), rows.nano_rows, case.tp)
         batches.append((to_device_batch(rows, attention, device), owners))
     return batches
 

@@ -6,14 +6,15 @@ import re
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from distca.attention import Kernel
-from distca.plan import lay_out
+from distca.plan import Layout, Plan, lay_out
 from distca.plan.cost import Direction, area_cost
-from distca.plan.phases import Schedule, plan_phases
+from distca.plan.phases import Schedule, StageLayers, plan_phases
 from distca.plan.scheduler import schedule
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
@@ -41,7 +42,8 @@ def run_pipelined(
     rank = parallel_state.get_data_parallel_rank()
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), "resend")
     gpt = build(case, dtype, "disaggregated", pool=pool).to(device)
-    first = stage * len(gpt.decoder.layers)
+    layers = _stage_layers(case, pp)
+    first = stage * layers.most
     global_name = partial(_global_name, first=first, tied=case.tie_embeddings and stage == pp - 1)
     load_full_weights(
         gpt,
@@ -59,7 +61,7 @@ def run_pipelined(
         )
         for micro_batch in documents.micro_batches
     ]
-    plan = plan_phases(layouts, pp, _scheduler(case, "forward"), _scheduler(case, "backward"))
+    plan = plan_phases(layouts, pp, layers, _scheduler(case, "forward"), _scheduler(case, "backward"))
     routes = StageRoutes.of(plan, stage, rank, device)
     batches = []
     for micro_batch, layout, busy in zip(documents.micro_batches, layouts, routes.busy, strict=True):
@@ -77,10 +79,24 @@ def _scheduler(case: ParityCase, direction: Direction) -> Schedule:
     if case.scheduler == "random":
         offset = 0 if direction == "forward" else 50
 
-        return lambda layout, _: random_plan(layout, case.seed * 1000 + offset + layout.tokens)
+        return lambda layout, busy, serves: random_plan(layout, case.seed * 1000 + offset + layout.tokens)
     shape = case.shape
     cost = area_cost(shape.heads // case.tp, shape.kv_heads // case.tp, shape.resolved_head_dim)
-    return lambda layout, _: schedule(layout, cost=cost, direction=direction, resend=True)
+
+    def scheduled(layout: Layout, busy: tuple[bool, ...], serves: tuple[bool, ...]) -> Plan:
+        speeds = np.repeat(np.array(serves, np.float64), layout.ranks // len(serves))
+        return schedule(layout, cost=cost, direction=direction, resend=True, speeds=speeds)
+
+    return scheduled
+
+
+def _stage_layers(case: ParityCase, pp: int) -> StageLayers:
+    """While the last stage computes the output layer, one layer of the others passes in forward and two in backward."""
+    last = case.last_stage_layers
+    if last is None:
+        return StageLayers(case.shape.layers // pp, case.shape.layers // pp)
+    most = (case.shape.layers - last) // (pp - 1)
+    return StageLayers(most, last, min(1, most - last), min(2, most - last))
 
 
 def _global_name(name: str, first: int, tied: bool) -> str:

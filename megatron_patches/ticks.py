@@ -25,9 +25,9 @@ from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_
 from megatron.core.utils import unwrap_model
 
 from distca.attention.upload import Destination
-from distca.plan.phases import PipelinePlan
-from distca.runtime import AttentionPool, NanoRoutes
-from distca.runtime.idle import EmptyLayer, serve_backward_phase, serve_forward_phase
+from distca.plan.phases import Phase, PipelinePlan, Segment
+from distca.runtime import AttentionPool, LayerRoutes, NanoRoutes
+from distca.runtime.idle import EmptyLayer, serve_backward, serve_forward
 from megatron_patches.stage_transfers import Neighbours, StageTransfer
 from megatron_patches.training_step import DeviceBatch, finalize_gradients, loss_and_tokens
 
@@ -37,44 +37,46 @@ class StageRoutes:
     """One rank's routes of a step.
 
     Attributes:
-        busy: by micro-batch, the routes of its nano-batches: forward in its forward phase, backward in its backward
-            phase.
-        idle_forward: by forward phase, the routes of a phase in which this stage only serves; None where it is busy.
-        idle_backward: the same for backward phases.
+        busy: by micro-batch and layer of this stage: forward in the micro-batch's forward phase, backward in its
+            backward phase.
+        served_forward: by forward phase, of the layers that this stage only serves: all where it has no micro-batch,
+            else those that other stages have beyond its own.
+        served_backward: the same for backward phases.
     """
 
-    busy: tuple[tuple[NanoRoutes, ...], ...]
-    idle_forward: tuple[tuple[NanoRoutes, ...] | None, ...]
-    idle_backward: tuple[tuple[NanoRoutes, ...] | None, ...]
+    busy: tuple[tuple[LayerRoutes, ...], ...]
+    served_forward: tuple[tuple[LayerRoutes, ...], ...]
+    served_backward: tuple[tuple[LayerRoutes, ...], ...]
 
     @staticmethod
     def of(plan: PipelinePlan, stage: int, rank: int, device: Destination) -> StageRoutes:
         """Routes of a stage's data-parallel rank."""
-        me = plan.pool_rank(stage, rank)
-        micro_batches = len(plan.forward) - plan.stages + 1
+        me, own = plan.pool_rank(stage, rank), plan.layers.of(stage, plan.stages)
+        made: dict[tuple[Segment, Segment], LayerRoutes] = {}
 
-        def routes(forward: int | None, backward: int | None) -> tuple[NanoRoutes, ...]:
-            there = plan.forward[forward].plans if forward is not None else plan.backward[backward].plans  # type: ignore[index]
-            back = plan.backward[backward].plans if backward is not None else there
-            before = [None, *(each.layout for each in there)]
-            return tuple(
-                NanoRoutes.of(one, other, me, device, previous)
-                for one, other, previous in zip(there, back, before, strict=False)
-            )
+        def routes(there: Segment, back: Segment) -> LayerRoutes:
+            # Layers of a segment share theirs.
+            if (there, back) not in made:
+                before = [None, *(each.layout for each in there.plans)]
+                made[there, back] = tuple(
+                    NanoRoutes.of(one, other, me, device, previous)
+                    for one, other, previous in zip(there.plans, back.plans, before, strict=False)
+                )
+            return made[there, back]
+
+        def busy(micro_batch: int) -> tuple[LayerRoutes, ...]:
+            there = plan.forward[plan.forward_phase(micro_batch, stage)].by_layer
+            back = plan.backward[plan.backward_phase(micro_batch, stage)].by_layer
+            return tuple(routes(*each) for each in zip(there[:own], back[:own], strict=True))
+
+        def served(phase: Phase) -> tuple[LayerRoutes, ...]:
+            first = 0 if phase.micro_batches[stage] is None else own
+            return tuple(routes(segment, segment) for segment in phase.by_layer[first:])
 
         return StageRoutes(
-            tuple(
-                routes(plan.forward_phase(number, stage), plan.backward_phase(number, stage))
-                for number in range(micro_batches)
-            ),
-            tuple(
-                routes(number, None) if phase.micro_batches[stage] is None else None
-                for number, phase in enumerate(plan.forward)
-            ),
-            tuple(
-                routes(None, number) if phase.micro_batches[stage] is None else None
-                for number, phase in enumerate(plan.backward)
-            ),
+            tuple(busy(number) for number in range(len(plan.forward) - plan.stages + 1)),
+            tuple(served(phase) for phase in plan.forward),
+            tuple(served(phase) for phase in plan.backward),
         )
 
 
@@ -167,10 +169,10 @@ class _Stage:
         """Run or serve forward phase ``number``, then start passing activations to the next stage."""
         running = plan.forward[number].micro_batches
         received, output = self._activations.wait(), None
-        if running[self._number] is None:
-            serve_forward_phase(self._pool, self._routes.idle_forward[number] or (), self._empty, self._layers)
-        else:
-            output = self._forward(running[self._number], received, forward_only)  # type: ignore[arg-type]
+        micro_batch = running[self._number]
+        if micro_batch is not None:
+            output = self._forward(micro_batch, received, forward_only)
+        serve_forward(self._pool, self._routes.served_forward[number], self._empty, self._own_of(micro_batch))
         incoming = self._number > 0 and running[self._number - 1] is not None
         sent = output if self._number < plan.stages - 1 else None
         self._activations = self._neighbours.start(
@@ -182,11 +184,11 @@ class _Stage:
     def backward_phase(self, number: int, plan: PipelinePlan) -> None:
         """Run or serve backward phase ``number``, then start passing gradients to the previous stage."""
         running = plan.backward[number].micro_batches
-        received, sent = self._gradients.wait(), None
         micro_batch = running[self._number]
-        if micro_batch is None:
-            serve_backward_phase(self._pool, self._routes.idle_backward[number] or (), self._empty, self._layers)
-        else:
+        received, sent = self._gradients.wait(), None
+        # The layers that it only serves are the last ones, and so the first in backward.
+        serve_backward(self._pool, self._routes.served_backward[number], self._empty, self._own_of(micro_batch))
+        if micro_batch is not None:
             gradient = self._backward(micro_batch, received)
             sent = gradient if self._number else None
         incoming = self._number < plan.stages - 1 and running[self._number + 1] is not None
@@ -228,6 +230,10 @@ class _Stage:
         )
         self._pool.timeline.close()
         return gradient
+
+    def _own_of(self, micro_batch: int | None) -> int:
+        """Layers that this stage runs itself in a phase."""
+        return 0 if micro_batch is None else self._layers
 
     def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
         """Of the activations that a stage passes on: this rank's share of the sequence."""

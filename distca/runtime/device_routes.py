@@ -98,3 +98,7 @@ class NanoRoutes:
         carried_rows = int(layout.carried_rows[rank])
         end = int(previous.q_rows[rank]) if previous is not None else 0
         return NanoRoutes(int(layout.q_rows[rank]), (end - carried_rows, end), here, back)
+
+
+LayerRoutes = tuple[NanoRoutes, ...]
+"""Of one layer: a rank's routes of each nano-batch, one or two."""

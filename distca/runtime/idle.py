@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distca.runtime.device_routes import NanoRoutes
+from distca.runtime.device_routes import LayerRoutes
 from distca.runtime.dispatch import AttentionCall
 from distca.runtime.ping_pong import run_layers
 from distca.runtime.pool import AttentionPool
@@ -43,21 +43,30 @@ class EmptyLayer:
         return hidden
 
 
-def serve_forward_phase(pool: AttentionPool, routes: Sequence[NanoRoutes], layer: EmptyLayer, layers: int) -> None:
-    """Serve all layers of a forward phase."""
-    with torch.no_grad():
-        run_layers([layer] * layers, [torch.empty(0)] * len(routes), routes, pool)
+def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer, first: int = 0) -> None:
+    """Serve others' layers of a forward phase.
+
+    Args:
+        pool: the server pool.
+        routes: of every layer that is served, from the first to the last; none does nothing.
+        layer: stands in for this rank's own.
+        first: number of the first of them, for the timeline.
+    """
+    if routes:
+        with torch.no_grad():
+            run_layers([layer] * len(routes), [torch.empty(0)] * len(routes[0]), routes, pool, first=first)
 
 
-def serve_backward_phase(pool: AttentionPool, routes: Sequence[NanoRoutes], layer: EmptyLayer, layers: int) -> None:
-    """Serve all layers of a backward phase, in the order in which autograd runs them on ranks with tokens."""
+def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer, first: int = 0) -> None:
+    """Serve others' layers of a backward phase, in the order in which autograd runs them on ranks with tokens;
+    arguments as of :func:`serve_forward`."""
     q, kv = layer.pre(torch.empty(0), 0)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     above: list[AttentionCall] = []
-    for number in reversed(range(layers)):
+    for number, of_layer in reversed(list(enumerate(routes, first))):
         calls = [
             AttentionCall.for_backward(pool, each, number, nano, layer.scale, (q, kv, q, lse))
-            for nano, each in enumerate(routes)
+            for nano, each in enumerate(of_layer)
         ][::-1]
         # As on ranks with tokens, a half's gradients of the layer above are joined right before its dO is launched:
         # every rank then has the same exchanges under way whenever one is launched.

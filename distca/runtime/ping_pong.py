@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from distca.runtime.device_routes import NanoRoutes
+from distca.runtime.device_routes import LayerRoutes
 from distca.runtime.dispatch import AttentionCall
 from distca.runtime.pool import AttentionPool
 
@@ -46,24 +46,26 @@ Checkpoint = Callable[..., Any]
 def run_layers(
     layers: Sequence[SplitLayer],
     hidden: Sequence[torch.Tensor],
-    routes: Sequence[NanoRoutes],
+    routes: Sequence[LayerRoutes],
     pool: AttentionPool,
     checkpoint: Checkpoint | None = None,
+    first: int = 0,
 ) -> list[torch.Tensor]:
     """Run ``layers`` on every nano-batch.
 
     Args:
         layers: the split layers.
         hidden: input of each nano-batch.
-        routes: this rank's routes of each nano-batch; one or two.
+        routes: this rank's, of every layer.
         pool: the server pool.
         checkpoint: ``checkpoint(function, *tensors)`` that recomputes ``function`` in backward; applied to
             post(i)+pre(i+1), never to core attention, so that nothing is sent twice.
+        first: number of the first layer, for the timeline.
 
     Returns:
         The output of each nano-batch.
     """
-    run = _Run(layers, routes, pool, checkpoint)
+    run = _Run(layers, routes, pool, checkpoint, first)
     state = list(hidden)
     tickets = run.first(state)
     for layer in range(len(layers)):
@@ -76,11 +78,13 @@ class _Run:
     def __init__(
         self,
         layers: Sequence[SplitLayer],
-        routes: Sequence[NanoRoutes],
+        routes: Sequence[LayerRoutes],
         pool: AttentionPool,
         checkpoint: Checkpoint | None,
+        first: int,
     ) -> None:
-        self._layers, self._routes, self._pool = layers, routes, pool
+        assert len(routes) == len(layers)
+        self._layers, self._routes, self._pool, self._number = layers, routes, pool, first
         self._checkpoint = checkpoint or (lambda function, *tensors: function(*tensors))
         self._calls: list[AttentionCall] = []
         self._previous_kv: torch.Tensor | None = None
@@ -88,7 +92,7 @@ class _Run:
     def first(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
         tickets = []
         for nano, hidden in enumerate(state):
-            with self._pool.timeline.compute("pre", 0, nano, "forward"):
+            with self._pool.timeline.compute("pre", self._number, nano, "forward"):
                 q, kv = self._checkpoint(partial(self._layers[0].pre, nano=nano), hidden)
             tickets.append(self._launch(0, nano, q, kv))
         return tickets
@@ -102,7 +106,7 @@ class _Run:
         calls, self._calls = self._calls, []
         for nano, call in enumerate(calls):
             o = call.join_o(tickets[nano])
-            with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
+            with self._pool.timeline.compute("post" if last else "post+pre", self._number + layer, nano, "forward"):
                 # What is recomputed must not hold this object: k,v of the last launch lead back to it by the graph,
                 # in a circle that Python's garbage collector cannot see.
                 if last:
@@ -114,7 +118,7 @@ class _Run:
             tickets[nano] = self._launch(layer + 1, nano, q, kv)
 
     def _launch(self, layer: int, nano: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        routes = self._routes[nano]
+        routes = self._routes[layer][nano]
         begin, end = routes.carried
         carried = None
         if end > begin:
@@ -122,7 +126,7 @@ class _Run:
             assert self._previous_kv is not None
             carried = self._previous_kv[begin:end]
         self._previous_kv = kv
-        call = AttentionCall(self._pool, routes, layer, nano, self._layers[layer].scale)
+        call = AttentionCall(self._pool, routes, self._number + layer, nano, self._layers[layer].scale)
         self._calls.append(call)
         return call.launch_qkv(q, kv, carried)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from distca.plan.cost import CostModel, layer_weights
 from distca.train.settings import ConfigError, RunConfig
+from distca.train.stage_layers import most_layers
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def beside_attention(config: RunConfig, cost: CostModel, on_gpu: bool) -> Beside
             "Phases level attention alone: the cost table has no linear layers; `distca profile` measures them."
         )
         return None
-    model, tp, layers = config.model, config.parallel.tp, config.model.layers // config.parallel.pp
+    model, tp, layers = config.model, config.parallel.tp, most_layers(config)
     if rate is None:
         raise ConfigError(
             "cad.level is time, but no cost table of this device and kernel says what linear layers take; measure one "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,8 @@ class PipelineInputs:
         kinds: of the phases, by which is learned.
         learned: by phase, what was counted with.
         routes: this rank's routes.
-        seconds_before: [phases, pool ranks] attention seconds of one layer, documents in order, computed at home.
+        seconds_before: [phases, pool ranks] attention seconds of one layer, documents in order, computed at home. Where
+            the last stage has fewer layers, "one layer" is the mean over a phase's.
         seconds_after: [phases, pool ranks] the same as planned, with all that was learned.
         seconds_beside: [phases, pool ranks] what plans count as computed beside attention, for each layer; 0 where they
             level attention alone.
@@ -64,8 +65,8 @@ def plan_pipeline(
     ]
     packed = [_lay_out(planning, each) for each in micro_batches]
     forward, backward = (_scheduler(planning, direction, learned) for direction in _DIRECTIONS)
-    plan = plan_phases(layouts, planning.stages, forward, backward)
-    at_home = plan_phases(packed, planning.stages, _at_home, _at_home)
+    plan = plan_phases(layouts, planning.stages, planning.layers, forward, backward)
+    at_home = plan_phases(packed, planning.stages, planning.layers, _at_home, _at_home)
     phases = _phases(plan)
     kinds = tuple((direction, phase.busy) for direction, phase in phases)
     of_phases = tuple(_of_kind(planning, learned, kind) for kind in kinds)
@@ -75,19 +76,16 @@ def plan_pipeline(
         kinds,
         of_phases,
         StageRoutes.of(plan, planning.stage, planning.rank, upload),
-        np.stack([_seconds(phase.plans, planning.cost, direction) for direction, phase in _phases(at_home)]),
+        np.stack([_seconds(phase, planning.cost, direction) for direction, phase in _phases(at_home)]),
         np.stack(
             [
-                _seconds(phase.plans, own.cost(planning.cost), direction) / own.speeds
+                _seconds(phase, own.cost(planning.cost), direction) / own.speeds
                 for (direction, phase), own in zip(phases, of_phases, strict=True)
             ]
         ),
-        np.stack([_beside(planning, direction, [plan.layout for plan in phase.plans]) for direction, phase in phases]),
-        ServerWork.of_phases(
-            work_of([(each, direction) for each in phase.plans], planning.cost, planning.pool_ranks)
-            for direction, phase in phases
-        ),
-        sum(_bytes(each, planning.cost, direction) for direction, phase in phases for each in phase.plans),
+        np.stack([_beside_in(phase, planning, direction) for direction, phase in phases]),
+        ServerWork.of_phases(_work(phase, planning, direction) for direction, phase in phases),
+        round(sum(_bytes(phase, planning.cost, direction) for direction, phase in phases)),
     )
 
 
@@ -132,7 +130,7 @@ def _phases(plan: PipelinePlan) -> list[tuple[Direction, Phase]]:
     return [(direction, phase) for direction, several in both for phase in several]
 
 
-def _at_home(layout: Layout, busy: tuple[bool, ...]) -> Plan:
+def _at_home(layout: Layout, busy: tuple[bool, ...], serves: tuple[bool, ...]) -> Plan:
     return plan_at_home(layout)
 
 
@@ -141,7 +139,9 @@ def _of_kind(planning: Planning, learned: Learnings, kind: PhaseKind) -> Learned
 
 
 def _scheduler(planning: Planning, direction: Direction, learned: Learnings) -> Schedule:
-    def scheduled(layout: Layout, busy: tuple[bool, ...]) -> Plan:
+    def scheduled(layout: Layout, busy: tuple[bool, ...], serves: tuple[bool, ...]) -> Plan:
+        if not layout.tokens:
+            return plan_at_home(layout)
         own = _of_kind(planning, learned, (direction, busy))
         return schedule(
             layout,
@@ -149,7 +149,7 @@ def _scheduler(planning: Planning, direction: Direction, learned: Learnings) -> 
             direction=direction,
             resend=True,
             tolerance=planning.tolerance,
-            speeds=own.speeds,
+            speeds=own.speeds * np.repeat(serves, planning.ranks),
             beside=None if planning.beside is None else _beside(planning, direction, [layout]),
         )
 
@@ -162,12 +162,34 @@ def _beside(planning: Planning, direction: Direction, halves: Sequence[Layout]) 
     return per_row * np.sum([half.q_rows for half in halves], axis=0)
 
 
-def _seconds(plans: Sequence[Plan], cost: CostModel, direction: Direction) -> np.ndarray:
-    seconds: np.ndarray = np.sum([server_seconds(plan, cost, direction) for plan in plans], axis=0)
-    return seconds
+def _mean(phase: Phase, of: Callable[[Sequence[Plan]], np.ndarray]) -> np.ndarray:
+    """What ``of`` says of a layer's plans, mean over the layers of a phase."""
+    layers = sum(segment.layers for segment in phase.segments)
+    mean: np.ndarray = np.sum([segment.layers * of(segment.plans) for segment in phase.segments], axis=0) / layers
+    return mean
 
 
-def _bytes(plan: Plan, cost: CostModel, direction: Direction) -> int:
-    rows = traffic(plan)
+def _seconds(phase: Phase, cost: CostModel, direction: Direction) -> np.ndarray:
+    return _mean(phase, lambda plans: np.sum([server_seconds(plan, cost, direction) for plan in plans], axis=0))
+
+
+def _beside_in(phase: Phase, planning: Planning, direction: Direction) -> np.ndarray:
+    return _mean(phase, lambda plans: _beside(planning, direction, [plan.layout for plan in plans]))
+
+
+def _work(phase: Phase, planning: Planning, direction: Direction) -> ServerWork:
+    def of(plans: Sequence[Plan]) -> np.ndarray:
+        work = work_of([(plan, direction) for plan in plans], planning.cost, planning.pool_ranks)
+        return np.stack((work.seconds, work.reaching))
+
+    return ServerWork(*_mean(phase, of))
+
+
+def _bytes(phase: Phase, cost: CostModel, direction: Direction) -> float:
     q_bytes, kv_bytes = cost.shape.moved_bytes(direction, resend=True)
-    return rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
+
+    def of(plans: Sequence[Plan]) -> np.ndarray:
+        rows = [traffic(plan) for plan in plans]
+        return np.array(sum(each.q_rows * q_bytes + each.kv_rows * kv_bytes for each in rows), np.float64)
+
+    return float(_mean(phase, of))

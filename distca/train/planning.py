@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from distca.plan.cost import CostModel
+from distca.plan.phases import StageLayers
 from distca.train.beside import BesideAttention
 
 
@@ -19,6 +20,7 @@ class Planning:
         ranks: data-parallel ranks.
         stage: this pipeline stage.
         stages: pipeline stages; the server pool is all of their data-parallel ranks, numbered stage by stage.
+        layers: of the stages.
         cost: seconds per CA-task.
         disaggregate: False computes every document at home.
         nano_batches: 1, or 2 for ping and pong.
@@ -33,6 +35,7 @@ class Planning:
     ranks: int
     stage: int
     stages: int
+    layers: StageLayers
     cost: CostModel
     disaggregate: bool
     nano_batches: int

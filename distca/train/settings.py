@@ -59,11 +59,14 @@ class ParallelConfig:
     Attributes:
         tp: tensor-parallel ranks; attention heads stay sharded over them.
         pp: pipeline stages; stages that are idle in warm-up and drain serve the others' attention.
+        last_stage_layers: transformer layers of the last stage, which also computes output layer and loss; null = as
+            many as the others.
         sequence_parallel: shard the activations between tensor-parallel blocks by tokens; has an effect with tp > 1.
     """
 
     tp: int = 1
     pp: int = 1
+    last_stage_layers: int | None = None
     sequence_parallel: bool = True
 
     def data_parallel(self, world_size: int) -> int:

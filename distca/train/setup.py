@@ -21,6 +21,7 @@ from distca.train.beside import beside_attention
 from distca.train.memory import check_memory, describe, predict_memory
 from distca.train.planning import Planning
 from distca.train.settings import RunConfig
+from distca.train.stage_layers import advise_stage_layers, stage_layers
 from distca.train.world import World
 from distca.transport import choose_transport
 from distca.words import count
@@ -79,10 +80,11 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
     parallel = config.parallel
     _check_memory(config, world, vocabulary)
+    advise_stage_layers(config, vocabulary)
     initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     pool = _pool(config, world, dtype)
-    planning = _planning(config, world, dtype, pool)
+    planning = _planning(config, world, vocabulary, dtype, pool)
     model = _model(config, world, vocabulary, dtype, pool)
     optimizer = build_optimizer(model, config.optimizer, config.train.steps, config.resolved_warmup_steps, dtype)
     logger.info(
@@ -122,6 +124,7 @@ def _model(
     from megatron_patches.training_step import wrap_for_data_parallel
 
     parallel, on_gpu = config.parallel, world.device.type == "cuda"
+    layers = stage_layers(config, vocabulary)
     torch.manual_seed(config.train.seed + pipeline_seed())
     model_config = transformer_config(
         config.model,
@@ -130,6 +133,7 @@ def _model(
         recompute_mlp=config.train.recompute == "mlp",
         cpu_initialization=not on_gpu,
         accumulate_in_products=True,
+        last_stage_layers=layers.last if layers.last < layers.most else None,
     )
     if parallel.pp > 1 and not config.cad.enabled:
         model_config.timers = StageTimers(pool.timeline)
@@ -148,7 +152,7 @@ def _model(
     return wrap_for_data_parallel(gpt, config.optimizer.distributed)
 
 
-def _planning(config: RunConfig, world: World, dtype: torch.dtype, pool: AttentionPool) -> Planning:
+def _planning(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype, pool: AttentionPool) -> Planning:
     parallel, rank, tolerance = config.parallel, pool.transport.rank, config.cad.tolerance
     data_parallel = parallel.data_parallel(world.size)
     cost = _cost(config, pool.kernel, dtype, world.device)
@@ -157,6 +161,7 @@ def _planning(config: RunConfig, world: World, dtype: torch.dtype, pool: Attenti
         ranks=data_parallel,
         stage=rank // data_parallel,
         stages=parallel.pp,
+        layers=stage_layers(config, vocabulary),
         cost=cost,
         disaggregate=config.cad.enabled,
         nano_batches=2 if config.cad.enabled and config.cad.ping_pong else 1,

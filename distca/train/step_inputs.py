@@ -183,7 +183,8 @@ def _disaggregated(planning: Planning, plan: MicroBatchPlan, upload: Upload) -> 
     for nano in plan.nano_batches:
         routes.append(NanoRoutes.of(nano.forward, nano.backward, planning.rank, upload, previous))
         previous = nano.layout
-    return lambda rows: DisaggregatedMicroBatch(routes, rows.nano_rows, planning.chunks)
+    by_layer = (tuple(routes),) * planning.layers.most
+    return lambda rows: DisaggregatedMicroBatch(by_layer, rows.nano_rows, planning.chunks)
 
 
 def _packed(planning: Planning, plan: MicroBatchPlan, upload: Upload) -> Callable[[RankBatch], Attention]:

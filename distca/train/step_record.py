@@ -42,7 +42,7 @@ class StepRecorder:
         self.phases = PhaseTable()
         self.learner = Learner(ranks, learns(trainer.config, trainer.world.device))
         self._figures = RunningFigures()
-        self._layers = trainer.config.model.layers // trainer.planning.stages
+        self._layers = trainer.planning.layers.most
         on_gpu = trainer.world.device.type == "cuda"
         name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
         self._peak = peak_flops(name, trainer.config.train.precision)

@@ -136,11 +136,7 @@ def _world(config: RunConfig, world_size: int) -> list[str]:
 
 def _stages(config: RunConfig) -> list[str]:
     pp, problems = config.parallel.pp, []
-    if config.model.layers % pp:
-        problems.append(
-            f"model.layers {config.model.layers} is not divisible by parallel.pp {pp}; all stages run the same phase, "
-            "so each needs equally many layers: change one of them."
-        )
+    problems += _stage_layers(config.model.layers, pp, config.parallel.last_stage_layers)
     if pp > 1 and config.cad.enabled and config.cad.backward == "keep":
         problems.append(
             f"cad.backward is keep, but with parallel.pp {pp} the server of a forward is busy with other phases by its "
@@ -154,6 +150,30 @@ def _stages(config: RunConfig) -> list[str]:
         )
         problems.append(f"cad.level is time, but {why}; set cad.level to attention.")
     return problems
+
+
+def _stage_layers(layers: int, pp: int, last: int | None) -> list[str]:
+    if last is None:
+        if layers % pp == 0:
+            return []
+        return [
+            f"model.layers {layers} is not divisible by parallel.pp {pp}; change one of them, or give the last stage "
+            "fewer layers than the others with parallel.last_stage_layers."
+        ]
+    if pp == 1:
+        return [f"parallel.last_stage_layers is {last}, but parallel.pp 1 has no other stage; set it to null."]
+    others = pp - 1
+    if not 1 <= last <= layers // pp:
+        return [
+            f"parallel.last_stage_layers is {last}; of model.layers {layers} the last of parallel.pp {pp} stages can "
+            f"have 1 to {layers // pp}, as many as the others at most."
+        ]
+    if (layers - last) % others:
+        return [
+            f"parallel.last_stage_layers {last} leaves {layers - last} of model.layers {layers}, which the other "
+            f"{others} stages of parallel.pp {pp} cannot share evenly; change one of them."
+        ]
+    return []
 
 
 def _data(config: RunConfig, world_size: int) -> list[str]:

@@ -190,7 +190,7 @@ def _lengths(step):
 
 def _step(layers, inputs, routes, pool):
     """[7] loss, and sums of the gradients of inputs and weights, which are forgotten."""
-    loss = sum(out.float().square().sum() for out in run_layers(layers, inputs, routes, pool))
+    loss = sum(out.float().square().sum() for out in run_layers(layers, inputs, [tuple(routes)] * len(layers), pool))
     loss.backward()
     leaves = [*inputs, *(weight for layer in layers for weight in (layer.qkv, layer.out))]
     sums = [leaf.grad.float().abs().sum() for leaf in leaves]

@@ -8,13 +8,13 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 
-from distca.plan import lay_out, plan_at_home
-from distca.plan.phases import PipelinePlan, plan_phases
+from distca.plan import Layout, Plan, lay_out, plan_at_home
+from distca.plan.phases import PipelinePlan, StageLayers, plan_phases
 
 
 def _plan(stages: int, micro_batches: int) -> PipelinePlan:
     layouts = [lay_out([3, 5 + number], 1) for number in range(micro_batches)]
-    return plan_phases(layouts, stages, *[lambda layout, _: plan_at_home(layout)] * 2)
+    return plan_phases(layouts, stages, StageLayers(1, 1), *[lambda layout, *_: plan_at_home(layout)] * 2)
 
 
 def _assignments(stages: int, micro_batches: int, phases: int) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -49,6 +49,32 @@ def test_no_other_schedule_takes_as_few_phases(stages: int, micro_batches: int) 
             for stage, micro_batch in enumerate(phase.micro_batches):
                 due = [m for m in range(micro_batches) if phase_of(m, stage) == number]
                 assert ([] if micro_batch is None else [micro_batch]) == due
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_last_stage_runs_its_layers_then_its_output_layer_then_serves(micro_batches: int) -> None:
+    layouts, asked = [lay_out([3, 5 + number], 1) for number in range(micro_batches)], []
+
+    def noted(layout: Layout, busy: tuple[bool, ...], serves: tuple[bool, ...]) -> Plan:
+        asked.append(serves)
+        return plan_at_home(layout)
+
+    plan = plan_phases(layouts, 3, StageLayers(7, 2, 1, 3), noted, noted)
+    assert all(serves[:2] == (True, True) for serves in asked)
+    sizes = [3 + 5 + number for number in range(micro_batches)]
+    for phases, output in ((plan.forward, 1), (plan.backward, 3)):
+        for phase in phases:
+            rows = [
+                [sum(each.layout.q_rows[stage] for each in layer.plans) for stage in range(3)]
+                for layer in phase.by_layer
+            ]
+            running = [0 if m is None else sizes[m] for m in phase.micro_batches]
+            assert rows[:2] == [running] * 2 and rows[2:] == [[*running[:2], 0]] * 5
+            counts = [7] if phase.micro_batches[-1] is None else [2, output, 5 - output]
+            assert [segment.layers for segment in phase.segments] == counts
+    # Where it has a micro-batch it is asked to serve its own layers and those after the output layer.
+    last = [serves[2] for serves in asked]
+    assert last.count(False) == 2 * micro_batches and len(last) == 2 * (micro_batches * 3 + 2)
 
 
 def _peaks(order: list[str], stages: int, micro_batches: int) -> np.ndarray | None:

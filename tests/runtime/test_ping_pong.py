@@ -68,7 +68,7 @@ def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of
     inputs = [torch.cat((hidden[r], hidden.new_zeros(padding, WIDTH))).requires_grad_() for r in rows]
     layers = toy_layers(**SHAPE)
     recomputed = (lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=True)) if recompute else None
-    outputs = run_layers(layers, inputs, routes, pool, recomputed)
+    outputs = run_layers(layers, inputs, [tuple(routes)] * len(layers), pool, recomputed)
     sum((out[: len(r)] * weight[r]).sum() for out, r in zip(outputs, rows, strict=True)).backward()
     grads = [torch.cat((layer.qkv.grad.flatten(), layer.out.grad.flatten())) for layer in layers]
     return {
@@ -184,12 +184,13 @@ def _run_without_gradients():
     pool = AttentionPool(choose_transport("auto", dist.group.WORLD), ReferenceKernel(), Timeline("cpu"), "keep")
     kept = []
     keep, AttentionCall._keep_o_once = AttentionCall._keep_o_once, lambda call, o: kept.append(len(o)) or keep(call, o)
-    routes = [NanoRoutes.of(plan_at_home(layout), plan_at_home(layout), 0, "cpu", None)]
+    layers = toy_layers(**SHAPE)
+    routes = [(NanoRoutes.of(plan_at_home(layout), plan_at_home(layout), 0, "cpu", None),)] * len(layers)
     hidden = torch.randn(49, WIDTH, dtype=torch.float64)
     with torch.no_grad():
-        run_layers(toy_layers(**SHAPE), [hidden], routes, pool)
+        run_layers(layers, [hidden], routes, pool)
     without = len(kept)
-    run_layers(toy_layers(**SHAPE), [hidden], routes, pool)
+    run_layers(layers, [hidden], routes, pool)
     return without, len(kept)
 
 

@@ -67,7 +67,7 @@ def _counted(cases, layers):
         micro_batch = PackedMicroBatch(TaskBatch.of(borders, borders, "cpu"), ROWS)
         if attention != "packed":
             routes = NanoRoutes.of(plan.forward, plan.backward, 0, "cpu")
-            micro_batch = DisaggregatedMicroBatch([routes], [ROWS], 1)
+            micro_batch = DisaggregatedMicroBatch([(routes,)] * shape.layers, [ROWS], 1)
         tokens, mask = torch.zeros(1, ROWS, dtype=torch.int64), torch.ones(ROWS, dtype=torch.bool)
         model.rotary_pos_emb.set_positions(torch.arange(ROWS))
         live = LiveBytes()

@@ -12,6 +12,7 @@ import torch
 from matplotlib.image import imread
 
 from distca.plan.cost import area_cost
+from distca.plan.phases import StageLayers
 from distca.train.phase_plot import plot_phases
 from distca.train.phase_table import PhaseTable, levels, measured_phases
 from distca.train.planning import Planning
@@ -21,6 +22,7 @@ PLANNING = Planning(
     ranks=1,
     stage=1,
     stages=3,
+    layers=StageLayers(2, 2),
     cost=area_cost(),
     disaggregate=False,
     nano_batches=1,

@@ -25,19 +25,21 @@ MEASURED = ModelConfig(layers=4, hidden=64, ffn=48, heads=2, kv_heads=1)
 """With heads for which the cost table of CPUs holds; two layers on a stage."""
 
 
-def _config(output: str, name: str, cad: CadConfig, steps: int = 3, resume: str | None = None) -> RunConfig:
+def _config(
+    output: str, name: str, cad: CadConfig, steps: int = 3, resume: str | None = None, last: int | None = None
+) -> RunConfig:
     return RunConfig(
         name=name,
         output=output,
         model=MEASURED
         if name.startswith("measured")
         else ModelConfig(layers=2, hidden=32, ffn=48, heads=2, kv_heads=1),
-        parallel=ParallelConfig(pp=2),
+        parallel=ParallelConfig(pp=2, last_stage_layers=last),
         cad=cad,
         data=DataConfig(context_length=128, longer="split", tokens_per_rank=128, whole_documents=True),
         optimizer=OptimizerConfig(warmup_steps=1, min_lr=3e-3),  # constant, whatever the number of steps
         train=TrainConfig(steps=steps, micro_batches=3, validate_batches=1),
-        checkpoint=CheckpointConfig(save_at_end=name == "resumed", resume=resume),
+        checkpoint=CheckpointConfig(save_at_end="resumed" in name, resume=resume),
         log=LogConfig(tensorboard=False, timeline_steps=(3, 9) if resume is None and steps == 3 else None),
     )
 
@@ -62,23 +64,38 @@ def _train(output: str) -> None:
     ):
         config = _config(output, name, cad)
         run_on(world, config, open_corpus(config))
-    for steps, resume in ((2, None), (3, "latest")):
-        config = _config(output, "resumed", CadConfig(), steps, resume)
+    for name, cad in (("measured-uneven", CadConfig(level="time")), ("measured-uneven-1f1b", CadConfig(enabled=False))):
+        config = _config(output, name, cad, last=1)
         run_on(world, config, open_corpus(config))
+    # The second is saved by stages of 3 layers and 1, and goes on with 2 and 2.
+    for name, last in (("resumed", None), ("measured-resumed", 1)):
+        for steps, resume in ((2, None), (3, "latest")):
+            config = _config(output, name, CadConfig(), steps, resume, None if resume else last)
+            run_on(world, config, open_corpus(config))
 
 
 def test_ticks_train_as_1f1b_does(tmp_path: Path) -> None:
     run_ranks(4, _train, str(tmp_path), timeout=200)
     lines = {
-        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("ticks", "one-half", "1f1b", "resumed", "measured-time", "measured-1f1b")
+        path.parent.name: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.glob("*/metrics.jsonl")
     }
-    for name, other in (("ticks", "1f1b"), ("one-half", "1f1b"), ("measured-time", "measured-1f1b")):
+    pairs = {
+        "ticks": "1f1b",
+        "one-half": "1f1b",
+        "measured-time": "measured-1f1b",
+        "measured-uneven": "measured-uneven-1f1b",
+    }
+    for name, other in pairs.items():
         for ours, theirs in zip(lines[name], lines[other], strict=True):
             assert abs(ours["loss"] - theirs["loss"]) <= 1e-5 * theirs["loss"]
             assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= 1e-4 * theirs["grad_norm"]
         assert abs(lines[name][-1]["validation_loss"] - lines[other][-1]["validation_loss"]) <= 1e-4
     assert [line["loss"] for line in lines["resumed"]] == [line["loss"] for line in lines["ticks"]]
+    for resumed, uneven in zip(lines["measured-resumed"], lines["measured-uneven"], strict=True):
+        assert abs(resumed["loss"] - uneven["loss"]) <= 1e-5 * uneven["loss"]
+    for line in lines["measured-uneven"]:
+        assert line["imbalance_after"] < line["imbalance_before"]
     for name, most in (("ticks", 1.1), ("1f1b", 10.0)):
         phases = json.loads((tmp_path / name / "phases.json").read_text())
         measured = phases["measured"]

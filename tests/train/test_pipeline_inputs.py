@@ -11,6 +11,7 @@ from distca.data.sampler import MicroBatch
 from distca.plan import analytic_cost, lay_out, plan_at_home, server_seconds
 from distca.plan.cost import LinearRate, area_cost
 from distca.plan.layout import Layout
+from distca.plan.phases import StageLayers
 from distca.profile.tables import find_table
 from distca.train.beside import BesideAttention, beside_attention
 from distca.train.config import parse_run_config
@@ -23,8 +24,8 @@ LENGTHS = ([9000, 130, 77, 2049, 1, 4000], [700, 5000, 5000, 300, 12])
 
 
 PLANNING = Planning(
-    rank=0, ranks=3, stage=1, stages=2, cost=COST, disaggregate=True, nano_batches=2, resend=True, tolerance=0.02,
-    chunks=1, device=torch.device("cpu"),
+    rank=0, ranks=3, stage=1, stages=2, layers=StageLayers(1, 1), cost=COST, disaggregate=True, nano_batches=2,
+    resend=True, tolerance=0.02, chunks=1, device=torch.device("cpu"),
 )  # fmt: skip
 
 
