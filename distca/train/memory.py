@@ -20,7 +20,11 @@ _LOGITS_BYTES = 2 << 30
 BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.2, 2.3, 0.1
 """Rows of queries (of one half), of keys, and of queries that live elsewhere at a busy server, over its home rows.
 Plans level seconds, not rows, and a task brings its whole context: the mean of what tests/train/test_stage_memory.py
-finds in plans of 128K tokens per rank."""
+finds in plans of 128K tokens per rank and as long contexts."""
+LONG_DOCUMENT_KV = 1.75
+"""Rows of keys at the busiest server of a document that spans ranks, over home rows and per rank spanned: 1.5 at the
+document's end, which has all keys in the second half and half of them in the first; up to 2 with a second, short range
+of the same document, to which its keys are copied once more."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,10 @@ class _Stage:
         self._server_q = self._half * (1.0 if alone else BUSY_SERVER_Q)
         # Alone, its own rows, and again those of ping that pong needs.
         self._halves = 2 if self._half < self._rows else 1
-        self._server_kv = self._half * (float(self._halves) if alone else BUSY_SERVER_KV)
-        self._contexts = (1 + self._halves) / 2 if alone else BUSY_SERVER_KV
+        spanned = min(config.data.context_length / self._rows, self._data_parallel)
+        busy_kv = max(BUSY_SERVER_KV, LONG_DOCUMENT_KV * spanned)
+        self._server_kv = self._half * (float(self._halves) if alone else busy_kv)
+        self._contexts = (1 + self._halves) / 2 if alone else busy_kv
         self._others = 0.0 if alone else BUSY_SERVER_OTHERS
 
     def predict(self) -> StageMemory:

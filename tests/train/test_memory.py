@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,7 @@ THROUGHPUT = {
     "throughput_2_gpus_30_batches_prolong_128k": ("distca", "packed"),
     "throughput_2_gpus_pretrain_256k": ("distca",),
     "throughput_2_gpus_34b_pretrain_128k": ("distca",),
+    "throughput_4_gpus_prolong_512k": ("distca",),
 }
 
 
@@ -61,10 +63,11 @@ def test_measured_peaks_with_128k_tokens_are_predicted(name: str, mode: str) -> 
     config = parse_run_config([*words[words.index("--") + 1 :], *settings])
     # The benchmark counts NVSHMEM's memory, which is not torch's.
     heap = config.resolved_nvshmem_buffer_gb if mode == "distca" else 0.0
-    (stage,) = predict_memory(config, int(report["hardware"].split()[0]), config.model.vocabulary)
     older = name == "throughput_4_gpus_128k" and mode == "distca"
-    predicted = stage.total + (_second_o_when_recorded(config) if older else 0)
     for mix, cell in report["cells"].items():
+        config = replace(config, data=replace(config.data, context_length=cell["context"]))
+        (stage,) = predict_memory(config, int(report["hardware"].split()[0]), config.model.vocabulary)
+        predicted = stage.total + (_second_o_when_recorded(config) if older else 0)
         measured = cell["modes"][mode]["memory_gib"]["max"]
         assert predicted / GIB + heap == pytest.approx(measured, rel=0.04 if "4_gpus" in name else 0.02), mix
 

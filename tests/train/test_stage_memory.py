@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distca.data.mixes import Mix, sample_long_context
-from distca.plan import route
+from distca.plan import DEFAULT_TOLERANCE, route, training_tolerance
 from distca.plan.cost import area_cost
 from distca.plan.micro_batch import plan_micro_batch
 from distca.testing.ranks import run_ranks
@@ -132,9 +132,19 @@ def test_rows_of_busy_servers() -> None:
     assert np.mean(found, axis=0) == pytest.approx(constants, rel=0.05)
 
 
-def _busiest_server(lengths: np.ndarray, ranks: int) -> tuple[float, float, float]:
+def test_keys_at_the_busiest_server_of_a_document_that_spans_ranks() -> None:
+    tokens, found = 131_072, []
+    for ranks in (2, 4, 8):
+        _, kv, _ = _busiest_server(np.array([ranks * tokens]), ranks, training_tolerance(ranks))
+        found.append(kv / (tokens // 2) / ranks)
+    assert np.mean(found) == pytest.approx(memory.LONG_DOCUMENT_KV, rel=0.05)
+
+
+def _busiest_server(
+    lengths: np.ndarray, ranks: int, tolerance: float = DEFAULT_TOLERANCE
+) -> tuple[float, float, float]:
     """Most rows of queries in a half; of keys, and of queries that live elsewhere, in the mean of both."""
-    plan = plan_micro_batch(lengths, ranks, area_cost(32, 8, 128), nano_batches=2)
+    plan = plan_micro_batch(lengths, ranks, area_cost(32, 8, 128), nano_batches=2, tolerance=tolerance)
     servers = [[route(half.forward, rank) for half in plan.nano_batches] for rank in range(ranks)]
     q = max(half.q.destination_rows for server in servers for half in server)
     kv = max(sum(half.kv.destination_rows for half in server) / len(server) for server in servers)
