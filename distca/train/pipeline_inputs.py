@@ -150,6 +150,7 @@ def _scheduler(planning: Planning, direction: Direction, learned: Learnings) -> 
             resend=True,
             tolerance=planning.tolerance,
             speeds=own.speeds * np.repeat(serves, planning.ranks),
+            links=planning.links,
             beside=None if planning.beside is None else _beside(planning, direction, [layout]),
         )
 

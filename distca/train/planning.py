@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distca.plan import Links
 from distca.plan.cost import CostModel
 from distca.plan.phases import StageLayers
 from distca.train.beside import BesideAttention
@@ -28,6 +29,7 @@ class Planning:
         tolerance: how far above the mean the busiest server may be.
         chunks: tensor-parallel ranks that share a micro-batch's rows (sequence parallelism).
         device: where tensors go.
+        links: which servers share a machine.
         beside: with pipeline stages, what busy ranks compute beside attention; None to level attention alone.
     """
 
@@ -43,6 +45,7 @@ class Planning:
     tolerance: float
     chunks: int
     device: torch.device
+    links: Links = Links()
     beside: BesideAttention | None = None
 
     @property

@@ -20,6 +20,7 @@ from distca.runtime.timeline import Timeline
 from distca.train.beside import beside_attention
 from distca.train.memory import check_memory, describe, predict_memory
 from distca.train.planning import Planning
+from distca.train.pool_links import pool_links
 from distca.train.settings import RunConfig
 from distca.train.stage_layers import advise_stage_layers, stage_layers
 from distca.train.world import World
@@ -169,6 +170,7 @@ def _planning(config: RunConfig, world: World, vocabulary: int, dtype: torch.dty
         tolerance=training_tolerance(pool.transport.ranks) if tolerance is None else tolerance,
         chunks=parallel.tp if parallel.sequence_parallel else 1,
         device=world.device,
+        links=pool_links(parallel.tp),
         beside=beside_attention(config, cost, world.device.type == "cuda"),
     )
 

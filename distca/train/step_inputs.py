@@ -110,6 +110,7 @@ def _one_stage(
             disaggregate=planning.disaggregate,
             tolerance=planning.tolerance,
             speeds=own.speeds,
+            links=planning.links,
         )
         ready = attention(planning, plan, upload)
         planning_ms += (time.perf_counter() - began) * 1e3

@@ -11,7 +11,7 @@ import pytest
 from distca.data.batch import rank_batch
 from distca.data.corpus import DocumentSet
 from distca.data.sampler import MicroBatch, Sampler
-from distca.plan import Plan, lay_out, plan_at_home, server_seconds
+from distca.plan import Links, Plan, lay_out, plan_at_home, server_seconds
 from distca.plan.balance import traffic
 from distca.plan.cost import area_cost
 from distca.plan.learned import WHOLE_STEP, Learned
@@ -151,6 +151,28 @@ def _at_home(number: int) -> np.ndarray:
 def test_plans_follow_the_tolerance(stages: int) -> None:
     level, loose = (_made(_planning(stages, tolerance=tolerance)) for tolerance in (0.02, 0.9))
     assert loose.bytes_moved < level.bytes_moved and loose.fingerprint != level.fingerprint
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_plans_prefer_servers_on_the_same_machine(stages: int) -> None:
+    near, alike = (_made(_planning(stages, links=links)) for links in (Links(2), Links()))
+    assert near.fingerprint != alike.fingerprint
+    if stages == 1:
+        plans = [
+            plan_micro_batch(each, RANKS, COST, nano_batches=2, tolerance=0.02, links=Links(2)) for each in LENGTHS
+        ]
+        assert near.fingerprint == fingerprint(each for plan in plans for each in plan.plans)
+        return
+    assert near.pipeline is not None and alike.pipeline is not None
+    machine = np.arange(stages * RANKS) // 2
+    between = [
+        sum(
+            int((rows.q + rows.kv)[machine[:, None] != machine].sum())
+            for rows in map(traffic, each.pipeline.plan.plans)
+        )
+        for each in (near, alike)
+    ]
+    assert between[0] < between[1]
 
 
 @pytest.mark.parametrize("stages,nano_batches", [(1, 2), (2, 2), (2, 1)])
