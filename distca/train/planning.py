@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -45,7 +45,7 @@ class Planning:
     tolerance: float
     chunks: int
     device: torch.device
-    links: Links = Links()
+    links: Links = field(default_factory=Links)
     beside: BesideAttention | None = None
 
     @property

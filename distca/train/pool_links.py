@@ -32,7 +32,7 @@ def links_of(machines: list[str]) -> Links:
     if len(set(machines)) < len(runs) or len(set(runs)) > 1:
         logger.warning(
             "Plans do not know which of the %d servers share a machine, because machines have different numbers of "
-            "them, or not consecutive ones, so more rows may travel between machines: start equally many ranks on each.",
+            "them, or not consecutive ones, so more rows may travel between them: start equally many ranks on each.",
             len(machines),
         )
         return Links()
