@@ -1,9 +1,10 @@
-"""The output layer and its cross-entropy as one operation that never holds all logits and computes none twice.
+"""The output layer and its cross-entropy as one operation that never holds all logits.
 
 The logits of 128K tokens over a vocabulary of 128K are 33 GB in bfloat16, and their float32 copies twice that. Here a
 chunk of rows at a time is multiplied, reduced to its loss, turned into the loss's gradient in place and multiplied into
-the gradients of the hidden rows and of the weight, all in forward: three matrix products in total. Backward only
-multiplies the finished gradients by the gradient of the loss. So forward must know the rows' weights (the loss mask).
+the gradients of the hidden rows and of the weight, all in forward: three matrix products in total, and no logits are
+computed twice. Backward only multiplies the finished gradients by the gradient of the loss. So forward must know the
+rows' weights (the loss mask).
 
 Where forward and backward run in different phases of a pipeline, in which all stages should take equally long, forward
 can leave the gradients to backward, which then computes the logits again: one matrix product in forward, three in

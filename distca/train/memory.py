@@ -21,10 +21,11 @@ BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.2, 2.3, 0.1
 """Rows of queries (of one half), of keys, and of queries that live elsewhere at a busy server, over its home rows.
 Plans level seconds, not rows, and a task brings its whole context: the mean of what tests/train/test_stage_memory.py
 finds in plans of 128K tokens per rank and as long contexts."""
-LONG_DOCUMENT_KV = 1.75
-"""Rows of keys at the busiest server of a document that spans ranks, over home rows and per rank spanned: 1.5 at the
-document's end, which has all keys in the second half and half of them in the first; up to 2 with a second, short range
-of the same document, to which its keys are copied once more."""
+LONG_DOCUMENT_KV = {1: 1.05, 2: 1.75}
+"""By halves: rows of keys at the busiest server of a document that spans ranks, over a half's home rows and per rank
+spanned. The server of its end has all keys, of two halves all in the second and half of them in the first: 1.5. A
+second, short range of the same document brings copies of its keys: plans have up to 2, and 2.5 where a shorter document
+shares the pool. 1.75 is what two measured runs needed."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,10 @@ class _Stage:
         self._embedding = vocabulary * model.hidden // parallel.tp
         alone = self._data_parallel * parallel.pp == 1
         self._server_q = self._half * (1.0 if alone else BUSY_SERVER_Q)
-        # Alone, its own rows, and again those of ping that pong needs.
         self._halves = 2 if self._half < self._rows else 1
         spanned = min(config.data.context_length / self._rows, self._data_parallel)
-        busy_kv = max(BUSY_SERVER_KV, LONG_DOCUMENT_KV * spanned)
+        busy_kv = max(BUSY_SERVER_KV, LONG_DOCUMENT_KV[self._halves] * spanned)
+        # Alone, its own rows, and again those of ping that pong needs.
         self._server_kv = self._half * (float(self._halves) if alone else busy_kv)
         self._contexts = (1 + self._halves) / 2 if alone else busy_kv
         self._others = 0.0 if alone else BUSY_SERVER_OTHERS

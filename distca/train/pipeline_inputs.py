@@ -140,8 +140,6 @@ def _of_kind(planning: Planning, learned: Learnings, kind: PhaseKind) -> Learned
 
 def _scheduler(planning: Planning, direction: Direction, learned: Learnings) -> Schedule:
     def scheduled(layout: Layout, busy: tuple[bool, ...], serves: tuple[bool, ...]) -> Plan:
-        if not layout.tokens:
-            return plan_at_home(layout)
         own = _of_kind(planning, learned, (direction, busy))
         return schedule(
             layout,

@@ -22,7 +22,7 @@ from distca.train.memory import check_memory, describe, predict_memory
 from distca.train.planning import Planning
 from distca.train.pool_links import pool_links
 from distca.train.settings import RunConfig
-from distca.train.stage_layers import advise_stage_layers, stage_layers
+from distca.train.stage_layers import stage_layers
 from distca.train.world import World
 from distca.transport import choose_transport
 from distca.words import count
@@ -81,7 +81,6 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
     parallel = config.parallel
     _check_memory(config, world, vocabulary)
-    advise_stage_layers(config, vocabulary)
     initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     pool = _pool(config, world, dtype)

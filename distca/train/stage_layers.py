@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from distca.plan.cost import layer_weights
 from distca.plan.phases import StageLayers
 from distca.train.settings import RunConfig
-
-logger = logging.getLogger(__name__)
 
 _ATTENTION = 1.0
 """Attention's share of a layer's time over that of its linear layers, about: beside long documents it is more."""
@@ -39,27 +35,9 @@ def most_layers(config: RunConfig) -> int:
     return layers // stages if last is None else (layers - last) // (stages - 1)
 
 
-def advise_stage_layers(config: RunConfig, vocabulary: int) -> None:
-    """Say which parallel.last_stage_layers would make phases shorter, by the matrix products of the slowest stage."""
-    layers, stages = config.model.layers, config.parallel.pp
-    if stages == 1 or not config.cad.enabled or config.parallel.last_stage_layers is not None:
-        return
-    output, even = _output_layers(config, vocabulary), layers // stages
-    slowest = {even: even + output}
-    for last in range(1, even):
-        if (layers - last) % (stages - 1) == 0:
-            most = (layers - last) // (stages - 1)
-            slowest[last] = (max(most, last + output) + max(2 * most, 2 * last + 3 * output)) / 3
-    best = min(slowest, key=lambda last: slowest[last])
-    if best != even:
-        logger.info(
-            "The last stage's output layer is as long as %.1f layers: parallel.last_stage_layers %d would shorten what "
-            "all stages wait for from %.1f layers to %.1f, attention aside.",
-            output,
-            best,
-            slowest[even],
-            slowest[best],
-        )
+def last_stage_layers_that_fit(layers: int, stages: int) -> list[int]:
+    """What parallel.last_stage_layers may be: no more than the others have, who share the rest evenly."""
+    return [last for last in range(1, layers // stages + 1) if (layers - last) % (stages - 1) == 0]
 
 
 def _output_layers(config: RunConfig, vocabulary: int) -> float:

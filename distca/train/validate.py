@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distca.data.mixes import MIX_NAMES
 from distca.train.config import ConfigError, RunConfig, known_settings
+from distca.train.stage_layers import last_stage_layers_that_fit
 from distca.words import count
 
 _AT_LEAST_ONE = (
@@ -153,27 +154,24 @@ def _stages(config: RunConfig) -> list[str]:
 
 
 def _stage_layers(layers: int, pp: int, last: int | None) -> list[str]:
-    if last is None:
-        if layers % pp == 0:
-            return []
-        return [
-            f"model.layers {layers} is not divisible by parallel.pp {pp}; change one of them, or give the last stage "
-            "fewer layers than the others with parallel.last_stage_layers."
-        ]
     if pp == 1:
-        return [f"parallel.last_stage_layers is {last}, but parallel.pp 1 has no other stage; set it to null."]
-    others = pp - 1
-    if not 1 <= last <= layers // pp:
-        return [
-            f"parallel.last_stage_layers is {last}; of model.layers {layers} the last of parallel.pp {pp} stages can "
-            f"have 1 to {layers // pp}, as many as the others at most."
-        ]
-    if (layers - last) % others:
-        return [
-            f"parallel.last_stage_layers {last} leaves {layers - last} of model.layers {layers}, which the other "
-            f"{others} stages of parallel.pp {pp} cannot share evenly; change one of them."
-        ]
-    return []
+        return (
+            []
+            if last is None
+            else [f"parallel.last_stage_layers is {last}, but parallel.pp 1 has no other stage; set it to null."]
+        )
+    if layers < pp:
+        return [f"model.layers {layers} is less than parallel.pp {pp}, and every stage needs a layer; change one."]
+    fit = last_stage_layers_that_fit(layers, pp)
+    these = f"set parallel.last_stage_layers to {' or '.join(map(str, fit))}" if fit else "change one of them"
+    if last is None:
+        return [] if layers % pp == 0 else [f"model.layers {layers} is not divisible by parallel.pp {pp}; {these}."]
+    if last in fit:
+        return []
+    return [
+        f"parallel.last_stage_layers {last} does not fit model.layers {layers} and parallel.pp {pp}: the last stage "
+        f"may have as many layers as the others at most, and these share the rest evenly; {these}."
+    ]
 
 
 def _data(config: RunConfig, world_size: int) -> list[str]:

@@ -4,6 +4,9 @@ Exchanges are numbered 1, 2, 3, ... alike on all ranks, and all ranks give an ex
 where its rows go without asking. Places follow each other round a ring. A place is free again once the receiver has
 taken out every older exchange that lay there; senders wait for that, on their stream, by the number of the newest such
 exchange (its credit).
+
+An exchange whose place is not free is refused, by all ranks or by none: some may have taken out the exchange before it
+and others not (in a pipeline ranks that only serve join at other times), so that one counts as under way on all.
 """
 
 from __future__ import annotations
@@ -49,10 +52,11 @@ class LandingRing:
         self._number = 0
         self._reused = 0
         self._lying: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
-        self._not_taken: dict[int, int] = {}  # bytes by number
+        self._not_taken: set[int] = set()
 
     def place(self, sizes: tuple[int, ...]) -> Landing:
-        """The place of the next exchange, whose parts take ``sizes`` bytes on the rank that receives most.
+        """The place of the next exchange, whose parts take ``sizes`` bytes on the rank that receives most. Of the
+        exchanges before it none but the newest may be under way.
 
         Raises:
             TransportError: it does not fit beside the exchanges that are under way; nothing was sent.
@@ -61,12 +65,13 @@ class LandingRing:
         begin, reuses = self._next_place(size)
         if not self._is_free(size, reuses):
             raise TransportError(self._too_small(size))
+        assert self._not_taken <= {self._number}, f"{sorted(self._not_taken)} of {self._number} are under way"
         self._number += 1
         self._reused = reuses
         while self._lying and self._lying[0][0] <= reuses:
             self._lying.popleft()
         self._lying.append((self._number, begin, begin + size))
-        self._not_taken[self._number] = size
+        self._not_taken.add(self._number)
         self._next = begin + size
         return Landing(self._number, begin, tuple(offsets), reuses)
 
@@ -83,19 +88,20 @@ class LandingRing:
         return begin, max(self._reused, *overlapped, 0)
 
     def _is_free(self, size: int, reuses: int) -> bool:
-        return size <= self.capacity and reuses < min(self._not_taken, default=self._number + 1)
+        return size <= self.capacity and (reuses < self._number or not self._number)
 
     def taken(self, number: int) -> int:
         """Note that the rows of an exchange were taken out; returns up to which exchange all were."""
-        del self._not_taken[number]
+        self._not_taken.remove(number)
         return min(self._not_taken, default=self._number + 1) - 1
 
     def _too_small(self, size: int) -> str:
         # Three times the largest covers what is left over where places wrap around.
-        needed = sum(self._not_taken.values()) + 3 * max(size, *self._not_taken.values(), 0)
+        before = sum(end - begin for number, begin, end in self._lying if number == self._number)
+        needed = before + 3 * max(size, before)
         return (
             f"{self._setting} gives {self.capacity / _GIB:.3g} GiB of symmetric memory per rank, but an exchange of "
-            f"{size / _GIB:.3g} GiB does not fit beside {len(self._not_taken)} under way; "
+            f"{size / _GIB:.3g} GiB does not fit beside that before it of {before / _GIB:.3g}; "
             f"set {self._setting} to {needed / _GIB + 0.005:.2f} or more, or lower data.tokens_per_rank."
         )
 

@@ -43,7 +43,7 @@ def fill_little_memory():
     return {
         "refused": _too_little(transport),  # first: all others go on after it
         "pushed": _push_more_than_one_launch_takes(transport, 150),
-        "kept": {below: _keep(transport, 2000, below) for below in (0, 1 << 40)},
+        "kept": {below: _keep(transport, 1000, below) for below in (0, 1 << 40)},
         "sent": {below: _send_only(transport, 30, below, credits=True) for below in (ENGINE, KERNEL)},
         "sent without credits": {below: _send_only(transport, 30, below, credits=False) for below in (ENGINE, KERNEL)},
         "spared": _spare(transport),

@@ -9,9 +9,10 @@ import torch
 from distca.attention.upload import uploading
 from distca.data.sampler import MicroBatch
 from distca.plan import analytic_cost, lay_out, plan_at_home, server_seconds
-from distca.plan.cost import LinearRate, area_cost
+from distca.plan.balance import traffic
+from distca.plan.cost import Direction, LinearRate, area_cost
 from distca.plan.layout import Layout
-from distca.plan.phases import StageLayers
+from distca.plan.phases import Phase, StageLayers
 from distca.profile.tables import find_table
 from distca.train.beside import BesideAttention, beside_attention
 from distca.train.config import parse_run_config
@@ -52,6 +53,26 @@ def test_halves_are_dealt_evenly_and_spread_and_before_is_in_order_and_at_home()
     backward = [[idle, b0], [b0, b1], [b1, idle]]
     expected = [np.concatenate(stages) for stages in (*forward, *backward)]
     np.testing.assert_allclose(made.seconds_before, expected)
+
+
+def test_figures_of_a_phase_are_means_over_its_layers() -> None:
+    made = _plan(replace(PLANNING, layers=StageLayers(6, 1, 2, 3)))
+    phases: list[tuple[Direction, Phase]] = [("forward", each) for each in made.plan.forward]
+    phases += [("backward", each) for each in made.plan.backward]
+    moved = 0.0
+    for number, (direction, phase) in enumerate(phases):
+        plans = [plan for layer in phase.by_layer for plan in layer.plans]
+        seconds = sum(server_seconds(plan, COST, direction) for plan in plans) / 6
+        assert len(phase.by_layer) == 6
+        np.testing.assert_allclose(made.seconds_after[number], seconds)
+        np.testing.assert_allclose(made.work.seconds[number], seconds)
+        q_bytes, kv_bytes = COST.shape.moved_bytes(direction, resend=True)
+        moved += sum(traffic(plan).q_rows * q_bytes + traffic(plan).kv_rows * kv_bytes for plan in plans) / 6
+    assert made.bytes_moved == round(moved)
+    # At home the last stage attends in one layer of six.
+    assert made.seconds_before[0, 3:].sum() == 0 and made.seconds_before[1, 3:].sum() == pytest.approx(
+        made.seconds_before[0, :3].sum() / 6
+    )
 
 
 def test_idle_stages_take_more_attention_where_time_is_leveled() -> None:

@@ -99,7 +99,7 @@ def test_one_rank_alone():
 def _send_only(exchanges):
     """Rank 0 gives all its rows to a slow rank 1 and gets nothing back; returns (wrong exchanges, waits for room)."""
     rank = dist.get_rank()
-    fabric = HostFabric(10000, slow_rank=1)
+    fabric = HostFabric(20000, slow_rank=1)  # a place for two exchanges
     transport = OneSidedTransport(fabric, "host")
     layout = lay_out([60], 2, rank_of=[0])[0]
     plan = Plan(layout, Tasks.sorted(*np.array([[0, 0, 60, 1]]).T))
