@@ -154,12 +154,10 @@ def _stages(config: RunConfig) -> list[str]:
 
 
 def _stage_layers(layers: int, pp: int, last: int | None) -> list[str]:
+    if pp == 1 and last is not None:
+        return [f"parallel.last_stage_layers is {last}, but parallel.pp 1 has no other stage; set it to null."]
     if pp == 1:
-        return (
-            []
-            if last is None
-            else [f"parallel.last_stage_layers is {last}, but parallel.pp 1 has no other stage; set it to null."]
-        )
+        return []
     if layers < pp:
         return [f"model.layers {layers} is less than parallel.pp {pp}, and every stage needs a layer; change one."]
     fit = last_stage_layers_that_fit(layers, pp)
