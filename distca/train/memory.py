@@ -24,8 +24,8 @@ finds in plans of 128K tokens per rank and as long contexts."""
 LONG_DOCUMENT_KV = {1: 1.05, 2: 1.75}
 """By halves: rows of keys at the busiest server of a document that spans ranks, over a half's home rows and per rank
 spanned. The server of its end has all keys, of two halves all in the second and half of them in the first: 1.5. A
-second, short range of the same document brings copies of its keys: plans have up to 2, and more where a shorter document
-shares the pool. 1.75 predicts the measured runs (tests/train/test_memory.py)."""
+second, short range of the same document brings copies of its keys: plans have up to 2, and more where a shorter
+document shares the pool. 1.75 predicts the measured runs (tests/train/test_memory.py)."""
 
 
 @dataclass(frozen=True)

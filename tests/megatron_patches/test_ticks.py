@@ -32,9 +32,9 @@ def _differences(tp, pp, settings, layers=4):
     return results
 
 
-@pytest.mark.parametrize("ranks,tp,pp", [(2, 1, 2), (4, 1, 4), (4, 1, 2), (8, 2, 2)])
-def test_loss_and_every_gradient(ranks, tp, pp):
-    settings = [
+def _settings(counts):
+    """Cases of so many micro-batches, each unlike the others in what else there is."""
+    return [
         {
             "micro_batches": MICRO_BATCHES[:count],
             "ping_pong": count % 2 == 0,
@@ -42,8 +42,13 @@ def test_loss_and_every_gradient(ranks, tp, pp):
             "scheduler": ("real", "random")[count % 2],
             "tie_embeddings": count > 3,
         }
-        for count in range(1, 7)
+        for count in counts
     ]
+
+
+@pytest.mark.parametrize("ranks,tp,pp", [(2, 1, 2), (4, 1, 4), (4, 1, 2), (8, 2, 2)])
+def test_loss_and_every_gradient(ranks, tp, pp):
+    settings = _settings(range(1, 7))
     for case, difference in run_ranks(ranks, _differences, tp, pp, settings)[0]:
         assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
 
@@ -54,17 +59,7 @@ def test_loss_and_every_gradient(ranks, tp, pp):
 def test_a_last_stage_with_fewer_layers(ranks, tp, pp, layers, last):
     """While the others run what it does not have, it computes the output layer and then, where that is more, serves.
     With one micro-batch there are phases in which nobody runs the others' layers."""
-    settings = [
-        {
-            "micro_batches": MICRO_BATCHES[:count],
-            "ping_pong": count % 2 == 0,
-            "recompute": ("all", "none", "mlp")[count % 3],
-            "scheduler": ("real", "random")[count % 2],
-            "tie_embeddings": count > 3,
-            "last_stage_layers": last,
-        }
-        for count in (1, 2, 3, 6)
-    ]
+    settings = [case | {"last_stage_layers": last} for case in _settings((1, 2, 3, 6))]
     for case, difference in run_ranks(ranks, _differences, tp, pp, settings, layers)[0]:
         assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
 
