@@ -1,4 +1,4 @@
-"""How much of a step a rank computes.
+"""How much of a step a rank computes, and what.
 
 On GPUs a few batches run once more under torch's profiler: busy is the time in which at least one kernel other than
 communication's runs. What is left of the step (waiting for other ranks, transfers that nothing hides, launch gaps) is
@@ -7,26 +7,76 @@ idle. On CPUs busy is the process's CPU time, which says little where ranks shar
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
-_COMMUNICATION = ("nccl", "nvshmem", "wait_signal", "wait_until", "memcpy ptop", "memcpy htod", "memcpy dtoh")
+# The first kind with a word that is in a kernel's name, in lower case, is the kernel's.
+_KINDS = {
+    "communication": ("nccl", "nvshmem", "wait_signal", "wait_until", "memcpy ptop", "memcpy htod", "memcpy dtoh"),
+    "attention": ("flash",),
+    "matrix products": ("nvjet", "gemm", "cublas"),
+}
+_LARGEST, _NAME = 12, 100  # kernels that are named one by one; letters of a name
 
 
-def gpu_busy_seconds(steps: Callable[[], None]) -> float | None:
-    """Run ``steps``; returns seconds in which a kernel that is not communication ran, None if the profiler saw none."""
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel or copy that ran; seconds."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def kind(self) -> str:
+        """What it is for, by its name; "other" where that does not tell."""
+        name = self.name.lower()
+        return next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "other")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one rank's GPU did.
+
+    Attributes:
+        busy_s: seconds in which a kernel that is not communication ran.
+        kinds: seconds of all kernels by kind; kernels on several streams run at the same time.
+        largest: seconds of the kernels that took most, by the beginnings of their names.
+    """
+
+    busy_s: float
+    kinds: dict[str, float]
+    largest: dict[str, float]
+
+
+def trace(steps: Callable[[], None]) -> Traced | None:
+    """Run ``steps`` under the profiler; None if it saw no kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         steps()
         torch.cuda.synchronize()
-    spans = (
-        (event.time_range.start, event.time_range.end)
+    kernels = [
+        Kernel(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profiler.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(event, "is_user_annotation", False)
-        and not any(word in event.name.lower() for word in _COMMUNICATION)
-    )
-    return covered(spans) / 1e6 or None
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+    return summary(kernels) if kernels else None
+
+
+def summary(kernels: Iterable[Kernel]) -> Traced:
+    """Of all kernels of a rank."""
+    kinds: defaultdict[str, float] = defaultdict(float)
+    names: defaultdict[str, float] = defaultdict(float)
+    spans = []
+    for kernel in kernels:
+        kinds[kernel.kind] += kernel.end - kernel.start
+        names[kernel.name[:_NAME]] += kernel.end - kernel.start
+        if kernel.kind != "communication":
+            spans.append((kernel.start, kernel.end))
+    largest = sorted(names, key=lambda name: -names[name])[:_LARGEST]
+    return Traced(covered(spans), dict(kinds), {name: names[name] for name in largest})
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.baselines import CpGroups, Mode, Work
 from benchmarks.gpu_state import GpuState
 from benchmarks.throughput.batches import Batches
-from benchmarks.throughput.busy import gpu_busy_seconds
+from benchmarks.throughput.busy import Traced, trace
 from benchmarks.throughput.inputs import inputs_ahead
 from benchmarks.throughput.settings import Cell, Settings
 from distca.train.garbage import SteadyGarbage
@@ -52,7 +52,7 @@ class RankRecord:
             moment could be read, which holds what earlier modes left.
         reserved_gib: peak that torch's allocator held; None on CPUs.
         spared: exchanges that did not fit NVSHMEM's memory and went by NCCL.
-        traced_busy_s: compute seconds of the traced batches; None where nothing was traced.
+        traced: what the GPU did in the traced batches; None where nothing was traced.
         gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
     """
 
@@ -71,7 +71,7 @@ class RankRecord:
     memory_gib: float | None = None
     reserved_gib: float | None = None
     spared: int = 0
-    traced_busy_s: float | None = None
+    traced: Traced | None = None
     gpus: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -124,7 +124,7 @@ def measure_mode(
         inputs.close()
         if settings.traced and run.on_gpu:
             inputs = inputs_ahead(mode, trainer, batches, settings.warm_up, groups(), work)
-            record.traced_busy_s = gpu_busy_seconds(partial(run.steps, inputs, settings.traced))
+            record.traced = trace(partial(run.steps, inputs, settings.traced))
             inputs.close()
     del run, trainer, inputs
     _free(world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def figures(
         "share_of_burst_ceiling": best_in_burst / float(seconds.sum()),
         "idle_share": _mean(idle),
         "idle_shares": idle,
+        "traced": [asdict(record.traced) if record.traced else None for record in records],
         "attention_max_over_mean": _spread(np.array([imbalance(step) for step in attention.T])),
         "attention_by_rank": {
             "measured_s": attention.tolist(),
@@ -75,9 +77,9 @@ def figures(
 
 def _idle(records: list[RankRecord], seconds: np.ndarray, traced: int) -> list[float] | None:
     """By rank, the part of a step in which it does not compute; see busy.py."""
-    traced_busy = [record.traced_busy_s for record in records if record.traced_busy_s is not None]
-    if len(traced_busy) == len(records):
-        return [1 - busy / float(seconds[:traced].sum()) for busy in traced_busy]
+    busy_s = [record.traced.busy_s for record in records if record.traced is not None]
+    if len(busy_s) == len(records):
+        return [1 - each / float(seconds[:traced].sum()) for each in busy_s]
     if torch.cuda.is_available():
         return None
     busy = np.array([record.cpu_s for record in records]) / seconds

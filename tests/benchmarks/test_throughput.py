@@ -130,6 +130,22 @@ def test_busy_time_is_the_union_of_spans():
     assert covered([]) == 0
 
 
+def test_kernels_are_told_apart_by_their_names():
+    from benchmarks.throughput.busy import Kernel, summary
+
+    kernels = [
+        Kernel("kernel_cutlass_flash_attncuteflash_bwd_sm90", 0.0, 2.0),
+        Kernel("nvjet_tst_192x192_64x4", 1.0, 3.0),
+        Kernel("Memcpy PtoP (Device -> Device)", 2.5, 9.0),
+        Kernel("vectorized_elementwise_kernel", 5.0, 6.0),
+        Kernel("nvjet_tst_192x192_64x4", 6.0, 6.5),
+    ]
+    traced = summary(kernels)
+    assert traced.busy_s == pytest.approx(4.5)
+    assert traced.kinds == pytest.approx({"attention": 2, "matrix products": 2.5, "communication": 6.5, "other": 1})
+    assert list(traced.largest)[:2] == ["Memcpy PtoP (Device -> Device)", "nvjet_tst_192x192_64x4"]
+
+
 def test_wrong_settings_are_sentences(tmp_path):
     from benchmarks.throughput.settings import parse
     from distca.train.settings import ConfigError
