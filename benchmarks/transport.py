@@ -36,12 +36,14 @@ from distca.data.mixes import Mix
 from distca.transport import Transport, row_kernels
 from distca.transport.choose import choose_transport
 from distca.transport.native import row_bytes
+from distca.transport.nccl import nccl_goes_first
 from distca.transport.one_sided import OneSidedTransport
 
 
 def main() -> None:
     arguments = _arguments()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    nccl_goes_first()
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     world = dist.group.WORLD
     assert world is not None, "it was just made"

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.transport.nccl import nccl_goes_first
+
 
 class RankFailure(RuntimeError):
     """A rank raised or died; the message holds its traceback."""
@@ -99,6 +101,7 @@ def _rank_main(
     try:
         if gpus:
             torch.cuda.set_device(rank)
+            nccl_goes_first()
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from distca.runtime.host_memory import keep_freed_memory
 from distca.train.companions import Companions
+from distca.transport.nccl import nccl_goes_first
 
 # Long enough for slow file systems, short enough that a dead rank ends the others.
 _TIMEOUT = timedelta(minutes=10)
@@ -51,6 +52,7 @@ def join_world() -> World:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        nccl_goes_first()
         dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device)
     else:
         device = torch.device("cpu")
