@@ -2,10 +2,10 @@
 
     python -m benchmarks.learned_costs --output benchmarks/results/learned_costs.json
 
-Makes the plans of a kept run of benchmarks.throughput again, whose file has the attention seconds that each of two
-ranks took, and learns from them batch by batch, as training does, which plans a step while the one before it runs: once
-speeds alone, once what reach costs as well. An error is by how much log(measured / planned) of the two ranks differs;
-of a run, root mean square, weighted by planned work.
+Reads what each of two ranks was given by the plans of a kept run of benchmarks.throughput, and the attention seconds
+that it took, and learns from them batch by batch, as training does, which plans a step while the one before it runs:
+once speeds alone, once what reach costs as well. An error is by how much log(measured / planned) of the two ranks
+differs; of a run, root mean square, weighted by planned work.
 """
 
 from __future__ import annotations
@@ -21,18 +21,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.throughput.batches import draw_batches, lengths_of
-from benchmarks.throughput.settings import Cell
 from distca.commands.versions import versions
-from distca.plan import training_tolerance
-from distca.plan.learned import WHOLE_STEP, Learned, ServerWork, work_of
-from distca.plan.micro_batch import plan_micro_batch
-from distca.profile.tables import find_table
+from distca.plan.learned import WHOLE_STEP, Learned, ServerWork
 from distca.train.learner import Learner
 
 RUN = Path(__file__).parent / "results" / "throughput_2_gpus_30_batches_pretrain_128k_cp.json"
-SEED, RANKS, FIRST = 1234, 2, 8
-"""The benchmark's default seed; batches after which the learner counts as settled."""
+RANKS, FIRST = 2, 8
+"""Ranks of the run; batches after which the learner counts as settled."""
 
 
 def main() -> None:
@@ -64,30 +59,10 @@ def main() -> None:
 
 def _run(report: dict[str, Any]) -> tuple[list[ServerWork], np.ndarray]:
     """By batch what each rank was given, and the [batches, ranks] seconds that it took for one layer."""
-    cost = find_table("NVIDIA H200", "flash4", 32, 8, 128)
-    assert cost is not None, "shipped with the package"
     (cell,) = report["cells"].values()
-    tokens, warm_up, layers = report["tokens_per_rank"], report["warm_up"], report["model"]["layers"]
-    batches = draw_batches(
-        Cell(cell["mix"], cell["context"]),
-        warm_up + report["batches"],
-        ranks=RANKS,
-        tokens_per_rank=tokens,
-        micro_batches=report["micro_batches"],
-        vocabulary=report["model"]["vocabulary"],
-        seed=SEED,
-    )
     ranks = {key: np.array(values) for key, values in cell["modes"]["distca"]["attention_by_rank"].items()}
-    work = []
-    for batch, speeds, planned in zip(
-        batches.global_batches[warm_up:], ranks["speed"].T, ranks["planned_s_per_layer"].T, strict=True
-    ):
-        plan = plan_micro_batch(
-            lengths_of(batch), RANKS, cost, nano_batches=2, tolerance=training_tolerance(RANKS), speeds=speeds
-        )
-        assert np.allclose(plan.seconds_after / speeds, planned), "not the plans of that run"
-        work.append(work_of(plan.directed, cost, RANKS))
-    return work, ranks["measured_s"].T / layers
+    given = zip(ranks["work_s_per_layer"].T, ranks["reaching_s_per_layer"].T, strict=True)
+    return [ServerWork(*each) for each in given], ranks["measured_s"].T / report["model"]["layers"]
 
 
 def _learn(work: list[ServerWork], measured: np.ndarray, reaching: bool) -> tuple[list[Learned], Learned]:

@@ -39,6 +39,8 @@ class RankRecord:
         seconds: of the step, waiting for its inputs included.
         attention_s: in core-attention kernels.
         planned_s: the same as planned, of one layer; 0 where nothing is planned.
+        work_s: the same by the cost model alone, for a server of speed 1,
+        reaching_s: and with each task's seconds times its reach.
         speed: of this rank as a server, by which the batch was planned.
         reach_cost: likewise, what far-reaching tasks were planned to cost more.
         cpu_s: CPU time of the process.
@@ -59,6 +61,8 @@ class RankRecord:
     seconds: list[float] = field(default_factory=list)
     attention_s: list[float] = field(default_factory=list)
     planned_s: list[float] = field(default_factory=list)
+    work_s: list[float] = field(default_factory=list)
+    reaching_s: list[float] = field(default_factory=list)
     speed: list[float] = field(default_factory=list)
     reach_cost: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -188,6 +192,8 @@ class _Run:
         record.attention_s.append(self._learn(inputs))
         me = trainer.planning.pool_rank
         record.planned_s.append(float(inputs.seconds_after[:, me].sum()))
+        record.work_s.append(float(inputs.work.seconds[:, me].sum()))
+        record.reaching_s.append(float(inputs.work.reaching[:, me].sum()))
         record.speed.append(float(np.mean([each.speeds[me] for each in inputs.learned])))
         record.reach_cost.append(float(np.mean([each.reach_cost for each in inputs.learned])))
         record.loss.append(loss)

@@ -9,6 +9,8 @@ import numpy as np
 
 Dealing = Literal["in_order", "even"]
 _DEALT_ONE_BY_ONE = 64
+_SHORT_TAIL = 1 / 32
+"""Of the first half's tokens, and of what comes before the tail; by so much more than its half the first may get."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,25 @@ def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, 
         Stream(documents[ping], np.zeros(int(ping.sum()), np.int64), in_ping[ping]),
         Stream(documents[pong], in_ping[pong], own[pong]),
     )
+
+
+def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit: int = 1) -> int:
+    """Where to cut the stream of ``documents`` in place of ``cut``: after the document there if little of it is left,
+    at a multiple of ``unit``.
+
+    Whoever computes the tail of a document needs the keys and values of all of it once more, be the tail a single
+    token. Contexts that are powers of two make such tails usual: a half is a few tokens shorter than two full
+    documents.
+    """
+    ends = np.cumsum(length[documents])
+    at = int(np.searchsorted(ends, cut))
+    if at == len(ends):
+        return cut
+    tail = int(ends[at]) - cut
+    head = int(length[documents[at]]) - tail
+    if tail > _SHORT_TAIL * min(cut, head):
+        return cut
+    return min(-(-int(ends[at]) // unit) * unit, int(ends[-1]))
 
 
 def halves(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut: int) -> list[Stream]:

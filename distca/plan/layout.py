@@ -18,7 +18,7 @@ from typing import get_args
 import numpy as np
 
 from distca.plan.cost import CostModel, area_cost
-from distca.plan.dealing import Dealing, Stream, dealt_evenly, halves
+from distca.plan.dealing import Dealing, Stream, dealt_evenly, halves, without_short_tail
 from distca.plan.errors import PlanError
 from distca.plan.order import order_by
 from distca.plan.placement import Placement, spread
@@ -91,8 +91,8 @@ class Layout:
         return int(self.q_rows.sum())
 
 
-Place = Callable[[Stream, np.ndarray], tuple[Shards, np.ndarray]]
-"""Puts a stream on ranks whose rows end at [R+1] bounds: its shards, and the rows per rank."""
+Place = Callable[[Stream, np.ndarray, bool], tuple[Shards, np.ndarray]]
+"""Puts a stream, of the second half or not, on ranks whose rows end at [R+1] bounds: its shards, and rows per rank."""
 
 
 def lay_out(
@@ -124,8 +124,9 @@ def lay_out(
         capacities: [R] rows per rank of the whole micro-batch, filled in order; for two nano-batches each half gets
             half of every rank's capacity (the first half rounded up).
         align: rows per rank are multiples of this where documents may span ranks.
-        dealing: which documents go into which of two halves, both of equal tokens. "in_order": ping gets the first
-            ones. "even": documents are dealt by length, so that both halves also have about equal attention work.
+        dealing: which documents go into which of two halves of equal tokens; ping may be up to 1/32 longer so as not
+            to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so that
+            both halves also have about equal attention work.
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
             every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks.
             With ``rank_of`` or ``capacities`` it is always "in_order".
@@ -205,8 +206,13 @@ def _place_spanning(
     place: Place,
 ) -> list[tuple[Shards, np.ndarray]]:
     total = int(length.sum())
+    documents = np.arange(len(length))
+    if nano_batches == 2 and dealing == "even":
+        documents = dealt_evenly(length, documents, ping_first=True)
     if capacities is None:
         cut = min(total, -(-total // (2 * align)) * align)
+        # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
+        cut = without_short_tail(length, documents, cut, ranks * align)
         bounds = [
             _even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))
         ]
@@ -215,18 +221,15 @@ def _place_spanning(
         parts = (whole,) if nano_batches == 1 else (-(-whole // 2), whole // 2)
         cut = min(total, int(parts[0].sum()))
         bounds = [np.concatenate(([0], np.cumsum(part))) for part in parts]
-    documents = np.arange(len(length))
-    if nano_batches == 2 and dealing == "even":
-        documents = dealt_evenly(length, documents, ping_first=True)
     streams = halves(length, documents, nano_batches, cut)
-    return [place(stream, bound) for stream, bound in zip(streams, bounds, strict=True)]
+    return [place(stream, bound, half == 1) for half, (stream, bound) in enumerate(zip(streams, bounds, strict=True))]
 
 
 def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
     return np.minimum(np.arange(ranks + 1) * -(-tokens // align) // ranks * align, tokens)
 
 
-def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
+def _cut_at_ranks(stream: Stream, bounds: np.ndarray, second: bool = False) -> tuple[Shards, np.ndarray]:
     """Cut a stream of document ranges wherever a rank's capacity ends."""
     own = stream.stop - stream.start
     ends = np.cumsum(own)
@@ -246,13 +249,14 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
 
 
 def _spread(
-    stream: Stream, bounds: np.ndarray, length: np.ndarray, cost: CostModel, speeds: np.ndarray
+    stream: Stream, bounds: np.ndarray, second: bool, length: np.ndarray, cost: CostModel, speeds: np.ndarray
 ) -> tuple[Shards, np.ndarray]:
-    """Place a stream of document ranges by work; every rank's rows are in order of document and position."""
+    """Place a stream of document ranges by work, in the second half backwards, so that who needs the most keys of ping
+    needs the fewest of pong; every rank's rows are in order of document and position."""
     budgets = np.diff(bounds)
     if not budgets.any():
         return _cut_at_ranks(stream, bounds)
-    placed, rank = spread(stream, budgets, cost, speeds)
+    placed, rank = spread(stream, budgets, cost, speeds, backwards=second)
     # A document that goes on in the next nano-batch comes last on every rank, because carried rows are a rank's tail.
     goes_on = np.zeros(len(length), bool)
     goes_on[stream.document] = stream.stop < length[stream.document]
@@ -271,7 +275,7 @@ def _place_whole(
         mine = np.flatnonzero(rank_of == rank)
         if nano_batches == 2 and dealing == "even":
             mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
-        cut = -(-int(length[mine].sum()) // 2)
+        cut = without_short_tail(length, mine, -(-int(length[mine].sum()) // 2))
         for half, stream in enumerate(halves(length, mine, nano_batches, cut)):
             own = stream.stop - stream.start
             row = np.cumsum(own) - own

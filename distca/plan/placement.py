@@ -38,12 +38,18 @@ _FILLING = 0.03
 _ENOUGH_OVER = 0.005
 _LEAST_PART = 0.05
 """Least part of the mean work for which a document is cut."""
+_ALIKE = 1.1
+"""Ranks whose speeds are within this factor may get their parts in any order."""
 _PASSES = 3
 _CORRECTIONS = 2
 
 
 def spread(
-    stream: Stream, budgets: np.ndarray, cost: CostModel, speeds: np.ndarray | None = None
+    stream: Stream,
+    budgets: np.ndarray,
+    cost: CostModel,
+    speeds: np.ndarray | None = None,
+    backwards: bool = False,
 ) -> tuple[Stream, np.ndarray]:
     """Place ``stream`` on ranks with attention work as their speeds, both directions together.
 
@@ -52,13 +58,26 @@ def spread(
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per CA-task.
         speeds: [R] relative speed of every rank, 0 or more; None means all equal.
+        backwards: deal to ranks in the opposite order. Parts of a document go to one rank after the other, and the last
+            part needs the keys of all: what is placed backwards gives most keys to those who otherwise have fewest.
 
     Returns:
         The ranges, some of them cut, and the rank of each.
     """
+    if backwards:
+        placed, rank = _spread(stream, budgets[::-1], cost, None if speeds is None else speeds[::-1], True)
+        return placed, len(budgets) - 1 - rank
+    return _spread(stream, budgets, cost, speeds, False)
+
+
+def _spread(
+    stream: Stream, budgets: np.ndarray, cost: CostModel, speeds: np.ndarray | None, backwards: bool
+) -> tuple[Stream, np.ndarray]:
     share = np.ones(len(budgets)) if speeds is None else speeds / speeds.mean()
     work = _work_of(stream, len(budgets), cost)
-    parts, rank_of_part, rest = _cut_long(stream, budgets, share, work)
+    # The fastest get their parts first; where all are about as fast, the order is free.
+    slowest_first = backwards and share.max() <= _ALIKE * share.min()
+    parts, rank_of_part, rest = _cut_long(stream, budgets, share, share if slowest_first else -share, work)
     work_of_part = work(parts.start, parts.stop)
     mean = float(work_of_part.sum() + work(rest.start, rest.stop).sum()) / len(budgets)
     left, tokens = _left_over(mean * share, budgets, work_of_part, parts, rank_of_part)
@@ -79,14 +98,17 @@ def _work_of(stream: Stream, ranks: int, cost: CostModel) -> Work:
     return work
 
 
-def _cut_long(stream: Stream, budgets: np.ndarray, share: np.ndarray, work: Work) -> tuple[Stream, np.ndarray, Stream]:
+def _cut_long(
+    stream: Stream, budgets: np.ndarray, share: np.ndarray, turn: np.ndarray, work: Work
+) -> tuple[Stream, np.ndarray, Stream]:
     """Parts that fill one rank each, the rank of each, and everything else; ``share`` is [R] parts of the mean work.
+    Ranks get theirs by [R] ``turn``, lowest first.
 
     Cutting adds work (keys are loaded once more for every part), so the cuts are made again with the higher mean.
     """
     mean = 1.0
     for _ in range(_PASSES):
-        parts, ranks, rest = _parts_of(stream, budgets, share, work, mean)
+        parts, ranks, rest = _parts_of(stream, budgets, share, turn, work, mean)
         total = float(work(parts.start, parts.stop).sum() + work(rest.start, rest.stop).sum()) / len(budgets)
         if abs(total - mean) < _ENOUGH_OVER:
             break
@@ -95,7 +117,7 @@ def _cut_long(stream: Stream, budgets: np.ndarray, share: np.ndarray, work: Work
 
 
 def _parts_of(
-    stream: Stream, budgets: np.ndarray, share: np.ndarray, work: Work, mean: float
+    stream: Stream, budgets: np.ndarray, share: np.ndarray, turn: np.ndarray, work: Work, mean: float
 ) -> tuple[Stream, np.ndarray, Stream]:
     start, stop = stream.start, stream.stop.copy()
     rows = stop - start
@@ -105,14 +127,16 @@ def _parts_of(
     # Ranks with a usual budget: ``align`` may leave the last ones little or nothing.
     roomy = np.flatnonzero(2 * budgets >= budgets.max())
     wanted = mean * share - filling * float(budgets[roomy].mean())
-    # A slow rank, owed little more than its filling, gets no part; the fastest get theirs first.
+    # A slow rank, owed little more than its filling, gets no part.
     ranks = roomy[wanted[roomy] > _LEAST_PART * mean]
-    ranks = ranks[np.argsort(-share[ranks], kind="stable")]
+    ranks = ranks[np.argsort(turn[ranks], kind="stable")]
     if not len(ranks):
         return _joined(), ranks, stream
-    most_rows, enough = int(budgets[ranks].min()), float(wanted[ranks].mean()) * (1 + _ENOUGH_OVER)
+    most_rows = int(budgets[ranks].min())
+    # By the number of parts so far, from which surplus on a document is cut for the next rank.
+    enough = np.maximum(wanted[ranks], wanted[ranks].mean() / _ALIKE) * (1 + _ENOUGH_OVER)
     surplus = whole - filling * rows
-    long = np.flatnonzero(dense & (surplus > enough))
+    long = np.flatnonzero(dense & (surplus > enough.min()))
     surplus = surplus[long]
     pairs_per_work = area(start[long], stop[long]) / surplus
     corrections = _CORRECTIONS
@@ -121,6 +145,11 @@ def _parts_of(
     # All documents that are too long lose their last rows at once, again and again until none is.
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
+        order = order[: _leading(surplus[order] > enough[parts : parts + len(order)])]
+        if not len(order):
+            break
+        later = np.delete(np.arange(len(long)), order)
+        waiting = long[later], surplus[later], pairs_per_work[later]
         long, pairs_per_work = long[order], pairs_per_work[order]
         low, high, goal = start[long], stop[long], wanted[ranks[parts : parts + len(long)]]
         for _ in range(corrections):
@@ -132,8 +161,9 @@ def _parts_of(
         parts += len(long)
         stop[long] = middle
         surplus = work(low, middle) - filling * (middle - low)
-        still = surplus > enough
-        long, surplus, pairs_per_work = long[still], surplus[still], pairs_per_work[still]
+        still = surplus > enough.min()
+        going_on = long[still], surplus[still], pairs_per_work[still]
+        long, surplus, pairs_per_work = (np.concatenate(pair) for pair in zip(going_on, waiting, strict=True))
         # The next part of a document is much like the last one.
         corrections = 1
     some = stop > start
@@ -141,8 +171,13 @@ def _parts_of(
     found = _joined(*cut)
     ranks = ranks[:parts]
     # Parts of one document get neighbouring ranks of the same speed.
-    order, places = np.lexsort((found.start, found.document, -share[ranks])), np.lexsort((ranks, -share[ranks]))
+    order, places = np.lexsort((found.start, found.document, turn[ranks])), np.lexsort((ranks, turn[ranks]))
     return _take(found, order), ranks[places], rest
+
+
+def _leading(true: np.ndarray) -> int:
+    """How many [N] bools are true before the first that is not."""
+    return int(np.argmin(np.append(true, False)))
 
 
 def _start_of(stop: np.ndarray, pairs: np.ndarray) -> np.ndarray:

@@ -17,10 +17,10 @@ from distca.train.stage_layers import stage_layers
 GIB = 2**30
 _LOGITS_BYTES = 2 << 30
 """Of one chunk of the output layer's logits (megatron_patches/output_loss.py)."""
-BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.2, 2.3, 0.1
+BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.33, 2.3, 0.17
 """Rows of queries (of one half), of keys, and of queries that live elsewhere at a busy server, over its home rows.
 Plans level seconds, not rows, and a task brings its whole context: the mean of what tests/train/test_stage_memory.py
-finds in plans of 128K tokens per rank and as long contexts."""
+finds in six steps of 128K tokens per rank and as long contexts. Long runs on many ranks meet busier servers."""
 LONG_DOCUMENT_KV = {1: 1.05, 2: 1.75}
 """By halves: rows of keys at the busiest server of a document that spans ranks, over a half's home rows and per rank
 spanned. The server of its end has all keys, of two halves all in the second and half of them in the first: 1.5. A

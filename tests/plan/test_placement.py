@@ -15,6 +15,8 @@ from distca.plan import (
     imbalance,
     lay_out,
     plan_at_home,
+    plan_micro_batch,
+    route,
     schedule,
     server_seconds,
     traffic,
@@ -102,6 +104,18 @@ def test_parts_of_a_long_document_are_neighbours() -> None:
     assert parts.sum() >= 6
     # All but the head, which is dealt like any other document.
     assert (np.diff(layout.q.rank[parts])[1:] == 1).all()
+
+
+@pytest.mark.parametrize("speeds", [None, [1.0, 0.99, 1.02, 0.98]])
+def test_both_halves_together_need_about_as_many_keys_everywhere(speeds: list[float] | None) -> None:
+    # The last part of a document needs all its keys, so its rank gets the part with fewest in the other half.
+    documents = [131_072, 131_072, *[1000] * 262]
+    plan = plan_micro_batch(documents, 4, LLAMA_8B, nano_batches=2, tolerance=0.005, speeds=speeds)
+    keys = np.array(
+        [[route(half.forward, rank).kv.destination_rows for rank in range(4)] for half in plan.nano_batches]
+    )
+    assert keys.max() > 1.5 * keys.min()
+    assert keys.sum(axis=0).max() < 1.15 * keys.sum(axis=0).min()
 
 
 def test_uneven_budgets_are_met() -> None:

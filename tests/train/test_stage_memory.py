@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distca.data.mixes import Mix, sample_long_context
-from distca.plan import DEFAULT_TOLERANCE, route, training_tolerance
+from distca.plan import route, training_tolerance
 from distca.plan.cost import area_cost
 from distca.plan.micro_batch import plan_micro_batch
 from distca.testing.ranks import run_ranks
@@ -120,14 +120,14 @@ def _between_layers(stage: int, stages: int, ticks: bool) -> int:
 
 
 def test_rows_of_busy_servers() -> None:
-    """The constants are what the busiest server of a few steps has in plans for 2 to 8 ranks, in the mean."""
-    context, seeds = 131_072, range(9)
+    """The constants are what the busiest server of six steps has in plans for 2 to 8 ranks, in the mean."""
+    context, steps = 131_072, 6
     mixes: tuple[Mix, ...] = ("pretrain", "prolong")
     found = []
     for ranks, mix in itertools.product((2, 4, 8), mixes):
-        drawn = [sample_long_context(mix, ranks * context, context, seed) for seed in seeds]
+        drawn = [sample_long_context(mix, ranks * context, context, seed) for seed in range(3 * steps)]
         busiest = np.array([_busiest_server(lengths, ranks) for lengths in drawn]) / (context // 2)
-        found += [busiest[first : first + 3].max(axis=0) for first in (0, 3, 6)]
+        found += list(busiest.reshape(3, steps, -1).max(axis=1))
     constants = [memory.BUSY_SERVER_Q, memory.BUSY_SERVER_KV, memory.BUSY_SERVER_OTHERS]
     assert np.mean(found, axis=0) == pytest.approx(constants, rel=0.05)
 
@@ -136,16 +136,15 @@ def test_rows_of_busy_servers() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_keys_at_the_busiest_server_of_a_document_that_spans_all_ranks(ranks: int, halves: int) -> None:
     tokens = 131_072
-    _, kv, _ = _busiest_server(np.array([ranks * tokens]), ranks, training_tolerance(ranks), halves)
-    least, most = {1: (1.0, 1.1), 2: (1.5, 2.05)}[halves]
+    _, kv, _ = _busiest_server(np.array([ranks * tokens]), ranks, halves)
+    least, most = {1: (1.0, 1.1), 2: (1.3, 2.2)}[halves]
     assert least <= kv / (tokens // halves) / ranks <= most
     assert least <= memory.LONG_DOCUMENT_KV[halves] <= most
 
 
-def _busiest_server(
-    lengths: np.ndarray, ranks: int, tolerance: float = DEFAULT_TOLERANCE, halves: int = 2
-) -> tuple[float, float, float]:
+def _busiest_server(lengths: np.ndarray, ranks: int, halves: int = 2) -> tuple[float, float, float]:
     """Most rows of queries in a half; of keys, and of queries that live elsewhere, in the mean of both."""
+    tolerance = training_tolerance(ranks)
     plan = plan_micro_batch(lengths, ranks, area_cost(32, 8, 128), nano_batches=halves, tolerance=tolerance)
     servers = [[route(half.forward, rank) for half in plan.nano_batches] for rank in range(ranks)]
     q = max(half.q.destination_rows for server in servers for half in server)
