@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import nlargest
+from operator import itemgetter
 
 import torch
 
@@ -19,7 +21,7 @@ _KINDS = {
     "attention": ("flash",),
     "matrix products": ("nvjet", "gemm", "cublas"),
 }
-_LARGEST, _NAME = 12, 100  # kernels that are named one by one; letters of a name
+_LARGEST, _NAME = 8, 100  # kernels of a kind that are named one by one; letters of a name
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,12 @@ class Traced:
     Attributes:
         busy_s: seconds in which a kernel that is not communication ran.
         kinds: seconds of all kernels by kind; kernels on several streams run at the same time.
-        largest: seconds of the kernels that took most, by the beginnings of their names.
+        largest: by kind, seconds of the kernels that took most, by the beginnings of their names.
     """
 
     busy_s: float
     kinds: dict[str, float]
-    largest: dict[str, float]
+    largest: dict[str, dict[str, float]]
 
 
 def trace(steps: Callable[[], None]) -> Traced | None:
@@ -67,16 +69,15 @@ def trace(steps: Callable[[], None]) -> Traced | None:
 
 def summary(kernels: Iterable[Kernel]) -> Traced:
     """Of all kernels of a rank."""
-    kinds: defaultdict[str, float] = defaultdict(float)
-    names: defaultdict[str, float] = defaultdict(float)
+    names: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     spans = []
     for kernel in kernels:
-        kinds[kernel.kind] += kernel.end - kernel.start
-        names[kernel.name[:_NAME]] += kernel.end - kernel.start
+        names[kernel.kind][kernel.name[:_NAME]] += kernel.end - kernel.start
         if kernel.kind != "communication":
             spans.append((kernel.start, kernel.end))
-    largest = sorted(names, key=lambda name: -names[name])[:_LARGEST]
-    return Traced(covered(spans), dict(kinds), {name: names[name] for name in largest})
+    kinds = {kind: sum(seconds.values()) for kind, seconds in names.items()}
+    largest = {kind: dict(nlargest(_LARGEST, seconds.items(), key=itemgetter(1))) for kind, seconds in names.items()}
+    return Traced(covered(spans), kinds, largest)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
