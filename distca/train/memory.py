@@ -23,9 +23,9 @@ Plans level seconds, not rows, and a task brings its whole context: the mean of 
 finds in six steps of 128K tokens per rank and as long contexts. Long runs on many ranks meet busier servers."""
 LONG_DOCUMENT_KV = {1: 1.05, 2: 1.75}
 """By halves: rows of keys at the busiest server of a document that spans ranks, over a half's home rows and per rank
-spanned. The server of its end has all keys, of two halves all in the second and half of them in the first: 1.5. A
-second, short range of the same document brings copies of its keys: plans have up to 2, and more where a shorter
-document shares the pool. 1.75 predicts the measured runs (tests/train/test_memory.py)."""
+spanned. The server of its end has all keys, of two halves all in the second; the first half's end, half of them, is
+computed elsewhere. A second, short range of the same document brings copies of its keys: plans have up to 2.2, and more
+where a shorter document shares the pool. 1.75 predicts the measured runs (tests/train/test_memory.py)."""
 
 
 @dataclass(frozen=True)
