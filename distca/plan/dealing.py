@@ -10,7 +10,7 @@ import numpy as np
 Dealing = Literal["in_order", "even"]
 _DEALT_ONE_BY_ONE = 64
 _SHORT_TAIL = 1 / 32
-"""Of the first half's tokens, and of what comes before the tail; by so much more than its half the first may get."""
+"""Of what comes before the tail. By so much, of its tokens, the first half may get longer."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit
         return cut
     tail = int(ends[at]) - cut
     head = int(length[documents[at]]) - tail
-    if tail > _SHORT_TAIL * min(cut, head):
+    moved = min(-(-int(ends[at]) // unit) * unit, int(ends[-1]))
+    if not 0 < tail <= _SHORT_TAIL * head or moved - cut > _SHORT_TAIL * cut:
         return cut
-    return min(-(-int(ends[at]) // unit) * unit, int(ends[-1]))
+    return moved
 
 
 def halves(length: np.ndarray, documents: np.ndarray, nano_batches: int, cut: int) -> list[Stream]:

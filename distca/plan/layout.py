@@ -92,7 +92,7 @@ class Layout:
 
 
 Place = Callable[[Stream, np.ndarray, bool], tuple[Shards, np.ndarray]]
-"""Puts a stream, of the second half or not, on ranks whose rows end at [R+1] bounds: its shards, and rows per rank."""
+"""Puts a stream, backwards or not, on ranks whose rows end at [R+1] bounds: its shards, and the rows per rank."""
 
 
 def lay_out(
@@ -211,8 +211,9 @@ def _place_spanning(
         documents = dealt_evenly(length, documents, ping_first=True)
     if capacities is None:
         cut = min(total, -(-total // (2 * align)) * align)
-        # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
-        cut = without_short_tail(length, documents, cut, ranks * align)
+        if nano_batches == 2:
+            # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
+            cut = without_short_tail(length, documents, cut, ranks * align)
         bounds = [
             _even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))
         ]
@@ -222,6 +223,7 @@ def _place_spanning(
         cut = min(total, int(parts[0].sum()))
         bounds = [np.concatenate(([0], np.cumsum(part))) for part in parts]
     streams = halves(length, documents, nano_batches, cut)
+    # Who needs the most keys of ping is to need the fewest of pong.
     return [place(stream, bound, half == 1) for half, (stream, bound) in enumerate(zip(streams, bounds, strict=True))]
 
 
@@ -229,8 +231,8 @@ def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
     return np.minimum(np.arange(ranks + 1) * -(-tokens // align) // ranks * align, tokens)
 
 
-def _cut_at_ranks(stream: Stream, bounds: np.ndarray, second: bool = False) -> tuple[Shards, np.ndarray]:
-    """Cut a stream of document ranges wherever a rank's capacity ends."""
+def _cut_at_ranks(stream: Stream, bounds: np.ndarray, backwards: bool = False) -> tuple[Shards, np.ndarray]:
+    """Cut a stream of document ranges wherever a rank's capacity ends; in order, whichever way was asked for."""
     own = stream.stop - stream.start
     ends = np.cumsum(own)
     begins = ends - own
@@ -249,14 +251,13 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray, second: bool = False) -> t
 
 
 def _spread(
-    stream: Stream, bounds: np.ndarray, second: bool, length: np.ndarray, cost: CostModel, speeds: np.ndarray
+    stream: Stream, bounds: np.ndarray, backwards: bool, length: np.ndarray, cost: CostModel, speeds: np.ndarray
 ) -> tuple[Shards, np.ndarray]:
-    """Place a stream of document ranges by work, in the second half backwards, so that who needs the most keys of ping
-    needs the fewest of pong; every rank's rows are in order of document and position."""
+    """Place a stream of document ranges by work; every rank's rows are in order of document and position."""
     budgets = np.diff(bounds)
     if not budgets.any():
         return _cut_at_ranks(stream, bounds)
-    placed, rank = spread(stream, budgets, cost, speeds, backwards=second)
+    placed, rank = spread(stream, budgets, cost, speeds, backwards=backwards)
     # A document that goes on in the next nano-batch comes last on every rank, because carried rows are a rank's tail.
     goes_on = np.zeros(len(length), bool)
     goes_on[stream.document] = stream.stop < length[stream.document]

@@ -133,10 +133,10 @@ def _parts_of(
     if not len(ranks):
         return _joined(), ranks, stream
     most_rows = int(budgets[ranks].min())
-    # By the number of parts so far, from which surplus on a document is cut for the next rank.
-    enough = np.maximum(wanted[ranks], wanted[ranks].mean() / _ALIKE) * (1 + _ENOUGH_OVER)
+    # What no rank can hold whole, but for ranks much slower than most.
+    enough = max(float(wanted[ranks].min()), float(wanted[ranks].mean()) / _ALIKE) * (1 + _ENOUGH_OVER)
     surplus = whole - filling * rows
-    long = np.flatnonzero(dense & (surplus > enough.min()))
+    long = np.flatnonzero(dense & (surplus > enough))
     surplus = surplus[long]
     pairs_per_work = area(start[long], stop[long]) / surplus
     corrections = _CORRECTIONS
@@ -145,11 +145,6 @@ def _parts_of(
     # All documents that are too long lose their last rows at once, again and again until none is.
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
-        order = order[: _leading(surplus[order] > enough[parts : parts + len(order)])]
-        if not len(order):
-            break
-        later = np.delete(np.arange(len(long)), order)
-        waiting = long[later], surplus[later], pairs_per_work[later]
         long, pairs_per_work = long[order], pairs_per_work[order]
         low, high, goal = start[long], stop[long], wanted[ranks[parts : parts + len(long)]]
         for _ in range(corrections):
@@ -161,9 +156,8 @@ def _parts_of(
         parts += len(long)
         stop[long] = middle
         surplus = work(low, middle) - filling * (middle - low)
-        still = surplus > enough.min()
-        going_on = long[still], surplus[still], pairs_per_work[still]
-        long, surplus, pairs_per_work = (np.concatenate(pair) for pair in zip(going_on, waiting, strict=True))
+        still = surplus > enough
+        long, surplus, pairs_per_work = long[still], surplus[still], pairs_per_work[still]
         # The next part of a document is much like the last one.
         corrections = 1
     some = stop > start
@@ -173,11 +167,6 @@ def _parts_of(
     # Parts of one document get neighbouring ranks of the same speed.
     order, places = np.lexsort((found.start, found.document, turn[ranks])), np.lexsort((ranks, turn[ranks]))
     return _take(found, order), ranks[places], rest
-
-
-def _leading(true: np.ndarray) -> int:
-    """How many [N] bools are true before the first that is not."""
-    return int(np.argmin(np.append(true, False)))
 
 
 def _start_of(stop: np.ndarray, pairs: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.data.mixes import long_context, sample_lengths
+from distca.data.mixes import long_context, sample_lengths, sample_long_context
 from distca.plan import (
     Layout,
     Plan,
@@ -116,6 +116,13 @@ def test_both_halves_together_need_about_as_many_keys_everywhere(speeds: list[fl
     )
     assert keys.max() > 1.5 * keys.min()
     assert keys.sum(axis=0).max() < 1.15 * keys.sum(axis=0).min()
+
+
+def test_a_document_longer_than_slow_ranks_can_hold_is_cut_also_where_the_fastest_could_hold_it() -> None:
+    documents, speeds = sample_long_context("prolong", 4 * 131_072, 131_072, 3), np.array([0.5, 1, 0.5, 1])
+    (layout,) = lay_out(documents, 4, placement="spread", cost=LLAMA_8B, speeds=speeds)
+    seconds = server_seconds(plan_at_home(layout), LLAMA_8B, "both")
+    assert (seconds / speeds).max() / (seconds.sum() / speeds.sum()) < 1.15
 
 
 def test_uneven_budgets_are_met() -> None:
