@@ -21,6 +21,7 @@ from megatron_patches.mlp import fuse_swiglu
 from megatron_patches.norm import RMSNorm
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.rotary import use_position_rotary
+from megatron_patches.stock_rotation import fuse_rotation
 from megatron_patches.weight_gradients import accumulate_weight_gradients_in_products
 
 Attention = Literal["disaggregated", "packed", "stock"]
@@ -149,6 +150,8 @@ def build_model(
     spec: ModuleSpec | TransformerBlockSubmodules = get_gpt_layer_local_spec(normalization="RMSNorm")
     if attention != "stock":
         spec = _block_spec(spec, config, attention)
+    if attention == "packed":
+        fuse_rotation(config)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,

@@ -50,9 +50,7 @@ class PackedAttention(MegatronModule):
         """
         assert self.kernel is not None and self.timeline is not None
         rows, padding = attention_mask.rows, len(query) - attention_mask.rows
-        # q and k were rotated into tensors of their own; v still is a part of the projection's output, six times as
-        # large with four query heads per key/value head, which would be kept for it.
-        q, k, v = (x.squeeze(1)[:rows].contiguous() for x in (query, key, value))
+        q, k, v = (x.squeeze(1)[:rows] for x in (query, key, value))
         timer = partial(self.timeline.serve, self.layer, 0)
         o = attention_mask.attend(self.kernel, q, k, v, self.scale, timer)
         if padding:

@@ -108,11 +108,9 @@ class GatheredMicroBatch(PackedMicroBatch):
             self.heads.put(mine[:, number], total.to(mine.dtype))
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group.group)
-        parts_CM2GD = theirs.view(self.group.size, self.most, *theirs.shape[1:])
-        total = parts_CM2GD[0, : self.rows].to(wide)
-        for part in parts_CM2GD[1:]:
-            total += part[: self.rows]
-        return total[:, 0].to(dk_SGD.dtype), total[:, 1].to(dk_SGD.dtype)
+        parts_CM2GD = theirs.view(self.group.size, self.most, *theirs.shape[1:])[:, : self.rows]
+        total = parts_CM2GD.sum(0, dtype=wide).to(dk_SGD.dtype)
+        return total[:, 0], total[:, 1]
 
 
 class _Gathered(torch.autograd.Function):

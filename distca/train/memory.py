@@ -200,7 +200,7 @@ class _Stage:
         at home, keep the norms' outputs too."""
         elements = 2 * self._hidden + 2 * self._ffn
         if not self._config.cad.enabled:
-            elements += 2 * self._hidden + 4 * self._head_dim  # cosines and sines of q and of k
+            elements += 2 * self._hidden
         elif self._config.resolved_backward == "keep":
             elements += self._q  # o at home
         return self._value * elements + 2 * 4
@@ -210,8 +210,8 @@ class _Stage:
         return self._value * 2 * self._ffn if self._config.train.recompute == "mlp" else 0
 
     def _rotation(self) -> int:
-        """By all layers together: float32 cosines and sines; megatron's layers have their own."""
-        return 4 * self._head_dim if self._config.cad.enabled else 0
+        """By all layers together: float32 cosines and sines."""
+        return 4 * self._head_dim
 
     # What exists only for a moment.
 

@@ -103,14 +103,15 @@ def allocate_as_on_gpus(patch: Any) -> None:
     """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
     from distca.train import setup
     from distca.transport.collective import CollectiveTransport
-    from megatron_patches import layer, mlp, norm, output_loss, weight_gradients
+    from megatron_patches import layer, mlp, norm, output_loss, stock_rotation, weight_gradients
 
     patch(setup, "choose_kernel", lambda *_, **__: LeanKernel())
     patch(norm.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
     patch(norm.RMSNorm, "fill", lambda self, x, out: out.zero_())
     patch(mlp, "swiglu", _Swiglu.apply)
     patch(mlp, "fill_swiglu", lambda x, out: out.zero_())
-    patch(layer, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))
+    for module in (layer, stock_rotation):
+        patch(module, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))
     for module in (output_loss, weight_gradients):
         patch(module, "add_product", lambda *_: None)
     # Rows land in memory of their own (NVSHMEM's), not in tensors.
