@@ -52,6 +52,7 @@ THROUGHPUT = {
     "throughput_2_gpus_pretrain_256k": ("distca",),
     "throughput_2_gpus_34b_pretrain_128k": ("distca",),
     "throughput_4_gpus_prolong_512k": ("distca",),
+    "throughput_4_gpus_prolong_512k_again": ("distca",),
 }
 
 
