@@ -41,4 +41,5 @@ def _split_and_rotate(
         setattr(angles, _KEPT, rotation)
     assert sum(sizes) == mixed.shape[3]
     q_NHD, kv_N2GD = split_and_rotate(mixed.flatten(1), rotation, mixed.shape[2])
-    return q_NHD[:, None], kv_N2GD[:, None, 0], kv_N2GD[:, None, 1]
+    k_NGD, v_NGD = kv_N2GD.unbind(1)  # backward puts both gradients together at once
+    return q_NHD[:, None], k_NGD[:, None], v_NGD[:, None]
