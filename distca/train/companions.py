@@ -48,6 +48,8 @@ class Companions:
         self._processes = {rank: (pid, born) for rank, (_, pid, born) in here.items()}
         self._doing = "starting"
         self._give_up = give_up
+        # The main thread may find the same death as the watching one; neither may end the process before it was said.
+        self._leaving = threading.Lock()
         self._store = _own_connection()
         self._stop = threading.Event()
         self._wake, self._woken = os.pipe()
@@ -100,9 +102,9 @@ class Companions:
             if dead:
                 self._end(dead)
             if told:
-                self._give_up(128 + signal.SIGTERM)
+                self._leave(128 + signal.SIGTERM)
             if self._store is not None and _said_elsewhere(self._store):
-                self._give_up(1)
+                self._leave(1)
 
     def _told_to_end(self, seconds: float) -> bool:
         """Wait for a signal; an interrupt from the keyboard reaches all ranks and needs no words."""
@@ -116,7 +118,16 @@ class Companions:
     def _dead(self) -> list[int]:
         return [rank for rank, (pid, born) in self._processes.items() if not _alive(pid, born)]
 
+    def _leave(self, code: int) -> None:
+        with self._leaving:
+            self._give_up(code)
+
     def _end(self, dead: list[int]) -> None:
+        with self._leaving:
+            self._speak_for(dead)
+            self._give_up(1)
+
+    def _speak_for(self, dead: list[int]) -> None:
         if _first_to_speak(self._store):
             who = f"Rank {dead[0]}" if len(dead) == 1 else f"Ranks {', '.join(map(str, dead))}"
             whose = f"process {', '.join(str(self._processes[rank][0]) for rank in dead)} on {socket.gethostname()}"
@@ -130,7 +141,6 @@ class Companions:
             )
             for handler in logging.getLogger().handlers:
                 handler.flush()
-        self._give_up(1)
 
 
 def _forget_signals() -> None:

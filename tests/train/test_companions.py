@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from distca.testing.ranks import run_ranks
+from distca.train.companions import Companions
 from tests.train.small_runs import ROOT, arguments, write_texts
 
 pytestmark = pytest.mark.slow
@@ -60,3 +64,33 @@ def test_a_killed_stage_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
     assert "RESUME=latest" in log
     assert 'pretrain_llama.py", line' not in log, "a trace of a rank that only waited"
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+
+
+def _find_one_death_twice() -> list[str]:
+    """What happens first where two threads find it, and the words take a while."""
+    happened: list[str] = []
+
+    class Slow(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            time.sleep(0.3)
+            happened.append("said" if "Rank 1 died" in record.getMessage() else record.getMessage())
+
+    def give_up(code: int) -> None:
+        happened.append("ended")
+        raise SystemExit(code)
+
+    logging.getLogger().addHandler(Slow())
+    companions = Companions(give_up)
+    companions._stop.set()
+    companions._processes = {1: (2**22 + 1, 0.0)}  # more than any process number
+    threads = [threading.Thread(target=companions.explain_failure) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    return happened
+
+
+def test_who_speaks_is_not_ended_by_its_other_thread() -> None:
+    assert run_ranks(1, _find_one_death_twice)[0] == ["said", "ended", "ended"]
