@@ -91,8 +91,8 @@ class Layout:
         return int(self.q_rows.sum())
 
 
-Place = Callable[[Stream, np.ndarray, bool], tuple[Shards, np.ndarray]]
-"""Puts a stream, backwards or not, on ranks whose rows end at [R+1] bounds: its shards, and the rows per rank."""
+Place = Callable[[Stream, np.ndarray], tuple[Shards, np.ndarray]]
+"""Puts a stream on ranks whose rows end at [R+1] bounds: its shards, and the rows per rank."""
 
 
 def lay_out(
@@ -144,11 +144,13 @@ def lay_out(
     if rank_of is not None:
         placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64), dealing)
     else:
-        place: Place = _cut_at_ranks
+        places: tuple[Place, Place] = (_cut_at_ranks, _cut_at_ranks)
         if placement == "spread" and capacities is None:
             speed = check_speeds(speeds, ranks)
+            # Who needs the most keys of ping is to need the fewest of pong.
             place = partial(_spread, length=length, cost=cost or area_cost(), speeds=speed)
-        placed = _place_spanning(length, ranks, nano_batches, capacities, align, dealing, place)
+            places = (place, partial(place, backwards=True))
+        placed = _place_spanning(length, ranks, nano_batches, capacities, align, dealing, places)
     layouts: list[Layout] = []
     for shards, rows in placed:
         layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
@@ -203,7 +205,7 @@ def _place_spanning(
     capacities: Sequence[int] | np.ndarray | None,
     align: int,
     dealing: Dealing,
-    place: Place,
+    places: tuple[Place, Place],
 ) -> list[tuple[Shards, np.ndarray]]:
     total = int(length.sum())
     documents = np.arange(len(length))
@@ -223,16 +225,15 @@ def _place_spanning(
         cut = min(total, int(parts[0].sum()))
         bounds = [np.concatenate(([0], np.cumsum(part))) for part in parts]
     streams = halves(length, documents, nano_batches, cut)
-    # Who needs the most keys of ping is to need the fewest of pong.
-    return [place(stream, bound, half == 1) for half, (stream, bound) in enumerate(zip(streams, bounds, strict=True))]
+    return [place(stream, bound) for place, stream, bound in zip(places[:nano_batches], streams, bounds, strict=True)]
 
 
 def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
     return np.minimum(np.arange(ranks + 1) * -(-tokens // align) // ranks * align, tokens)
 
 
-def _cut_at_ranks(stream: Stream, bounds: np.ndarray, backwards: bool = False) -> tuple[Shards, np.ndarray]:
-    """Cut a stream of document ranges wherever a rank's capacity ends; in order, whichever way was asked for."""
+def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
+    """Cut a stream of document ranges wherever a rank's capacity ends."""
     own = stream.stop - stream.start
     ends = np.cumsum(own)
     begins = ends - own
@@ -251,7 +252,12 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray, backwards: bool = False) -
 
 
 def _spread(
-    stream: Stream, bounds: np.ndarray, backwards: bool, length: np.ndarray, cost: CostModel, speeds: np.ndarray
+    stream: Stream,
+    bounds: np.ndarray,
+    length: np.ndarray,
+    cost: CostModel,
+    speeds: np.ndarray,
+    backwards: bool = False,
 ) -> tuple[Shards, np.ndarray]:
     """Place a stream of document ranges by work; every rank's rows are in order of document and position."""
     budgets = np.diff(bounds)

@@ -133,13 +133,16 @@ def test_rows_of_busy_servers() -> None:
 
 
 @pytest.mark.parametrize("halves", [1, 2])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_keys_at_the_busiest_server_of_a_document_that_spans_all_ranks(ranks: int, halves: int) -> None:
+def test_keys_at_the_busiest_server_of_a_document_that_spans_all_ranks(halves: int) -> None:
+    """The constant is the mean of pools of 2, 4 and 8, none of which is far from it."""
     tokens = 131_072
-    _, kv, _ = _busiest_server(np.array([ranks * tokens]), ranks, halves)
+    found = [
+        _busiest_server(np.array([ranks * tokens]), ranks, halves)[1] / (tokens // halves) / ranks
+        for ranks in (2, 4, 8)
+    ]
+    assert np.mean(found) == pytest.approx(memory.LONG_DOCUMENT_KV[halves], rel=0.05)
     least, most = {1: (1.0, 1.1), 2: (1.3, 2.2)}[halves]
-    assert least <= kv / (tokens // halves) / ranks <= most
-    assert least <= memory.LONG_DOCUMENT_KV[halves] <= most
+    assert least <= min(found) and max(found) <= most
 
 
 def _busiest_server(lengths: np.ndarray, ranks: int, halves: int = 2) -> tuple[float, float, float]:
