@@ -1,5 +1,7 @@
 """NCCL's kernels start beside a long attention kernel, not after it."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -12,14 +14,17 @@ TOKENS, HEADS, KV_HEADS, DIM = 65_536, 32, 8, 128
 LATER_CYCLES = 10_000_000  # some 5 ms
 
 
-def reduce_beside_attention() -> tuple[float, float]:
+def reduce_beside_attention(first: bool) -> tuple[float, float]:
     """Milliseconds from the start of an attention kernel until a reduction that the second rank joins during it is
-    done, and until the kernel is."""
+    done, and until the kernel is. ``first``: NCCL's kernels have priority."""
+    os.environ["TORCH_NCCL_HIGH_PRIORITY"] = str(int(first))  # every new group reads it
+    group = dist.new_group()
     kernel = choose_kernel("flash4", device="cuda", dtype=torch.bfloat16, head_dim=DIM)
     batch = TaskBatch.of(*[np.array([0, TOKENS], np.int32)] * 2, "cuda")
     q = torch.randn(TOKENS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, TOKENS, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    gradients, side = torch.ones(1 << 20, device="cuda"), torch.cuda.Stream()
+    gradients = torch.ones(1 << 20, device="cuda")
+    side = torch.cuda.Stream(priority=-1)  # what makes the second rank late must not itself wait for the kernel's end
     for _ in range(2):  # the first time compiles and connects
         dist.barrier()
         torch.cuda.synchronize()
@@ -32,7 +37,7 @@ def reduce_beside_attention() -> tuple[float, float]:
             if dist.get_rank() == 1:
                 torch.cuda._sleep(LATER_CYCLES)
             # Only what is asynchronous runs on NCCL's own stream, as everything does that travels beside computation.
-            work = dist.all_reduce(gradients, async_op=True)
+            work = dist.all_reduce(gradients, group=group, async_op=True)
             assert work is not None
             work.wait()
             reduced.record()
@@ -41,12 +46,11 @@ def reduce_beside_attention() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_reduction_beside_attention(first, monkeypatch):
+def test_a_reduction_beside_attention(first):
     """Without priority it waits for the kernel's end: the reason why there is priority."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", str(int(first)))
-    for reduced, ended in run_ranks(2, reduce_beside_attention, gpus=True):
+    for reduced, ended in run_ranks(2, reduce_beside_attention, first, gpus=True):
         if first:
             assert reduced < 0.5 * ended
         else:
