@@ -51,6 +51,9 @@ THROUGHPUT = {
     "throughput_2_gpus_30_batches_prolong_128k": ("distca", "packed"),
     "throughput_2_gpus_pretrain_256k": ("distca",),
     "throughput_2_gpus_34b_pretrain_128k": ("distca",),
+    "throughput_2_gpus_30_batches_pretrain_128k_fused": ("distca",),
+    "throughput_2_gpus_pretrain_256k_fused": ("distca",),
+    "throughput_2_gpus_34b_pretrain_128k_fused": ("distca",),
     "throughput_4_gpus_prolong_512k": ("distca",),
     "throughput_4_gpus_prolong_512k_again": ("distca",),
 }
