@@ -20,7 +20,7 @@ from benchmarks.throughput.table import table
 PANELS: dict[str, tuple[Callable[[dict[str, Any]], float | None], str]] = {
     "tokens/s": (lambda made: made["tokens_per_s"], "{x:,.0f}"),
     "peak memory of a rank, GiB": (lambda made: made["memory_gib"] and made["memory_gib"]["max"], "{x:,g}"),
-    "idle share": (lambda made: made["idle_share"], "{x:.0%}"),
+    "idle share": (lambda made: made["idle_share"], "{x:.1%}"),
     "GiB moved per step": (lambda made: made["bytes_per_step"] / 2**30, "{x:,g}"),
 }
 
