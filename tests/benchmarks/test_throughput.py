@@ -233,4 +233,4 @@ def test_plots_say_what_they_show():
     assert one.startswith("4 × NVIDIA H200, 131,072 tokens per rank") and "vocabulary 128,256" in one
     assert all_of_them.startswith("(1, ") and f"({len(reports)}) 4 × NVIDIA H200" in all_of_them
     assert all_of_them.count("links limited to 2 channels") == 2
-    assert PANELS["tokens/s"][1].format(x=250000) == "250,000" and PANELS["idle share"][1].format(x=0.3) == "30%"
+    assert PANELS["tokens/s"][1].format(x=250000) == "250,000" and PANELS["idle share"][1].format(x=0.006) == "0.6%"
