@@ -10,6 +10,10 @@
 
 CPU_RANKS=4 # ranks on a machine without GPUs
 
+# Some schedulers set these for each machine. Python on the way to the ranks would take itself for one of them, and be
+# silent where it is not the first; the ranks get their own.
+unset RANK LOCAL_RANK
+
 say() { printf '%s\n' "$*" >&2; }
 fail() { # what is wrong, what to do about it
     say "error: $1"
@@ -76,6 +80,9 @@ each_matches() { # regular expression, words for it, names
         [[ -z ${!name:-} || ${!name} =~ ^($pattern)$ ]] || fail "$name is '${!name}'; it must be $words."
     done
 }
+# What is counted with here: Bash takes other words for names of variables, and lets large numbers overflow.
+each_counts() { each_matches '[1-9][0-9]{0,8}' "a whole number from 1 to 999999999" "$@"; }
+each_counts_from_0() { each_matches '0|[1-9][0-9]{0,8}' "a whole number from 0 to 999999999" "$@"; }
 
 # --- machines and ranks ---------------------------------------------------------------------------------------------
 gpus_here() { # GPUs of this machine, 0 where there is no driver
@@ -97,21 +104,30 @@ find_ranks() { # tensor-parallel ranks × stages; sets launcher, nodes, gpus (of
 }
 
 find_slurm_machines() {
+    local counted_by
     launcher=srun
+    each_counts SLURM_STEP_NUM_TASKS SLURM_JOB_NUM_NODES
+    each_matches '[1-9][0-9]{0,17}' "a whole number of at least 1 and at most 18 digits" SLURM_JOB_ID
     if [[ ${SLURM_STEP_NUM_TASKS:-1} -gt 1 ]]; then
         fail "srun started this script ${SLURM_STEP_NUM_TASKS} times, but it starts the ranks itself." \
             "use sbatch $script, or bash $script inside salloc."
     fi
     command -v scontrol >/dev/null 2>&1 || fail "This is a Slurm job, but Slurm's scontrol is not on PATH." \
         "add the folder of Slurm's commands to PATH, or unset SLURM_JOB_ID to use this machine alone."
+    [[ -n ${SLURM_JOB_NODELIST:-} ]] || fail "This is a Slurm job, but SLURM_JOB_NODELIST does not name its machines." \
+        "use sbatch $script, or bash $script inside salloc, or unset SLURM_JOB_ID to use this machine alone."
     nodes=${SLURM_JOB_NUM_NODES:-1}
     if [[ -n ${NNODES:-} && $NNODES != "$nodes" ]]; then
         fail "NNODES is $NNODES, but the Slurm job has $(counted "$nodes" node)." \
             "unset NNODES, or ask Slurm for --nodes=$NNODES."
     fi
     # Inside salloc this may be a login node, so Slurm's own count comes first; it may read h100:8.
-    gpus=${gpus:-${SLURM_GPUS_ON_NODE:-}}
-    if [[ -z $gpus && -n ${SLURM_GPUS_PER_NODE:-} ]]; then gpus=${SLURM_GPUS_PER_NODE##*:}; fi
+    for counted_by in SLURM_GPUS_ON_NODE SLURM_GPUS_PER_NODE; do
+        [[ -z $gpus && -n ${!counted_by:-} ]] || continue
+        gpus=${!counted_by##*:}
+        [[ $gpus =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$counted_by is '${!counted_by}', which names no number of GPUs." \
+            "set GPUS_PER_NODE to the GPUs of a machine, 0 for CPU ranks."
+    done
     if [[ -z $gpus ]]; then
         gpus=$(gpus_here)
         if ((gpus == 0)); then
@@ -192,4 +208,27 @@ make_command() { # what each rank's Python gets; sets command, with profiler and
         steps+=(--standalone)
     fi
     command=(env ${environment[@]+"${environment[@]}"} ${profiler[@]+"${profiler[@]}"} "${steps[@]}" "$@")
+}
+
+run_ranks() { # command ...; sets status, and stopped_by to the name of the signal where one ended the run
+    local run=''
+    stopped_by=''
+    # In the background: Bash hears a signal while it waits, but would leave a command in the foreground running.
+    trap 'stop_ranks SIGINT' INT
+    trap 'stop_ranks SIGTERM' TERM
+    "$@" &
+    run=$!
+    if [[ -n $stopped_by ]]; then stop_ranks "$stopped_by"; fi # it came before there was a process to stop
+    while true; do
+        status=0
+        wait "$run" || status=$?
+        kill -0 "$run" 2>/dev/null || break # else a signal ended the wait
+    done
+    trap - INT TERM
+    if ((status == 0)); then stopped_by=''; fi # it came too late
+    if [[ -n $stopped_by ]]; then status=$((128 + $(kill -l "$stopped_by"))); fi # as Bash has it
+}
+stop_ranks() { # name of the signal
+    stopped_by=$1
+    if [[ -n $run ]]; then kill -TERM "$run" 2>/dev/null || true; fi
 }

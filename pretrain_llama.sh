@@ -118,9 +118,10 @@ refuse_twice() {
 
 arguments=("$@")
 refuse_unknown_variables
-each_matches '[1-9][0-9]*' "a whole number of at least 1" \
-    NNODES TP_SIZE PP_SIZE STEPS CONTEXT_LENGTH TOKENS_PER_RANK MICRO_BATCHES
-each_matches '0|[1-9][0-9]*' "a whole number" GPUS_PER_NODE SEED NODE_RANK MASTER_PORT
+each_counts NNODES TP_SIZE PP_SIZE
+each_counts_from_0 GPUS_PER_NODE NODE_RANK
+each_matches '[1-9][0-9]*' "a whole number of at least 1" STEPS CONTEXT_LENGTH TOKENS_PER_RANK MICRO_BATCHES
+each_matches '0|[1-9][0-9]*' "a whole number" SEED MASTER_PORT
 each_matches '[0-9]*[.]?[0-9]+' "a number of GiB" EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB
 each_matches '0|1' "0 or 1" CAD PING_PONG ENABLE_NSYS DRY_RUN EXPERIMENT_LOG_MEMORY_USAGE
 each_matches 'auto|keep|resend' "auto, keep or resend" BACKWARD
@@ -247,17 +248,13 @@ fi
 if ((gpus > 0)); then kind=GPU; else kind=CPU; fi
 say "Starting $(counted "$world" "$kind rank") on $(counted "$nodes" node) through $launcher.${given[*]:+ From the environment: ${given[*]}.}"
 # Not exec: the launcher's report of a failure is long, and what to do about it should come last.
-trap 'kill -TERM "$run" 2>/dev/null || true' INT TERM
-"${command[@]}" &
-run=$!
-status=0
-wait "$run" || status=$?
-while kill -0 "$run" 2>/dev/null; do # a signal ended the first wait
-    status=0
-    wait "$run" || status=$?
-done
+run_ranks "${command[@]}"
 if ((status != 0 && status != 2)); then
-    say "error: The run ended early, with exit code $status; the log above names the rank and the step."
+    if [[ -n $stopped_by ]]; then
+        say "error: The run was stopped by $stopped_by."
+    else
+        say "error: The run ended early, with exit code $status; the log above names the rank and the step."
+    fi
     say "next step: RESUME=latest goes on from the last checkpoint, if one was saved (checkpoint.save_every)."
 fi
 exit "$status"

@@ -34,9 +34,10 @@ refuse_unknown_variables
 
 # --- values ---------------------------------------------------------------------------------------------------------
 whole='[1-9][0-9]*'
-each_matches "$whole" "a whole number of at least 1" \
-    NNODES TP_SIZE PP_SIZE CP_SIZE LAYERS TOKENS_PER_RANK BATCHES MICRO_BATCHES LINK_CHANNELS
-each_matches '0|[1-9][0-9]*' "a whole number" GPUS_PER_NODE WARM_UP SEED NODE_RANK MASTER_PORT
+each_counts NNODES TP_SIZE PP_SIZE CP_SIZE
+each_counts_from_0 GPUS_PER_NODE NODE_RANK
+each_matches "$whole" "a whole number of at least 1" LAYERS TOKENS_PER_RANK BATCHES MICRO_BATCHES LINK_CHANNELS
+each_matches '0|[1-9][0-9]*' "a whole number" WARM_UP SEED MASTER_PORT
 each_matches "$whole( $whole)*" "one or more whole numbers" CONTEXT_LENGTH
 each_matches '(pretrain|prolong)( (pretrain|prolong))?' "pretrain, prolong or both" MIX
 each_matches '0|1' "0 or 1" DRY_RUN
@@ -158,6 +159,20 @@ say "Starting $(counted "$world" rank) on $(counted "$nodes" node) through $laun
 if ((!first_machine)); then exec "${command[@]}"; fi # the first machine's ranks write the figures
 printf '%q ' "${command[@]}" >"$folder/command.txt"
 # The progress bar needs the terminal itself; elsewhere the log is also kept in a file.
-if [[ -t 2 ]]; then "${command[@]}"; else "${command[@]}" 2>&1 | tee "$folder/log.txt"; fi
+if [[ -t 2 ]]; then
+    run_ranks "${command[@]}"
+else
+    # Ctrl-C reaches tee, too, but it goes on until the ranks have said their last.
+    exec 3> >(trap '' INT TERM && exec tee "$folder/log.txt")
+    tee=$!
+    run_ranks "${command[@]}" >&3 2>&1 3>&-
+    exec 3>&-
+    wait "$tee" || status=$((status ? status : 1)) # the log could not be written
+fi
+if [[ -n $stopped_by ]]; then
+    say "error: The run was stopped by $stopped_by."
+    say "next step: start again; every start begins anew and takes a folder of its own."
+fi
+if ((status)); then exit "$status"; fi
 env "${environment[@]}" "$python" -m benchmarks.throughput.sweep "$logs" --output "$logs"
 say "All runs so far: $logs/table.md and $logs/plot.png."

@@ -46,15 +46,16 @@ def setup_logging(rank: int) -> None:
     logging.getLogger("megatron_patches").setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
-def die(error: BaseException | str, next_step: str | None = None) -> NoReturn:
+def die(error: BaseException | str, next_step: str | None = None, everywhere: bool = False) -> NoReturn:
     """End this process with exit code 2 after saying, once per machine, what is wrong and what to do about it.
 
     Args:
         error: the user's mistake, as a sentence.
         next_step: what to do about it; without one the error's ``next_step`` attribute or a general hint is shown.
+        everywhere: say it on any rank: other ranks did not find the same.
     """
     # Also the first rank of every other machine: its disk or packages may be what is wrong.
-    if "0" in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):
+    if everywhere or "0" in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):
         hint = next_step or getattr(error, "next_step", None) or "correct what is named and start again."
         console().print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
         console().print(Text.assemble(("next step: ", "bold"), hint), soft_wrap=True)

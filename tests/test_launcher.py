@@ -3,8 +3,10 @@
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +24,12 @@ RECORDER = """#!/bin/bash
     printf '%s\\n' "$@"
     env | grep -E '^(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|MASTER_|WORLD_SIZE)'
 } > "$RECORD"
+"""
+# It runs until it is told to end, and then ends as torchrun does; after a while by itself, so that none is left over.
+STAYS = """#!/bin/bash
+trap 'echo told >> "$RECORD"; exit 1' TERM
+echo up > "$RECORD"
+for _ in {1..400}; do sleep 0.05; done
 """
 
 
@@ -215,6 +223,37 @@ def test_a_slurm_job_without_scontrol_is_a_sentence(machine: Machine) -> None:
     assert machine.run().stderr.startswith("error: scontrol does not name the job's machines.")
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "N/A"}, "SLURM_GPUS_ON_NODE is 'N/A', which names no number of GPUs."),
+        ({"SLURM_GPUS_PER_NODE": "gres:gpu"}, "SLURM_GPUS_PER_NODE is 'gres:gpu', which names no number of GPUs."),
+        ({"SLURM_GPUS_PER_NODE": "10000000000"}, "SLURM_GPUS_PER_NODE is '10000000000', which names no number"),
+        ({"SLURM_JOB_NUM_NODES": "N/A"}, "SLURM_JOB_NUM_NODES is 'N/A'; it must be a whole number from 1 to"),
+        ({"SLURM_STEP_NUM_TASKS": "N/A"}, "SLURM_STEP_NUM_TASKS is 'N/A'"),
+        ({"SLURM_JOB_ID": "20017_1"}, "SLURM_JOB_ID is '20017_1'"),
+    ],
+)
+def test_what_slurm_says_and_cannot_be_used_is_a_sentence(
+    machine: Machine, variables: dict[str, str], said: str
+) -> None:
+    machine.slurm(1, None, **variables)
+    result = machine.run()
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {said}")
+    assert len(result.stderr.splitlines()) == 2
+    assert not machine.record.exists()
+
+
+def test_a_slurm_job_that_lists_no_machines_is_a_sentence(machine: Machine) -> None:
+    machine.slurm(1, 2)
+    del machine.variables["SLURM_JOB_NODELIST"]
+    result = machine.run()
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: This is a Slurm job, but SLURM_JOB_NODELIST does not name its machines.")
+    assert len(result.stderr.splitlines()) == 2
+
+
 def test_machines_without_slurm(machine: Machine) -> None:
     machine.gpus(8)
     command = machine.dry(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
@@ -251,6 +290,9 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"EXPERIMENT_FOO": "1"}, "There is no variable EXPERIMENT_FOO"),
         ({"STEPS": "ten"}, "STEPS is 'ten'; it must be a whole number of at least 1."),
         ({"STEPS": "0"}, "STEPS is '0'"),
+        ({"TP_SIZE": "18446744073709551616"}, "it must be a whole number from 1 to 999999999."),
+        ({"NNODES": "4294967296"}, "NNODES is '4294967296'; it must be a whole number from 1 to 999999999."),
+        ({"GPUS_PER_NODE": "18446744073709551617"}, "it must be a whole number from 0 to 999999999."),
         ({"CAD": "yes"}, "CAD is 'yes'; it must be 0 or 1."),
         ({"BACKWARD": "send"}, "BACKWARD is 'send'; it must be auto, keep or resend."),
         ({"MODEL": "70b"}, "MODEL is '70b'"),
@@ -280,11 +322,46 @@ def test_an_empty_variable_says_nothing(machine: Machine) -> None:
 @pytest.mark.parametrize("variables", [{}, {"DRY_RUN": "1"}])
 def test_settings_are_checked_once_before_any_rank_is_started(machine: Machine, variables: dict[str, str]) -> None:
     machine.checks_settings()
-    result = machine.run("--optimizer.warmup_steps", "10", STEPS="5", **variables)
+    # RANK and LOCAL_RANK are what some schedulers set for each machine.
+    result = machine.run("--optimizer.warmup_steps", "10", STEPS="5", RANK="1", LOCAL_RANK="1", **variables)
     assert result.returncode == 2
     assert result.stderr.startswith("error: optimizer.warmup_steps is 10, but train.steps is 5;")
     assert len(result.stderr.splitlines()) == 2
     assert not machine.record.exists()
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, name: str) -> None:
+    machine.tool("torchrun", STAYS)
+    script = subprocess.Popen(
+        ["bash", str(SCRIPT)],
+        env=machine.variables,
+        cwd=machine.folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Bash cannot trap what was ignored when it started, as it is where the tests run in the background.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
+    try:
+        end = time.monotonic() + 30
+        while not (machine.record.exists() and machine.record.read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        script.send_signal(number)
+        said = script.communicate(timeout=30)[1].splitlines()
+    finally:
+        script.kill()
+    assert machine.record.read_text().split() == ["up", "told"]
+    assert script.returncode == 128 + number
+    assert said[-2] == f"error: The run was stopped by {name}."
+    assert said[-1].startswith("next step: RESUME=latest goes on from the last checkpoint")
+    assert not [line for line in said if "ended early" in line]
+
+
+def test_a_run_that_fails_by_itself_says_where_to_look(machine: Machine) -> None:
+    machine.tool("torchrun", "#!/bin/bash\nexit 7\n")
+    result = machine.run()
+    assert result.returncode == 7
+    assert "error: The run ended early, with exit code 7; the log above names the rank" in result.stderr
 
 
 def test_help_is_shown_once(machine: Machine) -> None:

@@ -29,9 +29,9 @@ def test_rank_0_speaks_and_the_others_only_warn() -> None:
     assert lines(3) == ["WARNING [rank 3] odd [value]"]
 
 
-@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("2", False)])
-def test_die_says_it_once(rank: str, speaks: bool) -> None:
-    code = "from distca.log import die; die(ValueError('tp is [3]; change it.'), 'do that.')"
+@pytest.mark.parametrize(("rank", "everywhere", "speaks"), [("0", False, True), ("2", False, False), ("2", True, True)])
+def test_die_says_it_once_or_everywhere(rank: str, everywhere: bool, speaks: bool) -> None:
+    code = f"from distca.log import die; die(ValueError('tp is [3]; change it.'), 'do that.', {everywhere})"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={"RANK": rank, "PYTHONPATH": "."}
     )

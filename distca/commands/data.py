@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from distca.commands.options import OptionError, check_least
+from distca.data.convert import check_output
 from distca.data.convert import convert as convert_source
 from distca.data.mixes import MIX_NAMES
 from distca.data.sources import open_source
@@ -27,7 +28,7 @@ def convert(
 
     Args:
         path: folder of text files, or JSON lines file or folder.
-        output: path of the files to write, without suffix.
+        output: path of the files to write; a suffix .bin or .idx is taken off.
         source: text = a folder of text files; jsonl = JSON lines with a "text" field; stdlib = Python's own
             source files.
         tokenizer: bytes, or a tokenizer.json file of the package tokenizers.
@@ -35,14 +36,15 @@ def convert(
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    prefix = check_output(output)
     encoder = open_tokenizer(tokenizer, end_token)
     documents = open_source(source, path)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task("converting", total=int(documents.lengths.sum()))
-        done = convert_source(documents, encoder, tokenizer, output, lambda size: progress.advance(task, size))
+        done = convert_source(documents, encoder, tokenizer, prefix, lambda size: progress.advance(task, size))
         progress.console.print(
-            f"{output}.bin, .idx, .json: {count(done.documents, 'document')}, {count(done.tokens, 'token')}, "
+            f"{prefix}.bin, .idx, .json: {count(done.documents, 'document')}, {count(done.tokens, 'token')}, "
             f"vocabulary {done.vocabulary:,}; {count(done.empty, 'document')} without a token left out",
             highlight=False,
         )

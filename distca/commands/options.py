@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from distca.data.errors import system_words
+
 
 class OptionError(ValueError):
     """An option that no command can work with; the message names it, its value and the limit."""
@@ -18,3 +23,33 @@ def check_least(least: int, **options: int | None) -> None:
     for name, value in options.items():
         if value is not None and value < least:
             raise OptionError(f"--{name} is {value}; it must be at least {least}.")
+
+
+def check_most(most: int, **options: int | None) -> None:
+    """Refuse options above ``most``; those that are None were not given.
+
+    Raises:
+        OptionError: naming the first one.
+    """
+    for name, value in options.items():
+        if value is not None and value > most:
+            raise OptionError(f"--{name} is {value}; it must be at most {most}.")
+
+
+def check_writable(option: str, path: str | Path) -> None:
+    """Refuse a file that could not be written once the work is done; its folder is made where it is missing.
+
+    Raises:
+        OptionError: naming the option, the file and what the system says.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        present = os.path.lexists(path)
+        with open(path, "ab"):  # leaves what is in it
+            pass
+        if not present:
+            os.unlink(path)
+    except OSError as error:
+        raise OptionError(
+            f"--{option} is {path}, which cannot be written ({system_words(error)}); give another file."
+        ) from None

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distca.commands.options import check_least
+from distca.commands.options import check_least, check_writable
 
 
 def parity(output: str | None = None, max_ranks: int = 4) -> None:
@@ -24,6 +24,8 @@ def parity(output: str | None = None, max_ranks: int = 4) -> None:
         max_ranks: most ranks to start, at least 1; with GPUs no more than there are.
     """
     check_least(1, max_ranks=max_ranks)
+    if output is not None:
+        check_writable("output", output)
     import torch
     from rich.progress import Progress
 

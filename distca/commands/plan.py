@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.commands.options import OptionError, check_least
+from distca.commands.options import OptionError, check_least, check_most, check_writable
+from distca.data.errors import system_words
 from distca.data.mixes import MIX_NAMES, sample_mix
 from distca.plan import (
     CostModel,
@@ -27,6 +28,11 @@ from distca.words import count
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+MOST_TOKENS = 1 << 32
+"""Tokens of the largest micro-batch that is planned: a million for each of 4096 ranks."""
+_MOST = 1 << 20
+"""No number of ranks, heads or the like comes near; numpy's integers hold what follows from it."""
 
 
 def plan(
@@ -68,6 +74,10 @@ def plan(
 
     check_least(1, ranks=ranks, tokens_per_rank=tokens_per_rank, layers=layers)
     check_least(0, seed=seed, ranks_per_node=ranks_per_node)
+    check_most(_MOST, ranks=ranks, layers=layers, ranks_per_node=ranks_per_node)
+    if lengths in MIX_NAMES and ranks * tokens_per_rank > MOST_TOKENS:
+        most = MOST_TOKENS // ranks
+        raise OptionError(f"--tokens_per_rank is {tokens_per_rank}; with --ranks {ranks} it must be at most {most}.")
     if tolerance is None:
         tolerance = training_tolerance(ranks)
     if not 0 <= tolerance < 1:
@@ -99,6 +109,7 @@ def costs(cost_table: str | None, heads: int | None, kv_heads: int | None, head_
     """
     given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     check_least(1, **given)
+    check_most(_MOST, **given)
     named = [f"--{name}" for name, value in given.items() if value is not None]
     if cost_table is None:
         defaults = {"heads": 32, "kv_heads": 8, "head_dim": 128}
@@ -115,7 +126,8 @@ def check_picture(path: str) -> None:
     """Refuse a picture that could not be written once everything is planned.
 
     Raises:
-        OptionError: naming the folder that is missing, or the suffixes that can be drawn.
+        OptionError: naming the folder that is missing, the suffixes that can be drawn, or what keeps it from being
+            written.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -124,30 +136,51 @@ def check_picture(path: str) -> None:
         raise OptionError(f"--picture is {path}; its name must end in one of .{', .'.join(suffixes)}.")
     if not Path(path).parent.is_dir():
         raise OptionError(f"--picture is {path}, but there is no folder {Path(path).parent}; make it first.")
+    check_writable("picture", path)
 
 
 def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:
     """[D] int64 document lengths from a mix (``tokens`` of it) or a file with one length per line.
 
     Raises:
-        PlanError: when ``lengths`` is neither a mix nor a file, or a line is no positive whole number.
+        PlanError: when ``lengths`` is neither a mix nor a file of text, or a line is no positive whole number, or they
+            add up to more than MOST_TOKENS.
     """
     if lengths in MIX_NAMES:
         return sample_mix(lengths, tokens, seed)
     path = Path(lengths)
     if not path.is_file():
         raise PlanError(f"lengths is {lengths!r}: neither a file nor one of the mixes {', '.join(MIX_NAMES)}.")
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            if not line.strip().isdecimal() or int(line) < 1:
-                raise PlanError(
-                    f"Line {number} of {lengths} is {line.strip()!r}; a line holds one length of 1 or more."
-                )
-            found.append(int(line))
+    found = [_length(line, number, lengths) for number, line in enumerate(_lines(path), 1) if line.strip()]
     if not found:
         raise PlanError(f"{lengths} holds no document length; write one per line.")
+    if sum(found) > MOST_TOKENS:
+        raise PlanError(
+            f"The lengths in {lengths} add up to {sum(found):,} tokens; a micro-batch has at most {MOST_TOKENS:,}, so "
+            "leave some out."
+        )
     return np.array(found, np.int64)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is not UTF-8 text; give a file of text with one document length per line.") from None
+    except OSError as error:
+        raise PlanError(
+            f"{path} cannot be read ({system_words(error)}); make it readable or give another file."
+        ) from None
+
+
+def _length(line: str, number: int, lengths: str) -> int:
+    text = line.strip()
+    # int() itself refuses thousands of digits, which are too many anyway.
+    fits = text.isdecimal() and len(text) <= 20 and 1 <= int(text) <= MOST_TOKENS
+    if not fits:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise PlanError(f"Line {number} of {lengths} is {shown!r}; a line holds one length from 1 to {MOST_TOKENS}.")
+    return int(text)
 
 
 def summary(made: MicroBatchPlan, layers: int = 1) -> Table:

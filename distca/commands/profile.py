@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from distca.attention import choose_kernel
-from distca.commands.options import check_least
+from distca.commands.options import check_least, check_writable
 from distca.commands.versions import versions
 from distca.log import console
 from distca.plan import AttentionShape, PlanError
@@ -62,6 +62,8 @@ def profile(
     if gpus and ranks is not None and ranks > gpus:
         raise PlanError(f"--ranks is {ranks}, but this machine has {gpus} GPUs; give {gpus} or fewer.")
     if not int(os.environ.get("RANK", "0")):
+        # Every default name is written to this folder, whatever the device is called.
+        check_writable("output", output or table_name("cpu", chosen.name, heads, kv_heads, head_dim))
         takes = "about two minutes" if gpus else "about three minutes for 4 heads of 32, eight or more for 32 of 128"
         console().print(f"Measuring {'one GPU' if gpus else 'the CPU'}: {takes}.", highlight=False)
     links = _links(gpus if ranks is None else ranks, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Sampler:
         self._epoch = 0
         self._cursor = 0
         self._order = shuffled(len(self._lengths), seed, 0)
+        self._digest = hashlib.sha256(self._lengths.tobytes()).hexdigest()
 
     @property
     def epoch(self) -> int:
@@ -99,6 +101,7 @@ class Sampler:
             "seed": self._seed,
             "documents": len(self._lengths),
             "tokens": int(self._lengths.sum()),
+            "lengths": self._digest,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -108,6 +111,12 @@ class Sampler:
             DataError: if the state belongs to another set of documents or another seed.
         """
         own = self.state_dict()
+        if state.get("lengths", own["lengths"]) != own["lengths"] and state["tokens"] == own["tokens"]:
+            raise DataError(
+                f"The {own['documents']} documents are in another order than when the checkpoint was saved, or cut "
+                "otherwise: resuming would repeat or skip some; restore data.path and the other data settings, or "
+                "start a new run."
+            )
         for name, setting in (("documents", "data.path"), ("tokens", "data.path"), ("seed", "data.seed")):
             if state[name] != own[name]:
                 raise DataError(

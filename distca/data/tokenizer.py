@@ -47,7 +47,10 @@ class JsonTokenizer:
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         texts = [document.decode("utf-8") for document in documents]
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        except Exception as error:  # The library raises bare Exception for a text that its model cannot encode.
+            raise ValueError(str(error)) from None
         return [np.array([*encoding.ids, *self._end], dtype=np.int64) for encoding in encodings]
 
 
@@ -77,4 +80,7 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
         loaded = Loaded.from_file(str(file))
     except Exception as error:  # The library raises bare Exception for a file it cannot use.
         raise DataError(f"{file} is not a tokenizer.json that the package tokenizers can read: {error}.") from None
+    # Many files carry the lengths of a model's batches; a corpus keeps every token and gets none to fill up.
+    loaded.no_truncation()
+    loaded.no_padding()
     return JsonTokenizer(loaded, end_token)

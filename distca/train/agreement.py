@@ -1,12 +1,55 @@
-"""All ranks must plan alike, each on its own: otherwise one waits for rows that nobody sends."""
+"""All ranks must start and plan alike, each on its own: otherwise one waits for rows that nobody sends."""
 
 from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.data.corpus import Corpus
 from distca.plan import PlanError
+from distca.train.config import RunConfig, by_setting
+from distca.train.settings import ConfigError
+
+if TYPE_CHECKING:
+    from distca.train.world import World
+
+_MAY_DIFFER = ("name", "output", "data.path")
+"""Of these rank 0's counts, or what is found there is compared."""
+
+
+def check_same_start(config: RunConfig, corpus: Corpus, world: World) -> None:
+    """Refuse ranks that were started otherwise than rank 0: with other settings, or with other documents, of which
+    every rank plans from its own list. Every rank calls it.
+
+    Raises:
+        ConfigError: on every rank, naming the ranks and what differs.
+    """
+    lengths = np.concatenate((corpus.train.lengths, corpus.validation.lengths))
+    mine = ({name: value for name, value in by_setting(config).items() if name not in _MAY_DIFFER}, _digest(lengths))
+    everyone = [mine] * world.size
+    dist.all_gather_object(everyone, mine)
+    settings, documents = everyone[0]
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs != settings:
+            name = next(name for name in settings if settings[name] != theirs[name])
+            raise ConfigError(
+                f"Rank {rank} was started with {name} {theirs[name]}, rank 0 with {settings[name]}; start every "
+                "machine with the same settings."
+            )
+    others = [rank for rank, (_, theirs) in enumerate(everyone) if theirs != documents]
+    if others:
+        raise ConfigError(
+            f"Ranks {others} see other documents than rank 0 (another copy of the data, or another Python version with "
+            "data.source stdlib); put the same data at data.path on every machine."
+        )
+
+
+def _digest(lengths: np.ndarray) -> str:
+    return hashlib.sha256(lengths.tobytes()).hexdigest()
 
 
 class Agreement:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distca.data.sampler import Sampler
+from distca.train.config import by_setting, flat
 from distca.train.progress import format_bytes
 from distca.train.run_folder import Checkpoint, RunFolder, damaged
 from distca.train.settings import ConfigError, RunConfig
@@ -26,6 +27,8 @@ _FORMAT = "whole parameters"
 _FITS_FILE = "fits.json"
 """What a run that resumes must have alike, readable without torch."""
 _WARMUP = "optimizer.warmup_steps"
+_STEP_TOKENS = "tokens of a step at most"
+_MEANT_TO_CHANGE = ("name", "output", "checkpoint.resume", "train.steps", _WARMUP)
 
 
 class CheckpointError(OSError):
@@ -72,6 +75,7 @@ def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str
         fits = _identity(trainer.config, trainer.vocabulary) | {
             "sampler": sampler_state,
             _WARMUP: trainer.config.resolved_warmup_steps,
+            _STEP_TOKENS: _step_tokens(trainer.config, trainer.world.size),
         }
         (path / _FITS_FILE).write_text(json.dumps(fits, indent=1))
         folder.mark_complete(step)
@@ -122,6 +126,33 @@ def with_saved_warmup(config: RunConfig, checkpoint: Path) -> RunConfig:
         return config
     warmup = _read_fits(checkpoint).get(_WARMUP, config.resolved_warmup_steps)
     return replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
+
+
+def changes_since(run: RunFolder, checkpoint: Checkpoint, config: RunConfig, world_size: int) -> list[str]:
+    """What a resumed run does otherwise than the part that saved its checkpoint, in words: nothing forbids it, but a
+    setting that was left out on the command line this time has its default again.
+
+    Args:
+        run: its folder.
+        checkpoint: from which it goes on.
+        config: its settings now.
+        world_size: its ranks now.
+    """
+    before, now = flat(run.settings_before(checkpoint.step)), by_setting(config)
+    changes = [
+        f"{name} was {before[name]}, now {now[name]}"
+        for name in now
+        if name in before and before[name] != now[name] and name not in _MEANT_TO_CHANGE
+    ]
+    saved = _read_fits(checkpoint.path).get(_STEP_TOKENS)
+    if saved is not None and saved != (tokens := _step_tokens(config, world_size)):
+        changes.append(f"a step had {saved:,} tokens at most, now {tokens:,}")
+    return changes
+
+
+def _step_tokens(config: RunConfig, world_size: int) -> int:
+    ranks = config.parallel.data_parallel(world_size)
+    return ranks * config.data.tokens_per_rank * config.train.micro_batches
 
 
 def _read_fits(checkpoint: Path) -> dict[str, Any]:

@@ -43,6 +43,9 @@ __all__ = [
     "ParallelConfig",
     "RunConfig",
     "TrainConfig",
+    "by_setting",
+    "files_first",
+    "flat",
     "known_settings",
     "parse_run_config",
     "to_yaml",
@@ -57,6 +60,7 @@ _INSTEAD = {
 
 def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     """The run that a command line asks for; ``None`` reads ``sys.argv``. ``--help`` prints every setting and exits.
+    What comes later wins, be it a file or a setting: see :func:`files_first`.
 
     Raises:
         ConfigError: on an unknown setting, a value of the wrong type, or a YAML file that cannot be read.
@@ -83,6 +87,19 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
 def to_yaml(config: RunConfig) -> str:
     """The whole configuration as YAML that ``--config`` reads back to an equal one."""
     return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, default_flow_style=None)
+
+
+def by_setting(config: RunConfig) -> dict[str, Any]:
+    """Every setting's value, as YAML has it, by its dotted name."""
+    return flat(_plain(asdict(config)))
+
+
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return values
 
 
 def known_settings() -> list[str]:
@@ -115,6 +132,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value
+
+
+def files_first(arguments: list[str]) -> list[str]:
+    """The same with every ``--config FILE`` ahead, so that settings win over files wherever these are named. Launchers
+    put settings from the environment before a user's own arguments, of which one may be a file."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--config":
+            files += [argument, *(value for value in [next(rest, None)] if value is not None)]
+        else:
+            (files if argument.startswith("--config=") else others).append(argument)
+    return files + others
 
 
 def _check_arguments(arguments: list[str]) -> None:
@@ -160,23 +191,29 @@ def _check_file(name: str, known: list[str]) -> None:
         there = f" There are: {', '.join(beside)}." if beside else ""
         raise ConfigError(f"--config names {name}, which is not a file.{there}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
     if content is None:
-        return
+        raise ConfigError(f"{name} holds no settings; write some, or leave out --config.")
     if not isinstance(content, dict):
         raise ConfigError(f"{name} must hold settings as 'name: value' lines, not a {type(content).__name__}.")
-    for setting in _keys(content, ""):
+    groups = {setting.rsplit(".", 1)[0] for setting in known if "." in setting}
+    for setting, value in flat(content).items():
+        if value is None and setting in groups:
+            raise ConfigError(f"{setting} in {name} has no settings below it; write some, or leave it out.")
         if setting not in known:
             raise ConfigError(_unknown(setting, known, f"in {name}"))
 
 
-def _keys(content: Mapping[Any, Any], prefix: str) -> list[str]:
-    names: list[str] = []
-    for key, value in content.items():
-        names += _keys(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
-    return names
+class _OnceLoader(yaml.SafeLoader):
+    """Of two entries of one name YAML silently keeps the last; here they are refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        for twice in (name for name in names if names.count(name) > 1):
+            raise yaml.YAMLError(f"{twice} is there twice, at and above line {node.end_mark.line}; put both together")
+        return super().construct_mapping(node, deep)
 
 
 def _unknown(name: str, known: list[str], where: str) -> str:

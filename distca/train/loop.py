@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,7 @@ from distca.train.phase_plot import plot_phases
 from distca.train.plots import plot_balance, write_timeline
 from distca.train.progress import StepProgress, print_summary
 from distca.train.run_folder import Checkpoint, RunFolder
+from distca.train.settings import ConfigError, RunConfig
 from distca.train.setup import Trainer
 from distca.train.step_inputs import Ahead, StepInputs, make_step_inputs
 from distca.train.step_record import StepRecorder
@@ -29,6 +31,20 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
 logger = logging.getLogger(__name__)
+
+
+class DivergedError(ConfigError):
+    """A loss or gradient that is no number any more; raised on every rank before anything of the step is saved."""
+
+    next_step = "lower optimizer.lr or raise optimizer.warmup_steps; RESUME=latest goes on from the last checkpoint."
+
+    def __init__(self, step: int, loss: float, grad_norm: float, config: RunConfig) -> None:
+        optimizer = config.optimizer
+        super().__init__(
+            f"Step {step} has loss {loss:g} and gradient norm {grad_norm:g}, with optimizer.lr {optimizer.lr:g}, "
+            f"optimizer.clip_grad {optimizer.clip_grad:g} and optimizer.warmup_steps {config.resolved_warmup_steps}; "
+            "what follows could only be worse, so the run ends here."
+        )
 
 
 def train(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
@@ -121,6 +137,8 @@ class _Loop:
         self._garbage.collect()  # while the GPU is busy with the backward pass
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (loss_sum / tokens).item()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise DivergedError(step, loss, grad_norm, self._config)
         self._sampler_state = inputs.sampler_state
         seconds = time.perf_counter() - began
         return self._recorder.record(inputs, loss, grad_norm, lr, seconds, waited_ms)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from distca.data.corpus import Corpus
 from distca.data.errors import DataError
 from distca.log import die, setup_logging
 from distca.plan import PlanError
-from distca.train.config import ConfigError, parse_run_config
-from distca.train.run_folder import Checkpoint, RunFolder, check_undamaged, create_run_folder, resume_run_folder
+from distca.train.config import ConfigError, files_first, parse_run_config
+from distca.train.run_folder import (
+    Checkpoint,
+    RunFolder,
+    check_undamaged,
+    create_run_folder,
+    hold,
+    resume_run_folder,
+)
 from distca.train.settings import RunConfig
 from distca.train.validate import validate
 
@@ -38,9 +43,9 @@ def main(argv: list[str] | None = None) -> None:
     setup_logging(int(os.environ.get("RANK", "0")))
     try:
         if arguments[:1] == ["--check"]:
-            _check(parse_run_config(arguments[2:]), int(arguments[1]))
+            _check(parse_run_config(files_first(arguments[2:])), int(arguments[1]))
         else:
-            _run(parse_run_config(arguments))
+            _run(parse_run_config(files_first(arguments)))
     except (ConfigError, DataError, PlanError) as error:
         die(error)
 
@@ -52,6 +57,8 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
 
     validate(config, world_size)
     corpus = open_corpus(config)
+    if len(corpus.train) and corpus.train.lengths.max() < 2:
+        raise DataError("No document has more than one token, so there is no next token to learn; change data.path.")
     validate(config, world_size, corpus.vocabulary)
     data_parallel = config.parallel.data_parallel(world_size)
     sampler = open_sampler(config, corpus.train, data_parallel)
@@ -91,7 +98,9 @@ def _run(config: RunConfig) -> None:
         companions.part()
     except (KernelError, TransportError, CheckpointError) as error:
         die(error)
-    except (ConfigError, DataError, PlanError):
+    except DataError as error:
+        die(error, everywhere=True)  # in a document that only this rank reads
+    except (ConfigError, PlanError):
         raise
     except Exception:
         companions.explain_failure()
@@ -104,55 +113,63 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
     """Train on the ranks of an initialised torch.distributed; every rank calls it. Returns the run's folder.
 
     Raises:
-        ConfigError, DataError, PlanError: as :func:`main` reports them.
+        ConfigError, PlanError: as :func:`main` reports them, alike on all ranks.
+        DataError: in a document, on the rank that reads it.
         KernelError, TransportError: what the settings ask for cannot run here.
         CheckpointError: a checkpoint cannot be written.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in _run
-        from distca.train.checkpoints import with_saved_warmup
+        from distca.train.agreement import check_same_start
+        from distca.train.checkpoints import changes_since, with_saved_warmup
         from distca.train.loop import train
         from distca.train.setup import build_trainer
 
+    check_same_start(config, corpus, world)
     if config.checkpoint.resume:
-        config = with_saved_warmup(config, resume_run_folder(config)[1].path)
-    _check_same_documents(corpus, world)
+        resumed, checkpoint = resume_run_folder(config)
+        config = with_saved_warmup(config, checkpoint.path)
+        if world.rank == 0 and (changes := changes_since(resumed, checkpoint, config, world.size)):
+            logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
     trainer = build_trainer(config, world, corpus.vocabulary)
-    folder, checkpoint = _folder(config, world.rank)
-    logger.info("Run folder: %s", folder.path)
-    train(trainer, corpus, folder, checkpoint)
+    with ExitStack() as held:
+        folder, checkpoint_to_load = _folder(config, world.rank, held)
+        logger.info("Run folder: %s", folder.path)
+        train(trainer, corpus, folder, checkpoint_to_load)
     return folder
 
 
-def _check_same_documents(corpus: Corpus, world: World) -> None:
-    """Every rank plans from its own list of documents: refuse lists that differ, on all ranks."""
+def _folder(config: RunConfig, rank: int, held: ExitStack) -> tuple[RunFolder, Checkpoint | None]:
+    """The run's folder, chosen by rank 0, which holds it until ``held`` is closed; all ranks see the same file system.
+
+    Raises:
+        ConfigError: on all ranks, where another process writes into it.
+    """
     import torch.distributed as dist
 
-    lengths = np.concatenate((corpus.train.lengths, corpus.validation.lengths))
-    digest = hashlib.sha256(lengths.tobytes()).hexdigest()
-    digests: list[str] = [""] * world.size
-    dist.all_gather_object(digests, digest)
-    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if others:
-        raise DataError(
-            f"Ranks {others} see other documents than rank 0 (another copy of the data, or another Python version with "
-            "data.source stdlib); put the same data at data.path on every machine."
-        )
-
-
-def _folder(config: RunConfig, rank: int) -> tuple[RunFolder, Checkpoint | None]:
-    """The run's folder, chosen by rank 0; all ranks see the same file system."""
-    import torch.distributed as dist
-
-    chosen: list[tuple[str, int | None]] = [("", None)]
+    chosen: list[tuple[str, int | None] | ConfigError] = [("", None)]
     if rank == 0:
-        if config.checkpoint.resume:
-            resumed, checkpoint = resume_run_folder(config)
-            resumed.write_resumed_config(config, checkpoint.step)
-            chosen = [(str(resumed.path), checkpoint.step)]
-        else:
-            chosen = [(str(create_run_folder(config).path), None)]
+        try:
+            chosen = [_chosen_folder(config, held)]
+        except ConfigError as error:
+            chosen = [error]
     dist.broadcast_object_list(chosen)
+    if isinstance(chosen[0], ConfigError):
+        raise chosen[0]
     path, step = chosen[0]
     folder = RunFolder(Path(path))
     return folder, None if step is None else Checkpoint(step, folder.checkpoint_path(step))
+
+
+def _chosen_folder(config: RunConfig, held: ExitStack) -> tuple[str, int | None]:
+    """Path and, of a run that is resumed, the step."""
+    if not config.checkpoint.resume:
+        created = create_run_folder(config)
+        held.enter_context(hold(created))
+        return str(created.path), None
+    resumed, _ = resume_run_folder(config)
+    held.enter_context(hold(resumed))
+    # Whoever held it before may have saved one more, or deleted the one that was found.
+    resumed, checkpoint = resume_run_folder(config)
+    resumed.write_resumed_config(config, checkpoint.step)
+    return str(resumed.path), checkpoint.step

@@ -7,21 +7,30 @@
                     timeline.json          recorded steps; opens in Perfetto
                     tensorboard/
                     checkpoints/step_000060/
+                    .held-by               who writes here, while somebody does
 
 Steps are counted from 1, so ``step_000060`` is the state after 60 optimizer steps.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from distca.train.config import ConfigError, RunConfig, to_yaml
 
+_HOLDER = ".held-by"
 _COMPLETE = "COMPLETE"
 """Marks a checkpoint that every rank has written; holds the bytes of each of its files (empty in early versions)."""
 
@@ -110,6 +119,17 @@ class RunFolder:
         path = self.path / f"config-from-step-{step:06d}.yaml"
         path.write_text(to_yaml(config), encoding="utf-8")
 
+    def settings_before(self, step: int) -> dict[str, Any]:
+        """Nested settings, as YAML has them, of the part of the run that did ``step``; empty where they are unknown."""
+        parts = {0: self.config}
+        for path in self.path.glob("config-from-step-*.yaml"):
+            parts[int(path.stem.rsplit("-", 1)[1])] = path
+        try:
+            found = yaml.safe_load(parts[max(first for first in parts if first < step)].read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first."""
         found = []
@@ -120,7 +140,11 @@ class RunFolder:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def prune(self, keep: int) -> list[Checkpoint]:
-        """Delete all complete checkpoints but the ``keep`` newest; returns the deleted ones. Call it on one rank."""
+        """Delete all complete checkpoints but the ``keep`` newest, and those that a killed run left unfinished; returns
+        the complete ones. Call it on one rank, while none is being written."""
+        for path in (self.path / "checkpoints").glob("step_*"):
+            if not (path / _COMPLETE).exists():
+                shutil.rmtree(path)
         old = self.checkpoints()[: -keep or None]
         for checkpoint in old:
             # Without its mark a half-deleted checkpoint is not taken for a complete one.
@@ -157,6 +181,40 @@ def check_undamaged(checkpoint: Path) -> None:
 def damaged(checkpoint: Path, what: str) -> DamagedCheckpoint:
     """What to say about a checkpoint in which ``what`` is wrong."""
     return DamagedCheckpoint(f"{checkpoint} is damaged: {what}. Delete this folder.")
+
+
+def _is_named(run: Path, name: str) -> bool:
+    """Whether a run was started with this name: the folder NAME-2 may be a second run of NAME or a first of NAME-2."""
+    try:
+        settings = yaml.safe_load(RunFolder(run).config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(settings, dict) and settings.get("name") == name
+
+
+@contextmanager
+def hold(folder: RunFolder) -> Iterator[None]:
+    """Keep other processes from writing into a run's folder. Call it on one rank. The file system lets go of it when
+    this process ends, however it does.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    with (folder.path / _HOLDER).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"{folder.path} is being written by {file.read().strip() or 'another run'}; wait until that run ends, "
+                "or end it."
+            ) from None
+        except OSError:
+            pass  # a file system without locks: as before there were any
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def create_run_folder(config: RunConfig) -> RunFolder:
@@ -202,13 +260,12 @@ def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
 
 
 def _latest_run(config: RunConfig) -> RunFolder:
-    """The run of this name with the highest number that has a complete checkpoint."""
+    """The run of this name that saved the newest complete checkpoint."""
     base = Path(config.output) / config.name
     runs = []
-    for path in base.parent.glob(f"{base.name}*"):
-        suffix = re.fullmatch(re.escape(base.name) + r"(?:-(\d+))?", path.name)
-        if suffix and RunFolder(path).checkpoints():
-            runs.append((int(suffix[1] or 1), path))
+    for path in base.parent.iterdir() if base.parent.is_dir() else ():
+        if re.fullmatch(re.escape(base.name) + r"(-\d+)?", path.name) and _is_named(path, config.name):
+            runs += [((each.path / _COMPLETE).stat().st_mtime_ns, path) for each in RunFolder(path).checkpoints()]
     if not runs:
         raise ConfigError(
             f"checkpoint.resume is latest, but no run {base} has a complete checkpoint; "

@@ -205,7 +205,7 @@ class CheckpointConfig:
     Attributes:
         save_every: steps between checkpoints; 0 saves none on the way.
         save_at_end: also save after the last step.
-        resume: folder of a run to go on with, or latest for the newest run of this name.
+        resume: folder of a run to go on with, or latest for the run of this name that saved last.
         keep: newest checkpoints that stay on disk.
     """
 

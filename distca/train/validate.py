@@ -29,6 +29,10 @@ _AT_LEAST_ONE = (
     "log.every",
 )
 _ABOVE_ZERO = ("optimizer.lr", "optimizer.epsilon", "model.rope_base", "model.norm_epsilon")
+_SEEDS = ("train.seed", "data.seed")
+_LARGEST, _LARGEST_SEED = 2**31 - 1, 2**63 - 1
+"""Rows are counted in 32 bits by the kernels, seeds in 64."""
+_LONGEST_NAME = 200
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction", "cad.tolerance")
 
 
@@ -75,8 +79,12 @@ def _ranges(config: RunConfig) -> list[str]:
             problems.append(f"{setting} is {value}; it must not be negative.")
         elif setting in _BELOW_ONE and value >= 1:
             problems.append(f"{setting} is {value}; it must be below 1.")
+        elif isinstance(value, int) and value > (most := _LARGEST_SEED if setting in _SEEDS else _LARGEST):
+            problems.append(f"{setting} is {value}; it must be at most {most}.")
     if config.name in ("", "..") or Path(config.name).name != config.name:
         problems.append(f"name is {config.name!r}; it must be a folder's name without slashes; output says where.")
+    elif len(os.fsencode(config.name)) > _LONGEST_NAME:
+        problems.append(f"name has {len(os.fsencode(config.name))} bytes; it must have {_LONGEST_NAME} at most.")
     return problems
 
 
@@ -190,6 +198,8 @@ def _data(config: RunConfig, world_size: int) -> list[str]:
             f"tokens ({count(ranks, 'data-parallel rank')} × data.tokens_per_rank {data.tokens_per_rank}); "
             "lower the first or raise the second."
         )
+    if data.context_length < 2:
+        problems.append("data.context_length is 1, and a document of one token has no next token to learn; raise it.")
     if data.source != "stdlib" and not data.path:
         mixes = f": one of {', '.join(MIX_NAMES)}" if data.source == "mix" else ""
         problems.append(f"data.source {data.source} needs data.path{mixes}.")

@@ -3,8 +3,10 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,16 +19,38 @@ RUN_4D = ROOT / "benchmarks" / "example-4d-parallel" / "run4d.sh"
 STAND_IN = f"""
 if [[ -n $REAL_PYTHON ]]; then exec {shlex.quote(sys.executable)} "$@"; fi
 if [[ $1 == - ]]; then exit 0; fi
+if [[ -n $STAYS && "$1 $2" == "-m torch.distributed.run" ]]; then
+    trap 'echo told; echo told >> "$STAYS"; exit 1' TERM
+    echo up > "$STAYS"
+    for _ in {{1..400}}; do sleep 0.05; done
+fi
 echo "$@"
 """
 
 
-def run(script, *arguments, **variables):
+def environment(**variables):
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    environment = kept | {"DRY_RUN": "1", "GPUS_PER_NODE": "0", "NAME": "test"} | variables
+    return kept | {"DRY_RUN": "1", "GPUS_PER_NODE": "0", "NAME": "test"} | variables
+
+
+def run(script, *arguments, **variables):
     return subprocess.run(
-        ["bash", str(script), *arguments], env=environment, cwd=ROOT.parent, capture_output=True, text=True, timeout=60
+        ["bash", str(script), *arguments],
+        env=environment(**variables),
+        cwd=ROOT.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
+
+
+def copied(script, folder):
+    """The script in a copy of what it needs, so that its logs go there."""
+    for path in (ROOT / "launch_ranks.sh", ROOT / "benchmarks" / "launch.sh", script):
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    return folder / script.relative_to(ROOT)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,6 +144,8 @@ def test_stages_belong_to_run4d():
         ({"TP_SIZE": "3"}, "cannot be divided by TP_SIZE = 3."),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),
         ({"BATCHES": "0"}, "BATCHES is '0'"),
+        ({"CP_SIZE": "18446744073709551616"}, "it must be a whole number from 1 to 999999999."),
+        ({"GPUS_PER_NODE": "18446744073709551617"}, "it must be a whole number from 0 to 999999999."),
     ],
 )
 def test_mistakes_are_sentences(variables, said):
@@ -133,7 +159,8 @@ def test_settings_are_checked_before_any_rank_is_started():
         (RUN_3D, {"MODE": "cp3"}, ("--cad.ping_pong", "false"), "cp3 needs groups of 3 ranks"),
         (RUN_4D, {"LAYERS": "3"}, (), "model.layers 3 is not divisible by parallel.pp 2"),
     ):
-        result = run(script, *arguments, REAL_PYTHON="1", **variables)
+        # RANK and LOCAL_RANK are what some schedulers set for each machine.
+        result = run(script, *arguments, REAL_PYTHON="1", RANK="1", LOCAL_RANK="1", **variables)
         assert (result.returncode, result.stdout) == (2, ""), result.stderr
         assert result.stderr.startswith(f"error: {said}") and len(result.stderr.splitlines()) == 2
     assert run(RUN_3D, "--cad.ping_pong", "false", REAL_PYTHON="1").returncode == 0
@@ -150,10 +177,7 @@ def test_slurm_jobs_get_their_cores_and_start_the_ranks_themselves(quick_python)
 
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path):
-    for name in ("benchmarks/launch.sh", "launch_ranks.sh", "benchmarks/example-3d-parallel/run3d.sh"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    script = tmp_path / "benchmarks" / "example-3d-parallel" / "run3d.sh"
+    script = copied(RUN_3D, tmp_path)
     logs = script.parent / "logs"
     for expected in ("test", "test-2", "test-3"):
         assert following(command(script), "--output") == [f"benchmarks/example-3d-parallel/logs/{expected}"]
@@ -165,3 +189,42 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path):
     machine = {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "1"}
     assert run(script, DRY_RUN="0", NAME="other", **machine).returncode == 0
     assert not (logs / "other").exists()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("script", [RUN_3D, RUN_4D])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_ranks_and_is_named(tmp_path, number, script, terminal):
+    script, ranks = copied(script, tmp_path), tmp_path / "ranks"
+    reads, writes = os.openpty() if terminal else os.pipe()
+    process = subprocess.Popen(
+        ["bash", str(script)],
+        env=environment(DRY_RUN="0", STAYS=str(ranks)),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=writes,
+        start_new_session=True,
+        # Bash cannot trap what was ignored when it started, as it is where the tests run in the background.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
+    try:
+        end = time.monotonic() + 30
+        while not (ranks.exists() and ranks.read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        # Ctrl-C reaches tee and all others in the terminal's foreground, too.
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        code = process.wait(timeout=30)
+    finally:
+        process.kill()
+        os.close(writes)
+    said = os.read(reads, 1 << 16).decode()
+    os.close(reads)
+    assert ranks.read_text().split() == ["up", "told"]
+    assert code == 128 + number
+    assert f"error: The run was stopped by {number.name}." in said
+    log = script.parent / "logs" / "test" / "log.txt"
+    assert log.exists() != terminal
+    assert terminal or "told" in log.read_text(), "the ranks' last words are in the log"

@@ -68,15 +68,28 @@ def test_a_mix_is_drawn_for_all_ranks() -> None:
 
 @pytest.mark.parametrize(
     "content, words",
-    [("5\nsix\n", "Line 2 of .* is 'six'"), ("5\n0\n", "Line 2 of .* is '0'"), ("\n", "no document length")],
+    [
+        ("5\nsix\n", "Line 2 of .* is 'six'"),
+        ("5\n0\n", "Line 2 of .* is '0'"),
+        ("\n", "no document length"),
+        ("5\n99999999999999999999\n", r"Line 2 of .* is '9+'; a line holds one length from 1 to 4294967296\."),
+        ("9" * 5000, r"Line 1 of .* is '9{40}\.\.\.'; a line holds one length"),
+        ("4294967296\n1\n", "add up to 4,294,967,297 tokens; a micro-batch has at most 4,294,967,296"),
+        ("5\n\xfe\n", "is not UTF-8 text"),
+    ],
 )
 def test_bad_files_are_sentences(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "lengths.txt"
-    path.write_text(content)
+    path.write_text(content, encoding="latin-1")
     with pytest.raises(PlanError, match=words):
         read_lengths(str(path), tokens=1, seed=0)
     with pytest.raises(PlanError, match="neither a file nor one of the mixes pretrain, prolong"):
         read_lengths(str(tmp_path / "none"), tokens=1, seed=0)
+
+
+def test_more_tokens_than_can_be_drawn_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"--tokens_per_rank is 9+; with --ranks 8 it must be at most 536870912\."):
+        plan("pretrain", tokens_per_rank=99999999999999999999)
 
 
 def test_draw_makes_a_picture(tmp_path: Path) -> None:
@@ -100,6 +113,9 @@ def test_draw_makes_a_picture(tmp_path: Path) -> None:
         ({"cost_table": __file__}, "is not JSON"),
         ({"cost_table": str(TABLE), "kv_heads": 2, "head_dim": 32}, "--kv_heads, --head_dim are both given"),
         ({"heads": 0}, "--heads is 0"),
+        ({"heads": 10**20}, "--heads is 1(0*); it must be at most 1048576"),
+        ({"ranks_per_node": 10**20}, "--ranks_per_node is 1(0*); it must be at most"),
+        ({"picture": "/proc/x.png"}, r"--picture is /proc/x\.png, which cannot be written"),
     ],
 )
 def test_mistakes_are_sentences_before_anything_is_planned(options: dict[str, Any], said: str) -> None:

@@ -69,6 +69,13 @@ def test_convert_with_a_tokenizer_file(tmp_path):
     assert source.read(0, 0, 4).tolist() == [2, 2, 3, 1]
 
 
+def test_convert_looks_at_the_output_before_anything_is_read(tmp_path):
+    with pytest.raises(DataError, match="names no file"):
+        run("convert", "--path", str(tmp_path / "nowhere"), "--output", "")
+    with pytest.raises(DataError, match=r"/proc/x\.bin cannot be written"):
+        run("convert", "--path", str(tmp_path / "nowhere"), "--output", "/proc/x")
+
+
 def test_a_user_mistake_stays_a_sentence(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         run("describe", "--path", str(tmp_path / "nowhere"), "--source", "text")

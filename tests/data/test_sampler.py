@@ -153,7 +153,12 @@ def test_impossible_settings_are_named(lengths, arguments, message):
 
 @pytest.mark.parametrize(
     ("lengths", "seed", "message"),
-    [([3, 5], 0, "had documents 3"), ([3, 5, 8], 0, "had tokens"), ([3, 5, 7], 1, "seed")],
+    [
+        ([3, 5], 0, "had documents 3"),
+        ([3, 5, 8], 0, "had tokens"),
+        ([3, 5, 7], 1, "seed"),
+        ([5, 3, 7], 0, "are in another order than when the checkpoint was saved"),
+    ],
 )
 def test_a_state_of_other_data_is_refused(lengths, seed, message):
     state = Sampler(np.array([3, 5, 7]), 1, 10, 1, 0).state_dict()

@@ -33,6 +33,23 @@ def test_a_tokenizer_file_or_its_folder(tokenizer_file, as_folder):
     assert [ids.tolist() for ids in tokenizer.encode([b"one three", b"two huh"])] == [[3, 7], [4, 0]]
 
 
+def test_lengths_of_batches_that_a_file_carries_are_not_applied(tokenizer_file):
+    tokenizers = pytest.importorskip("tokenizers")
+    stored = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    stored.enable_truncation(2)
+    stored.enable_padding(length=4)
+    stored.save(str(tokenizer_file))
+    ids = open_tokenizer(str(tokenizer_file)).encode([b"one two three", b"two"])
+    assert [document.tolist() for document in ids] == [[3, 4, 7], [4]]
+
+
+def test_the_words_of_the_model_come_as_a_value_error(tokenizer_file):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0}, unk_token="[UNK]")).save(str(tokenizer_file))
+    with pytest.raises(ValueError, match=r"Missing \[UNK\] token"):
+        open_tokenizer(str(tokenizer_file)).encode([b"two"])
+
+
 def test_an_end_token_closes_every_document(tokenizer_file):
     tokenizer = open_tokenizer(str(tokenizer_file), "</s>")
     assert [ids.tolist() for ids in tokenizer.encode([b"one", b"two"])] == [[3, 2], [4, 2]]

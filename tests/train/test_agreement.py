@@ -1,4 +1,4 @@
-"""Ranks that do not plan alike must end with a sentence, not wait for each other."""
+"""Ranks that do not start or plan alike must end with a sentence, not wait for each other."""
 
 from pathlib import Path
 
@@ -8,7 +8,9 @@ import torch.distributed as dist
 from distca.plan import PlanError, analytic_cost, plan_micro_batch
 from distca.plan.plan import fingerprint
 from distca.testing.ranks import run_ranks
+from distca.train import agreement
 from distca.train.agreement import Agreement
+from distca.train.settings import ConfigError
 from tests.train.small_runs import arguments, train_all, write_texts
 
 
@@ -24,10 +26,10 @@ def test_the_fingerprint_tells_plans_apart() -> None:
 
 
 def _check(fingerprints: list[int]) -> str:
-    agreement = Agreement(done=5)
-    agreement.check(1)
+    steps = Agreement(done=5)
+    steps.check(1)
     try:
-        agreement.check(fingerprints[dist.get_rank()])
+        steps.check(fingerprints[dist.get_rank()])
     except PlanError as error:
         return str(error)
     return ""
@@ -40,14 +42,32 @@ def test_every_rank_is_told_who_differs() -> None:
     assert "1 of 3 ranks (2) planned step 7 differently from rank 0" in said[0]
 
 
-def _train_with_own_settings(lines: list[list[str]]) -> str:
-    with pytest.raises(PlanError) as caught:
+def _train_with_own_settings(lines: list[list[str]], compared: bool) -> str:
+    if not compared:
+        agreement.by_setting = lambda _: {}  # type: ignore[assignment]
+    with pytest.raises(ConfigError if compared else PlanError) as caught:
         train_all([lines[dist.get_rank()]])
     return str(caught.value)
 
 
-def test_a_rank_that_was_started_with_other_settings_ends_the_run(tmp_path: Path) -> None:
-    texts = write_texts(tmp_path / "texts", [96, 90, 3, 2, 80, 70, 5, 4] * 4)
-    lines = [arguments(output=tmp_path, data__path=texts, cad__enabled=enabled) for enabled in (True, False)]
-    for said in run_ranks(2, _train_with_own_settings, lines, timeout=100):
-        assert "planned step 1 differently from rank 0" in said
+@pytest.mark.parametrize(
+    "setting, values, compared, said",
+    [
+        ("optimizer__lr", (0.01, 0.02), True, "Rank 1 was started with optimizer.lr 0.02, rank 0 with 0.01"),
+        ("train__steps", (6, 7), True, "Rank 1 was started with train.steps 7, rank 0 with 6"),
+        ("data__path", ("texts", "fewer"), True, "Ranks [1] see other documents than rank 0"),
+        ("cad__enabled", (True, False), False, "planned step 1 differently from rank 0"),
+    ],
+)
+def test_a_rank_that_was_started_otherwise_ends_the_run(
+    tmp_path: Path, setting: str, values: tuple[object, object], compared: bool, said: str
+) -> None:
+    lengths = [96, 90, 3, 2, 80, 70, 5, 4] * 4
+    texts = write_texts(tmp_path / "texts", lengths)
+    write_texts(tmp_path / "fewer", lengths[:-1])
+    lines = []
+    for value in values:
+        own = {setting: tmp_path / value if isinstance(value, str) else value}
+        lines.append(arguments(**({"output": tmp_path, "data__path": texts} | own)))
+    for heard in run_ranks(2, _train_with_own_settings, lines, compared, timeout=100):
+        assert said in heard

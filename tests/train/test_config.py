@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.train.config import ConfigError, RunConfig, known_settings, parse_run_config, to_yaml
+from distca.train.config import ConfigError, RunConfig, files_first, known_settings, parse_run_config, to_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -18,6 +18,15 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
     assert (config.train.steps, config.train.micro_batches, config.optimizer.lr) == (9, 2, 3e-4)
     assert config.cad.enabled is False
     assert config.model == RunConfig().model
+
+
+def test_where_a_file_is_named_makes_no_difference(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {steps: 6, micro_batches: 3}")
+    for arguments in (["--train.steps", "3", "--config", str(file)], ["--train.steps=3", f"--config={file}"]):
+        config = parse_run_config(files_first(arguments))
+        assert (config.train.steps, config.train.micro_batches) == (3, 3)
+    assert files_first(["--config"]) == ["--config"]
 
 
 def test_no_arguments_give_the_defaults() -> None:
@@ -91,6 +100,10 @@ def test_mistakes_on_the_command_line_are_sentences(arguments: list[str], said: 
         ("train: {recompute: true}", "train.recompute must be one of none, mlp, all, not True: write mlp, or all"),
         ("train: {recompute: no}", "train.recompute must be one of none, mlp, all, not False: write none."),
         ("model: {hidden: wide}", "model.hidden must be a whole number, not wide."),
+        ("train: {steps: 3}\nmodel: {layers: 2}\ntrain: {micro_batches: 2}", "train is there twice, at and above line"),
+        ("train:\n  steps: 3\n  steps: 4", "steps is there twice"),
+        ("", "run.yaml holds no settings; write some, or leave out --config."),
+        ("train:\nmodel: {layers: 2}", "train in"),
     ],
 )
 def test_mistakes_in_a_file_are_sentences(tmp_path: Path, text: str, said: str) -> None:

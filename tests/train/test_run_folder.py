@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -7,9 +8,9 @@ import numpy as np
 import pytest
 
 from distca.data import Sampler
-from distca.train.checkpoints import check_fits, with_saved_warmup
-from distca.train.config import CheckpointConfig, ConfigError, RunConfig, parse_run_config
-from distca.train.run_folder import RunFolder, check_undamaged, create_run_folder, resume_run_folder
+from distca.train.checkpoints import changes_since, check_fits, with_saved_warmup
+from distca.train.config import CheckpointConfig, ConfigError, OptimizerConfig, RunConfig, parse_run_config
+from distca.train.run_folder import RunFolder, check_undamaged, create_run_folder, hold, resume_run_folder
 
 
 def config_in(folder: Path, resume: str | None = None) -> RunConfig:
@@ -68,16 +69,51 @@ def test_resume_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     assert parse_run_config(["--config", str(folder.path / "config-from-step-000020.yaml")]) == config
 
 
-def test_latest_is_the_highest_number_with_a_checkpoint(tmp_path: Path) -> None:
-    folders = [create_run_folder(config_in(tmp_path)) for _ in range(12)]
-    save(folders[8], 5)
-    save(folders[9], 5)
-    save(folders[10], 7, complete=False)
-    # Another run whose name begins alike.
-    other = create_run_folder(dataclasses.replace(config_in(tmp_path), name="try-out"))
-    save(other, 99)
-    found, _ = resume_run_folder(config_in(tmp_path, "latest"))
-    assert found.path.name == "try-10"
+@pytest.mark.parametrize("name", ["try", "try[lr=1]"])
+def test_latest_is_the_run_of_this_name_that_saved_last(tmp_path: Path, name: str) -> None:
+    config, latest = (dataclasses.replace(config_in(tmp_path, resume), name=name) for resume in (None, "latest"))
+    folders = [create_run_folder(config) for _ in range(12)]
+    for age, (folder, complete) in enumerate([(folders[8], True), (folders[2], True), (folders[10], False)]):
+        save(folder, 5, complete)
+        if complete:
+            os.utime(folder.checkpoint_path(5) / "COMPLETE", (1000 + age, 1000 + age))
+    # Other runs: one whose name begins alike, and one that was named like a second run of this name.
+    for other in (f"{name}-out", f"{name}-13"):
+        save(create_run_folder(dataclasses.replace(config, name=other)), 99)
+    found, _ = resume_run_folder(latest)
+    assert found == folders[2]
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    for _ in range(2):  # and another one after it
+        said = rf"try is being written by process {os.getpid()} on .*; wait until"
+        with hold(folder), pytest.raises(ConfigError, match=said), hold(folder):
+            pass
+
+
+def test_prune_takes_what_a_killed_run_left_unfinished(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    save(folder, 24, complete=False)
+    save(folder, 100)
+    assert folder.prune(2) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000100"]
+
+
+def test_what_a_resumed_run_does_otherwise_is_said(tmp_path: Path) -> None:
+    first = dataclasses.replace(config_in(tmp_path), optimizer=OptimizerConfig(lr=0.001))
+    folder = create_run_folder(first)
+    save(folder, 10)
+    fits = {"sampler": {}, "tokens of a step at most": 3 * first.data.tokens_per_rank * first.train.micro_batches}
+    (folder.checkpoint_path(10) / "fits.json").write_text(json.dumps(fits))
+    (checkpoint,) = folder.checkpoints()
+    assert changes_since(folder, checkpoint, first, 3) == []
+    now = dataclasses.replace(first, optimizer=OptimizerConfig(lr=0.002), output="elsewhere")
+    lr, tokens = changes_since(folder, checkpoint, now, 2)
+    assert lr == "optimizer.lr was 0.001, now 0.002" and "tokens at most, now" in tokens
+    # The part that did step 10 began after step 4 with other settings.
+    folder.write_resumed_config(now, 4)
+    assert changes_since(folder, checkpoint, now, 3) == []
 
 
 def test_resume_mistakes_are_sentences(tmp_path: Path) -> None:

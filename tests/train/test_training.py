@@ -14,7 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from distca.testing.ranks import run_ranks
 from tests.train.small_runs import ROOT, arguments, steps_of, train_all, write_texts
@@ -204,7 +206,7 @@ def started(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
 
 def test_a_run_leaves_everything_it_promises(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     run, done = started
-    assert {path.name for path in run.iterdir()} == {
+    assert {path.name for path in run.iterdir() if not path.name.startswith(".")} == {
         "config.yaml",
         "metrics.jsonl",
         "balance.png",
@@ -285,6 +287,7 @@ MISTAKES = {
         {"checkpoint__resume": "{folder}/started", "model__layers": 3, "train__steps": 9},
         "does not fit this run: model.layers was 2, now 3.",
     ),
+    "documents of one token": (1, {"data__path": "{folder}/ones"}, "No document has more than one token"),
     "no checkpoint": (2, {"checkpoint__resume": "{folder}/texts"}, "which has no complete checkpoint"),
     "other documents": (
         2,
@@ -300,6 +303,9 @@ def test_a_mistake_is_one_sentence_before_anything_starts(
 ) -> None:
     folder = started[0].parent
     (folder / "nothing").mkdir(exist_ok=True)
+    (folder / "ones").mkdir(exist_ok=True)
+    for name in "abcdefghij":
+        (folder / "ones" / name).with_suffix(".txt").write_text(name)
     ranks, settings, said = MISTAKES[mistake]
     settings = {"data__path": "{folder}/texts", "output": "{folder}/mistakes"} | settings
     filled = {name: str(value).format(folder=folder) for name, value in settings.items() if value is not None}
@@ -334,6 +340,34 @@ def test_a_mistake_ends_all_ranks_of_a_started_run(folder: Path) -> None:
     assert sentences, started.stderr
     assert 'pretrain_llama.py", line' not in started.stderr, "a traceback of ours"
     assert not (folder / "mistakes").exists()
+
+
+def test_what_is_no_number_any_more_ends_the_run_before_it_is_saved(folder: Path) -> None:
+    settings = {"optimizer__lr": 1e30, "optimizer__min_lr": 0, "optimizer__clip_grad": 0, "checkpoint__save_every": 1}
+    line = arguments(data__path=folder / "texts", output=folder / "diverging", train__steps=40, **settings)
+    done = start(*line)
+    said = " ".join(done.stderr.split())
+    assert done.returncode != 0 and "has loss" in said and "with optimizer.lr 1e+30" in said, done.stderr
+    assert said.count("what follows could only be worse") == 1
+    (run,) = (folder / "diverging").iterdir()
+    finite = [step for step, loss in steps_of(run).items() if isinstance(loss, float) and math.isfinite(loss)]
+    saved = max(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
+    assert saved == max(finite) < 40
+
+
+def test_a_document_that_one_rank_cannot_read_is_named_by_it(folder: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    path = folder / "bad"
+    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.int32)
+    for token in [7] * 39 + [300]:
+        builder.add_document(torch.full((10,), token, dtype=torch.int32), [10])
+    builder.finalize(f"{path}.idx")
+    own = {"data__source": "indexed", "data__path": path, "data__vocabulary": 256, "data__validation_fraction": 0}
+    done = start(*arguments(output=folder / "unread", train__steps=40, **own), ranks=3)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ") and "300" in line]
+    assert len(said) == 1, done.stderr
 
 
 def _is_one_sentence(done: subprocess.CompletedProcess[str], said: str) -> None:

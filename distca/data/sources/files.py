@@ -51,6 +51,10 @@ class FileBytes:
             raise DataError(f"{self.files[document]} became shorter while it was in use; start again.")
         return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
 
+    def where(self, document: int) -> str:
+        """The file of one document."""
+        return str(self.files[document])
+
 
 def _read_fully(read: Callable[[int], bytes | None], size: int) -> bytes:
     """Read ``size`` bytes, or less at the end of the file; one unbuffered read may return fewer than asked for."""

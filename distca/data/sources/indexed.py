@@ -34,7 +34,7 @@ class Indexed:
         Raises:
             DataError: if a file is missing, damaged or empty, or the vocabulary is not known.
         """
-        self._prefix = _without_suffix(prefix)
+        self._prefix = without_suffix(prefix)
         _check_files(self._prefix)
         self.vocabulary = _vocabulary(self._prefix, vocabulary)
         self._dataset = _open(self._prefix)
@@ -76,13 +76,18 @@ class Indexed:
             )
         return tokens
 
+    def where(self, document: int) -> str:
+        """The .bin file and the number of one document among those that hold tokens."""
+        return f"{self._prefix}.bin, document {document}"
+
 
 def sidecar(prefix: str) -> Path:
     """The JSON file beside .bin and .idx that says how they were made."""
     return Path(f"{prefix}.json")
 
 
-def _without_suffix(prefix: str) -> str:
+def without_suffix(prefix: str) -> str:
+    """The path of both files, also where one of them was named."""
     return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
 
 

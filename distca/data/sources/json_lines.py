@@ -36,12 +36,12 @@ class JsonLines:
             DataError: on a missing path, a line that is not a JSON object with a "text" string, or no document at all.
         """
         self.files = _files(path)
-        lines: list[tuple[int, int, int, int]] = []
+        lines: list[tuple[int, int, int, int, int]] = []
         empty = 0
         for index, file in enumerate(self.files):
-            for offset, size, length in _index(file):
+            for number, offset, size, length in _index(file):
                 if length:
-                    lines.append((index, offset, size, length))
+                    lines.append((index, number, offset, size, length))
                 else:
                     empty += 1
         if not lines:
@@ -49,7 +49,7 @@ class JsonLines:
         if empty:
             logger.info("%s: left out %d empty documents", path, empty)
         columns = np.array(lines, dtype=np.int64).T
-        self._file, self._offset, self._size, self.lengths = columns
+        self._file, self._line, self._offset, self._size, self.lengths = columns
         self._latest: tuple[int, bytes] = (-1, b"")
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
@@ -61,6 +61,10 @@ class JsonLines:
         assert 0 <= start <= stop <= self.lengths[document]
         text = self._text(document)
         return np.frombuffer(text[start:stop], dtype=np.uint8).astype(np.int64)
+
+    def where(self, document: int) -> str:
+        """The file and the line of one document."""
+        return f"{self.files[self._file[document]]}, line {self._line[document]}"
 
     def _text(self, document: int) -> bytes:
         held, text = self._latest
@@ -92,14 +96,14 @@ def _files(path: str) -> list[Path]:
     return files
 
 
-def _index(file: Path) -> Iterator[tuple[int, int, int]]:
-    """(offset, bytes of the line, bytes of the text) of every line that is not blank."""
+def _index(file: Path) -> Iterator[tuple[int, int, int, int]]:
+    """(number of the line, offset, bytes of the line, bytes of the text) of every line that is not blank."""
     offset = 0
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
-                    yield offset, len(line), len(_text_of(line))
+                    yield number, offset, len(line), len(_text_of(line))
                 except ValueError as error:
                     raise DataError(f"{file}, line {number}: {error}; correct or delete the line.") from None
             offset += len(line)
@@ -111,6 +115,8 @@ def _text_of(line: bytes) -> bytes:
         record = json.loads(line)
     except ValueError as error:
         raise ValueError(f"this is not valid JSON ({error})") from None
+    except RecursionError:
+        raise ValueError("this is JSON nested too deep to be read") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise ValueError('this is not a JSON object with a "text" string')
     try:

@@ -33,6 +33,10 @@ class RandomTokens:
         positions = np.arange(start, stop, dtype=np.uint64)
         return (_scrambled(positions ^ key) % np.uint64(self.vocabulary)).astype(np.int64)
 
+    def where(self, document: int) -> str:
+        """The number of one document, which no file holds."""
+        return f"document {document} of the mix"
+
 
 class Mix(RandomTokens):
     """Random tokens in documents whose lengths follow a mix, drawn by ``sample_mix``."""

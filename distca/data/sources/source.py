@@ -26,3 +26,7 @@ class DocumentSource(Protocol):
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """[stop - start] int64 tokens [start, stop) of ``document``."""
         ...
+
+    def where(self, document: int) -> str:
+        """Words by which a user finds ``document``: its file, and its place there."""
+        ...

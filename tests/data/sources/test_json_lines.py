@@ -49,6 +49,7 @@ def test_a_folder_is_its_jsonl_files_by_name(tmp_path, caplog):
         (b'{"body": "x"}', 'not a JSON object with a "text" string'),
         (b'{"text": 3}', 'not a JSON object with a "text" string'),
         (b'{"text": "\\ud800"}', "unpaired surrogate"),
+        (b"[" * 200_000 + b"]" * 200_000, "nested too deep"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, reason):
@@ -56,6 +57,13 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, reason):
     file.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine"}\n')
     with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{reason}.*; correct or delete the line\.$"):
         open_source("jsonl", str(file))
+
+
+def test_documents_are_found_by_file_and_line(tmp_path):
+    write(tmp_path / "a.jsonl", ["", "first"])
+    write(tmp_path / "b.jsonl", ["second"])
+    source = open_source("jsonl", str(tmp_path))
+    assert [source.where(0), source.where(1)] == [f"{tmp_path}/a.jsonl, line 2", f"{tmp_path}/b.jsonl, line 1"]
 
 
 def test_missing_and_empty_paths_are_sentences(tmp_path):
