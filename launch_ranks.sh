@@ -216,6 +216,7 @@ run_ranks() { # command ...; sets status, and stopped_by to the name of the sign
     # In the background: Bash hears a signal while it waits, but would leave a command in the foreground running.
     trap 'stop_ranks SIGINT' INT
     trap 'stop_ranks SIGTERM' TERM
+    trap 'stop_ranks SIGQUIT' QUIT
     "$@" &
     run=$!
     if [[ -n $stopped_by ]]; then stop_ranks "$stopped_by"; fi # it came before there was a process to stop
@@ -224,7 +225,7 @@ run_ranks() { # command ...; sets status, and stopped_by to the name of the sign
         wait "$run" || status=$?
         kill -0 "$run" 2>/dev/null || break # else a signal ended the wait
     done
-    trap - INT TERM
+    trap - INT TERM QUIT
     if ((status == 0)); then stopped_by=''; fi # it came too late
     if [[ -n $stopped_by ]]; then status=$((128 + $(kill -l "$stopped_by"))); fi # as Bash has it
 }

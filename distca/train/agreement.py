@@ -34,6 +34,8 @@ def check_same_start(config: RunConfig, corpus: Corpus, world: World) -> None:
     dist.all_gather_object(everyone, mine)
     settings, documents = everyone[0]
     for rank, (theirs, _) in enumerate(everyone):
+        if theirs.keys() != settings.keys():
+            raise ConfigError(f"Rank {rank} runs another version of distca than rank 0; install the same everywhere.")
         if theirs != settings:
             name = next(name for name in settings if settings[name] != theirs[name])
             raise ConfigError(

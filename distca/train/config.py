@@ -210,7 +210,8 @@ class _OnceLoader(yaml.SafeLoader):
     """Of two entries of one name YAML silently keeps the last; here they are refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        given = (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
+        names = [self.construct_object(key, deep=True) for key in given]  # type: ignore[no-untyped-call]
         for twice in (name for name in names if names.count(name) > 1):
             raise yaml.YAMLError(f"{twice} is there twice, at and above line {node.end_mark.line}; put both together")
         return super().construct_mapping(node, deep)

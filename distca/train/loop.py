@@ -136,7 +136,7 @@ class _Loop:
             self._ahead.start(learned=self._recorder.learner.current)
         self._garbage.collect()  # while the GPU is busy with the backward pass
         grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
-        loss = (loss_sum / tokens).item()
+        loss = (loss_sum / tokens.clamp(min=1)).item()  # there may be no target among them
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise DivergedError(step, loss, grad_norm, self._config)
         self._sampler_state = inputs.sampler_state

@@ -6,10 +6,10 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from distca.data.corpus import Corpus
 from distca.data.errors import DataError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from distca.train.world import World
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -126,50 +127,48 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         from distca.train.setup import build_trainer
 
     check_same_start(config, corpus, world)
-    if config.checkpoint.resume:
-        resumed, checkpoint = resume_run_folder(config)
-        config = with_saved_warmup(config, checkpoint.path)
-        if world.rank == 0 and (changes := changes_since(resumed, checkpoint, config, world.size)):
-            logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
-    trainer = build_trainer(config, world, corpus.vocabulary)
     with ExitStack() as held:
-        folder, checkpoint_to_load = _folder(config, world.rank, held)
+        resumed = _decided(world.rank, lambda: _hold_resumed(config, held)) if config.checkpoint.resume else None
+        if resumed is not None:
+            folder, checkpoint = resumed
+            config = with_saved_warmup(config, checkpoint.path)
+            if world.rank == 0 and (changes := changes_since(folder, checkpoint, config, world.size)):
+                logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
+        trainer = build_trainer(config, world, corpus.vocabulary)
+        if resumed is None:
+            folder = _decided(world.rank, lambda: _hold_new(config, held))
+        elif world.rank == 0:
+            folder.write_resumed_config(config, checkpoint.step)
         logger.info("Run folder: %s", folder.path)
-        train(trainer, corpus, folder, checkpoint_to_load)
+        train(trainer, corpus, folder, None if resumed is None else checkpoint)
     return folder
 
 
-def _folder(config: RunConfig, rank: int, held: ExitStack) -> tuple[RunFolder, Checkpoint | None]:
-    """The run's folder, chosen by rank 0, which holds it until ``held`` is closed; all ranks see the same file system.
-
-    Raises:
-        ConfigError: on all ranks, where another process writes into it.
-    """
+def _decided(rank: int, decide: Callable[[], T]) -> T:
+    """What rank 0 decides, on all ranks, or the ConfigError that it raised; all ranks see the same file system."""
     import torch.distributed as dist
 
-    chosen: list[tuple[str, int | None] | ConfigError] = [("", None)]
+    said: list[T | ConfigError | None] = [None]
     if rank == 0:
         try:
-            chosen = [_chosen_folder(config, held)]
+            said = [decide()]
         except ConfigError as error:
-            chosen = [error]
-    dist.broadcast_object_list(chosen)
-    if isinstance(chosen[0], ConfigError):
-        raise chosen[0]
-    path, step = chosen[0]
-    folder = RunFolder(Path(path))
-    return folder, None if step is None else Checkpoint(step, folder.checkpoint_path(step))
+            said = [error]
+    dist.broadcast_object_list(said)
+    if isinstance(said[0], ConfigError):
+        raise said[0]
+    return cast("T", said[0])
 
 
-def _chosen_folder(config: RunConfig, held: ExitStack) -> tuple[str, int | None]:
-    """Path and, of a run that is resumed, the step."""
-    if not config.checkpoint.resume:
-        created = create_run_folder(config)
-        held.enter_context(hold(created))
-        return str(created.path), None
-    resumed, _ = resume_run_folder(config)
-    held.enter_context(hold(resumed))
-    # Whoever held it before may have saved one more, or deleted the one that was found.
-    resumed, checkpoint = resume_run_folder(config)
-    resumed.write_resumed_config(config, checkpoint.step)
-    return str(resumed.path), checkpoint.step
+def _hold_new(config: RunConfig, held: ExitStack) -> RunFolder:
+    folder = create_run_folder(config)
+    held.enter_context(hold(folder))
+    return folder
+
+
+def _hold_resumed(config: RunConfig, held: ExitStack) -> tuple[RunFolder, Checkpoint]:
+    folder, checkpoint = resume_run_folder(config)
+    held.enter_context(hold(folder))
+    if folder.checkpoints()[-1:] != [checkpoint]:
+        raise ConfigError(f"{folder.path} got another checkpoint while this run started; start again.")
+    return folder, checkpoint

@@ -21,7 +21,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,8 @@ class RunFolder:
         """Nested settings, as YAML has them, of the part of the run that did ``step``; empty where they are unknown."""
         parts = {0: self.config}
         for path in self.path.glob("config-from-step-*.yaml"):
-            parts[int(path.stem.rsplit("-", 1)[1])] = path
+            if begins := re.fullmatch(r"config-from-step-(\d+)\.yaml", path.name):
+                parts[int(begins[1])] = path
         try:
             found = yaml.safe_load(parts[max(first for first in parts if first < step)].read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
@@ -132,19 +133,22 @@ class RunFolder:
 
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first."""
-        found = []
-        for path in (self.path / "checkpoints").glob("step_*"):
-            name = re.fullmatch(r"step_(\d+)", path.name)
-            if name and (path / _COMPLETE).exists():
-                found.append(Checkpoint(int(name[1]), path))
+        complete = (path for path in self._checkpoint_folders() if (path / _COMPLETE).exists())
+        found = [Checkpoint(int(path.name.removeprefix("step_")), path) for path in complete]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def _checkpoint_folders(self) -> Iterator[Path]:
+        """Of this run, complete or not; what else lies there is somebody's own."""
+        for path in (self.path / "checkpoints").glob("step_*"):
+            if re.fullmatch(r"step_\d+", path.name) and path.is_dir() and not path.is_symlink():
+                yield path
 
     def prune(self, keep: int) -> list[Checkpoint]:
         """Delete all complete checkpoints but the ``keep`` newest, and those that a killed run left unfinished; returns
         the complete ones. Call it on one rank, while none is being written."""
-        for path in (self.path / "checkpoints").glob("step_*"):
+        for path in self._checkpoint_folders():
             if not (path / _COMPLETE).exists():
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # they are in nobody's way
         old = self.checkpoints()[: -keep or None]
         for checkpoint in old:
             # Without its mark a half-deleted checkpoint is not taken for a complete one.
@@ -183,37 +187,51 @@ def damaged(checkpoint: Path, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{checkpoint} is damaged: {what}. Delete this folder.")
 
 
-def _is_named(run: Path, name: str) -> bool:
-    """Whether a run was started with this name: the folder NAME-2 may be a second run of NAME or a first of NAME-2."""
+def _is_first_of_its_name(run: Path) -> bool:
+    """The folder NAME-2 may be the second run of NAME, or the first of NAME-2."""
     try:
         settings = yaml.safe_load(RunFolder(run).config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return False
-    return isinstance(settings, dict) and settings.get("name") == name
+    return isinstance(settings, dict) and settings.get("name") == run.name
+
+
+def _saved_at(checkpoint: Checkpoint) -> int:
+    """When it was complete, in nanoseconds; 0 if its run has deleted it meanwhile."""
+    try:
+        return (checkpoint.path / _COMPLETE).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 @contextmanager
 def hold(folder: RunFolder) -> Iterator[None]:
     """Keep other processes from writing into a run's folder. Call it on one rank. The file system lets go of it when
-    this process ends, however it does.
+    this process ends, however it does; one of a network may keep it when the whole machine dies.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds it, or nothing can be written there.
     """
-    with (folder.path / _HOLDER).open("a+", encoding="utf-8") as file:
+    holder = folder.path / _HOLDER
+    try:
+        file = holder.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{holder} cannot be written ({error.strerror}); make {folder.path} writable.") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             raise ConfigError(
                 f"{folder.path} is being written by {file.read().strip() or 'another run'}; wait until that run ends, "
-                "or end it."
+                f"or end it. If its machine is gone, delete {holder}."
             ) from None
         except OSError:
             pass  # a file system without locks: as before there were any
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with suppress(OSError):  # a full disk; the lock does not need the words
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
         yield
 
 
@@ -264,8 +282,10 @@ def _latest_run(config: RunConfig) -> RunFolder:
     base = Path(config.output) / config.name
     runs = []
     for path in base.parent.iterdir() if base.parent.is_dir() else ():
-        if re.fullmatch(re.escape(base.name) + r"(-\d+)?", path.name) and _is_named(path, config.name):
-            runs += [((each.path / _COMPLETE).stat().st_mtime_ns, path) for each in RunFolder(path).checkpoints()]
+        if path.name == base.name or (
+            re.fullmatch(re.escape(base.name) + r"-\d+", path.name) and not _is_first_of_its_name(path)
+        ):
+            runs += [(saved, path) for each in RunFolder(path).checkpoints() if (saved := _saved_at(each))]
     if not runs:
         raise ConfigError(
             f"checkpoint.resume is latest, but no run {base} has a complete checkpoint; "

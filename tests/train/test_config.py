@@ -29,6 +29,12 @@ def test_where_a_file_is_named_makes_no_difference(tmp_path: Path) -> None:
     assert files_first(["--config"]) == ["--config"]
 
 
+def test_a_file_may_merge_what_it_repeats(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("log: {<<: {every: 2}, tensorboard: false}")
+    assert parse_run_config(["--config", str(file)]).log.every == 2
+
+
 def test_no_arguments_give_the_defaults() -> None:
     assert parse_run_config([]) == RunConfig()
 

@@ -82,6 +82,10 @@ def test_latest_is_the_run_of_this_name_that_saved_last(tmp_path: Path, name: st
         save(create_run_folder(dataclasses.replace(config, name=other)), 99)
     found, _ = resume_run_folder(latest)
     assert found == folders[2]
+    # A run that was given another name since.
+    renamed = folders[2].path.rename(folders[2].path.with_name("renamed"))
+    found, _ = resume_run_folder(dataclasses.replace(latest, name="renamed"))
+    assert found.path == renamed
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
@@ -96,8 +100,13 @@ def test_prune_takes_what_a_killed_run_left_unfinished(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     save(folder, 24, complete=False)
     save(folder, 100)
+    others = [folder.checkpoint_path(24).with_name(name) for name in ("step_000024.tar", "step_000024_hf", "step_7")]
+    others[0].write_text("of a user")
+    others[1].mkdir()
+    others[2].symlink_to("nowhere")
     assert folder.prune(2) == []
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000100"]
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"step_000100", *(path.name for path in others)}
 
 
 def test_what_a_resumed_run_does_otherwise_is_said(tmp_path: Path) -> None:
@@ -113,6 +122,7 @@ def test_what_a_resumed_run_does_otherwise_is_said(tmp_path: Path) -> None:
     assert lr == "optimizer.lr was 0.001, now 0.002" and "tokens at most, now" in tokens
     # The part that did step 10 began after step 4 with other settings.
     folder.write_resumed_config(now, 4)
+    (folder.path / "config-from-step-000006.bak.yaml").write_text("of a user")
     assert changes_since(folder, checkpoint, now, 3) == []
 
 
