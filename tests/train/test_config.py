@@ -109,7 +109,7 @@ def test_mistakes_on_the_command_line_are_sentences(arguments: list[str], said: 
         ("train: {steps: 3}\nmodel: {layers: 2}\ntrain: {micro_batches: 2}", "train is there twice, at and above line"),
         ("train:\n  steps: 3\n  steps: 4", "steps is there twice"),
         ("", "run.yaml holds no settings; write some, or leave out --config."),
-        ("train:\nmodel: {layers: 2}", "train in"),
+        ("train:\nmodel: {layers: 2}", "run.yaml has no settings below it; write some, or leave it out."),
     ],
 )
 def test_mistakes_in_a_file_are_sentences(tmp_path: Path, text: str, said: str) -> None:

@@ -206,7 +206,8 @@ def started(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
 
 def test_a_run_leaves_everything_it_promises(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     run, done = started
-    assert {path.name for path in run.iterdir() if not path.name.startswith(".")} == {
+    assert {path.name for path in run.iterdir()} == {
+        ".held-by",
         "config.yaml",
         "metrics.jsonl",
         "balance.png",
