@@ -3,7 +3,7 @@
 ``--help`` lists every setting. ``pretrain_llama.sh`` starts it on all ranks.
 """
 
-from distca.train.main import main
+from distca.train.run.main import main
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,7 @@
 What a server computes does not depend on the others, so the servers of a plan, 8 and 32 by default, are dealt to
 whatever GPUs this machine has (ranks on CPUs) and run one after the other: forward and backward of every server's fused
 batch, on random rows, with the functions that a training step runs. Nothing is sent. Batches are timed in rounds, each
-time in another order (``distca/profile/served.py`` says why), as often as ``--seconds`` allow.
+time in another order (``distca/profile/timing.py`` says why), as often as ``--seconds`` allow.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from gpu_state import GpuState
 from distca.attention import choose_kernel
 from distca.commands.versions import hardware, versions
 from distca.data.mixes import Mix, sample_lengths
-from distca.plan import AttentionShape, CostModel, PlanError, TableCost, load_table, plan_micro_batch
-from distca.profile.served import TimedServer, route_of_tasks
-from distca.profile.tables import find_table
+from distca.errors import PlanError
+from distca.plan import AttentionShape, CostModel, TableCost, load_table, plan_micro_batch
+from distca.plan.cost.table_file import find_table
+from distca.profile.timing import TimedServer, route_of_tasks
 from distca.testing.ranks import run_ranks
 
 ORDERS = ("document", "longest_first")

@@ -28,12 +28,12 @@ from rich.table import Table
 
 from distca.attention.reference import ReferenceKernel
 from distca.commands.versions import versions
+from distca.device.clock import Clock
 from distca.log import console
-from distca.profile.served import median_seconds
+from distca.profile.timing import median_seconds
 from distca.runtime import AttentionPool
-from distca.runtime.clock import Clock
 from distca.runtime.timeline import Timeline
-from distca.train.settings import ModelConfig
+from distca.train.config.schema import ModelConfig
 from distca.transport import choose_transport
 
 OLD_LOGITS_BYTES = 1 << 30  # float32 logits of one chunk, as they were limited where each chunk was recomputed
@@ -98,11 +98,11 @@ def _arguments() -> argparse.Namespace:
 
 def _world() -> tuple[torch.device, torch.dtype]:
     """A world of one rank, for megatron-core."""
-    from megatron_patches.parallel import initialize_model_parallel
+    from megatron_patches.groups import initialize_model_parallel
 
     gpu = torch.cuda.is_available()
     if not gpu:
-        from megatron_patches.cpu import use_cpu
+        from megatron_patches.patches.cpu import use_cpu
 
         use_cpu()
     dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -147,7 +147,7 @@ class _Bench:
 
     def loss_parts(self) -> Iterator[Part]:
         """Forward and backward of the output layer and its loss: fused, and as megatron-core computes it, in chunks."""
-        from megatron_patches.output_loss import LOGITS_BYTES, VocabularyShards, output_loss
+        from distca.ops.output_loss import LOGITS_BYTES, VocabularyShards, output_loss
 
         rows, vocabulary = self._sizes.loss_rows, self._sizes.vocabulary
         hidden = self._random(rows, self._sizes.hidden).requires_grad_()
@@ -180,7 +180,7 @@ class _Bench:
 
     def layer_parts(self) -> Iterator[Part]:
         """Forward and backward of pre, post and post+pre, and of pre with megatron-core's rotation."""
-        from megatron_patches.rotary import Rotation
+        from distca.ops.rotary import Rotation
 
         sizes, rows = self._sizes, self._sizes.rows
         first, second = self._gpt.decoder.layers
@@ -267,8 +267,8 @@ def _stock_pre(layer: Any, hidden: torch.Tensor, angles: torch.Tensor) -> tuple[
 
 def _loss_products(hidden: torch.Tensor, weight: torch.Tensor, step: int) -> None:
     """The three products of the fused loss, chunk by chunk."""
-    from megatron_patches.cross_entropy import wide
-    from megatron_patches.output_loss import add_product
+    from distca.ops.cross_entropy import wide
+    from distca.ops.output_loss import add_product
 
     total = torch.zeros_like(weight, dtype=wide(weight.dtype))
     for chunk in hidden.split(step):

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.commands.versions import versions
-from distca.plan.learned import WHOLE_STEP, Learned, ServerWork
-from distca.train.learner import Learner
+from distca.plan.cost_correction import WHOLE_STEP, Learned, ServerWork
+from distca.train.run.cost_correction import Learner
 
 RUN = Path(__file__).parent / "results" / "throughput_2_gpus_30_batches_pretrain_128k_cp.json"
 RANKS, FIRST = 2, 8

@@ -37,18 +37,18 @@ from distca.data.mixes import sample_long_context
 from distca.log import setup_logging
 from distca.plan.micro_batch import plan_micro_batch
 from distca.runtime import NanoRoutes
-from distca.train.config import parse_run_config
-from distca.train.plots import write_timeline
-from distca.train.setup import Trainer, build_trainer
-from distca.train.world import join_world, leave_world
+from distca.train.config.cli import parse_run_config
+from distca.train.metrics.plots import write_timeline
+from distca.train.run.builder import Trainer, build_trainer
 from distca.transport import Part, Transport
-from distca.transport.choose import choose_transport
-from distca.transport.fabric import Put
-from distca.transport.landing import Landing
-from distca.transport.one_sided import OneSidedTransport
-from megatron_patches.micro_batch import DisaggregatedMicroBatch
-from megatron_patches.parallel import server_pool_group
+from distca.transport.nvshmem.interface import Put
+from distca.transport.nvshmem.receive_ring import Landing
+from distca.transport.nvshmem.transport import OneSidedTransport
+from distca.transport.select import choose_transport
+from megatron_patches.batch_context import DisaggregatedMicroBatch
+from megatron_patches.groups import server_pool_group
 from megatron_patches.training_step import DeviceBatch
+from megatron_patches.world import join_world, leave_world
 
 MODES = ("nvshmem", "nccl", "one stream", "signal only")
 

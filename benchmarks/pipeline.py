@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.commands.versions import hardware, versions
-from distca.train.idle_share import idle_shares
+from distca.train.metrics.idle_share import idle_shares
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"off": ["--cad.enabled", "false"], "on": ["--cad.enabled", "true"]}
@@ -77,7 +77,7 @@ def _work(arguments: argparse.Namespace) -> None:
     """One rank: train every case in every mode."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from distca.train.world import join_world, leave_world
+        from megatron_patches.world import join_world, leave_world
 
         world = join_world()
     from distca.log import setup_logging
@@ -110,10 +110,11 @@ def _train(arguments: argparse.Namespace, world: Any, case: dict[str, Any], mode
     """One run; every rank gets its figures. A run that is refused before it starts says why instead."""
     import torch.distributed as dist
 
-    from distca.train.config import ConfigError, parse_run_config
-    from distca.train.corpus import open_corpus
-    from distca.train.main import run_on
-    from distca.train.validate import validate
+    from distca.errors import ConfigError
+    from distca.train.config.cli import parse_run_config
+    from distca.train.config.validate import validate
+    from distca.train.data.corpus import open_corpus
+    from distca.train.run.main import run_on
 
     folder = Path(os.environ["DISTCA_BENCHMARK_FOLDER"])
     steps, mix, context, seed = arguments.warm_up + arguments.steps, case["mix"], case["context"], case["seed"]

@@ -21,19 +21,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distca.attention.upload import uploading
 from distca.commands.versions import versions
 from distca.data.mixes import Mix, sample_long_context
 from distca.data.sampler import MicroBatch, Sampler
+from distca.device.host_to_device import uploading
 from distca.plan import training_tolerance
-from distca.plan.cost import CostModel
-from distca.profile.tables import find_table
-from distca.train.beside import beside_attention
-from distca.train.config import parse_run_config
-from distca.train.pipeline_inputs import PipelineInputs, plan_pipeline
-from distca.train.planning import Planning
-from distca.train.settings import RunConfig
-from distca.train.stage_layers import stage_layers
+from distca.plan.cost.model import CostModel
+from distca.plan.cost.table_file import find_table
+from distca.train.config.cli import parse_run_config
+from distca.train.config.schema import RunConfig
+from distca.train.data.pipeline_inputs import PipelineInputs, plan_pipeline
+from distca.train.data.plan_options import Planning
+from distca.train.run.linear_cost import beside_attention
+from distca.train.run.stage_layers import stage_layers
 
 TOKENS, MICRO_BATCHES, SEED = 131_072, 8, 1234
 POOLS = ((2, 1), (2, 2), (4, 1), (4, 2))

@@ -42,8 +42,8 @@ from distca.plan import (
     server_seconds,
     traffic,
 )
+from distca.plan.cost.table_file import find_table
 from distca.plan.placement import Placement
-from distca.profile.tables import find_table
 
 TOKENS = 131_072
 SEEDS = 10

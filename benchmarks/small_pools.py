@@ -24,9 +24,9 @@ from benchmarks.throughput.batches import Batches, draw_batches, lengths_of
 from benchmarks.throughput.settings import Cell
 from distca.commands.versions import versions
 from distca.plan import server_seconds
-from distca.plan.cost import CostModel
+from distca.plan.cost.model import CostModel
+from distca.plan.cost.table_file import find_table
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
-from distca.profile.tables import find_table
 
 TOKENS, BATCHES, SEED = 131_072, 20, 1234
 TOLERANCES = (0.02, 0.01, 0.005, 0.002)

@@ -33,11 +33,11 @@ from transport_ways import compare, show
 
 from distca.commands.versions import hardware, versions
 from distca.data.mixes import Mix
-from distca.transport import Transport, row_kernels
-from distca.transport.choose import choose_transport
-from distca.transport.native import row_bytes
-from distca.transport.nccl import nccl_goes_first
-from distca.transport.one_sided import OneSidedTransport
+from distca.transport import Transport, gather_scatter
+from distca.transport.cuda_ops import row_bytes
+from distca.transport.nccl_priority import nccl_goes_first
+from distca.transport.nvshmem.transport import OneSidedTransport
+from distca.transport.select import choose_transport
 
 
 def main() -> None:
@@ -119,10 +119,10 @@ def _local(rows: int = 64 * 1024) -> dict[str, float]:
 
     return {
         "copy by torch": rate(lambda: destination.copy_(source), moved),
-        "gather and scatter": rate(lambda: row_kernels.move_rows(source, index, destination, index), moved),
+        "gather and scatter": rate(lambda: gather_scatter.move_rows(source, index, destination, index), moved),
         "the same by torch": rate(lambda: destination.index_copy_(0, index, source.index_select(0, index)), moved),
         "sum of four": rate(
-            lambda: row_kernels.sum_rows(source, index, borders, [], destination, shared), moved // 2 + moved // 4
+            lambda: gather_scatter.sum_rows(source, index, borders, [], destination, shared), moved // 2 + moved // 4
         ),
     }
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from distca.data.mixes import Mix, sample_long_context
-from distca.plan.cost import analytic_cost
+from distca.plan.cost.analytic import analytic_cost
 from distca.plan.micro_batch import plan_micro_batch
 from distca.runtime import NanoRoutes
 from distca.transport import Part, RowMoves
-from distca.transport.native import row_bytes
+from distca.transport.cuda_ops import row_bytes
 
 ROW = 4096  # bytes: the k,v rows of 8 heads, 128 wide, in bfloat16
 MIB = 2**20

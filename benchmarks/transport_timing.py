@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from distca.transport import Part, Transport
-from distca.transport.native import row_bytes
-from distca.transport.one_sided import OneSidedTransport
+from distca.transport.cuda_ops import row_bytes
+from distca.transport.nvshmem.transport import OneSidedTransport
 
 FEW, MANY = 8, 200
 _RUN_S, _RATE = 0.010, 300e9  # how long exchanges in a row should last, at about what a rank sends in a second

@@ -1,6 +1,7 @@
 """Which way of writing rows by NVSHMEM is fastest, and what each costs the matrix product beside it.
 
-Part of transport.py, with --ways. What is measured here decides the defaults of distca.transport.near.Ways.
+Part of transport.py, with --ways. What is measured here decides the defaults of
+distca.transport.nvshmem.intranode.Ways.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from transport_inputs import MIB, ROW, busiest_bytes, expected, planned, uniform
 from transport_timing import beside_ms, steady, wire
 
 from distca.data.mixes import Mix
-from distca.transport.native import row_bytes
-from distca.transport.one_sided import OneSidedTransport
+from distca.transport.cuda_ops import row_bytes
+from distca.transport.nvshmem.transport import OneSidedTransport
 
 _ALWAYS = {"push_below_bytes": 1 << 40}
 WAYS: dict[str, dict[str, Any]] = {

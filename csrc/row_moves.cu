@@ -1,6 +1,6 @@
 // Moves rows of tensors between GPUs of one node with their copy engines, and inside one GPU with two small kernels.
 //
-// A plain C interface over raw addresses, called through ctypes (distca/transport/native.py): no headers of torch or
+// A plain C interface over raw addresses, called through ctypes (distca/transport/cuda_ops.py): no headers of torch or
 // NVSHMEM are needed, so it compiles in seconds and fits every version of both. Every function queues work on the given
 // stream, returns at once, and answers with a CUDA error code (0: queued).
 
@@ -326,7 +326,7 @@ int distca_sum_rows(const void* packed, const int64_t* copies, const int64_t* bo
   return sum_rows<__half>(packed, copies, borders, destination_rows, destination, rows, width, stream);
 }
 
-// Raised whenever a function above changes; distca/transport/native.py expects its number.
+// Raised whenever a function above changes; distca/transport/cuda_ops.py expects its number.
 int distca_interface() { return 2; }
 
 const char* distca_error_name(int code) { return cudaGetErrorName(static_cast<cudaError_t>(code)); }

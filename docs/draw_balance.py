@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distca.data.mixes import sample_lengths
 from distca.plan import analytic_cost, plan_micro_batch
-from distca.train.plots import plot_balance
+from distca.train.metrics.plots import plot_balance
 
 RANKS = 16
 TOKENS_PER_RANK = 65_536

@@ -12,10 +12,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import make_viewless_tensor
 
+from distca.ops.rotary import Rotation
 from distca.runtime import AttentionPool, run_layers
+from megatron_patches.batch_context import DisaggregatedMicroBatch, gather_nano_rows
 from megatron_patches.layer import SplitTransformerLayer
-from megatron_patches.micro_batch import DisaggregatedMicroBatch, gather_nano_rows
-from megatron_patches.rotary import Rotation
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_patches.forgetting import forget_until_backward
-from megatron_patches.rotary import Rotation, split_and_rotate
+from distca.ops.discard_output import forget_until_backward
+from distca.ops.rotary import Rotation, split_and_rotate
 
 
 class SplitTransformerLayer(TransformerLayer):

@@ -15,20 +15,20 @@ from distca.attention import Kernel
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from megatron_patches.block import disaggregate
-from megatron_patches.fused_loss import fuse_loss
 from megatron_patches.layer import SplitTransformerLayer
-from megatron_patches.mlp import fuse_swiglu
-from megatron_patches.norm import RMSNorm
 from megatron_patches.packed_attention import PackedAttention
-from megatron_patches.rotary import use_position_rotary
-from megatron_patches.stock_rotation import fuse_rotation
-from megatron_patches.weight_gradients import accumulate_weight_gradients_in_products
+from megatron_patches.patches.fused_loss import fuse_loss
+from megatron_patches.patches.fused_rope import fuse_rotation
+from megatron_patches.patches.fused_swiglu import fuse_swiglu
+from megatron_patches.patches.position_rotary import use_position_rotary
+from megatron_patches.patches.rms_norm import RMSNorm
+from megatron_patches.patches.wgrad_accumulation import accumulate_weight_gradients_in_products
 
 Attention = Literal["disaggregated", "packed", "stock"]
 
 
 class ModelShape(Protocol):
-    """A LLaMA's sizes; distca.train.settings.ModelConfig is one."""
+    """A LLaMA's sizes; distca.train.config.schema.ModelConfig is one."""
 
     @property
     def layers(self) -> int: ...

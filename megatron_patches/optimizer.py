@@ -18,7 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 class OptimizerSettings(Protocol):
-    """What the optimizer needs to know; distca.train.settings.OptimizerConfig is one."""
+    """What the optimizer needs to know; distca.train.config.schema.OptimizerConfig is one."""
 
     @property
     def lr(self) -> float: ...

@@ -14,9 +14,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from distca.attention import Kernel
+from distca.ops.discard_output import forget_until_backward
 from distca.runtime.timeline import Timeline
-from megatron_patches.forgetting import forget_until_backward
-from megatron_patches.micro_batch import PackedMicroBatch
+from megatron_patches.batch_context import PackedMicroBatch
 
 
 class PackedAttention(MegatronModule):

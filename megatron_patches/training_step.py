@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
-from megatron_patches.micro_batch import DisaggregatedMicroBatch, PackedMicroBatch
+from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 
 
 @dataclass(frozen=True)

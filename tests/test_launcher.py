@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distca.train.config import known_settings
+from distca.train.config.cli import known_settings
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "pretrain_llama.sh"

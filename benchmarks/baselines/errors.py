@@ -1,6 +1,6 @@
 """What a user can ask of a baseline that it cannot do."""
 
-from distca.train.settings import ConfigError
+from distca.errors import ConfigError
 
 
 class BaselineError(ConfigError):

@@ -20,8 +20,8 @@ from distca.data.batch import rank_batch
 from distca.plan import AttentionShape
 from distca.runtime.timeline import Timeline
 from distca.testing.reference_attention import packed_attention, relative_error
-from megatron_patches.parallel import initialize_model_parallel
-from megatron_patches.parity import (
+from megatron_patches.groups import initialize_model_parallel
+from megatron_patches.parity.harness import (
     Difference,
     Outcome,
     ParityCase,
@@ -32,8 +32,8 @@ from megatron_patches.parity import (
     run_stock,
     to_device_batch,
 )
+from megatron_patches.parity.weights import load_full_weights
 from megatron_patches.training_step import DeviceBatch, run_micro_batches, wrap_for_data_parallel
-from megatron_patches.weights import load_full_weights
 
 
 @dataclass(frozen=True)

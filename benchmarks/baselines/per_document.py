@@ -21,9 +21,9 @@ from benchmarks.baselines.groups import CpGroup
 from benchmarks.baselines.layouts import Pieces
 from benchmarks.baselines.rows import Picked, expand
 from distca.attention import Kernel, TaskBatch
-from distca.attention.autograd import Timer
-from distca.attention.upload import Destination
-from megatron_patches.micro_batch import PackedMicroBatch
+from distca.attention.differentiable import Timer
+from distca.device.host_to_device import Destination
+from megatron_patches.batch_context import PackedMicroBatch
 
 
 @dataclass(frozen=True)

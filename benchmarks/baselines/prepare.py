@@ -18,9 +18,9 @@ from benchmarks.baselines.ring import RingMicroBatch
 from benchmarks.baselines.ulysses import UlyssesMicroBatch
 from benchmarks.baselines.work import Work, deal
 from distca.attention import TaskBatch
-from distca.attention.upload import Destination, Upload, uploading
+from distca.device.host_to_device import Destination, Upload, uploading
 from distca.plan import AttentionShape, Layout
-from megatron_patches.micro_batch import PackedMicroBatch
+from megatron_patches.batch_context import PackedMicroBatch
 
 VARIABLE_ROOM = 2
 """Variable-length packing may put this many times its share of tokens on a rank."""

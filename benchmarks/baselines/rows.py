@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distca.attention.upload import Destination, to_device
+from distca.device.host_to_device import Destination, to_device
 
 
 def expand(begin: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -15,10 +15,8 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 from benchmarks.throughput.settings import Settings, parse
-from distca.data.errors import DataError
+from distca.errors import ConfigError, DataError, PlanError
 from distca.log import die, setup_logging
-from distca.plan import PlanError
-from distca.train.settings import ConfigError
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -53,7 +51,7 @@ def main() -> None:
 
 
 def _run(settings: Settings) -> list[str]:
-    from distca.train.world import join_world, leave_world
+    from megatron_patches.world import join_world, leave_world
 
     world = join_world()
     setup_logging(world.rank)

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from benchmarks.baselines import Work
 from distca.attention import Kernel, TaskBatch
+from distca.device.clock import Clock
 from distca.plan import AttentionShape
-from distca.profile.served import median_seconds
-from distca.runtime.clock import Clock
-from distca.train.settings import RunConfig
+from distca.profile.timing import median_seconds
+from distca.train.config.schema import RunConfig
 
 _BURST = 10  # repetitions
 _PAUSE_S, _WARM_S, _HELD_S = 0.3, 0.4, 1.0

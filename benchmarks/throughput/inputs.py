@@ -10,13 +10,13 @@ import numpy as np
 
 from benchmarks.baselines import CpGroups, Mode, Work, groups_of, prepare
 from benchmarks.throughput.batches import Batches, Replay
-from distca.attention.upload import Upload, uploading
 from distca.data.batch import rank_batch
+from distca.device.host_to_device import Upload, uploading
 from distca.plan import AttentionShape
-from distca.plan.learned import Learned, ServerWork
-from distca.train.pipeline_inputs import with_equal_rows
-from distca.train.setup import Trainer
-from distca.train.step_inputs import Ahead, StepInputs, make_step_inputs, on_device
+from distca.plan.cost_correction import Learned, ServerWork
+from distca.train.data.pipeline_inputs import with_equal_rows
+from distca.train.data.prefetch import Ahead, StepInputs, make_step_inputs, on_device
+from distca.train.run.builder import Trainer
 
 
 def inputs_ahead(mode: Mode, trainer: Trainer, batches: Batches, first: int, groups: CpGroups, work: Work) -> Ahead:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from distca.profile.served import median_seconds
-from distca.runtime.clock import Clock
+from distca.device.clock import Clock
+from distca.profile.timing import median_seconds
 
 _BYTES = 256 << 20
 _CPU_BYTES = 1 << 20
@@ -84,7 +84,7 @@ def main() -> None:
     channels = parser.parse_args().channels
     if channels:
         limit_links(channels)
-    from distca.train.world import join_world, leave_world
+    from megatron_patches.world import join_world, leave_world
 
     world = join_world()
     assert dist.group.WORLD is not None

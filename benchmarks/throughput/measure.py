@@ -20,13 +20,13 @@ from benchmarks.throughput.batches import Batches
 from benchmarks.throughput.busy import Traced, trace
 from benchmarks.throughput.inputs import inputs_ahead
 from benchmarks.throughput.settings import Cell, Settings
-from distca.train.garbage import SteadyGarbage
-from distca.train.learner import Learner, by_server, learns
-from distca.train.phase_table import measured_phases
-from distca.train.settings import RunConfig
-from distca.train.setup import Trainer, build_trainer
-from distca.train.step_inputs import Ahead, StepInputs
-from distca.train.world import World
+from distca.train.config.schema import RunConfig
+from distca.train.data.prefetch import Ahead, StepInputs
+from distca.train.metrics.phase_table import measured_phases
+from distca.train.run.builder import Trainer, build_trainer
+from distca.train.run.cost_correction import Learner, by_server, learns
+from distca.train.run.gc_control import SteadyGarbage
+from megatron_patches.world import World
 
 _KEPT_EVERY = 10  # measured batches, which is what a time limit costs a mode at most
 
@@ -177,7 +177,7 @@ class _Run:
             self._step(inputs, RankRecord())
 
     def _step(self, ahead: Ahead, record: RankRecord) -> None:
-        # As in distca.train.loop; the loss on the host is the step's one synchronisation.
+        # As in distca.train.run.loop; the loss on the host is the step's one synchronisation.
         trainer = self._trainer
         dist.barrier()
         began, cpu = time.perf_counter(), time.process_time()
@@ -219,7 +219,7 @@ class _Run:
         return {"learned": self._learner.current} if self._trainer.config.cad.enabled else {}
 
     def _forward_backward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        from megatron_patches.ticks import run_ticks
+        from megatron_patches.pipeline_schedule import run_ticks
         from megatron_patches.training_step import run_micro_batches
 
         model = cast("Any", self._trainer.model)

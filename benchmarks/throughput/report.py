@@ -18,7 +18,7 @@ from benchmarks.throughput.measure import RankRecord
 from benchmarks.throughput.settings import Settings
 from benchmarks.throughput.table import table
 from distca.plan import imbalance
-from distca.train.flops import mfu, model_flops, peak_flops
+from distca.train.metrics.flops import mfu, model_flops, peak_flops
 
 LOSS_TOLERANCE = 1e-3
 """Largest relative distance of a mode's losses from the first mode's."""

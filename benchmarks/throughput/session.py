@@ -25,7 +25,7 @@ from benchmarks.throughput.table import links
 from distca.attention import choose_kernel
 from distca.commands.versions import hardware, versions
 from distca.plan import AttentionShape
-from distca.train.world import World
+from megatron_patches.world import World
 
 logger = logging.getLogger("distca.benchmarks")
 

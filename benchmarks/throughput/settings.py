@@ -10,9 +10,10 @@ from typing import get_args
 from benchmarks.baselines.errors import BaselineError
 from benchmarks.baselines.mode import Mode, every_mode, parse_mode
 from distca.data.mixes import Mix
-from distca.train.config import parse_run_config
-from distca.train.settings import ConfigError, RunConfig
-from distca.train.validate import validate
+from distca.errors import ConfigError
+from distca.train.config.cli import parse_run_config
+from distca.train.config.schema import RunConfig
+from distca.train.config.validate import validate
 
 # The same number of optimizer steps for every mode must leave the same weights up to rounding.
 _LEARNING_RATE = 1e-5

@@ -1,6 +1,7 @@
 """Core-attention kernels behind one pair of functions, forward and backward."""
 
-from distca.attention.choose import choose_kernel
-from distca.attention.kernel import Kernel, KernelError, TaskBatch
+from distca.attention.kernel import Kernel, TaskBatch
+from distca.attention.select import choose_kernel
+from distca.errors import KernelError
 
 __all__ = ["Kernel", "KernelError", "TaskBatch", "choose_kernel"]

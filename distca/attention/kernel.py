@@ -12,11 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from distca.attention.upload import Destination, to_device
-
-
-class KernelError(ValueError):
-    """A kernel that was asked for cannot run here; the message says why and what to set instead."""
+from distca.device.host_to_device import Destination, to_device
 
 
 @dataclass(frozen=True)

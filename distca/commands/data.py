@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from distca.commands.options import OptionError, check_least
+from distca.commands.options import check_least
 from distca.data.convert import check_output
 from distca.data.convert import convert as convert_source
 from distca.data.mixes import MIX_NAMES
 from distca.data.sources import open_source
 from distca.data.statistics import length_statistics
 from distca.data.tokenizer import open_tokenizer
+from distca.errors import OptionError
 from distca.words import count
 
 __all__ = ["convert", "describe"]

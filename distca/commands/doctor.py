@@ -71,7 +71,7 @@ def _choices(head_dim: int) -> list[tuple[str, str]]:
     try:
         import torch
 
-        from distca.attention.choose import why_not_flash4, why_not_torch
+        from distca.attention.select import why_not_flash4, why_not_torch
         from distca.commands.doctor_transport import transport_reasons, transport_rows
     except ImportError as error:
         return [("kernel", f"cannot be chosen: {error}")]

@@ -14,9 +14,9 @@ _DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 
 def transport_rows() -> list[tuple[str, str]]:
     """(name, finding) for the table; asks no other process."""
-    from distca.transport import native
+    from distca.transport import cuda_ops
 
-    rows = [("CUDA library of csrc/", native.why_not() or "built and working"), ("NVSHMEM", _nvshmem())]
+    rows = [("CUDA library of csrc/", cuda_ops.why_not() or "built and working"), ("NVSHMEM", _nvshmem())]
     if torch.cuda.is_available():
         rows += [("driver", _driver()), ("peer access", _peer_access()), ("NVLink", _nvlink())]
         rows.append(("several machines", _network()))
@@ -25,7 +25,7 @@ def transport_rows() -> list[tuple[str, str]]:
 
 def transport_reasons() -> dict[str, str | None]:
     """Why each transport would not be taken on one machine, or None; best first."""
-    from distca.transport.choose import why_no_peer_access, why_not_nvshmem
+    from distca.transport.select import why_no_peer_access, why_not_nvshmem
 
     nccl = None
     if not torch.cuda.is_available():
@@ -99,7 +99,7 @@ def _nvlink() -> str:
 
 def _network() -> str:
     """What there is for rows between machines."""
-    from distca.transport.choose import BETWEEN_MACHINES
+    from distca.transport.select import BETWEEN_MACHINES
 
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if not devices:

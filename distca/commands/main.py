@@ -11,6 +11,7 @@ from typing import Any
 import jsonargparse
 
 from distca.commands.parser import CommandParser, Refused, explained
+from distca.errors import DistcaError
 from distca.log import die, setup_logging
 
 # Command, or group and its commands, and where their functions are.
@@ -39,10 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     except Refused as refused:
         die(explained(refused, commands, arguments))
-    except ValueError as error:
-        # Our own errors are subclasses with a sentence for the user; a bare ValueError is a bug with its traceback.
-        if type(error).__module__.partition(".")[0] not in ("distca", "megatron_patches"):
-            raise
+    except DistcaError as error:
         die(error)
 
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from distca.data.errors import system_words
-
-
-class OptionError(ValueError):
-    """An option that no command can work with; the message names it, its value and the limit."""
-
-    next_step = "change the option that is named and start again."
+from distca.errors import OptionError, system_words
 
 
 def check_least(least: int, **options: int | None) -> None:

@@ -54,10 +54,10 @@ def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
 
     warnings.filterwarnings("ignore")
     if not gpus:
-        from megatron_patches.cpu import use_cpu
+        from megatron_patches.patches.cpu import use_cpu
 
         use_cpu()
-    from megatron_patches import parity_suite as suite
+    from megatron_patches.parity import suite
 
     if gpus:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, get_type_hints
 
 import jsonargparse
 
-from distca.commands.options import OptionError
+from distca.errors import OptionError
 from distca.words import takes, value_refused
 
 

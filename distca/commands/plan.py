@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.commands.options import OptionError, check_least, check_most, check_writable
-from distca.data.errors import system_words
+from distca.commands.options import check_least, check_most, check_writable
 from distca.data.mixes import MIX_NAMES, sample_mix
+from distca.errors import OptionError, PlanError, system_words
 from distca.plan import (
     CostModel,
     Links,
     MicroBatchPlan,
-    PlanError,
     analytic_cost,
     imbalance,
     load_table,
@@ -23,7 +22,7 @@ from distca.plan import (
     traffic,
     training_tolerance,
 )
-from distca.plan.balance import overlaps
+from distca.plan.metrics import overlaps
 from distca.words import count
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from distca.data.batch import RankBatch, rank_batch
 from distca.data.corpus import Corpus, DocumentSet
-from distca.data.errors import DataError
 from distca.data.sampler import MicroBatch, Sampler
 from distca.data.sources import DocumentSource, open_source
+from distca.errors import DataError
 
 __all__ = [
     "Corpus",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.data.corpus import DocumentSet
-from distca.data.errors import DataError
 from distca.data.sampler import MicroBatch
+from distca.errors import DataError
 from distca.plan.layout import Layout
 
 

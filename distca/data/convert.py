@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from distca.data.errors import DataError, system_words
 from distca.data.sources.indexed import megatron_module, sidecar, without_suffix
 from distca.data.sources.source import DocumentSource
 from distca.data.tokenizer import Tokenizer
+from distca.errors import DataError, system_words
 
 _BATCH_BYTES = 1 << 22
 

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from distca.data.errors import DataError
 from distca.data.shuffle import shuffled
 from distca.data.sources.source import DocumentSource
+from distca.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,8 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 
+from distca.errors import MixError
+
 Mix = Literal["pretrain", "prolong"]
 _LONG = "-long"
 """Ends the name of a mix's long-context version."""
@@ -23,10 +25,6 @@ LONG_CONTEXT = 131_072
 
 _SHORT = 65_536
 """Documents below this many tokens are thinned out by ``long_context``; longer ones are repeated."""
-
-
-class MixError(ValueError):
-    """A mix or a size that cannot be sampled; the message names the value and what is allowed."""
 
 
 def sample_mix(name: str, tokens: int, seed: int, *, context: int | None = None) -> np.ndarray:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from distca.data.errors import DataError
 from distca.data.shuffle import shuffled
+from distca.errors import DataError
 
 WINDOW = 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distca.data.errors import DataError
+from distca.errors import DataError
 
 
 def shuffled(count: int, *entropy: int) -> np.ndarray:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distca.data.errors import DataError
 from distca.data.sources.source import BYTE_VOCABULARY
+from distca.errors import DataError
 
 
 class Tokenizer(Protocol):

@@ -1,16 +1,16 @@
 """Documents → layout → plan → routes. numpy only: runs anywhere, imports no torch."""
 
-from distca.plan.balance import Traffic, imbalance, server_seconds, traffic
-from distca.plan.bounds import makespan_bound
-from distca.plan.cost import AttentionShape, CostModel, Direction, analytic_cost, area_cost
-from distca.plan.errors import PlanError
+from distca.errors import PlanError
+from distca.plan.cost.analytic import analytic_cost, area_cost
+from distca.plan.cost.model import AttentionShape, CostModel, Direction
+from distca.plan.cost.table import TableCost, load_table
 from distca.plan.layout import Layout, Shards, lay_out
-from distca.plan.links import Links
+from distca.plan.metrics import Traffic, imbalance, makespan_bound, server_seconds, traffic
 from distca.plan.micro_batch import Bytes, MicroBatchPlan, NanoPlan, plan_micro_batch
 from distca.plan.plan import Plan, Tasks, plan_at_home
 from distca.plan.routes import Route, RowExchange, Segments, route
-from distca.plan.scheduler import DEFAULT_TOLERANCE, schedule, training_tolerance
-from distca.plan.table_cost import TableCost, load_table
+from distca.plan.scheduler.network_cost import Links
+from distca.plan.scheduler.scheduler import DEFAULT_TOLERANCE, schedule, training_tolerance
 
 __all__ = [
     "DEFAULT_TOLERANCE",

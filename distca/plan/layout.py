@@ -17,12 +17,13 @@ from typing import get_args
 
 import numpy as np
 
-from distca.plan.cost import CostModel, area_cost
-from distca.plan.dealing import Dealing, Stream, dealt_evenly, halves, without_short_tail
-from distca.plan.errors import PlanError
-from distca.plan.order import order_by
+from distca.errors import PlanError
+from distca.plan.cost.analytic import area_cost
+from distca.plan.cost.model import CostModel
+from distca.plan.nano_split import Dealing, Stream, dealt_evenly, halves, without_short_tail
 from distca.plan.placement import Placement, spread
-from distca.plan.speeds import check_speeds
+from distca.plan.scheduler.target_load import check_speeds
+from distca.plan.sorting import order_by
 
 
 @dataclass(frozen=True)

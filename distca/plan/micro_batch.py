@@ -9,12 +9,12 @@ from functools import partial
 
 import numpy as np
 
-from distca.plan.balance import imbalance, server_seconds, traffic
-from distca.plan.cost import CostModel, Direction
+from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Dealing, Layout, lay_out
+from distca.plan.metrics import imbalance, server_seconds, traffic
 from distca.plan.placement import Placement
 from distca.plan.plan import Plan, plan_at_home
-from distca.plan.scheduler import DEFAULT_TOLERANCE, Links, schedule
+from distca.plan.scheduler.scheduler import DEFAULT_TOLERANCE, Links, schedule
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Literal
 
 import numpy as np
 
-from distca.plan.cost import CostModel
-from distca.plan.dealing import Stream
-from distca.plan.offers import area
-from distca.plan.order import order_by
+from distca.plan.cost.model import CostModel
+from distca.plan.nano_split import Stream
+from distca.plan.scheduler.range_split import area
+from distca.plan.sorting import order_by
 
 Placement = Literal["in_order", "spread"]
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.errors import PlanError
+from distca.errors import PlanError
 from distca.plan.layout import Layout
-from distca.plan.order import order_by
+from distca.plan.sorting import order_by
 
 
 @dataclass(frozen=True)

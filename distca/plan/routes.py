@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.errors import PlanError
+from distca.errors import PlanError
 from distca.plan.layout import Shards
-from distca.plan.order import order_by
 from distca.plan.plan import Plan, Tasks
+from distca.plan.sorting import order_by
 
 
 @dataclass(frozen=True)

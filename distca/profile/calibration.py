@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distca.plan import CostModel
-from distca.plan.table_cost import LoadFactors
+from distca.plan.cost.table import LoadFactors
 
 LENGTHS = np.array([2048.0, 8192.0, 32768.0, 131072.0])
 """k,v rows at which factors are fitted."""

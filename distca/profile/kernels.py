@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan import AttentionShape, TableCost, analytic_cost
-from distca.plan.table_cost import LoadFactors
+from distca.plan.cost.table import LoadFactors
 from distca.profile.grid import Grid, Point
-from distca.profile.served import Samples, TimedServer
 from distca.profile.smoothing import smoothed
+from distca.profile.timing import Samples, TimedServer
 from distca.runtime.device_routes import ServerRoute
 
 

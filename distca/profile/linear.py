@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from distca.device.clock import Clock
 from distca.plan import AttentionShape
-from distca.profile.served import median_seconds
-from distca.runtime.clock import Clock
+from distca.profile.timing import median_seconds
 
 
 def measure_linear(

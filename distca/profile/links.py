@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.runtime.clock import Clock
-from distca.transport.machine import machine_name
+from distca.cluster.hostname import machine_name
+from distca.device.clock import Clock
 
 _REPEATS = 10
 GPU_SIZES = (64 * 1024, 1024**2, 16 * 1024**2, 256 * 1024**2)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from distca.attention import Kernel
+from distca.device.host_memory import keep_freed_memory
 from distca.plan import AttentionShape
 from distca.profile.grid import grid_for, points
 from distca.profile.kernels import measure_points, smooth_points, table_of
 from distca.profile.linear import measure_linear
-from distca.profile.mixed import calibrated, random_batch, time_mixed, validation_of
-from distca.profile.served import TimedServer, route_of_tasks
-from distca.runtime.host_memory import keep_freed_memory
+from distca.profile.timing import TimedServer, route_of_tasks
+from distca.profile.validation import calibrated, random_batch, time_mixed, validation_of
 
 Progress = Callable[[str, int], Callable[[], None]]
 """Begins a part of the work with a name and a number of steps; what it returns is called after each step."""

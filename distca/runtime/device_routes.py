@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distca.attention import TaskBatch
-from distca.attention.upload import Destination, uploading
+from distca.device.host_to_device import Destination, uploading
 from distca.plan import Layout, Plan, Route, Segments, route
 from distca.transport import RowMoves
 

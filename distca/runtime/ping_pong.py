@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
+from distca.runtime.attention_call import AttentionCall
 from distca.runtime.device_routes import LayerRoutes
-from distca.runtime.dispatch import AttentionCall
-from distca.runtime.pool import AttentionPool
+from distca.runtime.server_pool import AttentionPool
 
 
 class SplitLayer(Protocol):

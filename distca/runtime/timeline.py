@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distca.runtime.clock import Clock, Instant
+from distca.device.clock import Clock, Instant
 from distca.transport import Handle
 
 NANO_NAMES = ("ping", "pong")

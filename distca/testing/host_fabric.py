@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.transport.fabric import Put
-from distca.transport.native import row_bytes
-from distca.transport.transport import Part
+from distca.transport.cuda_ops import row_bytes
+from distca.transport.interface import Part
+from distca.transport.nvshmem.interface import Put
 
 _PATIENCE_S = 30.0
 

@@ -1,7 +1,8 @@
 """Moving rows between home ranks and attention servers, behind one interface."""
 
-from distca.transport.choose import choose_transport
-from distca.transport.rows import RowMoves
-from distca.transport.transport import Handle, Part, Transport, TransportError
+from distca.errors import TransportError
+from distca.transport.interface import Handle, Part, Transport
+from distca.transport.row_moves import RowMoves
+from distca.transport.select import choose_transport
 
 __all__ = ["Handle", "Part", "RowMoves", "Transport", "TransportError", "choose_transport"]

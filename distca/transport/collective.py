@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distca.transport.native import row_bytes
-from distca.transport.row_kernels import move_rows
-from distca.transport.transport import Part, TransportError
+from distca.errors import TransportError
+from distca.transport.cuda_ops import row_bytes
+from distca.transport.gather_scatter import move_rows
+from distca.transport.interface import Part
 
 
 class CollectiveTransport:

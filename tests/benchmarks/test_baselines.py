@@ -21,13 +21,13 @@ FEW_GROUPS = ((0, 1), (1,))
 
 def _differences(wanted, tp=1, kv_heads=2):
     warnings.filterwarnings("ignore")
-    from megatron_patches.cpu import use_cpu
+    from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
     from benchmarks.baselines.mode import parse_mode
     from benchmarks.baselines.parity import BaselineCase, differences
     from distca.attention.reference import ReferenceKernel
-    from megatron_patches.parity import ParityCase, ParityShape
+    from megatron_patches.parity.harness import ParityCase, ParityShape
 
     cases = [
         BaselineCase(

@@ -108,7 +108,7 @@ def test_batches_are_the_same_documents_for_every_mode_and_fit_their_bins():
 def test_a_context_that_fits_nowhere_is_refused():
     from benchmarks.throughput.batches import draw_batches
     from benchmarks.throughput.settings import Cell
-    from distca.train.settings import ConfigError
+    from distca.errors import ConfigError
 
     with pytest.raises(ConfigError, match="raise data"):
         draw_batches(Cell("pretrain", 5000), 1, ranks=4, tokens_per_rank=1000, micro_batches=1, vocabulary=9, seed=0)
@@ -149,7 +149,7 @@ def test_kernels_are_told_apart_by_their_names():
 
 def test_wrong_settings_are_sentences(tmp_path):
     from benchmarks.throughput.settings import parse
-    from distca.train.settings import ConfigError
+    from distca.errors import ConfigError
 
     for arguments, settings, words in (
         (["--modes", "tree2"], [], "There is no mode 'tree2'"),

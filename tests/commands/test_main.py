@@ -5,13 +5,11 @@ import pytest
 
 from distca.commands import main as module
 from distca.commands.main import COMMANDS, components, main
+from distca.errors import DistcaError
 
 
-class OurError(ValueError):
+class OurError(DistcaError):
     pass
-
-
-OurError.__module__ = "distca.somewhere"
 
 
 def ours(value: int = 1) -> None:

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from distca.commands.options import OptionError, check_most, check_writable
+from distca.commands.options import check_most, check_writable
+from distca.errors import OptionError
 
 
 def test_the_first_option_above_the_limit_is_named() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from distca.commands.options import OptionError
 from distca.commands.plan import (
     draw,
     lower_bound,
@@ -19,8 +18,9 @@ from distca.commands.plan import (
     shortest_shard,
     summary,
 )
-from distca.plan import PlanError, analytic_cost, load_table, plan_micro_batch, route
-from distca.profile.tables import TABLES
+from distca.errors import OptionError, PlanError
+from distca.plan import analytic_cost, load_table, plan_micro_batch, route
+from distca.plan.cost.table_file import TABLES
 
 TABLE = TABLES / "cpu_reference_4x2x32.json"
 COST = analytic_cost(32, 8, 128)

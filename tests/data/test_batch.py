@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.data import Corpus, DataError, MicroBatch, Sampler, rank_batch
+from distca.data import Corpus, MicroBatch, Sampler, rank_batch
+from distca.errors import DataError
 from distca.plan import lay_out
 
 

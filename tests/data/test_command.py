@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from distca.commands import data
-from distca.data import DataError, open_source
+from distca.data import open_source
+from distca.errors import DataError
 
 jsonargparse = pytest.importorskip("jsonargparse")
 

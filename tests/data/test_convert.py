@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from distca.data import DataError, open_source
+from distca.data import open_source
 from distca.data.convert import check_output, convert
 from distca.data.tokenizer import ByteTokenizer
+from distca.errors import DataError
 
 pytest.importorskip("megatron.core.datasets.indexed_dataset")
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.data import Corpus, DataError
+from distca.data import Corpus
+from distca.errors import DataError
 
 lengths_strategy = st.lists(st.integers(1, 60), min_size=2, max_size=20)
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.data import DataError, Sampler
+from distca.data import Sampler
 from distca.data.sampler import WINDOW
+from distca.errors import DataError
 
 lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

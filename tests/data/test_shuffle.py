@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distca.data.errors import DataError
 from distca.data.shuffle import shuffled
+from distca.errors import DataError
 
 
 def test_it_is_a_permutation_that_its_entropy_decides():

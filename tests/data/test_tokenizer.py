@@ -4,8 +4,8 @@ import builtins
 
 import pytest
 
-from distca.data.errors import DataError
 from distca.data.tokenizer import open_tokenizer
+from distca.errors import DataError
 
 
 @pytest.fixture

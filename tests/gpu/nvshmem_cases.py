@@ -8,18 +8,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.errors import TransportError
 from distca.plan import Plan, Tasks, lay_out, route
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.timeline import Timeline
 from distca.testing.plans import random_plan
 from distca.testing.toy_layers import toy_layers
-from distca.transport import Part, TransportError
-from distca.transport.choose import choose_transport
-from distca.transport.fabric import Put
-from distca.transport.near import Ways
-from distca.transport.nvshmem import NvshmemFabric
-from distca.transport.one_sided import OneSidedTransport
+from distca.transport import Part
+from distca.transport.nvshmem.interface import Put
+from distca.transport.nvshmem.intranode import Ways
+from distca.transport.nvshmem.symmetric_memory import NvshmemFabric
+from distca.transport.nvshmem.transport import OneSidedTransport
+from distca.transport.select import choose_transport
 
 LENGTHS = ([4000, 37, 1, 1700, 9001], [12001], [1, 1, 1], [700] * 30, [1], [130] * 200)
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 8, 2, 64, 256

@@ -33,10 +33,10 @@ SETTINGS = {
 
 def train_on_gpus(runs: list[dict[str, Any]]) -> None:
     """Train one run after the other on the ranks that call this, each with its own settings beside the small ones."""
-    from distca.train.config import parse_run_config
-    from distca.train.corpus import open_corpus
-    from distca.train.main import run_on
-    from distca.train.world import World
+    from distca.train.config.cli import parse_run_config
+    from distca.train.data.corpus import open_corpus
+    from distca.train.run.main import run_on
+    from megatron_patches.world import World
 
     world = World(
         torch.distributed.get_rank(),

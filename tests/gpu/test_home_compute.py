@@ -14,7 +14,7 @@ TOLERANCE = 6e-3
 @pytest.fixture
 def shards():
     """One rank that holds the whole vocabulary."""
-    from megatron_patches.output_loss import VocabularyShards
+    from distca.ops.output_loss import VocabularyShards
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield VocabularyShards(dist.group.WORLD, False)
@@ -42,7 +42,7 @@ def _unfused(h, w, labels, mask, dtype):
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_loss_is_no_farther_from_float64_than_unfused(shards, rows, hidden, vocabulary, chunk, dtype):
-    from megatron_patches.output_loss import output_loss
+    from distca.ops.output_loss import output_loss
 
     h, w, labels, mask = _data(rows, hidden, vocabulary, dtype)
     mask[0] = True
@@ -61,7 +61,7 @@ def test_loss_is_no_farther_from_float64_than_unfused(shards, rows, hidden, voca
 @pytest.mark.parametrize("columns", [1, 5003, 32064])
 def test_statistics_and_gradient_of_a_share_of_the_vocabulary(columns):
     """Targets before and behind the share belong to other ranks."""
-    from megatron_patches.cross_entropy import logits_to_gradient_, row_statistics
+    from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
 
     generator = torch.Generator("cuda").manual_seed(columns)
     logits = (4 * torch.randn(301, columns, device="cuda", generator=generator)).bfloat16()
@@ -79,7 +79,7 @@ def test_statistics_and_gradient_of_a_share_of_the_vocabulary(columns):
 
 
 def test_products_are_added_in_float32():
-    from megatron_patches.output_loss import add_product
+    from distca.ops.output_loss import add_product
 
     generator = torch.Generator("cuda").manual_seed(2)
     a, b = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in ((777, 640), (777, 256)))
@@ -91,7 +91,7 @@ def test_products_are_added_in_float32():
 
 def test_loss_takes_a_chunk_of_logits_and_the_gradients(shards):
     """16K rows × 128K vocabulary would be 4 GiB of bfloat16 logits and 8 GiB in float32."""
-    from megatron_patches.output_loss import output_loss
+    from distca.ops.output_loss import output_loss
 
     rows, hidden, vocabulary, chunk = 16384, 1024, 128256, 1 << 29
     h, w, labels, mask = _data(rows, hidden, vocabulary, torch.bfloat16)
@@ -108,7 +108,7 @@ def test_loss_takes_a_chunk_of_logits_and_the_gradients(shards):
 
 @pytest.mark.parametrize("rows,heads,groups,dim", [(1, 8, 2, 64), (777, 32, 8, 128), (301, 6, 1, 96), (0, 8, 2, 64)])
 def test_rotation_is_no_farther_from_float64_than_megatrons(rows, heads, groups, dim):
-    from megatron_patches.rotary import Rotation, split_and_rotate
+    from distca.ops.rotary import Rotation, split_and_rotate
 
     generator = torch.Generator("cuda").manual_seed(rows)
     angles = torch.randn(rows, 1, 1, dim // 2, device="cuda", generator=generator) * 1e4
@@ -143,7 +143,7 @@ def _grads(function, inputs, upstream, dtype, device):
 def test_swiglu_is_no_farther_from_float64_than_megatrons(rows, width, dtype):
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-    from megatron_patches.swiglu import swiglu
+    from distca.ops.swiglu import swiglu
 
     generator = torch.Generator("cuda").manual_seed(rows)
     x = torch.randn(rows, 1, 2 * width, device="cuda", generator=generator).to(dtype)
@@ -159,7 +159,7 @@ def test_swiglu_is_no_farther_from_float64_than_megatrons(rows, width, dtype):
 
 def test_swiglu_of_more_than_2_to_the_31_numbers():
     """Offsets within the input need 64 bits."""
-    from megatron_patches.swiglu import swiglu
+    from distca.ops.swiglu import swiglu
 
     x = torch.empty(80_000, 28_672, device="cuda", dtype=torch.bfloat16)
     x.normal_(generator=torch.Generator("cuda").manual_seed(1))
@@ -170,7 +170,7 @@ def test_swiglu_of_more_than_2_to_the_31_numbers():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows,columns", [(1, 64), (777, 4096), (200_001, 96), (5, 8192), (0, 64)])
 def test_norm_is_no_farther_from_float64_than_torchs(rows, columns, dtype):
-    from megatron_patches.kernels.rms_norm import rms_norm
+    from distca.ops.triton.rms_norm import rms_norm
 
     generator = torch.Generator("cuda").manual_seed(rows)
     x, upstream = (3 * torch.randn(rows, 1, columns, device="cuda", generator=generator).to(dtype) for _ in range(2))

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from distca.attention import KernelError, TaskBatch, choose_kernel
+from distca.attention import TaskBatch, choose_kernel
 from distca.attention.reference import ReferenceKernel
+from distca.errors import KernelError
 from distca.testing.reference_attention import relative_error
 
 # bfloat16 rounds at 2^-9 = 0.2 %; a kernel that rounds inputs, probabilities and outputs stays within a few of these.

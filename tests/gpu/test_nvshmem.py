@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
+from distca.cluster.stream_watchdog import EXIT_CODE
 from distca.testing.ranks import run_ranks
-from distca.transport.choose import why_not_nvshmem
-from distca.transport.watchdog import EXIT_CODE
+from distca.transport.select import why_not_nvshmem
 from tests.gpu.nvshmem_cases import ENGINE, KERNEL, fill_little_memory, train_and_compare, treat_as_far
 
 pytestmark = pytest.mark.skipif(
@@ -112,7 +112,7 @@ def test_too_little_memory_is_refused_alike_before_anything_is_sent(little_memor
 
 KILLED = """
 import os, signal, torch, torch.distributed as dist
-from distca.transport.choose import choose_transport
+from distca.transport.select import choose_transport
 torch.cuda.set_device(int(os.environ["RANK"]))
 dist.init_process_group("cpu:gloo,cuda:nccl")
 fabric = choose_transport("nvshmem", dist.group.WORLD, 0.1)._fabric

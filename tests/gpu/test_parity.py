@@ -10,7 +10,7 @@ from distca.testing.ranks import run_ranks
 
 def _ratios(tp, edges):
     warnings.filterwarnings("ignore")
-    from megatron_patches import parity_suite as suite
+    from megatron_patches.parity import suite
 
     cases = suite.edge_cases(tp, suite.GPU_EDGES) if edges else suite.all_modes(tp, suite.GPU_LENGTHS)
     figures = suite.bfloat16_ratios(cases, torch.device("cuda", torch.cuda.current_device()))

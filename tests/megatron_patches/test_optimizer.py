@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
-from distca.train.settings import OptimizerConfig
+from distca.train.config.schema import OptimizerConfig
 
 STEPS, WARMUP = 6, 2
 FIRST = OptimizerConfig(lr=0.01, min_lr=0.002, weight_decay=0.3, beta1=0.8, beta2=0.97, epsilon=1e-3, clip_grad=1.0)
@@ -31,8 +31,8 @@ def _gradient(step: int, number: int, shape: torch.Size) -> torch.Tensor:
 
 
 def _optimizer(seed: int, settings: OptimizerConfig, steps: int, warmup: int) -> tuple[Any, Any]:
-    from megatron_patches import parity
     from megatron_patches.optimizer import build_optimizer
+    from megatron_patches.parity import harness as parity
     from megatron_patches.training_step import wrap_for_data_parallel
 
     gpt = parity.build(parity.ParityCase(micro_batches=((5,),), seed=seed), torch.float32, "stock")
@@ -55,7 +55,7 @@ def _train(folder: Path, distributed: bool) -> tuple[list[torch.Tensor], list[An
     """Weights before, steps of a whole run, steps of one that resumes it with other settings, what came back beside."""
     import torch.distributed as dist
 
-    from megatron_patches.checkpoint import load_checkpoint, save_checkpoint
+    from megatron_patches.checkpoint.save_load import load_checkpoint, save_checkpoint
 
     first, resumed = (replace(settings, distributed=distributed) for settings in (FIRST, RESUMED))
     model, optimizer = _optimizer(1, first, STEPS, WARMUP)
@@ -75,10 +75,10 @@ def _train(folder: Path, distributed: bool) -> tuple[list[torch.Tensor], list[An
 
 def _train_both(folder: Path) -> list[Any]:
     warnings.filterwarnings("ignore")
-    from megatron_patches.cpu import use_cpu
+    from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from megatron_patches.parallel import initialize_model_parallel
+    from megatron_patches.groups import initialize_model_parallel
 
     initialize_model_parallel(1, 1, 1)
     return [_train(folder / str(distributed), distributed) for distributed in (True, False)]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from distca.attention import TaskBatch
-from distca.attention.autograd import core_attention
+from distca.attention.differentiable import core_attention
 from distca.attention.reference import ReferenceKernel
 from distca.runtime.timeline import Timeline
-from megatron_patches.micro_batch import PackedMicroBatch
+from megatron_patches.batch_context import PackedMicroBatch
 from megatron_patches.packed_attention import PackedAttention
 
 

@@ -13,10 +13,10 @@ CPU = torch.device("cpu")
 
 def _suite():
     warnings.filterwarnings("ignore")
-    from megatron_patches.cpu import use_cpu
+    from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from megatron_patches import parity_suite
+    from megatron_patches.parity import suite as parity_suite
 
     return parity_suite
 

@@ -34,14 +34,14 @@ class _Counted:
 def _run(levels):
     """Per level of recomputation: calls of each part in one step, and the order of transfers and computation."""
     warnings.filterwarnings("ignore")
-    from megatron_patches.cpu import use_cpu
+    from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
     from distca.runtime import AttentionPool
     from distca.runtime.timeline import Timeline
     from distca.transport import choose_transport
-    from megatron_patches import parity
-    from megatron_patches.parallel import initialize_model_parallel, server_pool_group
+    from megatron_patches.groups import initialize_model_parallel, server_pool_group
+    from megatron_patches.parity import harness as parity
     from megatron_patches.training_step import run_micro_batches, wrap_for_data_parallel
 
     results = {}

@@ -23,8 +23,9 @@ def _gradients(monkeypatch, case, overlap, distributed_optimizer, products=True)
     from distca.runtime import AttentionPool
     from distca.runtime.timeline import Timeline
     from distca.transport import choose_transport
-    from megatron_patches import parity, training_step
-    from megatron_patches.parallel import initialize_model_parallel, server_pool_group
+    from megatron_patches import training_step
+    from megatron_patches.groups import initialize_model_parallel, server_pool_group
+    from megatron_patches.parity import harness as parity
 
     events = []
     start, ready = Group.start_grad_sync, Group.register_grad_ready
@@ -74,10 +75,10 @@ def _reduced(model, distributed_optimizer):
 
 def _compare(cases):
     warnings.filterwarnings("ignore")
-    from megatron_patches.cpu import use_cpu
+    from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from megatron_patches import parity
+    from megatron_patches.parity import harness as parity
 
     results = []
     for changes, distributed_optimizer in cases:
@@ -111,10 +112,10 @@ def test_overlapped_reduction_changes_no_bit():
 def _accumulated(cases):
     """Every case with weight gradients added up in the matrix products, and with megatron's own adding."""
     warnings.filterwarnings("ignore")
-    from megatron_patches.cpu import use_cpu
+    from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from megatron_patches import parity
+    from megatron_patches.parity import harness as parity
 
     results = []
     for changes in cases:
@@ -148,15 +149,16 @@ class _HostReads(TorchDispatchMode):
 def _model_and_batches(case):
     """A wrapped model on the ranks that call this, and the case's micro-batches."""
     warnings.filterwarnings("ignore")
-    from megatron_patches.cpu import use_cpu
+    from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
     from distca.attention.reference import ReferenceKernel
     from distca.runtime import AttentionPool
     from distca.runtime.timeline import Timeline
     from distca.transport import choose_transport
-    from megatron_patches import parity, training_step
-    from megatron_patches.parallel import initialize_model_parallel, server_pool_group
+    from megatron_patches import training_step
+    from megatron_patches.groups import initialize_model_parallel, server_pool_group
+    from megatron_patches.parity import harness as parity
 
     initialize_model_parallel(1, 1, 1)
     case = parity.ParityCase(**case)
@@ -187,7 +189,7 @@ def test_the_host_reads_no_number_of_a_step():
 def _gradients_of_two_steps(micro_batches):
     """(loss, tokens, gradients) of the same step twice, without an optimizer in between."""
     model, batches = _model_and_batches({"micro_batches": micro_batches})
-    from megatron_patches import parity
+    from megatron_patches.parity import harness as parity
     from megatron_patches.training_step import run_micro_batches, wrap_for_data_parallel
 
     narrow = wrap_for_data_parallel(

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.plan import Layout, PlanError, lay_out
+from distca.errors import PlanError
+from distca.plan import Layout, lay_out
 from tests.plan.cases import home_rows, lengths
 
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.data.mixes import sample_lengths
+from distca.errors import PlanError
 from distca.plan import (
     Links,
     MicroBatchPlan,
-    PlanError,
     analytic_cost,
     area_cost,
     imbalance,

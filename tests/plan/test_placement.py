@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.data.mixes import long_context, sample_lengths, sample_long_context
+from distca.errors import PlanError
 from distca.plan import (
     Layout,
     Plan,
-    PlanError,
     analytic_cost,
     area_cost,
     imbalance,
@@ -21,7 +21,7 @@ from distca.plan import (
     server_seconds,
     traffic,
 )
-from distca.plan.dealing import Stream
+from distca.plan.nano_split import Stream
 from distca.plan.placement import spread
 from tests.plan.cases import home_rows, lengths
 

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from distca.plan import Layout, Plan, PlanError, Tasks, lay_out, plan_at_home
+from distca.errors import PlanError
+from distca.plan import Layout, Plan, Tasks, lay_out, plan_at_home
 from tests.plan.cases import arbitrary_plans, layouts
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.profile.tables import write_table
+from distca.plan.cost.table_file import write_table
 
 ROOT = Path(__file__).parents[2]
 

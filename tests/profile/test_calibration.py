@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from distca.plan import AttentionShape, TableCost, analytic_cost
-from distca.plan.table_cost import LoadFactors
+from distca.plan.cost.table import LoadFactors
 from distca.profile.calibration import LENGTHS, load_factors
 from distca.profile.grid import Grid
-from distca.profile.mixed import random_batch
 from distca.profile.smoothing import smoothed
+from distca.profile.validation import random_batch
 
 SHAPE = AttentionShape(32, 8, 128)
 AXIS = 2.0 ** np.arange(6, 18)

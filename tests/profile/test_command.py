@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from distca.commands.main import main
-from distca.plan import PlanError, load_table
+from distca.errors import PlanError
+from distca.plan import load_table
+from distca.plan.cost.table_file import table_name
 from distca.profile import measure
-from distca.profile.tables import table_name
 from tests.profile.machine import TINY
 
 SMALL = ["--heads", "2", "--kv_heads", "1", "--head_dim", "8", "--hidden", "16", "--ffn", "32"]

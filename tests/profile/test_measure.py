@@ -4,9 +4,9 @@ import torch
 
 from distca.attention.reference import ReferenceKernel
 from distca.plan import AttentionShape, load_table
+from distca.plan.cost.table_file import write_table
 from distca.profile import measure as measuring
-from distca.profile import served
-from distca.profile.tables import write_table
+from distca.profile import timing
 from tests.profile.machine import TINY, PretendMachine, true_backward, true_forward
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def pretend_table(tmp_path_factory):
     """What a machine of known costs is measured to cost: the file's content and its path."""
     machine = PretendMachine()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served, "Clock", lambda device: machine)
+        patch.setattr(timing, "Clock", lambda device: machine)
         content = measure(machine)
     path = tmp_path_factory.mktemp("tables") / "table.json"
     write_table(path, content)
@@ -88,10 +88,10 @@ def test_batches_that_take_longer_than_their_tasks_alone_are_predicted(monkeypat
             return result
 
     machine = Throttled()
-    monkeypatch.setattr(served, "Clock", lambda device: machine)
+    monkeypatch.setattr(timing, "Clock", lambda device: machine)
     content = measure(machine)
     plain = PretendMachine()
-    monkeypatch.setattr(served, "Clock", lambda device: plain)
+    monkeypatch.setattr(timing, "Clock", lambda device: plain)
     unthrottled = measure(plain)
     for name, factor in slow.items():
         np.testing.assert_allclose(content["load_factors"][name], factor * unthrottled["load_factors"][name], rtol=1e-6)

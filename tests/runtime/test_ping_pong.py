@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from distca.attention.reference import ReferenceKernel
 from distca.plan import lay_out, plan_at_home
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
-from distca.runtime.dispatch import AttentionCall
+from distca.runtime.attention_call import AttentionCall
 from distca.runtime.timeline import Timeline
 from distca.testing.plans import random_plan
 from distca.testing.ranks import run_ranks

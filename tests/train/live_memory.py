@@ -101,18 +101,20 @@ class _Rotate(torch.autograd.Function):
 
 def allocate_as_on_gpus(patch: Any) -> None:
     """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
-    from distca.train import setup
+    from distca.ops import output_loss
+    from distca.train.run import builder
     from distca.transport.collective import CollectiveTransport
-    from megatron_patches import layer, mlp, norm, output_loss, stock_rotation, weight_gradients
+    from megatron_patches import layer
+    from megatron_patches.patches import fused_rope, fused_swiglu, rms_norm, wgrad_accumulation
 
-    patch(setup, "choose_kernel", lambda *_, **__: LeanKernel())
-    patch(norm.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
-    patch(norm.RMSNorm, "fill", lambda self, x, out: out.zero_())
-    patch(mlp, "swiglu", _Swiglu.apply)
-    patch(mlp, "fill_swiglu", lambda x, out: out.zero_())
-    for module in (layer, stock_rotation):
+    patch(builder, "choose_kernel", lambda *_, **__: LeanKernel())
+    patch(rms_norm.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
+    patch(rms_norm.RMSNorm, "fill", lambda self, x, out: out.zero_())
+    patch(fused_swiglu, "swiglu", _Swiglu.apply)
+    patch(fused_swiglu, "fill_swiglu", lambda x, out: out.zero_())
+    for module in (layer, fused_rope):
         patch(module, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))
-    for module in (output_loss, weight_gradients):
+    for module in (output_loss, wgrad_accumulation):
         patch(module, "add_product", lambda *_: None)
     # Rows land in memory of their own (NVSHMEM's), not in tensors.
     start = CollectiveTransport._start

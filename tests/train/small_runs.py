@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from distca.train.settings import RunConfig
-    from distca.train.step_inputs import StepInputs
+    from distca.train.config.schema import RunConfig
+    from distca.train.data.prefetch import StepInputs
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 96
@@ -69,12 +69,12 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from distca.train.config import parse_run_config
-    from distca.train.corpus import open_corpus
-    from distca.train.main import run_on
-    from distca.train.world import World
-    from megatron_patches.cpu import use_cpu
-    from megatron_patches.parallel import destroy_model_parallel
+    from distca.train.config.cli import parse_run_config
+    from distca.train.data.corpus import open_corpus
+    from distca.train.run.main import run_on
+    from megatron_patches.groups import destroy_model_parallel
+    from megatron_patches.patches.cpu import use_cpu
+    from megatron_patches.world import World
 
     use_cpu()
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
@@ -95,9 +95,9 @@ class StepByStep:
         import torch
         import torch.distributed as dist
 
-        from distca.train.corpus import open_corpus, open_sampler
-        from distca.train.setup import build_trainer
-        from distca.train.world import World
+        from distca.train.data.corpus import open_corpus, open_sampler
+        from distca.train.run.builder import build_trainer
+        from megatron_patches.world import World
 
         self.corpus = open_corpus(config)
         self.world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
@@ -106,22 +106,22 @@ class StepByStep:
 
     def inputs(self) -> StepInputs:
         """Of the next step."""
-        from distca.train.step_inputs import make_step_inputs
+        from distca.train.data.prefetch import make_step_inputs
 
         return make_step_inputs(self.trainer.planning, self.corpus.train, self._sampler)
 
     def run(self, inputs: StepInputs) -> None:
         """Forward and backward of a global batch."""
-        from megatron_patches import ticks
+        from megatron_patches import pipeline_schedule
         from megatron_patches.training_step import run_micro_batches
 
         if inputs.pipeline is None:
             run_micro_batches(self.trainer.model, inputs.batches)
         else:
             plan, routes = inputs.pipeline.plan, inputs.pipeline.routes
-            ticks.run_ticks(self.trainer.model, inputs.batches, plan, routes, self.trainer.pool)
+            pipeline_schedule.run_ticks(self.trainer.model, inputs.batches, plan, routes, self.trainer.pool)
 
     def close(self) -> None:
-        from megatron_patches.parallel import destroy_model_parallel
+        from megatron_patches.groups import destroy_model_parallel
 
         destroy_model_parallel()

@@ -1,12 +1,12 @@
-"""What a layer keeps for backward is what distca/train/memory.py predicts, counted on a CPU in bfloat16."""
+"""What a layer keeps for backward is what distca/train/run/memory.py predicts, counted on a CPU in bfloat16."""
 
 import numpy as np
 import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
-from distca.train.config import parse_run_config
-from distca.train.memory import predict_memory
+from distca.train.config.cli import parse_run_config
+from distca.train.run.memory import predict_memory
 from tests.train.live_memory import LeanNorm, LiveBytes
 
 ROWS = 256
@@ -28,20 +28,20 @@ def _config(attention, recompute, layers):
 
 def _counted(cases, layers):
     """Bytes that are alive after the forward pass, by case."""
-    from megatron_patches.cpu import use_cpu
+    from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
     from distca.attention import TaskBatch
     from distca.attention.reference import ReferenceKernel
-    from distca.plan.cost import area_cost
+    from distca.plan.cost.analytic import area_cost
     from distca.plan.micro_batch import plan_micro_batch
     from distca.runtime import AttentionPool, NanoRoutes
     from distca.runtime.timeline import Timeline
     from distca.transport import choose_transport
-    from megatron_patches.micro_batch import DisaggregatedMicroBatch, PackedMicroBatch
+    from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+    from megatron_patches.groups import initialize_model_parallel, server_pool_group
     from megatron_patches.model import build_model, transformer_config
-    from megatron_patches.norm import RMSNorm
-    from megatron_patches.parallel import initialize_model_parallel, server_pool_group
+    from megatron_patches.patches.rms_norm import RMSNorm
 
     RMSNorm.forward = lambda self, x: LeanNorm.apply(x, self.weight)
     initialize_model_parallel(1, 1, 1)

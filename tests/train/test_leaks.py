@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 from distca.testing.ranks import run_ranks
-from distca.train.config import parse_run_config
+from distca.train.config.cli import parse_run_config
 from tests.train.live_memory import LeanKernel, LiveBytes
 from tests.train.small_runs import StepByStep, arguments, write_texts
 
@@ -20,11 +20,11 @@ CASES = [
 
 def _live(command_lines: list[list[str]], steps: int) -> list[list[int]]:
     """By run: bytes that are alive at the end of each step."""
-    from distca.train import setup
-    from megatron_patches.cpu import use_cpu
+    from distca.train.run import builder
+    from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    setup.choose_kernel = lambda *_, **__: LeanKernel()  # in fewer operations
+    builder.choose_kernel = lambda *_, **__: LeanKernel()  # in fewer operations
     # Collections would free some of what should have been free without them.
     gc.disable()
     return [_measure(line, steps) for line in command_lines]

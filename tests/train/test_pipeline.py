@@ -7,9 +7,7 @@ import numpy as np
 
 from distca.data.batch import RankBatch
 from distca.testing.ranks import run_ranks
-from distca.train.idle_share import idle_shares
-from distca.train.pipeline_inputs import with_equal_rows
-from distca.train.settings import (
+from distca.train.config.schema import (
     CadConfig,
     CheckpointConfig,
     DataConfig,
@@ -20,6 +18,8 @@ from distca.train.settings import (
     RunConfig,
     TrainConfig,
 )
+from distca.train.data.pipeline_inputs import with_equal_rows
+from distca.train.metrics.idle_share import idle_shares
 
 MEASURED = ModelConfig(layers=4, hidden=64, ffn=48, heads=2, kv_heads=1)
 """With heads for which the cost table of CPUs holds; two layers on a stage."""
@@ -45,10 +45,10 @@ def _config(
 
 
 def _train(output: str) -> None:
-    from distca.train.corpus import open_corpus
-    from distca.train.main import run_on
-    from distca.train.world import World
-    from megatron_patches.cpu import use_cpu
+    from distca.train.data.corpus import open_corpus
+    from distca.train.run.main import run_on
+    from megatron_patches.patches.cpu import use_cpu
+    from megatron_patches.world import World
 
     use_cpu()
     import torch

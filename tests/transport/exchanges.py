@@ -13,9 +13,9 @@ from distca.plan import Plan, Tasks, lay_out, route
 from distca.runtime.device_routes import ServerRoute
 from distca.testing.plans import random_plan
 from distca.transport import Part
-from distca.transport.fabric import Put
-from distca.transport.one_sided import OneSidedTransport
-from tests.transport.streams import Stream
+from distca.transport.nvshmem.interface import Put
+from distca.transport.nvshmem.transport import OneSidedTransport
+from tests.transport.nvshmem.streams import Stream
 
 RANKS, PLANS, WIDTH = 3, 24, 6
 LENGTHS = ([40, 3, 1, 17, 90], [61], [1, 1, 1], [7] * 30, [1])

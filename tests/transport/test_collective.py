@@ -2,7 +2,8 @@
 
 import pytest
 
-from distca.plan import PlanError, lay_out, plan_at_home, route
+from distca.errors import PlanError
+from distca.plan import lay_out, plan_at_home, route
 from distca.testing.ranks import run_ranks
 
 
@@ -10,8 +11,9 @@ def _launch_a_plan_for_another_world() -> str:
     import torch
     import torch.distributed as dist
 
+    from distca.errors import TransportError
     from distca.runtime.device_routes import ServerRoute
-    from distca.transport import Part, TransportError, choose_transport
+    from distca.transport import Part, choose_transport
 
     plan = plan_at_home(lay_out([40, 3], 4)[0])
     moves = ServerRoute.of(route(plan, dist.get_rank()), "cpu").q_to_server

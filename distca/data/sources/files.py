@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from distca.data.errors import DataError
 from distca.data.sources.source import BYTE_VOCABULARY
+from distca.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.data.errors import DataError
+from distca.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from distca.data.errors import DataError
-from distca.data.mixes import MixError, sample_mix
+from distca.data.mixes import sample_mix
 from distca.data.sources.source import BYTE_VOCABULARY
+from distca.errors import DataError, MixError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from distca.data.errors import DataError
 from distca.data.mixes import MIX_NAMES
 from distca.data.sources.source import DocumentSource
+from distca.errors import DataError
 
 KINDS = ("stdlib", "text", "jsonl", "indexed", "mix")
 MIX_TOKENS = 1 << 26

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from distca.data.errors import DataError
 from distca.data.sources.files import FileBytes, walk
+from distca.errors import DataError
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from distca.data.errors import DataError
 from distca.data.sources.files import FileBytes, walk
+from distca.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ import struct
 import numpy as np
 import pytest
 
-from distca.data import DataError, open_source
+from distca.data import open_source
+from distca.errors import DataError
 
 pytest.importorskip("megatron.core.datasets.indexed_dataset")
 

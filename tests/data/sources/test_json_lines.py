@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.data import DataError, open_source
+from distca.data import open_source
+from distca.errors import DataError
 
 
 def write(file, texts, **options):

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distca.data import DataError, open_source
+from distca.data import open_source
+from distca.errors import DataError
 
 
 def open_mix(seed=0, vocabulary=1000):

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from distca.data import DataError, open_source
+from distca.data import open_source
+from distca.errors import DataError
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones():

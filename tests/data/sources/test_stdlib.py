@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distca.data import DataError, open_source
+from distca.data import open_source
 from distca.data.sources import stdlib
+from distca.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from distca.data import DataError, open_source
+from distca.data import open_source
+from distca.errors import DataError
 
 
 def test_text_files_in_the_order_of_their_path(tmp_path, caplog):

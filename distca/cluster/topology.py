@@ -1,0 +1,40 @@
+"""Which servers share a machine: the planner prices bytes between machines higher."""
+
+from __future__ import annotations
+
+import logging
+from itertools import groupby
+
+import torch.distributed as dist
+
+from distca.cluster.hostname import machine_name
+from distca.plan import Links
+
+logger = logging.getLogger(__name__)
+
+
+def pool_links(tp: int) -> Links:
+    """The same on every rank; every rank of the world calls it together.
+
+    Args:
+        tp: tensor-parallel ranks, which are consecutive; a server is where the first of them is.
+    """
+    machines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(machines, machine_name())
+    return links_of(machines[::tp])
+
+
+def links_of(machines: list[str]) -> Links:
+    """Links of servers on ``machines``, the name of each server's."""
+    runs = [len(list(run)) for _, run in groupby(machines)]
+    if len(set(machines)) in (1, len(machines)):
+        return Links()
+    if len(set(machines)) < len(runs) or len(set(runs)) > 1:
+        logger.warning(
+            "Plans do not know which of the %d servers share a machine, because machines have different numbers of "
+            "them, or not consecutive ones, so more rows may travel between them: start equally many ranks on each.",
+            len(machines),
+        )
+        return Links()
+    logger.info("Plans prefer servers on the same machine: %d machines of %d.", len(runs), runs[0])
+    return Links(runs[0])

@@ -1,0 +1,1 @@
+"""Helpers for one device: host-to-device copies, clocks, host memory. Nothing here knows of ranks or plans."""

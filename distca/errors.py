@@ -1,0 +1,79 @@
+"""What a user can get wrong or run into, as sentences: one base class, one subclass a subject.
+
+A message names the value, the limit and what to change; ``next_step`` says what to do then.
+"""
+
+from __future__ import annotations
+
+
+class DistcaError(ValueError):
+    """Base of all errors that end a command with a sentence instead of a traceback.
+
+    Attributes:
+        next_step: what to do about it.
+    """
+
+    next_step = "correct what is named and start again."
+
+
+class PlanError(DistcaError):
+    """Documents, ranks or options that no layout or plan can serve."""
+
+
+class DataError(DistcaError):
+    """Data or data settings that cannot be used."""
+
+
+class MixError(DistcaError):
+    """A mix of document lengths, or a size, that cannot be sampled."""
+
+
+class KernelError(DistcaError):
+    """A core-attention kernel that was asked for cannot run here."""
+
+
+class TransportError(DistcaError):
+    """A transport that was asked for cannot be used here, or an exchange does not fit its memory."""
+
+
+class SupportError(DistcaError):
+    """A model, or a way of running it, that core attention disaggregation does not serve."""
+
+    next_step = "change the field that is named, or train this model without core attention disaggregation."
+
+
+class ConfigError(DistcaError):
+    """A setting that no run can be started with."""
+
+    next_step = "change the setting that is named and start again."
+
+
+class OptionError(DistcaError):
+    """An option that no command can work with."""
+
+    next_step = "change the option that is named and start again."
+
+
+class CheckpointError(DistcaError):
+    """A checkpoint that could not be written; raised on every rank."""
+
+    next_step = "make room or let output point elsewhere; RESUME=latest goes on from the last checkpoint before."
+
+
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint that is not any more what was saved."""
+
+    next_step = "RESUME=latest (checkpoint.resume latest) then takes the checkpoint before it."
+
+
+class DivergedError(ConfigError):
+    """A loss or gradient that is no number any more; raised on every rank before anything of the step is saved."""
+
+    next_step = "lower optimizer.lr or raise optimizer.warmup_steps; RESUME=latest goes on from the last checkpoint."
+
+
+def system_words(error: OSError) -> str:
+    """What the system says of a file, without the number and the path of Python's message."""
+    if isinstance(error, FileExistsError):  # of a folder to be made, where "File exists" alone misleads
+        return f"{error.filename} is no folder"
+    return error.strerror or str(error)

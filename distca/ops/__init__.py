@@ -1,0 +1,1 @@
+"""Operations of a transformer in torch and Triton; no Megatron."""

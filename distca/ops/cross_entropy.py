@@ -1,0 +1,60 @@
+"""The elementwise part of the cross-entropy over one chunk's logits, which may be a share of the vocabulary.
+
+N rows, V columns of this rank's share of the vocabulary. Everything is reduced in at least float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of ``dtype`` are added up in: float32, or float64 where they are float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def row_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reduce every row.
+
+    Args:
+        logits_NV: this rank's logits.
+        targets_N: int64 column of the target; a column that is not there belongs to another rank.
+
+    Returns:
+        [N] each, float32 or float64: the row's maximum, the sum of exp(logit − maximum), and the target's logit, which
+        is 0 where the target belongs to another rank.
+    """
+    if _has_kernels(logits_NV):
+        from distca.ops.triton import cross_entropy as kernels
+
+        return kernels.row_statistics(logits_NV, targets_N)
+    logits_NV = logits_NV.to(wide(logits_NV.dtype))
+    maximum_N = logits_NV.amax(1)
+    here_N = (targets_N >= 0) & (targets_N < logits_NV.shape[1])
+    target_N = logits_NV.gather(1, targets_N.where(here_N, 0)[:, None])[:, 0].where(here_N, 0)
+    return maximum_N, (logits_NV - maximum_N[:, None]).exp_().sum(1), target_N
+
+
+def logits_to_gradient_(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, lse_N: torch.Tensor, weights_N: torch.Tensor
+) -> None:
+    """Replace logits by the gradient of the weighted sum of the rows' losses.
+
+    Args:
+        logits_NV: this rank's logits; overwritten.
+        targets_N: as for :func:`row_statistics`.
+        lse_N: log of the sum of exponentials over the whole vocabulary, float32 or float64.
+        weights_N: weight of each row's loss, of the same type.
+    """
+    if _has_kernels(logits_NV):
+        from distca.ops.triton import cross_entropy as kernels
+
+        return kernels.logits_to_gradient_(logits_NV, targets_N, lse_N, weights_N)
+    gradient_NV = (logits_NV - lse_N[:, None]).exp_()
+    columns = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    gradient_NV -= (columns == targets_N[:, None]).to(gradient_NV.dtype)
+    logits_NV.copy_(gradient_NV.mul_(weights_N[:, None]))
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64

@@ -1,0 +1,212 @@
+"""The output layer and its cross-entropy as one operation that never holds all logits.
+
+The logits of 128K tokens over a vocabulary of 128K are 33 GB in bfloat16, and their float32 copies twice that. Here a
+chunk of rows at a time is multiplied, reduced to its loss, turned into the loss's gradient in place and multiplied into
+the gradients of the hidden rows and of the weight, all in forward: three matrix products in total, and no logits are
+computed twice. Backward only multiplies the finished gradients by the gradient of the loss. So forward must know the
+rows' weights (the loss mask).
+
+Where forward and backward run in different phases of a pipeline, in which all stages should take equally long, forward
+can leave the gradients to backward, which then computes the logits again: one matrix product in forward, three in
+backward.
+
+N rows, H hidden size, V this rank's share of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from distca.ops.cross_entropy import logits_to_gradient_, row_statistics, wide
+
+# Of one chunk on one rank. The weight's float32 gradient is read and written once per chunk, so chunks are not small.
+LOGITS_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class VocabularyShards:
+    """How the output layer is shared among tensor-parallel ranks.
+
+    Attributes:
+        group: the tensor-parallel ranks.
+        sequence_parallel: every rank holds its contiguous share of the rows; otherwise all hold all rows.
+    """
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the rows are cut."""
+        return self.group.size() if self.sequence_parallel else 1
+
+
+def output_loss(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_N: torch.Tensor,
+    loss_mask_N: torch.Tensor,
+    shards: VocabularyShards,
+    logits_bytes: int = LOGITS_BYTES,
+    gradients_in_backward: bool = False,
+) -> torch.Tensor:
+    """Sum of the rows' cross-entropies, the same on every tensor-parallel rank.
+
+    Args:
+        hidden_NH: input of the output layer; under sequence parallelism this rank's share of the rows.
+        weight_VH: this rank's rows of the output layer's weight.
+        labels_N: int64 target of every row (of all shares, in the order of the ranks).
+        loss_mask_N: weight of every row's loss.
+        shards: how the layer is shared.
+        logits_bytes: the most bytes that one chunk's logits may take.
+        gradients_in_backward: compute the gradients in backward, from logits that are computed again.
+
+    Returns:
+        A float32 scalar, float64 for float64 input. Where gradients are enabled it can be differentiated once with
+        regard to hidden_NH and weight_VH; the weight's gradient is added up in float32 and rounded once.
+    """
+    gradients = torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)
+    work = _Chunks(hidden_NH.detach(), weight_VH.detach(), labels_N, loss_mask_N, shards, logits_bytes)
+    if gradients_in_backward and gradients:
+        return _LaterGradients.apply(hidden_NH, weight_VH, work)  # type: ignore[no-any-return]
+    return _OutputLoss.apply(hidden_NH, weight_VH, work, gradients)  # type: ignore[no-any-return]
+
+
+class _OutputLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, work: _Chunks, gradients: bool
+    ) -> torch.Tensor:
+        loss, *both = work.run(gradients)
+        ctx.save_for_backward(*both)
+        ctx.dtype = weight_VH.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        d_hidden_NH, d_weight_VH = ctx.saved_tensors
+        return *_scaled(d_hidden_NH, d_weight_VH, upstream, ctx.dtype), None, None
+
+
+class _LaterGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, work: _Chunks) -> torch.Tensor:
+        # Kept for backward by ``work``; saved so that autograd refuses a change in place before it.
+        ctx.save_for_backward(hidden_NH, weight_VH)
+        ctx.work = work
+        return work.run(False)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        _, weight_VH = ctx.saved_tensors
+        work, ctx.work = ctx.work, None
+        _, d_hidden_NH, d_weight_VH = work.run(True)
+        return *_scaled(d_hidden_NH, d_weight_VH, upstream, weight_VH.dtype), None
+
+
+def _scaled(
+    d_hidden_NH: torch.Tensor, d_weight_VH: torch.Tensor, upstream: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded_VH = torch.empty_like(d_weight_VH, dtype=dtype)
+    torch.mul(d_weight_VH, upstream, out=rounded_VH)
+    return d_hidden_NH * upstream, rounded_VH
+
+
+class _Chunks:
+    """The walk over chunks of rows; under sequence parallelism a chunk takes the same rows of every rank's share."""
+
+    def __init__(
+        self,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        labels_N: torch.Tensor,
+        loss_mask_N: torch.Tensor,
+        shards: VocabularyShards,
+        logits_bytes: int,
+    ) -> None:
+        self._hidden, self._weight, self._shards = hidden_NH, weight_VH, shards
+        self._wide = wide(hidden_NH.dtype)
+        first_column = shards.group.rank() * len(weight_VH)
+        self._targets = (labels_N - first_column).view(shards.shares, -1)
+        self._row_weights = loss_mask_N.to(self._wide).view(shards.shares, -1)
+        limit = max(logits_bytes // (len(weight_VH) * weight_VH.element_size() * shards.shares), 1)
+        chunks = max(-(-len(hidden_NH) // limit), 1)
+        self._step = max(-(-len(hidden_NH) // chunks), 1)
+
+    def run(self, gradients: bool) -> tuple[torch.Tensor, ...]:
+        """The loss and, where wanted, the gradients of hidden rows (their type) and weight (at least float32)."""
+        loss = torch.zeros((), dtype=self._wide, device=self._hidden.device)
+        d_hidden = torch.empty_like(self._hidden) if gradients else None
+        d_weight = torch.zeros_like(self._weight, dtype=self._wide) if gradients else None
+        for rows, hidden in self._gathered():
+            targets, row_weights = (x[:, rows].reshape(-1) for x in (self._targets, self._row_weights))
+            logits = hidden @ self._weight.t()
+            lse, target_logits = self._reduce(*row_statistics(logits, targets))
+            loss += ((lse - target_logits) * row_weights).sum()
+            if d_hidden is not None and d_weight is not None:
+                logits_to_gradient_(logits, targets, lse, row_weights)
+                started = self._start_sum(logits, d_hidden[rows])
+                add_product(d_weight, logits.t(), hidden)
+                if started is not None:
+                    started.wait()
+            del logits  # or the next chunk's would be beside them
+        return (loss,) if d_hidden is None or d_weight is None else (loss, d_hidden, d_weight)
+
+    def _gathered(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(rows of a share, those rows of all shares) of every chunk; the next chunk travels while one is used."""
+        slices = [slice(begin, begin + self._step) for begin in range(0, len(self._hidden), self._step)]
+        if self._shards.shares == 1:
+            yield from ((rows, self._hidden[rows]) for rows in slices)
+            return
+        started = [self._start_gather(rows) for rows in slices[:1]]
+        for rows, following in zip(slices, [*slices[1:], None], strict=True):
+            hidden, handle = started.pop()
+            handle.wait()
+            if following is not None:
+                started.append(self._start_gather(following))
+            yield rows, hidden
+
+    def _start_gather(self, rows: slice) -> tuple[torch.Tensor, Any]:
+        mine = self._hidden[rows].contiguous()
+        everyone = mine.new_empty(len(mine) * self._shards.shares, mine.shape[1])
+        handle = dist.all_gather_into_tensor(everyone, mine, group=self._shards.group, async_op=True)
+        return everyone, handle
+
+    def _reduce(
+        self, maximum_N: torch.Tensor, sum_N: torch.Tensor, target_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log of the sum of exponentials, the target's logit) over the whole vocabulary, [N] each."""
+        if self._shards.group.size() == 1:
+            return maximum_N + sum_N.log(), target_N
+        highest_N = maximum_N.clone()
+        dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=self._shards.group)
+        both = torch.stack((sum_N * (maximum_N - highest_N).exp(), target_N))
+        dist.all_reduce(both, group=self._shards.group)
+        return highest_N + both[0].log(), both[1]
+
+    def _start_sum(self, d_logits_NV: torch.Tensor, out: torch.Tensor) -> Any:
+        """Put the hidden rows' gradient into ``out``, under sequence parallelism this rank's rows of it; returns what
+        must be waited for, if anything."""
+        group = self._shards.group
+        if self._shards.shares > 1:
+            return dist.reduce_scatter_tensor(out, d_logits_NV @ self._weight, group=group, async_op=True)
+        torch.mm(d_logits_NV, self._weight, out=out)
+        return dist.all_reduce(out, group=group, async_op=True) if group.size() > 1 else None
+
+
+def add_product(sum_VH: torch.Tensor, a_VN: torch.Tensor, b_NH: torch.Tensor) -> None:
+    """sum_VH += a_VN @ b_NH, without rounding the product to a type narrower than that of ``sum_VH``."""
+    if not sum_VH.is_cuda or sum_VH.dtype == a_VN.dtype:
+        sum_VH.addmm_(a_VN.to(sum_VH.dtype), b_NH.to(sum_VH.dtype))
+    elif "dtype_out" in torch.ops.aten.addmm.overloads():
+        torch.addmm(sum_VH, a_VN, b_NH, out_dtype=sum_VH.dtype, out=sum_VH)
+    else:  # torch before 2.8: rounded after all, once per chunk
+        sum_VH += a_VN @ b_NH

@@ -1,0 +1,1 @@
+"""Seconds that attention takes: analytic models and measured tables."""

@@ -1,0 +1,84 @@
+"""Analytic cost models: a fit to measured rates, and plain FLOP counting.
+
+Array legend: K directions, N tasks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.cost.model import AttentionShape, CostModel, Direction, LinearRate
+
+
+def pairs(q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+    """[N] float64 query-key pairs under the causal mask; a FLOP count is 4 x head_dim x heads of it (backward: 10
+    x)."""
+    q = np.asarray(q_rows, np.float64)
+    return q * (kv_rows - (q - 1) * 0.5)
+
+
+@dataclass(frozen=True)
+class AnalyticCost(CostModel):
+    """seconds = pairs / rate + q rows x tile overhead + k,v rows x load overhead.
+
+    The q term is what every tile pays at its start, end and diagonal; the k,v term is what every task pays for its keys
+    (small in forward; in backward every block of keys is loaded and its dK and dV stored, however few queries read it).
+
+    Attributes:
+        shape: the attention layer.
+        block: query rows of one kernel tile.
+        forward_terms: seconds per (pair, q row, k,v row).
+        backward_terms: the same for backward.
+        linear: of matrix products.
+    """
+
+    shape: AttentionShape
+    block: int
+    forward_terms: tuple[float, float, float]
+    backward_terms: tuple[float, float, float]
+    linear: LinearRate | None = None
+
+    def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return _linear((self.forward_terms,), q_rows, kv_rows)[0]
+
+    def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return _linear((self.backward_terms,), q_rows, kv_rows)[0]
+
+    def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        if direction == "both":
+            return _linear((self.forward_terms, self.backward_terms), q_rows, kv_rows)
+        return _linear((self.forward_terms if direction == "forward" else self.backward_terms,), q_rows, kv_rows)
+
+
+def _linear(terms: tuple[tuple[float, float, float], ...], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+    """[K, ...] seconds for each of K triples of terms; 0 without queries, whatever the keys."""
+    q = np.asarray(q_rows, np.float64)
+    kv = kv_rows * (q > 0)
+    features = np.array((q * (kv - 0.5 * (q - 1)), q, kv))
+    return (np.array(terms) @ features.reshape(3, -1)).reshape(len(terms), *q.shape)
+
+
+def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:
+    """Cost model without a measured table: least squares over flash-attn-4 figures of one H200 (see docs/planning.md).
+
+    The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 9 % forward, 6.5 % backward.
+    Other shapes scale every term with heads x head_dim. Only ratios matter to a schedule.
+    """
+    shape = AttentionShape(heads, kv_heads, head_dim, value_bytes)
+    width = heads * head_dim
+    share = width / 4096
+    return AnalyticCost(
+        shape,
+        block,
+        forward_terms=(4 * width / 677e12, 13.9e-9 * share, 0.2e-9 * share),
+        backward_terms=(10 * width / 594e12, 17.9e-9 * share, 18.6e-9 * share),
+        linear=LinearRate(2 / 718e12, 4 / 686e12),
+    )
+
+
+def area_cost(heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, block: int = 1) -> AnalyticCost:
+    """Pure FLOP counting: seconds are query-key pairs. For tests, tiny models and CPU runs, where tiles mean
+    nothing."""
+    return AnalyticCost(AttentionShape(heads, kv_heads, head_dim), block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))

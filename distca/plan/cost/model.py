@@ -1,0 +1,131 @@
+"""What a CA-task costs: seconds of the attention kernel over (query rows, key rows), forward and backward.
+
+A task with ``q_rows`` queries and ``kv_rows`` keys is the causal query range [kv_rows - q_rows, kv_rows) of a document.
+Seconds are those a task adds to a *full* fused batch, so a batch costs the sum over its tasks: one small task alone
+cannot fill the GPU, but a plan never runs one alone. Array legend: N tasks; rows are int64, seconds float64.
+``analytic.py`` computes it, ``table.py`` interpolates measurements.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from distca.errors import PlanError
+
+Direction = Literal["forward", "backward", "both"]
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of one attention layer on one rank (after tensor parallelism) and the bytes of one value."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.kv_heads, self.head_dim, self.value_bytes) < 1 or self.heads % self.kv_heads:
+            raise PlanError(
+                f"{self.heads} query heads cannot share {self.kv_heads} key/value heads of size {self.head_dim}: "
+                "heads must be a positive multiple of kv_heads."
+            )
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of one row of q, o, dO or dQ."""
+        return self.heads * self.head_dim * self.value_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one row of k and v together, or of dK and dV."""
+        return 2 * self.kv_heads * self.head_dim * self.value_bytes
+
+    def moved_bytes(self, direction: Direction, resend: bool = False) -> tuple[int, int]:
+        """Bytes that travel for one query row and for one key/value row computed away from home.
+
+        Forward: q out, o back; k, v out. Backward, keep: dO out, dQ back; dK, dV back. Backward, resend: q, o, dO and
+        lse out, dQ back; k, v out again, dK, dV back; o and lse then also came back in forward.
+        """
+        lse = 4 * self.heads if resend else 0
+        forward = (2 * self.q_bytes + lse, self.kv_bytes)
+        backward = (4 * self.q_bytes + lse, 2 * self.kv_bytes) if resend else (2 * self.q_bytes, self.kv_bytes)
+        if direction == "both":
+            return forward[0] + backward[0], forward[1] + backward[1]
+        return forward if direction == "forward" else backward
+
+
+@dataclass(frozen=True)
+class LinearRate:
+    """Seconds of a layer's matrix products per token and weight, measured on the same device as attention.
+
+    Attributes:
+        forward: one product with each weight.
+        backward: two.
+    """
+
+    forward: float
+    backward: float
+
+    @staticmethod
+    def of(content: Mapping[str, Any]) -> LinearRate | None:
+        """That of a table file's content; None where it has none.
+
+        Raises:
+            PlanError: it is there, but not usable.
+        """
+        found = content.get("linear")
+        if found is None:
+            return None
+        try:
+            weights = layer_weights(
+                found["hidden"], found["ffn"], content["heads"], content["kv_heads"], content["head_dim"]
+            )
+            return LinearRate(found["forward_s_per_token"] / weights, found["backward_s_per_token"] / weights)
+        except (KeyError, TypeError, ZeroDivisionError):
+            raise PlanError(
+                "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token; "
+                "measure it again with `distca profile`."
+            ) from None
+
+
+def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Weights of a layer's four matrix products: q,k,v; output; gate and up; down."""
+    return hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * ffn
+
+
+class CostModel(ABC):
+    """Seconds of CA-tasks inside a full batch.
+
+    Attributes:
+        shape: the attention layer.
+        block: query rows of one kernel tile; cuts fall on multiples of it.
+        linear: what matrix products take beside; None where nobody measured that.
+    """
+
+    shape: AttentionShape
+    block: int
+    linear: LinearRate | None = None
+
+    @abstractmethod
+    def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        """[N] seconds of the forward kernel for query ranges [kv_rows - q_rows, kv_rows); 0 where q_rows is 0."""
+
+    @abstractmethod
+    def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        """[N] seconds of the backward kernel."""
+
+    def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        """[K, N] seconds that the ranges take at least, however they are cut. By default cutting never helps."""
+        return self.per_direction(direction, q_rows, kv_rows)
+
+    def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        """[K, N] seconds; K is 2 (forward, backward) for "both", else 1."""
+        if direction == "both":
+            return np.stack((self.forward(q_rows, kv_rows), self.backward(q_rows, kv_rows)))
+        return np.asarray(getattr(self, direction)(q_rows, kv_rows))[None]

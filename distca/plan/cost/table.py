@@ -1,0 +1,309 @@
+"""What a CA-task costs, from a measured table; the same for all ranks that read the same file.
+
+Planning asks for the seconds of thousands of tasks, of both directions, many times over, so the table is interpolated
+once, onto a fine grid whose cells are found without a search. Array legend: N tasks, K directions, C grid cells.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.cost.analytic import analytic_cost
+from distca.plan.cost.model import AttentionShape, CostModel, Direction, LinearRate
+
+_STEPS = 8
+"""Grid lines between a power of two and the next, evenly spaced. Points measured at these are met exactly."""
+_FEW = 8
+"""Ranges up to which plain Python is faster than numpy."""
+_PER_LINE = _STEPS / 2.0**52
+"""Lines per unit of the integer that has a float's bits."""
+
+
+@dataclass(frozen=True)
+class LoadFactors:
+    """What tasks cost in mixed batches under sustained load, over what the table's own batches of equal tasks say.
+
+    Array legend: L lengths. Between lengths factors are linear in log2 k,v rows, beyond them constant.
+
+    Attributes:
+        kv_rows: [L] increasing.
+        forward: [L] positive.
+        backward: [L] positive.
+
+    Raises:
+        PlanError: on lengths that do not increase, or factors that are not positive or not as many.
+    """
+
+    kv_rows: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+
+    def __post_init__(self) -> None:
+        _check_axis("kv_rows of load_factors", self.kv_rows)
+        for name in ("forward", "backward"):
+            factors = getattr(self, name)
+            if factors.shape != self.kv_rows.shape or not (np.isfinite(factors) & (factors > 0)).all():
+                raise PlanError(
+                    f"The cost table's load_factors need one positive {name} factor for each of the "
+                    f"{len(self.kv_rows)} kv_rows, not {factors.tolist()}."
+                )
+
+    @staticmethod
+    def of(content: Mapping[str, Any]) -> LoadFactors | None:
+        """The factors of a table file's content, None where it has none."""
+        found = content.get("load_factors")
+        if found is None:
+            return None
+        return LoadFactors(*(np.asarray(found[key], np.float64) for key in ("kv_rows", "forward", "backward")))
+
+    def at(self, kv_rows: np.ndarray) -> np.ndarray:
+        """[2, N] factors of forward and backward at [N] lengths."""
+        at, lengths = np.log2(kv_rows), np.log2(self.kv_rows)
+        return np.stack([np.interp(at, lengths, factors) for factors in (self.forward, self.backward)])
+
+
+class TableCost(CostModel):
+    """Measured seconds, interpolated.
+
+    The table is used as a factor on the analytic model: bilinear in (log2 q rows, log2 k,v rows) between measured
+    points and constant beyond them, so that it is exact at every measured point and sensible outside the grid. Between
+    the lines of the fine grid it is bilinear in the rows themselves.
+
+    Args:
+        shape: the attention layer that was measured.
+        q_rows: [Q] increasing query rows measured.
+        kv_rows: [V] increasing k,v rows measured.
+        forward_seconds: [Q, V] seconds per task inside a full batch; nan where q_rows > kv_rows or not measured.
+        backward_seconds: [Q, V] the same for backward.
+        block: query rows of one kernel tile.
+        load: what all seconds are multiplied with by their k,v rows; nothing if None.
+        linear: what matrix products take beside.
+
+    Raises:
+        PlanError: on a table whose axes are not increasing or which has no measured point in some column.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        q_rows: np.ndarray,
+        kv_rows: np.ndarray,
+        forward_seconds: np.ndarray,
+        backward_seconds: np.ndarray,
+        block: int = 128,
+        load: LoadFactors | None = None,
+        linear: LinearRate | None = None,
+    ) -> None:
+        self.shape = shape
+        self.block = block
+        self.linear = linear
+        self._base = analytic_cost(
+            shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=block
+        )
+        q_axis, kv_axis = np.asarray(q_rows, np.float64), np.asarray(kv_rows, np.float64)
+        for name, axis in (("q_rows", q_axis), ("kv_rows", kv_axis)):
+            _check_axis(name, axis)
+        grid = np.meshgrid(q_axis, kv_axis, indexing="ij")
+        factors = np.stack(
+            (
+                _factors("forward", forward_seconds, self._base.forward(*grid)),
+                _factors("backward", backward_seconds, self._base.backward(*grid)),
+            )
+        )
+        self._q, self._kv = _Lines.over(q_axis), _Lines.over(kv_axis)
+        nodes = _interpolated(factors, q_axis, kv_axis, self._q.rows, self._kv.rows)
+        if load is not None:
+            nodes = nodes * load.at(self._kv.rows)[:, None]
+        self._best = nodes.min(axis=(1, 2))
+        lines = (self._q, self._kv)
+        self._zero = np.array([[_STEPS * 1023.0 + x.first] for x in lines])
+        self._most = np.array([[float(x.cells)] for x in lines])
+        self._last = np.array([[x.cells - 1] for x in lines])
+        cells = _cells(nodes)
+        self._cells = {"both": cells, "forward": cells[:, :1], "backward": cells[:, 1:]}
+        terms = [self._base.forward_terms, self._base.backward_terms]
+        few = [list(zip(*cells[:, k].tolist(), strict=True)) for k in range(2)]
+        self._few = {"both": (terms, few), "forward": (terms[:1], few[:1]), "backward": (terms[1:], few[1:])}
+
+    def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.per_direction("forward", q_rows, kv_rows)[0]
+
+    def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.per_direction("backward", q_rows, kv_rows)[0]
+
+    def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        if q_rows.ndim == 1 and len(q_rows) <= _FEW:
+            return self._of_few(direction, q_rows.tolist(), kv_rows.tolist())
+        seconds = self._base.per_direction(direction, q_rows, kv_rows)
+        at = np.array((q_rows, kv_rows), np.float64).reshape(2, -1)
+        at = np.multiply(at.view(np.int64), _PER_LINE)
+        at -= self._zero
+        np.minimum(np.maximum(at, 0.0, out=at), self._most, out=at)
+        cell = np.minimum(at.astype(np.int64), self._last)
+        at -= cell
+        dq, dkv = at
+        parts = self._cells[direction].take(cell[0] * self._kv.cells + cell[1], axis=2)
+        constant, by_q, by_kv, by_both = parts
+        by_both *= dq
+        by_both += by_kv
+        by_both *= dkv
+        by_q *= dq
+        by_both += by_q
+        by_both += constant
+        seconds *= by_both.reshape(seconds.shape)
+        return seconds
+
+    def _of_few(self, direction: Direction, q_rows: list[float], kv_rows: list[float]) -> np.ndarray:
+        """The same in plain Python: planning mostly asks for a handful of ranges, where numpy's calls cost more than
+        the numbers."""
+        terms, cells = self._few[direction]
+        seconds = np.zeros((len(terms), len(q_rows)))
+        for n, (q, kv) in enumerate(zip(q_rows, kv_rows, strict=True)):
+            if not q:
+                continue
+            row, dq = self._q.place(q)
+            column, dkv = self._kv.place(kv)
+            pairs, cell = q * (kv - 0.5 * (q - 1)), row * self._kv.cells + column
+            for k, (by_pair, by_row, by_key) in enumerate(terms):
+                constant, by_q, by_kv, by_both = cells[k][cell]
+                factor = (by_both * dq + by_kv) * dkv + by_q * dq + constant
+                seconds[k, n] = (by_pair * pairs + by_row * q + by_key * kv) * factor
+        return seconds
+
+    def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        """The analytic model, which cutting never makes cheaper, at the best measured factor."""
+        best = {"forward": self._best[:1], "backward": self._best[1:]}.get(direction, self._best)
+        return self._base.per_direction(direction, q_rows, kv_rows) * best[:, None]
+
+
+class _Lines:
+    """Grid lines at (1 + i / _STEPS) times every power of two.
+
+    Their number is read off a float's bits: exponent and first bits of the fraction, one after the other.
+    """
+
+    def __init__(self, first: int, cells: int) -> None:
+        self.first, self.cells = first, cells
+
+    @staticmethod
+    def over(axis: np.ndarray) -> _Lines:
+        """Lines that enclose ``axis``, at least one cell."""
+        low, high = (_number(axis[[0, -1]])).tolist()
+        first = int(np.floor(low))
+        return _Lines(first, max(int(np.ceil(high)) - first, 1))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[cells + 1] rows of every line."""
+        line = self.first + np.arange(self.cells + 1)
+        return np.exp2(line // _STEPS) * (1 + line % _STEPS / _STEPS)
+
+    def place(self, rows: float) -> tuple[int, float]:
+        """The cell that holds ``rows``, or the nearest one, and the place in it, from 0 to 1."""
+        fraction, exponent = math.frexp(rows)
+        at = (exponent - 2 + 2 * fraction) * _STEPS - self.first
+        if at <= 0.0:
+            return 0, 0.0
+        cell = int(at)
+        return (cell, at - cell) if cell < self.cells else (self.cells - 1, 1.0)
+
+
+def _check_axis(name: str, axis: np.ndarray) -> None:
+    if len(axis) == 0 or axis[0] < 1 or (np.diff(axis) <= 0).any():
+        raise PlanError(f"The cost table's {name} must be positive and increasing, not {axis.tolist()}.")
+
+
+def _number(rows: np.ndarray) -> np.ndarray:
+    """How many lines lie between 1 and each value, with its place between two; about _STEPS x log2."""
+    return rows.view(np.int64) * _PER_LINE - _STEPS * 1023.0
+
+
+def _interpolated(
+    factors: np.ndarray, q_axis: np.ndarray, kv_axis: np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray
+) -> np.ndarray:
+    """[K, q_rows, kv_rows] factors, bilinear in the logarithms of [K, Q, V] ``factors``, constant outside."""
+    q, dq = _cell(np.log2(q_axis), q_rows)
+    kv, dkv = _cell(np.log2(kv_axis), kv_rows)
+    q1, kv1 = np.minimum(q + 1, len(q_axis) - 1), np.minimum(kv + 1, len(kv_axis) - 1)
+    by_q = factors[:, q] * (1 - dq)[:, None] + factors[:, q1] * dq[:, None]
+    return np.asarray(by_q[:, :, kv] * (1 - dkv) + by_q[:, :, kv1] * dkv)
+
+
+def _cell(axis: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index of the cell of a logarithmic axis that holds each value, and the place in it, from 0 to 1."""
+    at = np.clip(np.log2(rows), axis[0], axis[-1])
+    low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, max(len(axis) - 2, 0))
+    width = axis[np.minimum(low + 1, len(axis) - 1)] - axis[low]
+    return low, np.divide(at - axis[low], width, out=np.zeros_like(at), where=width > 0)
+
+
+def _cells(nodes: np.ndarray) -> np.ndarray:
+    """[4, K, C]: value at a cell's low corner, its rise with q, with k,v, and with both."""
+    low, right = nodes[:, :-1, :-1], nodes[:, :-1, 1:]
+    above, corner = nodes[:, 1:, :-1], nodes[:, 1:, 1:]
+    return np.stack((low, above - low, right - low, corner - above - right + low)).reshape(4, len(nodes), -1)
+
+
+def _factors(name: str, seconds: np.ndarray, base: np.ndarray) -> np.ndarray:
+    """Measured over analytic seconds; a hole takes the value of the nearest measured q rows with the same k,v rows."""
+    table = np.asarray(seconds, np.float64)
+    if table.shape != base.shape:
+        raise PlanError(f"The cost table's {name} seconds have shape {table.shape}; its axes ask for {base.shape}.")
+    if np.isnan(table).all(axis=0).any() or (table <= 0).any() or np.isinf(table).any():
+        raise PlanError(f"The cost table's {name} seconds must be positive, with a measured value for every kv_rows.")
+    factor = table / base
+    for column in factor.T:
+        known = np.flatnonzero(~np.isnan(column))
+        nearest = np.abs(np.arange(len(column))[:, None] - known[None]).argmin(axis=1)
+        column[:] = column[known[nearest]]
+    return factor
+
+
+def load_table(path: str | Path) -> TableCost:
+    """Read a cost table, a JSON file that `distca profile` writes.
+
+    It has heads, kv_heads, head_dim, block, q_rows [Q], kv_rows [V], and forward_seconds and backward_seconds [Q][V]
+    per task inside a full batch (null where q_rows > kv_rows). ``load_factors`` (kv_rows, forward, backward: [L] each)
+    may say how much more mixed batches take, ``linear`` (hidden, ffn, forward_s_per_token, backward_s_per_token) what a
+    layer's matrix products do. Other keys describe the machine.
+
+    Raises:
+        PlanError: when there is no such file, it lacks a key, or its table is not usable.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"The cost table {path} cannot be read ({error.strerror}).") from None
+    except ValueError as error:
+        raise PlanError(f"The cost table {path} is not JSON ({error}); `distca profile` writes one.") from None
+    if not isinstance(content, dict):
+        raise PlanError(f"The cost table {path} is no JSON object; `distca profile` writes one.")
+    wanted = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
+    missing = [key for key in wanted if key not in content]
+    if missing:
+        raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
+    try:
+        return _table_of(content)
+    except PlanError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"The cost table {path} has something else where numbers should be ({error}); measure it again with "
+            "`distca profile`."
+        ) from None
+
+
+def _table_of(content: dict[str, Any]) -> TableCost:
+    keys = ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")
+    q_rows, kv_rows, forward, backward = (np.asarray(content[key], np.float64) for key in keys)
+    shape = AttentionShape(content["heads"], content["kv_heads"], content["head_dim"], content.get("value_bytes", 2))
+    block, load = content.get("block", 128), LoadFactors.of(content)
+    return TableCost(shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content))

@@ -1,0 +1,1 @@
+"""Which server computes which range of queries."""

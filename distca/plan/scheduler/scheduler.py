@@ -1,0 +1,320 @@
+"""The scheduler: which server computes which CA-task, so that every server is done at about the same time.
+
+Like the paper's greedy (arXiv 2510.18121, section 5.2) it starts with every shard at home and moves work from loaded to
+idle servers by best time per byte. It differs in that only a server above its limit gives work away, and never more
+than its excess, so that the makespan itself is bounded; see docs/planning.md.
+
+Array legend: K directions (forward, backward, or both), R ranks, C receivers looked at, P pieces of one giving server.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.cost.model import CostModel, Direction
+from distca.plan.layout import Layout
+from distca.plan.plan import Plan, plan_at_home
+from distca.plan.scheduler.network_cost import Links
+from distca.plan.scheduler.range_split import Offer, Receivers, Timer, area, fit_band, least_of
+from distca.plan.scheduler.state import Given, Pieces, Pool
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TOLERANCE = 0.02
+"""How far above the mean the slowest server may be; docs/planning.md shows the trade-off curve it was chosen from."""
+
+_FINEST_TOLERANCE, _SERVERS_OF_DEFAULT = 0.005, 128
+
+_ENOUGH = 1e-9
+_LEAST_ROOM = 1e-4
+_TRIES = 3
+_AIM = 0.95
+_SHORT_TRIES = 2
+_PARTNERS = 8
+"""Receivers with which an exchange of pieces is tried."""
+_MORE_TOLERANCE = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
+"""Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
+little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
+relieve."""
+_NO_DOCUMENT = -1
+_KV_SHARE = 0.56
+"""Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
+
+
+def training_tolerance(servers: int) -> float:
+    """The tolerance that training plans with: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
+
+    In small pools a finer plan costs a few milliseconds in the background and some percent more bytes, and a full
+    context's attention on two ranks is otherwise left a whole tolerance apart (docs/planning.md).
+    """
+    return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
+
+
+def schedule(
+    layout: Layout,
+    cost: CostModel,
+    *,
+    tolerance: float = DEFAULT_TOLERANCE,
+    direction: Direction = "both",
+    resend: bool = False,
+    links: Links | None = None,
+    speeds: Sequence[float] | np.ndarray | None = None,
+    beside: Sequence[float] | np.ndarray | None = None,
+    max_received_bytes: int | None = None,
+) -> Plan:
+    """Plan one nano-batch.
+
+    Args:
+        layout: where the rows live.
+        cost: seconds per CA-task.
+        tolerance: no server may be more than this fraction above its fair share of the time, where the documents, the
+            shortest worthwhile shards and the memory cap allow it.
+        direction: balance the forward, the backward, or each of them with one common set of tasks.
+        resend: whether backward resends q, k, v, o (changes what a moved row costs).
+        links: prices of bytes between ranks; None prices all pairs alike.
+        speeds: [R] relative speed of every server; None means all equal. A server of speed 0 computes nothing.
+        beside: [R] seconds that every server computes beside attention, in the one direction that is planned: who has
+            less of it gets more attention, so that all are done at the same time. None means all alike.
+        max_received_bytes: most bytes of q, k and v rows one server may receive from other ranks for this nano-batch.
+
+    Returns:
+        A plan that computes every query row once; the same for the same arguments.
+
+    Raises:
+        PlanError: on a negative tolerance, unusable speeds, unusable seconds beside, or a memory cap that even the plan
+            at home exceeds.
+    """
+    if not tolerance >= 0:
+        raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
+    if beside is not None and direction == "both":
+        raise PlanError("What servers compute beside attention differs in forward and backward: plan each by itself.")
+    home = plan_at_home(layout)
+    best, lowest, over = home.tasks, np.inf, np.inf
+    aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
+    for tried, aim in enumerate(aims):
+        pool = Pool(
+            home,
+            cost,
+            direction,
+            tolerance=aim,
+            speeds=speeds,
+            beside=beside,
+            links=links or Links(),
+            max_received_bytes=max_received_bytes,
+        )
+        unit = np.maximum(pool.mean, 1e-300)
+        before = pool.slowest
+        lowest = min(lowest, float((before / unit).max()))
+        balancer = _Balancer(pool, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
+        # Once one server is left above what the next try aims at, the first tries need not see to the others.
+        balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
+        slowest = float((pool.slowest / unit).max())
+        # Forward and backward run apart: where they share their tasks, the one must not gain less than the other loses.
+        if slowest < lowest and pool.slowest.sum() <= before.sum():
+            best, lowest = pool.tasks(), slowest
+        over = float((pool.slowest / np.maximum(pool.mean, 1e-300)).max()) - 1
+        if over <= max(aim, tolerance) + _ENOUGH:
+            break
+    if over > tolerance + _ENOUGH:
+        logger.debug("A tolerance of %.3f was wanted; the plan found has %.3f.", tolerance, over)
+    return Plan(layout, best)
+
+
+class _Balancer:
+    """Moves work until no server is above its limit, or none of those that are can give any away."""
+
+    def __init__(self, pool: Pool, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
+        self.pool, self.timer, self.q_bytes, self.kv_bytes = pool, timer, q_bytes, kv_bytes
+        self.unit = timer.unit[:, None]
+        self.stuck = np.zeros(pool.layout.ranks, bool)
+        self.near = np.zeros(pool.layout.ranks, bool)
+        self.equal_prices, self.endless = np.ones(pool.layout.ranks), np.full(pool.layout.ranks, np.inf)
+
+    def run(self, at_most: float = np.inf) -> None:
+        """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share."""
+        room = self._room()
+        giver = self._next(room, None)
+        while giver is not None:
+            document = self._give(giver, room)
+            if document is None:
+                self.stuck[giver] = True
+                if self.pool.above_share(giver) > at_most + _ENOUGH:
+                    return
+            else:
+                room = self._room()
+            giver = self._next(room, document)
+
+    def _room(self) -> np.ndarray:
+        """[K, R] seconds that servers are below their limits."""
+        return self.pool.limit - self.pool.load
+
+    def _next(self, room: np.ndarray, document: int | None) -> int | None:
+        """The server furthest above its limit; first among those that share ``document``, whose k,v rows its receivers
+        now have."""
+        pool = self.pool
+        excess = -least_of(room / self.unit)
+        excess[self.stuck] = 0.0
+        if document is not None:
+            near = [rank for rank in pool.homes(document) if excess[rank] > _ENOUGH]
+            if near:
+                return max(near, key=lambda rank: (excess[rank], -rank))
+        giver = int(pool.order[np.argmax(excess[pool.order])])
+        return giver if excess[giver] > _ENOUGH else None
+
+    def _give(self, giver: int, room: np.ndarray) -> int | None:
+        """Give the piece that costs fewest bytes per second of work; returns its document, None when nothing can go."""
+        need = -room[:, giver]
+        pieces = self.pool.pieces_of(giver)
+        free = np.maximum(least_of(room / self.unit), 0.0)
+        free[giver] = 0.0
+        price = self._price_per_pair(pieces, need, float(free.max()))
+        if self._give_whole(giver, pieces, price, need, room, free):
+            return _NO_DOCUMENT
+        for best in _cheapest(price):
+            if self._give_band(giver, best, need, room, free):
+                return int(pieces.document[best])
+        moved = self._give_one(giver, pieces, need, room, free) or self._exchange(giver, pieces, need, room, free)
+        return _NO_DOCUMENT if moved else None
+
+    def _price_per_pair(self, pieces: Pieces, need: np.ndarray, most: float) -> np.ndarray:
+        """[P] bytes per query-key pair of the best single range of each piece that meets the need or the largest
+        room."""
+        if not len(pieces.document) or most <= _ENOUGH:
+            return np.full(len(pieces.document), np.inf)
+        start, stop = pieces.start, pieces.stop
+        whole = area(start, stop)
+        per_pair = -least_of(-pieces.seconds / self.unit) / whole
+        wanted = np.minimum(whole, min(most, float((need / self.unit[:, 0]).max())) / per_pair)
+        middle = np.sqrt(wanted * (self.q_bytes / self.kv_bytes + 0.5))
+        half = wanted / np.maximum(middle, 1.0) / 2
+        middle = np.minimum(np.maximum(middle, start + half), np.maximum(stop - half, 1.0))
+        rows = np.minimum(wanted / np.maximum(middle, 0.5), stop - start)
+        return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, stop)) / wanted
+
+    def _give_whole(
+        self, giver: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
+    ) -> bool:
+        """Hand the cheapest pieces, as long as they are smaller than the need, to one receiver in one step."""
+        if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
+            return False
+        order = np.argsort(price, kind="stable")
+        receiver = self._one_receiver(free, float((need / self.unit[:, 0]).max()))
+        total = np.cumsum(pieces.seconds[:, order], axis=1)
+        fits = (total <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
+        fits &= np.isfinite(price[order])
+        taken = order[: int(np.argmin(np.append(fits, False)))]
+        return self._hand_over(giver, pieces, taken, receiver)
+
+    def _give_one(self, giver: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        """Where no cut pays: hand over the shortest piece that covers the need, else the longest that fits."""
+        receiver = self._one_receiver(free, np.inf)
+        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0) | self.pool.must_be_empty(giver)
+        covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
+        if not fits.any() or receiver == giver:
+            return False
+        rows = pieces.stop - pieces.start
+        best = np.argmin(np.where(covers, rows, np.iinfo(np.int64).max)) if covers.any() else np.argmax(fits * rows)
+        return self._hand_over(giver, pieces, np.array([best]), receiver)
+
+    def _exchange(self, giver: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        """Where nothing fits alone: a whole piece against a slightly smaller one of a receiver, the shortest such
+        pair."""
+        order = self.pool.order
+        for receiver in order[np.argsort(-free[order], kind="stable")][:_PARTNERS].tolist():
+            if free[receiver] <= 0:
+                break
+            theirs = self.pool.pieces_of(receiver)
+            change = pieces.seconds[:, :, None] - theirs.seconds[:, None, :]
+            fits = ((change >= need[:, None, None]) & (change <= room[:, receiver, None, None])).all(axis=0)
+            fits &= (self._most_arriving(pieces) <= self.pool.spare_bytes(np.array([receiver])))[:, None]
+            fits &= self._most_arriving(theirs) <= self.pool.spare_bytes(np.array([giver]))
+            if fits.any():
+                rows = (pieces.stop - pieces.start)[:, None] + (theirs.stop - theirs.start)
+                mine, other = divmod(int(np.where(fits, rows, rows.max() + 1).argmin()), rows.shape[1])
+                self._hand_over(giver, pieces, np.array([mine]), receiver)
+                return self._hand_over(receiver, theirs, np.array([other]), giver)
+        return False
+
+    def _hand_over(self, giver: int, pieces: Pieces, taken: np.ndarray, receiver: int) -> bool:
+        part = pieces.take(taken)
+        if self.pool.cap is not None:
+            most = self.pool.spare_bytes(np.array([receiver]))
+            taken = taken[np.cumsum(self._most_arriving(part)) <= most]
+            part = pieces.take(taken)
+        if not len(taken) or receiver == giver:
+            return False
+        given = Given(part.document, part.start, part.stop, np.full(len(taken), receiver), part.seconds)
+        self.pool.give(giver, taken, part.take(np.zeros(0, np.int64)), given)
+        return True
+
+    def _most_arriving(self, part: Pieces) -> np.ndarray:
+        """[P] most bytes of q, k and v rows that can arrive with each piece."""
+        shape = self.pool.shape
+        return (part.stop - part.start) * shape.q_bytes + part.stop * shape.kv_bytes
+
+    def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
+        """The fullest rank that can take all, else the emptiest."""
+        order = self.pool.order
+        fits = np.where(free[order] >= wanted, free[order], np.inf)
+        at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
+        return int(order[at])
+
+    def _give_band(self, giver: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        pool = self.pool
+        pieces = pool.pieces_of(giver)
+        document, start, stop = (int(x[piece]) for x in (pieces.document, pieces.start, pieces.stop))
+        offer = Offer(start, stop, pieces.seconds[:, piece], need)
+        receivers = self._receivers(giver, document, stop, room, free)
+        if not len(receivers.rank):
+            return False
+        band = fit_band(offer, receivers, self.timer)
+        if band is None:
+            return False
+        count = len(band.chosen)
+        given = Given(np.full(count, document), band.cuts[:-1], band.cuts[1:], receivers.rank[band.chosen], band.moved)
+        left = Pieces(np.full(2, document), np.array([start, band.cuts[-1]]), np.array([band.cuts[0], stop]), band.kept)
+        pool.give(giver, np.array([piece]), left, given)
+        return True
+
+    def _receivers(self, giver: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
+        """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
+        pool, nodes = self.pool, self.pool.links.ranks_per_node > 0
+        usable = free > _LEAST_ROOM
+        most_rows = self.endless
+        if pool.cap is not None:
+            spare = pool.cap - pool.received - stop * pool.shape.kv_bytes
+            most_rows = spare // pool.shape.q_bytes
+            usable &= most_rows >= self.timer.cost.block
+        worth = np.where(usable, free, 0.0)
+        price = np.where(pool.node == pool.node[giver], 1.0, pool.links.network_price) if nodes else self.equal_prices
+        if nodes:
+            worth = worth / price**2
+        sharing, had = pool.sharers(document)
+        if len(sharing):
+            worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
+        # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
+        ranks = pool.order[np.argsort(-worth[pool.order], kind="stable")][: int(usable.sum())]
+        network = pool.links.network_price
+
+        def kv_price(stops: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+            inside, across = pool.kv_rows(document, ranks[chosen], stops)
+            return self.kv_bytes * (inside + network * across)
+
+        distant = pool.node[ranks] != pool.node[giver] if nodes else self.near[: len(ranks)]
+        q_price = self.q_bytes * price[ranks]
+        return Receivers(ranks, room[:, ranks], most_rows[ranks], distant, q_price, kv_price)
+
+
+def _cheapest(price: np.ndarray) -> Iterator[int]:
+    """The first few pieces by [P] ``price``, as far as it is finite; most often only the first is asked for."""
+    for _ in range(min(_TRIES, len(price))):
+        best = int(price.argmin())
+        if not np.isfinite(price[best]):
+            return
+        yield best
+        price = price.copy()
+        price[best] = np.inf

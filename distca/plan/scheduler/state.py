@@ -1,0 +1,240 @@
+"""The state of scheduling: every server's load, pieces, received rows and the k,v rows it already has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.cost.model import AttentionShape, CostModel, Direction
+from distca.plan.metrics import traffic
+from distca.plan.plan import Plan, Tasks
+from distca.plan.scheduler.network_cost import HeldRows, Links
+from distca.plan.scheduler.target_load import Shares, check_speeds
+from distca.plan.sorting import order_by
+
+_NOTHING = 1e-9
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Query ranges that one server computes. Arrays: document, start, stop [P] int64; seconds [K, P] float64."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    seconds: np.ndarray
+
+    def take(self, chosen: np.ndarray) -> Pieces:
+        return Pieces(self.document[chosen], self.start[chosen], self.stop[chosen], self.seconds[:, chosen])
+
+    def with_more(self, other: Pieces) -> Pieces:
+        return Pieces(
+            np.concatenate((self.document, other.document)),
+            np.concatenate((self.start, other.start)),
+            np.concatenate((self.stop, other.stop)),
+            np.concatenate((self.seconds, other.seconds), axis=1),
+        )
+
+
+@dataclass(frozen=True)
+class Given:
+    """Ranges that leave a giver. Arrays: document, start, stop, receiver [M] int64; seconds [K, M] at the receiver."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    receiver: np.ndarray
+    seconds: np.ndarray
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
+        columns = (self.document, self.start, self.stop, self.receiver)
+        return zip(*(column.tolist() for column in columns), self.seconds.T, strict=True)
+
+
+class Pool:
+    """All servers while work moves. Array legend: K directions, R ranks, P pieces.
+
+    Attributes:
+        load: [K, R] seconds.
+        mean: [K] seconds of a server of speed 1 if the work, with what cuts added so far, were spread evenly.
+        order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so
+            that a plan does not depend on how ranks are numbered.
+        node: [R] node of every rank.
+        received: [R] bytes of q, k and v rows that arrive at every server; ``cap`` is the most it may be, or None.
+    """
+
+    def __init__(
+        self,
+        home: Plan,
+        cost: CostModel,
+        direction: Direction,
+        *,
+        tolerance: float,
+        speeds: Sequence[float] | np.ndarray | None,
+        beside: Sequence[float] | np.ndarray | None = None,
+        links: Links,
+        max_received_bytes: int | None,
+    ) -> None:
+        layout = self.layout = home.layout
+        self.links, self.shape = links, cost.shape
+        tasks = self._home = home.tasks
+        self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
+        self._seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop)
+        self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
+        self._speeds = check_speeds(speeds, layout.ranks)
+        self._shares = Shares(self._speeds, beside)
+        self._above = self._speeds * tolerance
+        self.mean = self.load.sum(axis=1) / self._speeds.sum()
+        self.order = _canonical_order(tasks, self._bounds)
+        self.cap = max_received_bytes
+        self.received = _received_at_home(home, cost.shape, max_received_bytes)
+        self.node = links.nodes(layout.ranks)
+        self._readers = _readers_of_cut_documents(tasks)
+        self._homes = {document: list(readers) for document, readers in self._readers.items()}
+        self._pieces: dict[int, Pieces] = {}
+        self._moved: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    @cached_property
+    def _at_rank(self) -> HeldRows:
+        return HeldRows(self.layout.kv, self.layout.kv.rank, self.layout.ranks)
+
+    @cached_property
+    def _at_node(self) -> HeldRows:
+        return HeldRows(self.layout.kv, self.node[self.layout.kv.rank], int(self.node[-1]) + 1)
+
+    @property
+    def share(self) -> np.ndarray:
+        """[K, R] seconds of attention that each server should have."""
+        return self._shares.of(self.mean)
+
+    @property
+    def slowest(self) -> np.ndarray:
+        """[K] longest time of a server, infinite while one of speed 0 has work; where servers compute other things
+        beside, longest time above its share, and the mean."""
+        # What is left of a load of which everything was given away is rounding.
+        idle = np.where(self.load > _NOTHING * self.mean[:, None], np.inf, 0.0)
+        if self._shares.beside is None:
+            return np.divide(self.load, self._speeds, out=idle, where=self._speeds > 0).max(axis=1)
+        above = np.divide(self.load - self.share, self._speeds, out=idle, where=self._speeds > 0).max(axis=1)
+        return self.mean + np.asarray(above)
+
+    @property
+    def limit(self) -> np.ndarray:
+        """[K, R] the most each server may have."""
+        return self.share + self.mean[:, None] * self._above
+
+    def above_share(self, rank: int) -> float:
+        """How far above its share ``rank`` is, as part of what a server of its speed has on average, in its worse
+        direction."""
+        average = self.mean * self._speeds[rank]
+        return float(((self.load[:, rank] - self.share[:, rank]) / np.maximum(average, 1e-300)).max())
+
+    def spare_bytes(self, ranks: np.ndarray) -> np.ndarray:
+        """[N] bytes that ``ranks`` may still receive; infinite without a cap."""
+        return np.full(len(ranks), np.inf) if self.cap is None else self.cap - self.received[ranks]
+
+    def must_be_empty(self, rank: int) -> bool:
+        """Whether ``rank`` has speed 0."""
+        return bool(self._speeds[rank] == 0)
+
+    def pieces_of(self, rank: int) -> Pieces:
+        """What ``rank`` still computes of its home rows."""
+        if rank not in self._pieces:
+            mine = slice(self._bounds[rank], self._bounds[rank + 1])
+            tasks = self._home
+            self._pieces[rank] = Pieces(
+                tasks.document[mine], tasks.start[mine], tasks.stop[mine], self._seconds[:, mine]
+            )
+        return self._pieces[rank]
+
+    def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """[N] ranks, other than a sole home, that already read rows of ``document``, and [N] how far."""
+        readers = self._readers.get(document, {})
+        return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.int64)
+
+    def homes(self, document: int) -> list[int]:
+        """Home ranks of a document that lives on several; empty for others."""
+        return self._homes.get(document, [])
+
+    def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[..., N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read
+        ``document`` up to ``stops`` [..., N]. What they hold as home ranks or have fetched already is free."""
+        readers = self._readers.get(document, {})
+        if not self.links.ranks_per_node and not any(rank in readers for rank in ranks.tolist()):
+            return stops, np.zeros(1, np.int64)
+        had = np.array([readers.get(rank, 0) for rank in ranks.tolist()], np.int64)
+        ends = np.stack(np.broadcast_arrays(np.maximum(stops, had), had))
+        own = self._at_rank.below(document, ranks, ends)
+        near = self._at_node.below(document, self.node[ranks], ends) if self.links.ranks_per_node else ends
+        return (near - own)[0] - (near - own)[1], (ends - near)[0] - (ends - near)[1]
+
+    def give(self, giver: int, taken: np.ndarray, left: Pieces, given: Given) -> None:
+        """Replace the giver's pieces ``taken`` [M] by what it keeps of them, ``left``; the rest goes as ``given``
+        says."""
+        pieces = self.pieces_of(giver)
+        lost = pieces.seconds[:, taken].sum(axis=1) - left.seconds.sum(axis=1)
+        self.load[:, giver] -= lost
+        self.mean = self.mean + (given.seconds.sum(axis=1) - lost) / self._speeds.sum()
+        rest = np.ones(len(pieces.document), bool)
+        rest[taken] = False
+        self._pieces[giver] = pieces.take(rest).with_more(left.take(left.stop > left.start))
+        self._moved.append((given.document, given.start, given.stop, given.receiver))
+        for document, start, stop, receiver, seconds in given:
+            self.load[:, receiver] += seconds
+            readers = self._readers.setdefault(document, {})
+            if self.cap is not None:
+                inside, across = self.kv_rows(document, np.array([receiver]), np.array([stop]))
+                rows = int(inside[0]) + int(across[0])
+                self.received[receiver] += (stop - start) * self.shape.q_bytes + rows * self.shape.kv_bytes
+            readers[receiver] = max(readers.get(receiver, 0), stop)
+
+    def tasks(self) -> Tasks:
+        """All pieces where they are now."""
+        home = self._home
+        changed = np.zeros(self.layout.ranks, bool)
+        changed[list(self._pieces)] = True
+        untouched = ~changed[home.server]
+        columns = [(home.document[untouched], home.start[untouched], home.stop[untouched], home.server[untouched])]
+        columns += [(p.document, p.start, p.stop, np.full(len(p.document), rank)) for rank, p in self._pieces.items()]
+        return Tasks.sorted(*(np.concatenate(column) for column in zip(*columns, *self._moved, strict=True)))
+
+
+def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
+    """[R] ranks by their first task; those of rank r are [bounds[r], bounds[r + 1])."""
+    empty = bounds[:-1] == bounds[1:]
+    some = np.flatnonzero(~empty)
+    first = bounds[some]
+    return np.concatenate((some[order_by(tasks.document[first], tasks.start[first])], np.flatnonzero(empty)))
+
+
+def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.ndarray:
+    """[R] bytes every server receives before anything moves: k,v rows of documents that span ranks."""
+    if cap is None:
+        return np.zeros(home.layout.ranks, np.int64)
+    received = traffic(home).kv.sum(axis=0) * shape.kv_bytes
+    if received.max(initial=0) > cap:
+        rank = int(received.argmax())
+        raise PlanError(
+            f"Rank {rank} must receive {int(received[rank]):,} bytes of k,v rows for documents that began on other "
+            f"ranks, before any balancing; max_received_bytes allows {cap:,}. "
+            "Raise it or keep documents from spanning ranks."
+        )
+    return received
+
+
+def _readers_of_cut_documents(tasks: Tasks) -> dict[int, dict[int, int]]:
+    """For every document that lives on several ranks: those ranks, and how far each reads it at home."""
+    first = np.append(True, (tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]))
+    first = np.flatnonzero(first[: len(tasks)])
+    last = np.append(first[1:], len(tasks))[: len(first)] - 1
+    shared = np.bincount(tasks.document[first], minlength=1)[tasks.document[first]] > 1
+    last = last[shared]
+    readers: dict[int, dict[int, int]] = {}
+    columns = (tasks.document[last], tasks.server[last], tasks.stop[last])
+    for document, rank, stop in zip(*(column.tolist() for column in columns), strict=True):
+        readers.setdefault(document, {})[rank] = stop
+    return readers

@@ -1,0 +1,81 @@
+"""A rank without tokens that serves a phase of others: the same exchanges in the same order, and no work of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distca.runtime.attention_call import AttentionCall
+from distca.runtime.device_routes import LayerRoutes
+from distca.runtime.ping_pong import run_layers
+from distca.runtime.server_pool import AttentionPool
+
+
+@dataclass(frozen=True)
+class EmptyLayer:
+    """Stands in for a transformer layer where there are no tokens.
+
+    Attributes:
+        heads: query heads of this tensor-parallel rank.
+        kv_heads: key/value heads of this tensor-parallel rank.
+        head_dim: elements per head.
+        dtype: of the rows.
+        device: where the server computes.
+        scale: factor on the attention scores.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.empty(0, self.heads, self.head_dim, dtype=self.dtype, device=self.device),
+            torch.empty(0, 2, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device),
+        )
+
+    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
+        return hidden
+
+
+def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer, first: int = 0) -> None:
+    """Serve others' layers of a forward phase.
+
+    Args:
+        pool: the server pool.
+        routes: of every layer that is served, from the first to the last; none does nothing.
+        layer: stands in for this rank's own.
+        first: number of the first of them, for the timeline.
+    """
+    if routes:
+        with torch.no_grad():
+            run_layers([layer] * len(routes), [torch.empty(0)] * len(routes[0]), routes, pool, first=first)
+
+
+def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer, first: int = 0) -> None:
+    """Serve others' layers of a backward phase, in the order in which autograd runs them on ranks with tokens;
+    arguments as of :func:`serve_forward`."""
+    q, kv = layer.pre(torch.empty(0), 0)
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    above: list[AttentionCall] = []
+    for number, of_layer in reversed(list(enumerate(routes, first))):
+        calls = [
+            AttentionCall.for_backward(pool, each, number, nano, layer.scale, (q, kv, q, lse))
+            for nano, each in enumerate(of_layer)
+        ][::-1]
+        # As on ranks with tokens, a half's gradients of the layer above are joined right before its dO is launched:
+        # every rank then has the same exchanges under way whenever one is launched.
+        for place, call in enumerate(calls):
+            if above:
+                above[place].backward_join_gradients()
+            call.backward_launch_do(q)
+        for call in calls:
+            call.backward_serve()
+        above = calls
+    for call in above:
+        call.backward_join_gradients()

@@ -1,0 +1,247 @@
+"""Reading a run's settings: one YAML file (``--config``) and dotted overrides, which win over the file.
+
+    python pretrain_llama.py --config configs/tiny.yaml --train.steps 20 --cad.enabled false
+
+A setting that is not given keeps its default from ``distca.train.config.schema``; one that does not exist is an error.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jsonargparse
+import yaml
+
+from distca.errors import ConfigError
+from distca.train.config.schema import (
+    CadConfig,
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from distca.words import takes, value_refused
+
+__all__ = [
+    "CadConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "by_setting",
+    "files_first",
+    "flat",
+    "known_settings",
+    "parse_run_config",
+    "to_yaml",
+]
+
+# (setting, value that one may well try) and what to write for it.
+_INSTEAD = {
+    ("train.recompute", "true"): "write mlp, or all where memory is short and cad.enabled is true",
+    ("train.recompute", "false"): "write none",
+}
+
+
+def parse_run_config(argv: list[str] | None = None) -> RunConfig:
+    """The run that a command line asks for; ``None`` reads ``sys.argv``. ``--help`` prints every setting and exits.
+    What comes later wins, be it a file or a setting: see :func:`files_first`.
+
+    Raises:
+        ConfigError: on an unknown setting, a value of the wrong type, or a YAML file that cannot be read.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    _check_arguments(arguments)
+    parser = jsonargparse.ArgumentParser(
+        prog="pretrain_llama.py",
+        description="Train a LLaMA-style model with core attention disaggregation.",
+        exit_on_error=False,
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file of settings, such as configs/tiny.yaml.")
+    parser.add_class_arguments(RunConfig)
+    try:
+        parsed = parser.parse_args(arguments)
+    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
+        raise ConfigError(_value_error(str(error))) from None
+    config: RunConfig = _build(RunConfig, parsed.as_dict())
+    _check_name(arguments, config)
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration as YAML that ``--config`` reads back to an equal one."""
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, default_flow_style=None)
+
+
+def by_setting(config: RunConfig) -> dict[str, Any]:
+    """Every setting's value, as YAML has it, by its dotted name."""
+    return flat(_plain(asdict(config)))
+
+
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return values
+
+
+def known_settings() -> list[str]:
+    """Every setting by its dotted name, such as ``train.steps``."""
+    return _leaves(RunConfig, "")
+
+
+def _leaves(kind: Any, prefix: str) -> list[str]:
+    names: list[str] = []
+    for name, hint in get_type_hints(kind).items():
+        names += _leaves(hint, f"{prefix}{name}.") if is_dataclass(hint) else [prefix + name]
+    return names
+
+
+def _build(kind: type, values: Mapping[str, Any]) -> Any:
+    """Turn nested mappings into the dataclass ``kind``; what already is a dataclass stays."""
+    hints = get_type_hints(kind)
+    arguments = {
+        item.name: _build(hints[item.name], values[item.name])
+        if is_dataclass(hints[item.name]) and isinstance(values[item.name], Mapping)
+        else values[item.name]
+        for item in fields(kind)
+        if item.name in values
+    }
+    return kind(**arguments)
+
+
+def _plain(value: Any) -> Any:
+    """YAML has lists, but no tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value
+
+
+def files_first(arguments: list[str]) -> list[str]:
+    """The same with every ``--config FILE`` ahead, so that settings win over files wherever these are named. Launchers
+    put settings from the environment before a user's own arguments, of which one may be a file."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--config":
+            files += [argument, *(value for value in [next(rest, None)] if value is not None)]
+        else:
+            (files if argument.startswith("--config=") else others).append(argument)
+    return files + others
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    """Refuse unknown settings, on the command line and in the YAML files it names, before values are parsed."""
+    known = known_settings()
+    groups = {name.rsplit(".", 1)[0] for name in known if "." in name}
+    expects_value = False
+    for position, argument in enumerate(arguments):
+        if argument in ("-h", "--help"):
+            return
+        if argument.startswith("--"):
+            name, _, value = argument[2:].partition("=")
+            if name == "config":
+                _check_file(value or (arguments[position + 1] if position + 1 < len(arguments) else ""), known)
+            elif name not in known and name not in groups and name != "print_config":
+                raise ConfigError(_unknown(name, known, "on the command line"))
+            expects_value = "=" not in argument
+        elif expects_value:
+            expects_value = False
+        else:
+            raise ConfigError(f"{argument!r} on the command line belongs to no setting; write --setting value.")
+
+
+def _check_name(arguments: list[str], config: RunConfig) -> None:
+    """Refuse a name beside a run's folder to resume, which has its own; a name from a file says only what it was."""
+    resume, given = config.checkpoint.resume, any(re.fullmatch("--name(=.*)?", argument) for argument in arguments)
+    if not given or resume in (None, "latest"):
+        return
+    if not re.fullmatch(re.escape(config.name) + r"(-\d+)?", Path(str(resume)).name):
+        raise ConfigError(
+            f"name is {config.name}, but checkpoint.resume is {resume}, and a resumed run goes on in its own folder; "
+            "leave out name, or copy that folder and resume the copy."
+        )
+
+
+def _check_file(name: str, known: list[str]) -> None:
+    if not name:
+        raise ConfigError("--config needs the path of a YAML file, such as configs/tiny.yaml.")
+    path = Path(name)
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path("configs")
+        beside = sorted(str(other) for other in folder.glob("*.yaml"))
+        there = f" There are: {', '.join(beside)}." if beside else ""
+        raise ConfigError(f"--config names {name}, which is not a file.{there}")
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if content is None:
+        raise ConfigError(f"{name} holds no settings; write some, or leave out --config.")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name} must hold settings as 'name: value' lines, not a {type(content).__name__}.")
+    groups = {setting.rsplit(".", 1)[0] for setting in known if "." in setting}
+    for setting, value in flat(content).items():
+        if value is None and setting in groups:
+            raise ConfigError(f"{setting} in {name} has no settings below it; write some, or leave it out.")
+        if setting not in known:
+            raise ConfigError(_unknown(setting, known, f"in {name}"))
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Of two entries of one name YAML silently keeps the last; here they are refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        given = (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
+        names = [self.construct_object(key, deep=True) for key in given]  # type: ignore[no-untyped-call]
+        for twice in (name for name in names if names.count(name) > 1):
+            raise yaml.YAMLError(f"{twice} is there twice, at and above line {node.end_mark.line}; put both together")
+        return super().construct_mapping(node, deep)
+
+
+def _unknown(name: str, known: list[str], where: str) -> str:
+    by_last_part = [setting for setting in known if setting.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+    close = by_last_part or get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f" Did you mean {close[0]}?" if close else " --help lists every setting."
+    return f"There is no setting {name!r} ({where}).{hint}"
+
+
+def _value_error(message: str) -> str:
+    """The parser's message about a value, as one sentence that says what the setting takes."""
+    refused = value_refused(message, _hint)
+    if refused is None:
+        text = " ".join(message.split())
+        return text if text.endswith(".") else text + "."
+    name, value = refused
+    if not value:
+        return f"--{name} needs a value: {takes(_hint(name))}."
+    instead = _INSTEAD.get((name, value.lower()))
+    return f"{name} must be {takes(_hint(name))}, not {value}{f': {instead}' if instead else ''}."
+
+
+def _hint(name: str) -> Any:
+    """Type of a setting; None where there is none of this name."""
+    if name not in known_settings():
+        return None
+    kind: Any = RunConfig
+    for part in name.split("."):
+        kind = get_type_hints(kind)[part]
+    return kind

@@ -1,0 +1,286 @@
+"""The settings of a training run: one tree of keyword-only dataclasses.
+
+The field descriptions are what ``--help`` shows. ``distca.train.config.cli`` reads them from YAML and the command line;
+checks that need more than one field, or the world size, are in ``distca.train.config.validate``. Steps are counted from
+1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Attributes:
+        layers: number of transformer layers.
+        hidden: width of the residual stream.
+        ffn: width inside the SwiGLU MLP (of each of its gate and up projections).
+        heads: query heads.
+        kv_heads: key and value heads; must divide heads.
+        head_dim: width of one head; 0 means hidden / heads.
+        vocabulary: rows of the embedding and the output layer; 0 means the vocabulary of the data.
+        rope_base: base of the rotary frequencies.
+        norm_epsilon: epsilon of RMSNorm.
+        tie_embeddings: use the embedding's weights as the output layer's.
+        init_std: standard deviation of the weights at the start.
+    """
+
+    layers: int = 4
+    hidden: int = 128
+    ffn: int = 384
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 0
+    vocabulary: int = 0
+    rope_base: float = 500000.0
+    norm_epsilon: float = 1e-5
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """head_dim, or hidden // heads where it is 0."""
+        return self.head_dim or self.hidden // max(self.heads, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is cut. What is left of the world is data parallel, and is the attention server pool.
+
+    Attributes:
+        tp: tensor-parallel ranks; attention heads stay sharded over them.
+        pp: pipeline stages; stages that are idle in warm-up and drain serve the others' attention.
+        last_stage_layers: transformer layers of the last stage, which also computes output layer and loss; null = as
+            many as the others.
+        sequence_parallel: shard the activations between tensor-parallel blocks by tokens; has an effect with tp > 1.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    last_stage_layers: int | None = None
+    sequence_parallel: bool = True
+
+    def data_parallel(self, world_size: int) -> int:
+        """Data-parallel ranks in a world of ``world_size`` ranks."""
+        return world_size // (self.tp * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CadConfig:
+    """Core attention disaggregation: which rank computes which attention, and how rows get there.
+
+    Attributes:
+        enabled: balance attention over all data-parallel ranks; false computes every document's attention at home.
+        ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
+        backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
+            resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
+            with pipeline stages, which need it.
+        transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
+            on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
+        kernel: core-attention kernel; auto takes the fastest one that runs here.
+        tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
+            to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
+        level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
+            together, so that stages without a micro-batch take more attention than others, and more rows move. Time
+            needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
+            auto = time on GPUs where all that is so and transport is not nvshmem, else attention.
+        deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order, and servers' speeds
+            and what far-reaching tasks cost are not learned from measured times, which would change plans.
+        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
+            plans for data.tokens_per_rank need, with room to spare.
+    """
+
+    enabled: bool = True
+    ping_pong: bool = True
+    backward: Literal["auto", "keep", "resend"] = "auto"
+    transport: Literal["auto", "nvshmem", "nccl", "gloo"] = "auto"
+    kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
+    tolerance: float | None = None
+    level: Literal["auto", "attention", "time"] = "auto"
+    deterministic: bool = False
+    nvshmem_buffer_gb: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where documents come from and how they fill the ranks.
+
+    Attributes:
+        source: stdlib = the Python files of this interpreter's standard library; text = text files; jsonl = one JSON
+            object with a "text" field a line; indexed = Megatron's .bin/.idx pair; mix = random tokens whose document
+            lengths follow the named mix in path.
+        path: file, folder, .bin/.idx prefix, or the name of a mix: pretrain, prolong, and with -long behind it their
+            long-context versions, stretched to context_length.
+        tokenizer: of sources stdlib, text and jsonl, only bytes: for another one, first tokenize with "distca data
+            convert". Sources indexed and mix hold token ids already and ignore it.
+        vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
+        context_length: most tokens a document may have.
+        longer: what happens to a longer document: error stops the run, split cuts it into documents that fit.
+        tokens_per_rank: tokens per data-parallel rank and micro-batch. Under sequence parallelism best a multiple of
+            2 × tp: otherwise a rank may get up to tp - 1 tokens more in either half.
+        whole_documents: never let a document span ranks; implied when cad.enabled is false and there is more than one
+            data-parallel rank.
+        validation_fraction: share of the documents held back for validation.
+        seed: seed of the order of documents.
+    """
+
+    source: Literal["stdlib", "text", "jsonl", "indexed", "mix"] = "stdlib"
+    path: str | None = None
+    tokenizer: str = "bytes"
+    vocabulary: int = 0
+    context_length: int = 4096
+    longer: Literal["error", "split"] = "error"
+    tokens_per_rank: int = 4096
+    whole_documents: bool = False
+    validation_fraction: float = 0.02
+    seed: int = 1234
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up and a cosine decay.
+
+    Attributes:
+        lr: learning rate of the first step after the warm-up.
+        min_lr: learning rate that a step after the last one would have.
+        warmup_steps: steps before lr is reached, the first with lr / warmup_steps; null takes a sixth of train.steps,
+            at most 100, and in a resumed run what the run had before.
+        weight_decay: decoupled weight decay.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        epsilon: Adam's epsilon.
+        clip_grad: largest global norm of the gradient; 0 does not clip.
+        distributed: shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer).
+    """
+
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    warmup_steps: int | None = None
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+        steps: optimizer steps of the whole run, also of a resumed one.
+        micro_batches: micro-batches per step and data-parallel rank.
+        precision: of the weights and activations; fp32 master weights are kept with bf16.
+        recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
+            each layer's MLP, which holds over half of them; all = everything but core attention (with cad.enabled
+            only), which needs least memory and most time. Core attention is never recomputed, so nothing is sent twice.
+        seed: seed of the weights.
+        validate_every: steps between validations; 0 validates only at the end, if there is a validation set.
+        validate_batches: global batches per validation.
+    """
+
+    steps: int = 60
+    micro_batches: int = 1
+    precision: Literal["bf16", "fp32"] = "fp32"
+    recompute: Literal["none", "mlp", "all"] = "none"
+    seed: int = 1234
+    validate_every: int = 0
+    validate_batches: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and going on.
+
+    Attributes:
+        save_every: steps between checkpoints; 0 saves none on the way.
+        save_at_end: also save after the last step.
+        resume: folder of a run to go on with, or latest for the run of this name that saved last.
+        keep: newest checkpoints that stay on disk.
+    """
+
+    save_every: int = 0
+    save_at_end: bool = True
+    resume: str | None = None
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is recorded.
+
+    Attributes:
+        every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.
+        timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
+            before records what it has of them.
+        tensorboard: also write TensorBoard events.
+        memory: on CPUs, also record the memory that processes have after each step; the peak memory of GPUs is always
+            recorded.
+    """
+
+    every: int = 1
+    timeline_steps: tuple[int, int] | None = None
+    tensorboard: bool = True
+    memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run.
+
+    Attributes:
+        name: name of the run.
+        output: folder of all runs; this run writes into output/name, or name-2, name-3 ... where that one exists.
+        model: the model.
+        parallel: how it is cut.
+        cad: core attention disaggregation.
+        data: the documents.
+        optimizer: the optimizer and its learning rate.
+        train: the loop.
+        checkpoint: saving and going on.
+        log: what is recorded.
+    """
+
+    name: str = "llama-tiny"
+    output: str = "runs"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cad: CadConfig = field(default_factory=CadConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def resolved_nvshmem_buffer_gb(self) -> float:
+        """cad.nvshmem_buffer_gb, with 0 resolved.
+
+        Two exchanges are under way at a time, each of up to the rows of a nano-batch that the busiest rank receives.
+        Real plans without stages, of both mixes in their long-context versions, fit for 2 to 16 ranks (tests/train/
+        test_nvshmem_memory.py); *resend* sends o and dO as well.
+        """
+        if self.cad.nvshmem_buffer_gb:
+            return self.cad.nvshmem_buffer_gb
+        model, value_bytes = self.model, 2 if self.train.precision == "bf16" else 4
+        heads = (model.heads + 2 * model.kv_heads) // self.parallel.tp
+        qkv = self.data.tokens_per_rank * heads * model.resolved_head_dim * value_bytes
+        return max((5.0 if self.resolved_backward == "resend" else 4.5) * qkv / 2**30, 0.25)
+
+    @property
+    def resolved_warmup_steps(self) -> int:
+        """optimizer.warmup_steps, with null resolved for a run that does not resume."""
+        given = self.optimizer.warmup_steps
+        return min(self.train.steps // 6, 100) if given is None else given
+
+    @property
+    def resolved_backward(self) -> Literal["keep", "resend"]:
+        """cad.backward with auto resolved."""
+        if self.cad.backward == "auto":
+            return "resend" if self.parallel.pp > 1 else "keep"
+        return self.cad.backward

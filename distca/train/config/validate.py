@@ -1,0 +1,247 @@
+"""Refuse a run that cannot work, before anything is started, and name everything that is wrong at once."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+
+from distca.data.mixes import MIX_NAMES
+from distca.errors import ConfigError
+from distca.train.config.cli import RunConfig, known_settings
+from distca.train.run.stage_layers import last_stage_layers_that_fit
+from distca.words import count
+
+_AT_LEAST_ONE = (
+    "model.layers",
+    "model.hidden",
+    "model.ffn",
+    "model.heads",
+    "model.kv_heads",
+    "parallel.tp",
+    "parallel.pp",
+    "data.context_length",
+    "data.tokens_per_rank",
+    "train.steps",
+    "train.micro_batches",
+    "train.validate_batches",
+    "checkpoint.keep",
+    "log.every",
+)
+_ABOVE_ZERO = ("optimizer.lr", "optimizer.epsilon", "model.rope_base", "model.norm_epsilon")
+_SEEDS = ("train.seed", "data.seed")
+_LARGEST, _LARGEST_SEED = 2**31 - 1, 2**63 - 1
+"""Rows are counted in 32 bits by the kernels, seeds in 64."""
+_LONGEST_NAME = 200
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction", "cad.tolerance")
+
+
+def validate(config: RunConfig, world_size: int, vocabulary: int | None = None) -> None:
+    """Check everything that needs no process group and no data.
+
+    Args:
+        config: the run.
+        world_size: ranks it is started with.
+        vocabulary: tokens that the data uses, where it is known already.
+
+    Raises:
+        ConfigError: one sentence per problem, with the value, the limit and the setting to change; all at once.
+    """
+    problems = _ranges(config)
+    # The checks below divide by sizes, so they wait until sizes are positive.
+    if not problems:
+        problems = (
+            _model(config, vocabulary)
+            + (_world(config, world_size) or _data(config, world_size))
+            + _steps(config)
+            + _output(config)
+        )
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError("\n".join([f"{len(problems)} settings cannot work:"] + [f"  - {line}" for line in problems]))
+
+
+def _ranges(config: RunConfig) -> list[str]:
+    """What a single number can be."""
+    problems = []
+    for setting in known_settings():
+        value = _value(config, setting)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            problems.append(f"{setting} is {value}; it must be a finite number.")
+        elif setting in _AT_LEAST_ONE and value < 1:
+            problems.append(f"{setting} is {value}; it must be at least 1.")
+        elif setting in _ABOVE_ZERO and value <= 0:
+            problems.append(f"{setting} is {value}; it must be above 0.")
+        elif value < 0:
+            problems.append(f"{setting} is {value}; it must not be negative.")
+        elif setting in _BELOW_ONE and value >= 1:
+            problems.append(f"{setting} is {value}; it must be below 1.")
+        elif isinstance(value, int) and value > (most := _LARGEST_SEED if setting in _SEEDS else _LARGEST):
+            problems.append(f"{setting} is {value}; it must be at most {most}.")
+    if config.name in ("", "..") or Path(config.name).name != config.name:
+        problems.append(f"name is {config.name!r}; it must be a folder's name without slashes; output says where.")
+    elif len(os.fsencode(config.name)) > _LONGEST_NAME:
+        problems.append(f"name has {len(os.fsencode(config.name))} bytes; it must have {_LONGEST_NAME} at most.")
+    return problems
+
+
+def _value(config: RunConfig, setting: str) -> object:
+    value: object = config
+    for part in setting.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
+    model, tp = config.model, config.parallel.tp
+    problems = []
+    if model.head_dim == 0 and model.hidden % model.heads:
+        problems.append(
+            f"model.hidden {model.hidden} is not divisible by model.heads {model.heads}; "
+            "change one or set model.head_dim."
+        )
+    elif model.resolved_head_dim % 2:
+        problems.append(
+            f"The head dimension is {model.resolved_head_dim}, and rotary positions need an even one; "
+            "change model.head_dim, or model.hidden or model.heads."
+        )
+    if model.heads % model.kv_heads:
+        problems.append(f"model.heads {model.heads} is not divisible by model.kv_heads {model.kv_heads}; change one.")
+    rows = model.vocabulary or vocabulary
+    if vocabulary is not None and model.vocabulary and model.vocabulary < vocabulary:
+        problems.append(
+            f"model.vocabulary is {model.vocabulary}, but the data uses {vocabulary} tokens; raise it, or set it to 0."
+        )
+    sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")} | {"vocabulary": rows or tp}
+    for name, size in sizes.items():
+        if size % tp:
+            problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
+    if config.train.precision == "fp32" and config.cad.kernel in ("flash4", "torch"):
+        problems.append(
+            f"cad.kernel {config.cad.kernel} computes in bf16, but train.precision is fp32; "
+            "set cad.kernel to auto or reference, or train.precision to bf16."
+        )
+    if config.cad.kernel == "torch" and config.cad.deterministic:
+        problems.append(
+            "cad.kernel torch has no deterministic backward; set cad.kernel to auto or cad.deterministic to false."
+        )
+    return problems
+
+
+def _world(config: RunConfig, world_size: int) -> list[str]:
+    tp, pp = config.parallel.tp, config.parallel.pp
+    needs = f"parallel.tp {tp}" if pp == 1 else f"parallel.tp {tp} × parallel.pp {pp}"
+    if world_size < tp * pp:
+        return [
+            f"The run has {count(world_size, 'rank')}, but {needs} needs at least {tp * pp}; start more or lower it."
+        ]
+    if world_size % (tp * pp):
+        return [f"The {world_size} ranks are not divisible by {needs}; start another number of ranks or change it."]
+    return _stages(config)
+
+
+def _stages(config: RunConfig) -> list[str]:
+    pp, problems = config.parallel.pp, []
+    problems += _stage_layers(config.model.layers, pp, config.parallel.last_stage_layers)
+    if pp > 1 and config.cad.enabled and config.cad.backward == "keep":
+        problems.append(
+            f"cad.backward is keep, but with parallel.pp {pp} the server of a forward is busy with other phases by its "
+            "backward; set cad.backward to auto or resend."
+        )
+    if config.cad.enabled and config.cad.level == "time" and (pp == 1 or not config.cad.ping_pong):
+        why = (
+            f"parallel.pp is {pp}, and only stages are ever idle"
+            if pp == 1
+            else "cad.ping_pong is false, so idle stages could only wait"
+        )
+        problems.append(f"cad.level is time, but {why}; set cad.level to attention.")
+    return problems
+
+
+def _stage_layers(layers: int, pp: int, last: int | None) -> list[str]:
+    if pp == 1 and last is not None:
+        return [f"parallel.last_stage_layers is {last}, but parallel.pp 1 has no other stage; set it to null."]
+    if pp == 1:
+        return []
+    if layers < pp:
+        return [f"model.layers {layers} is less than parallel.pp {pp}, and every stage needs a layer; change one."]
+    fit = last_stage_layers_that_fit(layers, pp)
+    these = f"set parallel.last_stage_layers to {' or '.join(map(str, fit))}" if fit else "change one of them"
+    if last is None:
+        return [] if layers % pp == 0 else [f"model.layers {layers} is not divisible by parallel.pp {pp}; {these}."]
+    if last in fit:
+        return []
+    return [
+        f"parallel.last_stage_layers {last} does not fit model.layers {layers} and parallel.pp {pp}: the last stage "
+        f"may have as many layers as the others at most, and these share the rest evenly; {these}."
+    ]
+
+
+def _data(config: RunConfig, world_size: int) -> list[str]:
+    data, problems = config.data, []
+    ranks = max(config.parallel.data_parallel(world_size), 1)
+    implied = not config.cad.enabled and ranks > 1
+    if (data.whole_documents or implied) and data.context_length > data.tokens_per_rank:
+        reason = "data.whole_documents keeps a document on one rank"
+        if not data.whole_documents:
+            reason = "without cad.enabled a document stays on one rank"
+        problems.append(
+            f"data.context_length is {data.context_length}, but {reason}, which has data.tokens_per_rank "
+            f"{data.tokens_per_rank} tokens; lower the first or raise the second."
+        )
+    elif data.context_length > ranks * data.tokens_per_rank:
+        problems.append(
+            f"data.context_length is {data.context_length}, but a micro-batch holds {ranks * data.tokens_per_rank} "
+            f"tokens ({count(ranks, 'data-parallel rank')} × data.tokens_per_rank {data.tokens_per_rank}); "
+            "lower the first or raise the second."
+        )
+    if data.context_length < 2:
+        problems.append("data.context_length is 1, and a document of one token has no next token to learn; raise it.")
+    if data.source != "stdlib" and not data.path:
+        mixes = f": one of {', '.join(MIX_NAMES)}" if data.source == "mix" else ""
+        problems.append(f"data.source {data.source} needs data.path{mixes}.")
+    return problems
+
+
+def _steps(config: RunConfig) -> list[str]:
+    train, optimizer, problems = config.train, config.optimizer, []
+    if config.resolved_warmup_steps >= train.steps:
+        problems.append(
+            f"optimizer.warmup_steps is {optimizer.warmup_steps}, but train.steps is {train.steps}; the warm-up must "
+            "end before the run does: lower the first, or leave it out, or raise the second."
+        )
+    if train.recompute == "all" and not config.cad.enabled:
+        problems.append(
+            "train.recompute is all, but with cad.enabled false the layers are Megatron-Core's own, which recompute "
+            "either their MLPs or core attention too; set train.recompute to mlp."
+        )
+    if optimizer.min_lr > optimizer.lr:
+        problems.append(f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}; lower it.")
+    if config.log.timeline_steps is not None:
+        first, last = config.log.timeline_steps
+        if not 1 <= first <= last:
+            problems.append(
+                f"log.timeline_steps is [{first}, {last}]; it must be [first, last] with 1 <= first <= last."
+            )
+    return problems
+
+
+def _output(config: RunConfig) -> list[str]:
+    """Whether the run can write where it will: into the run that it resumes, or below output."""
+    resume = config.checkpoint.resume
+    setting, folder = ("output", config.output) if resume in (None, "latest") else ("checkpoint.resume", resume)
+    nearest = Path(folder).absolute()
+    if os.environ.get("RANK", "0") != "0":
+        return []  # rank 0 writes
+    try:
+        while not nearest.exists() and nearest != nearest.parent:
+            nearest = nearest.parent
+        # Permissions alone do not say it: the file system may be read-only, or allow no new files even to root.
+        with tempfile.TemporaryFile(dir=nearest):
+            return []
+    except OSError as error:
+        return [f"{setting} is {folder}, but nothing can be written into {nearest} ({error.strerror}); change it."]

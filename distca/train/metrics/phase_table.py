@@ -1,0 +1,135 @@
+"""Attention time by pipeline phase and rank: how level the pool's work is, warm-up and drain included.
+
+With p stages, stage s runs the forward of micro-batch m in forward phase m + s and its backward in backward phase
+m + (p − 1) − s. Disaggregated, a rank serves in every phase. With attention at home (1F1B) it only serves the phases of
+its own micro-batches; stages do not march in step then, and the table shows what each dependency step costs.
+
+Measured seconds are those of the GPU's stream; on CPUs they are CPU seconds of the thread, as ranks share cores.
+Rows of a table are all forward phases, then all backward phases; columns are ranks of the server pool, stage by stage.
+
+Where plans level a phase's time (cad.level), stages without a micro-batch get more attention than others, so attention
+alone is not level: it is with what busy stages compute beside it, by the seconds that plans count with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.train.data.plan_options import Planning
+
+
+def measured_phases(serves: Mapping[str, Sequence[float]], planning: Planning, micro_batches: int) -> np.ndarray | None:
+    """This rank's measured seconds in every phase.
+
+    Args:
+        serves: seconds of every attention call of the step, by direction, in the order they ran.
+        planning: this rank's place.
+        micro_batches: of the step.
+
+    Returns:
+        [2 · phases] seconds; None where the calls cannot be told apart by phase.
+    """
+    phases = micro_batches + planning.stages - 1
+    busy = phases if planning.disaggregate else micro_batches
+    first = {
+        "forward": 0 if planning.disaggregate else planning.stage,
+        "backward": 0 if planning.disaggregate else planning.stages - 1 - planning.stage,
+    }
+    columns = []
+    for direction in ("forward", "backward"):
+        seconds = np.asarray(serves[direction], np.float64)
+        if not len(seconds) or len(seconds) % busy:
+            return None
+        column = np.zeros(phases)
+        column[first[direction] : first[direction] + busy] = seconds.reshape(busy, -1).sum(axis=1)
+        columns.append(column)
+    return np.concatenate(columns)
+
+
+class PhaseTable:
+    """Sums over steps of planned and measured attention by phase and rank.
+
+    Attributes:
+        measured: [2 · phases, ranks] seconds of all layers of a stage.
+        at_home: [2 · phases, ranks] planned seconds of the same layers with documents computed at home; None where
+            nothing was planned by phase (attention at home).
+        planned: [2 · phases, ranks] the same as planned.
+        beside: [2 · phases, ranks] planned seconds of linear layers beside it; 0 where attention alone is leveled.
+        steps: how many steps were added up.
+    """
+
+    def __init__(self) -> None:
+        self.measured: np.ndarray | None = None
+        self.at_home: np.ndarray | None = None
+        self.planned: np.ndarray | None = None
+        self.beside: np.ndarray | None = None
+        self.steps = 0
+
+    def add(
+        self,
+        measured: np.ndarray,
+        at_home: np.ndarray | None,
+        planned: np.ndarray | None,
+        beside: np.ndarray | None = None,
+    ) -> None:
+        """Add a step. The first one, which compiles and warms up, is forgotten as soon as there is another."""
+        if self.steps == 1 or self.measured is None:
+            self.measured, self.at_home, self.planned, self.beside = measured.copy(), at_home, planned, beside
+        else:
+            self.measured += measured
+            self.at_home, self.planned = _sum(self.at_home, at_home), _sum(self.planned, planned)
+            self.beside = _sum(self.beside, beside)
+        self.steps += 1
+
+    def levels(self, name: str) -> dict[str, Any]:
+        """How level a series is, and as ``with_linear`` how level with what is computed beside attention."""
+        table = getattr(self, name)
+        alone = levels(table)
+        if self.beside is None or not self.beside.any():
+            return alone
+        return alone | {"with_linear": levels(table + self.beside)}
+
+    def write(self, path: Path, stages: int) -> None:
+        """Write the table as JSON: mean seconds per step, and how level each is."""
+        assert self.measured is not None
+        counted = max(self.steps - 1, 1)
+        report: dict[str, Any] = {
+            "stages": stages,
+            "ranks_per_stage": self.measured.shape[1] // stages,
+            "steps": counted,
+            "rows": "all forward phases, then all backward phases",
+            "columns": "ranks of the server pool, stage by stage",
+        }
+        for name in ("measured", "planned", "at_home"):
+            table = getattr(self, name)
+            if table is not None:
+                report[name] = {"seconds": (table / counted).tolist()} | self.levels(name)
+        if self.beside is not None and self.beside.any():
+            report["beside"] = {"seconds": (self.beside / counted).tolist()}
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _sum(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    return None if one is None or other is None else one + other
+
+
+def levels(table: np.ndarray) -> dict[str, Any]:
+    """How level a [2 · phases, ranks] table is.
+
+    Returns:
+        by_phase: slowest rank over the mean, of every phase.
+        phases: the same over the step, where every phase lasts as long as its slowest rank.
+        ranks: slowest rank over the mean, of each rank's sum over all phases.
+    """
+    means, sums = table.mean(axis=1), table.sum(axis=0)
+    by_phase = np.divide(table.max(axis=1), means, out=np.ones_like(means), where=means > 0)
+    return {
+        "by_phase": by_phase.tolist(),
+        "phases": float(table.max(axis=1).sum() / means.sum()) if means.sum() > 0 else 1.0,
+        "ranks": float(sums.max() / sums.mean()) if sums.mean() > 0 else 1.0,
+    }

@@ -1,0 +1,193 @@
+"""What a person sees of a run: a progress bar with the figures that matter, or plain lines, and a table at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from distca.log import console as shared_console
+from distca.train.run.run_folder import RunFolder
+from distca.words import count
+
+logger = logging.getLogger(__name__)
+
+
+class StepProgress:
+    """Progress of the steps on rank 0; other ranks make none.
+
+    On a terminal it is a bar whose figures follow every step. Elsewhere (a log file, Slurm) it is one log line every
+    ``every`` steps and at the last step.
+
+    Args:
+        steps: steps of the whole run.
+        done: steps that were done before, in a resumed run.
+        every: steps between log lines where there is no terminal.
+        console: where to draw; the process's standard error by default.
+    """
+
+    def __init__(self, steps: int, *, done: int = 0, every: int = 1, console: Console | None = None) -> None:
+        self._steps = steps
+        self._every = every
+        self._console = console or shared_console()
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.fields[figures]}"),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("train", total=steps, completed=done, figures="")
+
+    def update(self, step: int, values: Mapping[str, float | int | str | None]) -> None:
+        """Show step ``step`` (counted from 1) with its metrics, keyed as in ``distca.train.metrics.writer``."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, figures=_figures(values))
+        elif step % self._every == 0 or step == self._steps:
+            logger.info("step %d/%d  %s", step, self._steps, _figures(values))
+
+    def __enter__(self) -> StepProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What the table at the end says; a line whose figure is None is left out.
+
+    Attributes:
+        steps: steps that this start of the run has done.
+        first_step: number of the first of them; above 1 in a resumed run.
+        first_loss: loss of the first of them.
+        last_loss: loss of the last of them.
+        validation_loss: loss over the validation set at the end.
+        tokens_per_s: mean over all steps but the first, of all ranks together.
+        mfu: share of the devices' peak, mean over the same steps.
+        leveled: what plans level: attention, or with linear layers.
+        imbalance_before: its time on the busiest rank over the mean, mean over steps, without balancing.
+        imbalance_after: the same with the plans that ran.
+        imbalance_measured: the same from measured seconds.
+        bytes_moved: bytes per step that all ranks sent for attention, mean.
+        plan_ms: milliseconds of planning per step, mean.
+        peak_memory_gb: largest device memory of any rank, GiB.
+    """
+
+    steps: int
+    first_step: int = 1
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation_loss: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    leveled: str = "attention"
+    imbalance_before: float | None = None
+    imbalance_after: float | None = None
+    imbalance_measured: float | None = None
+    bytes_moved: float | None = None
+    plan_ms: float | None = None
+    peak_memory_gb: float | None = None
+
+
+def print_summary(
+    summary: RunSummary, folder: RunFolder, drawn: Collection[Path], console: Console | None = None
+) -> None:
+    """Draw the table at the end of a run, with its files.
+
+    Args:
+        summary: what to say.
+        folder: the run's.
+        drawn: pictures and timelines that this start of the run has written: others may be there from before.
+        console: where to draw; the process's standard error by default.
+    """
+    resumed = f", from step {summary.first_step} on" if summary.first_step > 1 else ""
+    title = f"{folder.path.name}: {count(summary.steps, 'step')}{resumed}"
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in _summary_rows(summary):
+        table.add_row(name, text)
+    table.add_section()
+    for name, path in (
+        ("settings", folder.config),
+        ("metrics", folder.metrics),
+        ("attention per rank", folder.balance_plot),
+        ("attention per phase and rank", folder.phases_plot),
+        ("timeline (ui.perfetto.dev)", folder.timeline),
+        ("TensorBoard", folder.tensorboard),
+    ):
+        of_this_start = path in drawn or path not in (folder.balance_plot, folder.phases_plot, folder.timeline)
+        if of_this_start and path.exists():
+            table.add_row(name, str(path))
+    checkpoints = folder.checkpoints()
+    if checkpoints:
+        table.add_row("last checkpoint", str(checkpoints[-1].path))
+    (console or shared_console()).print(table)
+
+
+def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    rows = []
+    if summary.first_loss is not None and summary.last_loss is not None:
+        last_step = summary.first_step + summary.steps - 1
+        if summary.steps > 1:
+            steps = f"loss, step {summary.first_step} → {last_step}"
+            rows.append((steps, f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"))
+        else:
+            rows.append((f"loss, step {last_step}", f"{summary.last_loss:.4f}"))
+    for name, value, text in (
+        ("validation loss", summary.validation_loss, "{:.4f}"),
+        ("tokens/s", summary.tokens_per_s, "{:,.0f}"),
+        ("share of the GPUs' peak (MFU)", summary.mfu, "{:.1%}"),
+        (f"{summary.leveled}: busiest rank / mean, before", summary.imbalance_before, "{:.3f}"),
+        (f"{summary.leveled}: busiest rank / mean, after", summary.imbalance_after, "{:.3f}"),
+        (f"{summary.leveled}: busiest rank / mean, measured", summary.imbalance_measured, "{:.3f}"),
+        ("planning per step, in the background", summary.plan_ms, "{:.1f} ms"),
+        ("peak memory of a rank", summary.peak_memory_gb, "{:.2f} GiB"),
+    ):
+        if value is not None:
+            rows.append((name, text.format(value)))
+    if summary.bytes_moved is not None:
+        rows.append(("moved for attention per step", format_bytes(summary.bytes_moved)))
+    return rows
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a binary unit: 1536 → "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _figures(values: Mapping[str, float | int | str | None]) -> str:
+    """The figures of one step on one line; what a step does not have is left out."""
+    parts = []
+    for name, key, text in (
+        ("loss", "loss", "{:.4f}"),
+        ("validation", "validation_loss", "{:.4f}"),
+        ("tokens/s", "tokens_per_s", "{:,.0f}"),
+        ("MFU", "mfu", "{:.1%}"),
+    ):
+        value = values.get(key)
+        if value is not None:
+            parts.append(f"{name} {text.format(value)}")
+    before, after = values.get("imbalance_before"), values.get("imbalance_after")
+    if before is not None and after is not None:
+        parts.append(f"imbalance {float(before):.2f} → {float(after):.2f}")
+    return "  ".join(parts)

@@ -1,0 +1,124 @@
+"""Figures of every step, in ``metrics.jsonl`` (one JSON object a line) and, on request, as TensorBoard events.
+
+Keys that other parts of the project read, where a step has them:
+
+    loss                mean loss per target token of the global batch
+    validation_loss     the same over the validation set
+    lr, grad_norm       learning rate of the step; gradient norm before clipping
+    tokens              tokens of the global batch
+    step_s              seconds of the step, without what is recorded, validated and saved after it
+    tokens_per_s        tokens / step_s, of all ranks together
+    mfu                 share of the device's dense peak spent on the model's own FLOPs (absent where no peak is known)
+    imbalance_before    planned attention time of the busiest rank over the mean, every document computed at home; where
+                        plans level a pipeline's phases by time (cad.level), here and below with linear layers' time
+    imbalance_after     the same with the plan that ran
+    imbalance_measured  attention seconds measured over the whole step, busiest rank over the mean (the planned figures
+                        add up the busiest rank of every micro-batch or phase, so they are the stricter ones)
+    imbalance_phases    with pipeline stages: attention seconds measured in every phase, slowest rank over the mean, if
+                        each phase lasts as long as its slowest rank (what imbalance_after plans)
+    bytes_moved         bytes that all ranks sent for attention in the step
+    plan_ms             milliseconds of planning (in the background, one step ahead)
+    server_speed_min    on GPUs: the slowest server's learned speed, of any kind of phase, against the mean;
+    server_speed_max    the fastest one's
+    reach_cost          what was learned to be added to far-reaching tasks' cost (distca.plan.cost_correction), mean
+                        over kinds
+    peak_memory_gb      on GPUs: largest allocated device memory of any rank, GiB; with pipeline stages also of each
+                        stage's ranks, as peak_memory_gb_stage_0, peak_memory_gb_stage_1 ...
+    predicted_memory_gb the same as predicted from the settings (distca.train.run.memory), also by stage
+    resident_memory_gb  on CPUs with log.memory: largest resident memory of any rank's process after the step, GiB
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Writes one flushed line a step, so that a run that dies has every finished step on disk.
+
+    On resume, lines of the resumed step and later are dropped first (those steps will be done again, and would be
+    there twice), then lines are appended; so is a last line that the earlier run did not finish writing. TensorBoard is
+    told to hide the dropped steps in the same way.
+
+    Args:
+        folder: the run folder; ``metrics.jsonl`` and ``tensorboard/`` are written there.
+        tensorboard: also write TensorBoard events.
+        resume_step: first step that will be logged in a resumed run; None starts a new file.
+
+    Raises:
+        FileExistsError: where ``metrics.jsonl`` exists and ``resume_step`` is None.
+    """
+
+    def __init__(self, folder: Path | str, tensorboard: bool, resume_step: int | None = None) -> None:
+        self.path = Path(folder) / FILE_NAME
+        if resume_step is None:
+            self._file = self.path.open("x", encoding="utf-8")
+        else:
+            kept = [line for line in _lines(self.path) if line["step"] < resume_step]
+            self._replace(kept)
+            self._file = self.path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=resume_step)  # type: ignore[no-untyped-call]
+
+    def log(self, step: int, values: Mapping[str, float | int | str | None]) -> None:
+        """Write one step. Values that are None are left out; NaN and infinities become the strings that JSON lacks."""
+        entry = {"step": step} | {key: _json_value(value) for key, value in values.items() if value is not None}
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for key, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(key, value, step)
+            self._board.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _replace(self, lines: list[dict[str, Any]]) -> None:
+        """Rewrite the file through a second one, so that dying here loses nothing."""
+        fresh = self.path.with_suffix(".jsonl.new")
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        fresh.replace(self.path)
+
+
+def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
+    """All logged steps of a run folder, in the order they were written; NaN and infinities come back as floats."""
+    special = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+    return [
+        {key: special.get(value, value) if isinstance(value, str) else value for key, value in line.items()}
+        for line in _lines(Path(folder) / FILE_NAME)
+    ]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The file's entries; an unfinished last line is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _json_value(value: float | int | str) -> float | int | str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value

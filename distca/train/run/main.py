@@ -1,0 +1,171 @@
+"""From a command line to a trained model: parse, refuse what cannot work, then start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from distca.data.corpus import Corpus
+from distca.errors import ConfigError, DataError, PlanError
+from distca.log import die, setup_logging
+from distca.train.config.cli import files_first, parse_run_config
+from distca.train.config.schema import RunConfig
+from distca.train.config.validate import validate
+from distca.train.run.run_folder import (
+    Checkpoint,
+    RunFolder,
+    check_undamaged,
+    create_run_folder,
+    hold,
+    resume_run_folder,
+)
+
+if TYPE_CHECKING:
+    from megatron_patches.world import World
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run ``pretrain_llama.py``. A mistake of the user ends in one sentence and exit code 2.
+
+    ``--check WORLD_SIZE`` in front of the settings only checks them, the data and the checkpoint for that many ranks;
+    it takes a second and needs no torch.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    setup_logging(int(os.environ.get("RANK", "0")))
+    try:
+        if arguments[:1] == ["--check"]:
+            _check(parse_run_config(files_first(arguments[2:])), int(arguments[1]))
+        else:
+            _run(parse_run_config(files_first(arguments)))
+    except (ConfigError, DataError, PlanError) as error:
+        die(error)
+
+
+def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | None]:
+    """Everything that can be refused without torch, process groups or tokens."""
+    from distca.train.checkpoint.checkpoints import check_fits
+    from distca.train.data.corpus import open_corpus, open_sampler
+
+    validate(config, world_size)
+    corpus = open_corpus(config)
+    if len(corpus.train) and corpus.train.lengths.max() < 2:
+        raise DataError("No document has more than one token, so there is no next token to learn; change data.path.")
+    validate(config, world_size, corpus.vocabulary)
+    data_parallel = config.parallel.data_parallel(world_size)
+    sampler = open_sampler(config, corpus.train, data_parallel)
+    if len(corpus.validation):
+        open_sampler(config, corpus.validation, data_parallel)
+    checkpoint = None
+    if config.checkpoint.resume:
+        _, checkpoint = resume_run_folder(config)
+        if os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
+            check_undamaged(checkpoint.path)
+        check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
+        if checkpoint.step >= config.train.steps:
+            raise ConfigError(
+                f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "
+                "nothing is left to do. Raise train.steps."
+            )
+    return corpus, checkpoint
+
+
+def _run(config: RunConfig) -> None:
+    with warnings.catch_warnings():
+        # megatron-core warns at import, in every rank, that Transformer Engine and Apex are missing; `distca doctor`
+        # says so once.
+        warnings.simplefilter("ignore")
+        from distca.cluster.health import Companions
+        from distca.errors import CheckpointError, KernelError, TransportError
+        from megatron_patches.world import join_world, leave_world, world_size_of_environment
+
+        corpus, _ = _check(config, world_size_of_environment())
+        world = join_world()
+    setup_logging(world.rank)
+    companions = Companions()
+    try:
+        run_on(replace(world, companions=companions), config, corpus)
+        companions.part()
+    except (KernelError, TransportError, CheckpointError) as error:
+        die(error)
+    except DataError as error:
+        die(error, everywhere=True)  # in a document that only this rank reads
+    except (ConfigError, PlanError):
+        raise
+    except Exception:
+        companions.explain_failure()
+        raise
+    finally:
+        leave_world()
+
+
+def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
+    """Train on the ranks of an initialised torch.distributed; every rank calls it. Returns the run's folder.
+
+    Raises:
+        ConfigError, PlanError: as :func:`main` reports them, alike on all ranks.
+        DataError: in a document, on the rank that reads it.
+        KernelError, TransportError: what the settings ask for cannot run here.
+        CheckpointError: a checkpoint cannot be written.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in _run
+        from distca.train.checkpoint.checkpoints import changes_since, with_saved_warmup
+        from distca.train.run.builder import build_trainer
+        from distca.train.run.consistency import check_same_start
+        from distca.train.run.loop import train
+
+    check_same_start(config, corpus, world)
+    with ExitStack() as held:
+        resumed = _decided(world.rank, lambda: _hold_resumed(config, held)) if config.checkpoint.resume else None
+        if resumed is not None:
+            folder, checkpoint = resumed
+            config = with_saved_warmup(config, checkpoint.path)
+            if world.rank == 0 and (changes := changes_since(folder, checkpoint, config, world.size)):
+                logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
+        trainer = build_trainer(config, world, corpus.vocabulary)
+        if resumed is None:
+            folder = _decided(world.rank, lambda: _hold_new(config, held))
+        elif world.rank == 0:
+            folder.write_resumed_config(config, checkpoint.step)
+        logger.info("Run folder: %s", folder.path)
+        train(trainer, corpus, folder, None if resumed is None else checkpoint)
+    return folder
+
+
+def _decided(rank: int, decide: Callable[[], T]) -> T:
+    """What rank 0 decides, on all ranks, or the ConfigError that it raised; all ranks see the same file system."""
+    import torch.distributed as dist
+
+    said: list[T | ConfigError | None] = [None]
+    if rank == 0:
+        try:
+            said = [decide()]
+        except ConfigError as error:
+            said = [error]
+    dist.broadcast_object_list(said)
+    if isinstance(said[0], ConfigError):
+        raise said[0]
+    return cast("T", said[0])
+
+
+def _hold_new(config: RunConfig, held: ExitStack) -> RunFolder:
+    folder = create_run_folder(config)
+    held.enter_context(hold(folder))
+    return folder
+
+
+def _hold_resumed(config: RunConfig, held: ExitStack) -> tuple[RunFolder, Checkpoint]:
+    folder, checkpoint = resume_run_folder(config)
+    held.enter_context(hold(folder))
+    if folder.checkpoints()[-1:] != [checkpoint]:
+        raise ConfigError(f"{folder.path} got another checkpoint while this run started; start again.")
+    return folder, checkpoint

@@ -1,0 +1,282 @@
+"""Peak memory of every pipeline stage, predicted from the settings before anything is built.
+
+Counted is what torch allocates on the stage's busiest rank at the moment when most micro-batches are in flight and the
+backward of the oldest one begins: weights, gradients and optimizer state; what each layer keeps of each micro-batch;
+and what the layer or the loss at work needs for itself. Not counted are the CUDA context, NCCL's buffers, an NVSHMEM
+heap and fragmentation. Sizes per token follow what autograd saves in megatron-core's local layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distca.errors import ConfigError
+from distca.train.config.schema import RunConfig
+from distca.train.metrics.progress import format_bytes
+from distca.train.run.stage_layers import stage_layers
+
+GIB = 2**30
+_LOGITS_BYTES = 2 << 30
+"""Of one chunk of the output layer's logits (distca/ops/output_loss.py)."""
+BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.33, 2.3, 0.17
+"""Rows of queries (of one half), of keys, and of queries that live elsewhere at a busy server, over its home rows.
+Plans level seconds, not rows, and a task brings its whole context: the mean of what
+tests/train/run/test_stage_memory.py finds in six steps of 128K tokens per rank and as long contexts. Long runs on many
+ranks meet busier servers."""
+LONG_DOCUMENT_KV = {1: 1.05, 2: 1.75}
+"""By halves: rows of keys at the busiest server of a document that spans ranks, over a half's home rows and per rank
+spanned. The server of its end has all keys, of two halves all in the second; the first half's end, half of them, is
+computed elsewhere. A second, short range of the same document brings copies of its keys: plans have up to 2.2, and more
+where a shorter document shares the pool. 1.75 predicts the measured runs (tests/train/run/test_memory.py)."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Predicted bytes of one stage's rank.
+
+    Attributes:
+        weights: parameters as the layers use them.
+        gradients: float32 buffers.
+        optimizer: main weights and Adam's moments on this rank.
+        micro_batches: how many are in flight at most.
+        activations: what they keep.
+        working: what the layer or the loss at work needs for itself, attention buffers and stage transfers included.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    micro_batches: int
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+
+
+def predict_memory(config: RunConfig, world_size: int, vocabulary: int) -> list[StageMemory]:
+    """The prediction for every stage.
+
+    Args:
+        config: a validated run.
+        world_size: its ranks.
+        vocabulary: rows of the embedding.
+    """
+    return [_Stage(config, world_size, vocabulary, stage).predict() for stage in range(config.parallel.pp)]
+
+
+def describe(stages: list[StageMemory]) -> list[str]:
+    """One line per stage for the log."""
+    lines = []
+    for number, stage in enumerate(stages):
+        parts = {
+            "weights": stage.weights,
+            "gradients": stage.gradients,
+            "optimizer": stage.optimizer,
+            f"activations of {stage.micro_batches} micro-batch{'es' if stage.micro_batches > 1 else ''}": (
+                stage.activations
+            ),
+            "working memory": stage.working,
+        }
+        where = f" of stage {number}" if len(stages) > 1 else ""
+        said = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        lines.append(f"Predicted peak memory{where}: {format_bytes(stage.total)} ({said})")
+    return lines
+
+
+def check_memory(config: RunConfig, stages: list[StageMemory], available: int) -> None:
+    """Refuse a run that clearly does not fit.
+
+    Args:
+        config: the run.
+        stages: its prediction.
+        available: bytes of the device's memory.
+
+    Raises:
+        ConfigError: a stage is predicted to need more than 1.1 times what there is.
+    """
+    worst = max(range(len(stages)), key=lambda number: stages[number].total)
+    need = stages[worst].total
+    if need <= 1.1 * available:
+        return
+    where = f"Stage {worst} of {len(stages)}" if len(stages) > 1 else "A rank"
+    raise ConfigError(
+        f"{where} would need about {need / GIB:.0f} GiB of device memory, and the device has {available / GIB:.0f}: "
+        f"{'; '.join(_remedies(config, stages[worst]))}."
+    )
+
+
+def _remedies(config: RunConfig, stage: StageMemory) -> list[str]:
+    remedies = []
+    if stage.activations + stage.working > stage.total / 3:
+        saving = {"none": "mlp", "mlp": "all"}.get(config.train.recompute)
+        if saving == "mlp" or (saving == "all" and config.cad.enabled):
+            remedies.append(f"set train.recompute to {saving}")
+        remedies.append(f"lower data.tokens_per_rank ({config.data.tokens_per_rank})")
+    remedies.append(f"raise parallel.tp ({config.parallel.tp}) or parallel.pp ({config.parallel.pp})")
+    if not config.optimizer.distributed:
+        remedies.append("set optimizer.distributed to true")
+    return remedies
+
+
+class _Stage:
+    def __init__(self, config: RunConfig, world_size: int, vocabulary: int, stage: int) -> None:
+        model, parallel = config.model, config.parallel
+        self._config, self._stage, self._stages = config, stage, parallel.pp
+        self._data_parallel = max(parallel.data_parallel(world_size), 1)
+        self._layers = stage_layers(config, vocabulary).of(stage, parallel.pp)
+        self._value = 2 if config.train.precision == "bf16" else 4
+        # Widths of one tensor-parallel rank; the residual stream is whole without sequence parallelism.
+        self._hidden = model.hidden // parallel.tp if parallel.sequence_parallel else model.hidden
+        self._q = model.heads * model.resolved_head_dim // parallel.tp
+        self._kv = 2 * model.kv_heads * model.resolved_head_dim // parallel.tp
+        self._ffn = model.ffn // parallel.tp
+        self._lse = 4 * model.heads // parallel.tp
+        self._rows = config.data.tokens_per_rank
+        self._half = -(-self._rows // 2) if config.cad.enabled and config.cad.ping_pong else self._rows
+        self._head_dim = model.resolved_head_dim
+        self._embedding = vocabulary * model.hidden // parallel.tp
+        alone = self._data_parallel * parallel.pp == 1
+        self._server_q = self._half * (1.0 if alone else BUSY_SERVER_Q)
+        self._halves = 2 if self._half < self._rows else 1
+        spanned = min(config.data.context_length / self._rows, self._data_parallel)
+        busy_kv = max(BUSY_SERVER_KV, LONG_DOCUMENT_KV[self._halves] * spanned)
+        # Alone, its own rows, and again those of ping that pong needs.
+        self._server_kv = self._half * (float(self._halves) if alone else busy_kv)
+        self._contexts = (1 + self._halves) / 2 if alone else busy_kv
+        self._others = 0.0 if alone else BUSY_SERVER_OTHERS
+
+    def predict(self) -> StageMemory:
+        weights = self._parameters()
+        wide = 4 * weights if self._value == 2 else 0  # float32 weights are their own main weights
+        shards = self._data_parallel if self._config.optimizer.distributed else 1
+        in_flight = self._in_flight()
+        return StageMemory(
+            weights=self._value * weights,
+            gradients=4 * weights,
+            optimizer=(wide + 8 * weights) // shards,
+            micro_batches=in_flight,
+            activations=in_flight * self._rows * (self._layers * self._kept() + self._rotation()),
+            working=max(self._layer_at_work(), self._loss_at_work()) + self._transfers(),
+        )
+
+    @property
+    def _last(self) -> bool:
+        return self._stage == self._stages - 1
+
+    def _parameters(self) -> int:
+        model, tp = self._config.model, self._config.parallel.tp
+        layer = model.hidden * (2 * self._q + self._kv + 3 * self._ffn) + 2 * model.hidden
+        tables = (self._stage == 0) + self._last
+        if model.tie_embeddings and self._stages == 1:
+            tables = 1
+        assert model.hidden % tp == 0
+        return self._layers * layer + tables * self._embedding + (model.hidden if self._last else 0)
+
+    def _in_flight(self) -> int:
+        behind = self._stages - 1 - self._stage
+        most = 2 * behind + 1 if self._config.cad.enabled else behind + 1
+        return min(most, self._config.train.micro_batches) if self._stages > 1 else 1
+
+    # Bytes that are kept of one token until its backward.
+
+    def _kept(self) -> int:
+        """By one layer."""
+        if self._config.train.recompute == "all":
+            # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
+            o = 0 if self._config.resolved_backward == "resend" else self._q
+            return self._attention() + self._value * (self._hidden + o)
+        return self._attention() + self._segment() - self._recomputed_mlp()
+
+    def _attention(self) -> int:
+        """q, k, v, o and log-sum-exp: at home (resend, attention at home) or, with contexts, at the server (keep). It
+        keeps o of rows that live elsewhere."""
+        keep = self._config.cad.enabled and self._config.resolved_backward == "keep"
+        o, contexts = (self._others, self._contexts) if keep else (1, 1)
+        return self._value * int((1 + o) * self._q + contexts * self._kv) + self._lse
+
+    def _segment(self) -> int:
+        """What the rest of a layer keeps beside o: inputs of two norms, with what each row was multiplied by, and of
+        SwiGLU, from which the inputs of matrix products are computed again. megatron's own layers, where attention is
+        at home, keep the norms' outputs too."""
+        elements = 2 * self._hidden + 2 * self._ffn
+        if not self._config.cad.enabled:
+            elements += 2 * self._hidden
+        elif self._config.resolved_backward == "keep":
+            elements += self._q  # o at home
+        return self._value * elements + 2 * 4
+
+    def _recomputed_mlp(self) -> int:
+        """What lies inside the MLP, where it is recomputed: SwiGLU's input."""
+        return self._value * 2 * self._ffn if self._config.train.recompute == "mlp" else 0
+
+    def _rotation(self) -> int:
+        """By all layers together: float32 cosines and sines."""
+        return 4 * self._head_dim
+
+    # What exists only for a moment.
+
+    def _layer_at_work(self) -> int:
+        """At one of the moments of the top layer's backward, when nearly all is still kept."""
+        angles = 4 * self._head_dim * self._rows
+        gradient = self._value * self._rows * self._hidden  # of the stage's output
+        moments = [self._half * self._mlp_at_work()]
+        if self._config.cad.enabled:
+            if self._halves == 2:
+                moments.append(self._second_mlp_at_work())
+            moments.append(self._server_at_work())
+        return max(moments) + angles + gradient
+
+    def _mlp_at_work(self) -> int:
+        """Bytes per token when SwiGLU computes its gradient: that of its output and of its input, and the norm's
+        output, which came back; where recomputed, SwiGLU's input and what was computed from it."""
+        normed = self._hidden if self._config.cad.enabled else 0
+        elements = 3 * self._ffn + normed
+        if self._config.train.recompute != "none":
+            elements += 2 * self._ffn + self._hidden
+        if self._config.train.recompute == "all":
+            elements += self._hidden  # the residual stream between attention and MLP
+        return self._value * elements
+
+    def _second_mlp_at_work(self) -> int:
+        """The same of the half that comes second: the first one's attention is already on its way, with dO and the
+        gradient of the residual stream, and what its MLP had kept is free."""
+        first = self._value * (self._q + self._hidden) - self._freed_by_mlp()
+        return self._half * (self._mlp_at_work() + first) + self._sent_to_server()
+
+    def _freed_by_mlp(self) -> int:
+        """Bytes per token that the backward of a layer's MLP frees; of a recomputed segment its residual stream."""
+        if self._config.train.recompute == "all":
+            return self._value * self._hidden
+        return self._value * (self._hidden + 2 * self._ffn) - self._recomputed_mlp()
+
+    def _server_at_work(self) -> int:
+        """The kernel's backward of one half; what it needs of the other is already there. It adds gradients up in
+        float32 and rounds them. With keep all o rows of the half are put together for it."""
+        gradients = self._server_q * self._q + self._server_kv * self._kv
+        home = self._value * (self._half * self._q + self._rows * self._hidden) - self._rows * self._freed_by_mlp()
+        o = self._value * self._server_q * self._q if self._config.resolved_backward == "keep" else 0
+        return self._halves * self._sent_to_server() + int((4 + self._value) * gradients + o) + home
+
+    def _sent_to_server(self) -> int:
+        """A server's rows of one half: dO; with resend also q, k, v, o and log-sum-exp."""
+        if self._config.resolved_backward == "keep":
+            return int(self._value * self._server_q * self._q)
+        q, kv = self._value * 3 * self._q + self._lse, self._value * self._kv
+        return int(self._server_q * q + self._server_kv * kv)
+
+    def _loss_at_work(self) -> int:
+        """Logits, the weight's gradient in float32, and around the layers the final norm's input and output and the
+        gradient of that."""
+        if not self._last:
+            return 0
+        logits = min(_LOGITS_BYTES, self._rows * self._embedding // self._config.model.hidden * self._value)
+        return logits + 4 * self._embedding + 3 * self._value * self._rows * self._hidden
+
+    def _transfers(self) -> int:
+        """Activations and gradients of other micro-batches that are there during a backward; 1F1B drops the gradient
+        that it passed on when it has the next one."""
+        first, last = self._stage == 0, self._last
+        sent, received = (not last, not first) if self._config.cad.enabled else (False, not first)
+        return (sent + received) * self._value * self._rows * self._hidden

@@ -1,0 +1,58 @@
+"""What a transport is: it starts moving rows of several tensors at once and can be waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from distca.transport.row_moves import RowMoves
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor's share of an exchange.
+
+    Attributes:
+        source: [moves.source_rows or more, ...] rows to give away, contiguous; not written until the exchange was
+            waited for.
+        destination: [moves.destination_rows or more, ...] rows to fill, same trailing shape and dtype, contiguous;
+            neither read nor written until then. If ``moves`` reduces, it holds zeros.
+        moves: which rows go where.
+    """
+
+    source: torch.Tensor
+    destination: torch.Tensor
+    moves: RowMoves
+
+    def __post_init__(self) -> None:
+        # Rows are found by address: whatever else lay there would be sent without a word.
+        assert self.source.is_contiguous() and self.destination.is_contiguous()
+        assert self.source.dtype == self.destination.dtype and self.source.shape[1:] == self.destination.shape[1:]
+
+
+class Handle(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> None:
+        """Join it: work queued on the current stream from now on sees complete destinations. Does not block the host
+        on a GPU."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves rows between the ranks of a server pool. Every rank of the pool launches the same exchanges in the same
+    order, also those in which it has nothing to move.
+
+    On a GPU a rank launches and waits on one and the same stream, and waits for everything that it launched: memory of
+    parts is used again in the order of that stream.
+    """
+
+    name: str
+    rank: int
+    ranks: int
+
+    def launch(self, parts: tuple[Part, ...]) -> Handle:
+        """Start an exchange of all ``parts``; rows that a rank keeps are copied as part of it."""
+        ...

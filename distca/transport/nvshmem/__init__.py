@@ -1,0 +1,1 @@
+"""Rows by one-sided writes into symmetric memory: NVSHMEM, inside a node and between nodes."""

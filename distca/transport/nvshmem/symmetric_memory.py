@@ -1,0 +1,250 @@
+"""NVSHMEM: symmetric memory that peers write into, by copy engine where they map it, else by NVSHMEM's puts.
+
+NVSHMEM gives every rank a block of memory at a known place and the addresses under which its peers' blocks can be
+reached over NVLink. To these near peers rows are copied by the GPUs' copy engines, and streams signal to each other by
+writing and waiting for 64-bit words, so that a transfer takes no multiprocessor from the matrix products beside it.
+Only what is too small or too scattered for a copy engine is written by a kernel of a few blocks
+(:mod:`distca.transport.nvshmem.intranode`). Peers on other machines have no such address: to these far peers NVSHMEM's
+own calls carry rows and signals (:mod:`distca.transport.nvshmem.internode`).
+
+The block: [ranks] words "newest exchange that arrived from rank r", [ranks] words "up to here rank r has taken out",
+the landing memory, and where there are far peers the place in which rows for them are packed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca.cluster.hostname import machine_name
+from distca.cluster.stream_watchdog import Process, Wait, Watchdog
+from distca.errors import TransportError
+from distca.transport import cuda_ops
+from distca.transport.interface import Part
+from distca.transport.nvshmem.host_calls import NvshmemQueue
+from distca.transport.nvshmem.interface import Put
+from distca.transport.nvshmem.internode import FarAddresses, FarPeers, staging_bytes
+from distca.transport.nvshmem.intranode import Addresses, NearPeers, Sent
+from distca.transport.nvshmem.peers import Peers
+
+_PAGE = 4096
+
+
+class NvshmemFabric:
+    """This rank's symmetric memory and its peers'.
+
+    Args:
+        group: the server pool; created once per process, by all ranks together.
+        capacity: bytes of landing memory.
+        far: peers to which rows go by NVSHMEM's calls even where their memory is mapped, for tests on one machine.
+
+    Attributes:
+        near: queues this rank's writes to near peers.
+
+    Raises:
+        TransportError: NVSHMEM cannot be initialised, or a peer's memory on the same machine cannot be mapped.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, capacity: int, far: Collection[int] = ()) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        mine = (machine_name(), Process.here(), bool(far))
+        everyone = [mine] * self.ranks
+        dist.all_gather_object(everyone, mine, group=group)
+        machines = [machine for machine, _, _ in everyone]
+        one_machine = len(set(machines)) == 1
+        has_far = not one_machine or any(asked for _, _, asked in everyone)
+        self._layout = layout = _Layout.of(self.ranks, capacity, staging_bytes(capacity) if has_far else 0)
+        _initialize(group, layout.bytes, one_machine)
+        self._memory = _symmetric_memory(group, layout)
+        self.landing = self._memory[layout.landing : layout.landing + capacity]
+        self._words = self._memory[: 2 * self.ranks * 8].view(torch.int64)
+        # Its own, so that the watchdog never waits behind anything.
+        self._looking = cuda_ops.create_stream(0)
+        self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)
+        processes = [process for _, process, _ in everyone]
+        self._watchdog = Watchdog(dist.get_process_group_ranks(group), self.rank, processes, self._missing)
+        bases = _addresses_of_blocks(self._memory, machines, group)
+        self._far = frozenset(far) | {peer for peer, address in enumerate(bases) if not address}
+        # Words of this rank that peers write, and words of near peers that this rank writes.
+        self._arrived_here = cuda_ops.addresses_of(bases[self.rank], range(self.ranks))
+        near = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._far]
+        self._taken_there = np.array([address + layout.taken(self.rank) for address in near], np.uint64)
+        self.near = NearPeers(layout.addresses(bases, self.rank), self.landing.device)
+        self._far_peers = None
+        if self._far:
+            own = layout.far_addresses(bases[self.rank], self.rank)
+            self._far_peers = FarPeers(own, self.landing.device, NvshmemQueue())
+            atexit.register(self._far_peers.finish)
+        self._peers = Peers(self.near, self._far_peers, self._far)
+
+    def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
+        return self._peers.put(number, reuses, puts)
+
+    def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
+        return self._peers.keep(parts, behind)
+
+    def join(self, token: Sent) -> None:
+        # Not token.wait(), which waits until rows for far peers are there as well.
+        for event in token.events:
+            torch.cuda.current_stream().wait_event(event)
+        if token.peers and token.reuses:
+            self._watch(token.peers, token.reuses, "room that is taken by")
+
+    def arrived(self, number: int, peers: Sequence[int]) -> None:
+        if not peers:
+            return
+        near = [peer for peer in peers if peer not in self._far]
+        if near:
+            cuda_ops.wait_for(self._arrived_here[near], number, torch.cuda.current_stream())
+        if self._far_peers is not None:
+            self._far_peers.arrived(number, [peer for peer in peers if peer in self._far])
+        self._watch(peers, number, "rows of")
+
+    def taken(self, number: int) -> None:
+        if len(self._taken_there):
+            cuda_ops.signal(self._taken_there, number, torch.cuda.current_stream())
+        if self._far_peers is not None:
+            self._far_peers.taken(number, sorted(self._far))
+
+    def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._watchdog.note(Wait(event, tuple(peers), number, what))
+
+    def _missing(self, wait: Wait) -> list[int]:
+        """Peers whose word is below what a wait asks for; called by the watchdog's thread."""
+        with torch.cuda.device(self.landing.device), torch.cuda.stream(self._looking):
+            self._seen.copy_(self._words, non_blocking=True)
+            self._looking.synchronize()
+        words = self._seen.tolist()
+        first = 0 if wait.what == "rows of" else self.ranks
+        return [peer for peer in wait.peers if words[first + peer] < wait.number]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where things lie in the block, in bytes from its beginning; alike on all ranks.
+
+    Attributes:
+        ranks: R.
+        landing: the landing memory.
+        staging: the place in which rows for far peers are packed,
+        staging_bytes: and its size; 0 where no rank has far peers.
+        bytes: of the whole.
+    """
+
+    ranks: int
+    landing: int
+    staging: int
+    staging_bytes: int
+    bytes: int
+
+    @staticmethod
+    def of(ranks: int, capacity: int, staging_bytes: int) -> _Layout:
+        landing = _whole_pages(2 * ranks * 8)
+        staging = landing + _whole_pages(capacity)
+        return _Layout(ranks, landing, staging, staging_bytes, staging + staging_bytes)
+
+    def arrived(self, rank: int) -> int:
+        """The word: newest exchange that arrived from ``rank``."""
+        return 8 * rank
+
+    def taken(self, rank: int) -> int:
+        """The word: up to here ``rank`` has taken out."""
+        return 8 * (self.ranks + rank)
+
+    def addresses(self, bases: Sequence[int], rank: int) -> Addresses:
+        """For near peers, whose blocks begin at ``bases``."""
+        return Addresses(
+            landings=[base + self.landing for base in bases],
+            taken_here=cuda_ops.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
+            arrived_there=np.array([base + self.arrived(rank) for base in bases], np.uint64),
+        )
+
+    def far_addresses(self, base: int, rank: int) -> FarAddresses:
+        """For far peers: all in the rank's own block, which begins at ``base``."""
+        return FarAddresses(
+            landing=base + self.landing,
+            staging=base + self.staging,
+            staging_bytes=self.staging_bytes,
+            arrived_here=base + self.arrived(0),
+            arrived_there=base + self.arrived(rank),
+            taken_here=base + self.taken(0),
+            taken_there=base + self.taken(rank),
+        )
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor:
+    """[layout.bytes] uint8, the block of this rank; words are zero on all ranks when this returns."""
+    import nvshmem.core
+
+    memory: torch.Tensor = nvshmem.core.bytetensor((layout.bytes,), release=True, except_on_del=False)
+    memory[: layout.landing].zero_()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    return memory
+
+
+def _addresses_of_blocks(memory: torch.Tensor, machines: Sequence[str], group: dist.ProcessGroup) -> list[int]:
+    """Where every rank's block can be reached from here; 0 where it cannot.
+
+    Raises:
+        TransportError: it cannot though it is on this machine.
+    """
+    from nvshmem import bindings
+
+    rank, names = dist.get_rank(group), dist.get_process_group_ranks(group)
+    base = memory.data_ptr()
+    bases = [base if peer == rank else int(bindings.ptr(base, peer)) for peer in range(len(machines))]
+    unreachable = [
+        names[peer] for peer, address in enumerate(bases) if not address and machines[peer] == machines[rank]
+    ]
+    if unreachable:
+        raise TransportError(
+            f"Rank {names[rank]} cannot map the memory of ranks {unreachable}: their GPUs have no peer access. "
+            "Set cad.transport=nccl."
+        )
+    return bases
+
+
+def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_machine: bool) -> None:
+    """Start NVSHMEM over the ranks of ``group``; once per process."""
+    if not one_machine and os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none":
+        raise TransportError(
+            "NVSHMEM_REMOTE_TRANSPORT is 'none', but the server pool spans several machines. Unset it, or set "
+            "cad.transport=nccl."
+        )
+    # Read by NVSHMEM when it starts. 16 MiB are its own.
+    os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes + (16 << 20))
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast memory, which nothing here uses
+    if one_machine:
+        os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+    import nvshmem.core
+    from cuda.core import Device
+
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    uid = nvshmem.core.get_unique_id(empty=rank != 0)
+    box: list[Any] = [uid._data.tobytes()]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    uid._data.view(np.uint8)[:] = np.frombuffer(box[0], np.uint8)
+    device = Device(torch.cuda.current_device())
+    device.set_current()
+    try:
+        nvshmem.core.init(device=device, uid=uid, rank=rank, nranks=ranks, initializer_method="uid")
+    except Exception as error:
+        where = dist.get_global_rank(group, rank)
+        network = "" if one_machine else " `distca doctor` says what there is for it between machines."
+        raise TransportError(
+            f"NVSHMEM does not start on rank {where}: {error}. Set cad.transport=nccl.{network}"
+        ) from error

@@ -1,0 +1,203 @@
+"""Row moves: a route's segments in the form in which a device executes them, and what a rank does with received rows.
+
+Packed rows are ordered by (peer, row in the server's buffer) on both sides, so sender and receiver agree without
+talking. On the way back several servers may return a gradient for one k,v row: these are added in float32, in the order
+of the servers' ranks, and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from distca.device.host_to_device import Destination, to_device
+from distca.plan import RowExchange
+from distca.transport.gather_scatter import move_rows, sum_rows
+
+
+@dataclass(frozen=True)
+class RowMoves:
+    """One direction of a row exchange, as seen from one rank.
+
+    Attributes:
+        source_rows: rows of the source tensor that take part.
+        destination_rows: rows of the destination tensor that take part.
+        send_counts: [ranks] rows for each peer.
+        receive_counts: [ranks] rows from each peer.
+        send_index: int64 source rows in packed order.
+        receive_index: int64 destination rows in packed order.
+        send_ranges: for each peer that gets rows, [N, 3] int64 on the host: first source row, first row among all rows
+            that the peer receives, rows.
+        most_received: most rows that any rank of the pool receives; the same on every rank.
+        keep_source: int64 source rows that stay on this rank.
+        keep_destination: int64 where they go.
+        keep_ranges: [N, 3] int64 on the host, the same as ranges: source row, destination row, rows.
+        reduction: how rows received more than once are added up; None where every row has one sender.
+        travelling: rows that travel between any two ranks of the pool.
+    """
+
+    source_rows: int
+    destination_rows: int
+    send_counts: list[int]
+    receive_counts: list[int]
+    send_index: torch.Tensor
+    receive_index: torch.Tensor
+    send_ranges: dict[int, np.ndarray]
+    most_received: int
+    keep_source: torch.Tensor
+    keep_destination: torch.Tensor
+    keep_ranges: np.ndarray
+    reduction: Reduction | None
+    travelling: int
+
+    @staticmethod
+    def there_and_back(exchange: RowExchange, ranks: int, device: Destination) -> tuple[RowMoves, RowMoves]:
+        """From the home ranks to the servers, and back. What one sends the other receives, so both have the same
+        index tensors."""
+        send, receive, keep = exchange.send, exchange.receive, exchange.keep
+        home_rows, kept_rows = _rows(send.source, send.rows), _rows(keep.source, keep.rows)
+        sent, kept = to_device(home_rows, device), to_device(kept_rows, device)
+        received = to_device(_rows(receive.destination, receive.rows), device)
+        placed = to_device(_rows(keep.destination, keep.rows), device)
+        send_counts, receive_counts = send.per_peer(ranks).tolist(), receive.per_peer(ranks).tolist()
+        to_server = RowMoves(
+            exchange.source_rows,
+            exchange.destination_rows,
+            send_counts,
+            receive_counts,
+            sent,
+            received,
+            _ranges_by_peer(send.peer, send.source, send.rows, exchange.ahead_at_server),
+            exchange.most_to_server,
+            kept,
+            placed,
+            np.ascontiguousarray(np.stack((keep.source, keep.destination, keep.rows), axis=1)),
+            None,
+            exchange.travelling,
+        )
+        once = _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
+        to_home = RowMoves(
+            exchange.destination_rows,
+            exchange.source_rows,
+            receive_counts,
+            send_counts,
+            received,
+            sent,
+            _ranges_by_peer(receive.peer, receive.destination, receive.rows, exchange.ahead_at_home),
+            exchange.most_to_home,
+            placed,
+            kept,
+            np.ascontiguousarray(np.stack((keep.destination, keep.source, keep.rows), axis=1)),
+            None if once else Reduction.of(home_rows, kept_rows, device),
+            exchange.travelling,
+        )
+        return to_server, to_home
+
+    def sent_to(self, peer: int) -> tuple[np.ndarray, torch.Tensor]:
+        """``send_ranges`` and the part of ``send_index`` of one peer."""
+        first = sum(self.send_counts[:peer])
+        return self.send_ranges[peer], self.send_index[first : first + self.send_counts[peer]]
+
+    def copy_kept(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy the rows that stay on this rank, on the current stream."""
+        move_rows(source, self.keep_source, destination, self.keep_destination)
+
+    def place_received(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
+        """Put received rows in their places. Kept rows are in theirs already: where rows are added up, they are
+        added to."""
+        if self.reduction is not None:
+            self.reduction.add(packed, destination)
+        else:
+            move_rows(packed, None, destination, self.receive_index)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Adds up rows that were returned more than once.
+
+    Attributes:
+        single: int64 packed rows whose home row has no other writer.
+        single_home: int64 their home rows.
+        shared_home: int64 home rows with several writers.
+        copies: int64 packed rows of the shared home rows, those of one home row together, in packed order.
+        borders: int64 [shared_home + 1] which of ``copies`` belong to which shared home row.
+        rounds: the same for torch, one entry per repetition: (packed rows, their places in ``shared_home``); within a
+            round no home row repeats, so the additions have one order.
+    """
+
+    single: torch.Tensor
+    single_home: torch.Tensor
+    shared_home: torch.Tensor
+    copies: torch.Tensor
+    borders: torch.Tensor
+    rounds: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @staticmethod
+    def of(home_rows: np.ndarray, kept_rows: np.ndarray, device: Destination) -> Reduction | None:
+        """Reduction of packed rows for ``home_rows``, beside rows that were kept; None if each home row is written
+        once."""
+        top = int(max(home_rows.max(initial=-1), kept_rows.max(initial=-1))) + 1
+        writers = np.bincount(home_rows, minlength=top) + np.bincount(kept_rows, minlength=top)
+        if writers.max(initial=0) <= 1:
+            return None
+        is_shared = writers[home_rows] > 1
+        packed = np.flatnonzero(is_shared)
+        shared_home = np.flatnonzero(writers > 1)
+        place = np.searchsorted(shared_home, home_rows[packed])
+        repetition = _repetition(place)
+        rounds = [
+            (to_device(packed[repetition == n], device), to_device(place[repetition == n], device))
+            for n in range(int(repetition.max(initial=-1)) + 1)
+        ]
+        single = np.flatnonzero(~is_shared)
+        borders = np.concatenate(([0], np.cumsum(np.bincount(place, minlength=len(shared_home)))))
+        return Reduction(
+            to_device(single, device),
+            to_device(home_rows[single], device),
+            to_device(shared_home, device),
+            to_device(packed[np.argsort(place, kind="stable")], device),
+            to_device(borders, device),
+            rounds,
+        )
+
+    def add(self, packed: torch.Tensor, destination: torch.Tensor) -> None:
+        """Add ``packed`` into ``destination``, which holds the kept rows and zeros elsewhere."""
+        move_rows(packed, self.single, destination, self.single_home)
+        sum_rows(packed, self.copies, self.borders, self.rounds, destination, self.shared_home)
+
+
+def _rows(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """All rows of the ranges [begin, begin + count), one after the other."""
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(begin - (ends - count), count)
+
+
+def _apart(begin: np.ndarray, count: np.ndarray) -> bool:
+    """Whether no row is in two of the ranges [begin, begin + count)."""
+    order = np.argsort(begin)
+    return bool((begin[order][1:] >= (begin + count)[order][:-1]).all())
+
+
+def _ranges_by_peer(peer: np.ndarray, source: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> dict[int, np.ndarray]:
+    """[N, 3] (source row, row among what the peer receives, rows) for each peer; segments are sorted by peer."""
+    if not len(peer):
+        return {}
+    before = np.cumsum(rows) - rows
+    place = ahead[peer] + before - before[np.searchsorted(peer, peer, side="left")]
+    ranges = np.ascontiguousarray(np.stack((source, place, rows), axis=1))
+    borders = np.flatnonzero(np.diff(peer, prepend=-1))
+    return {int(peer[at]): part for at, part in zip(borders, np.split(ranges, borders[1:]), strict=True)}
+
+
+def _repetition(values: np.ndarray) -> np.ndarray:
+    """How many equal values come before each value."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])
+    counts = np.diff(np.append(begins, len(ordered)))
+    repetition = np.empty(len(values), np.int64)
+    repetition[order] = np.arange(len(values)) - np.repeat(begins, counts)
+    return repetition

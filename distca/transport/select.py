@@ -1,0 +1,162 @@
+"""Choose a transport once, say which and why, and let the user decide otherwise."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distca.cluster.hostname import machine_name
+from distca.errors import TransportError
+from distca.transport import cuda_ops
+from distca.transport.collective import CollectiveTransport
+from distca.transport.interface import Transport
+from distca.transport.nvshmem.transport import OneSidedTransport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NAMES = ("auto", "nvshmem", "nccl", "gloo")
+DEFAULT_BUFFER_GB = 2.0
+
+BETWEEN_MACHINES = (
+    "between machines rows go by NCCL, because NVSHMEM has not been measured on a network; cad.transport=nvshmem takes "
+    "it all the same"
+)
+
+# NVSHMEM starts once per process, and exchanges are numbered from its start: one transport per process.
+_started: dict[tuple[int, ...], OneSidedTransport] = {}
+
+
+def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
+    """Return the named transport over ``group``, or with "auto" NVSHMEM where it works inside one machine and else the
+    one of the group's backend. Every rank of the group calls it together.
+
+    Args:
+        name: "auto", "nvshmem", "nccl" or "gloo".
+        group: the server pool.
+        buffer_gb: GiB of symmetric memory per rank, for NVSHMEM.
+
+    Raises:
+        TransportError: the name is unknown or that transport cannot be used here; the message says why.
+    """
+    if name not in NAMES:
+        raise TransportError(f"cad.transport is '{name}'; it can be {', '.join(NAMES)}.")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    collective = CollectiveTransport(group)
+    spare = collective if name == "auto" else None
+    if name in ("auto", "nvshmem") and ranks in _started:
+        # Its memory stays as it is; the group and the name may be others now.
+        _started[ranks].use_spare(spare)
+        return _started[ranks]
+    reason = None
+    if name in ("auto", "nvshmem"):
+        reason = why_not_nvshmem_together(group, between_machines=name == "nvshmem")
+        if reason is None:
+            transport = _nvshmem_transport(group, buffer_gb, spare)
+            logger.info(
+                "Transport: nvshmem over %d ranks, %.3g GiB of symmetric memory each", transport.ranks, buffer_gb
+            )
+            return transport
+        if name == "nvshmem":
+            raise TransportError(
+                f"cad.transport=nvshmem cannot be used here: {reason}. Set cad.transport=auto to take another."
+            )
+    if name not in ("auto", collective.name):
+        raise TransportError(
+            f"cad.transport={name} cannot be used here: the ranks talk over {collective.name}. Set cad.transport=auto."
+        )
+    logger.info(
+        "Transport: %s over %d ranks%s",
+        collective.name,
+        collective.ranks,
+        f" (not nvshmem: {reason})" if reason and torch.cuda.is_available() else "",
+    )
+    return collective
+
+
+def why_not_nvshmem() -> str | None:
+    """Why this process cannot use NVSHMEM, or None; asks no other rank."""
+    if not torch.cuda.is_available():
+        return "it moves GPU memory, and torch finds no GPU here"
+    if cuda_ops.why_no_signals() is not None:
+        return cuda_ops.why_no_signals()
+    if importlib.util.find_spec("nvshmem") is None:
+        return "nvshmem4py is not installed"
+    try:
+        import nvshmem.core
+
+        nvshmem.core.get_version()  # loads the library of NVSHMEM
+    except Exception as error:  # whatever it is, rows can go by NCCL
+        return f"nvshmem4py does not load: {error}"
+    return None
+
+
+def why_not_nvshmem_together(group: dist.ProcessGroup, between_machines: bool) -> str | None:
+    """Why the ranks of ``group`` cannot or should not use NVSHMEM among themselves, or None; the same answer on every
+    rank.
+
+    Args:
+        group: the server pool.
+        between_machines: whether it is wanted also where the pool spans several.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return "there is one rank, which sends no rows"
+    if _started and tuple(ranks) not in _started:
+        return f"NVSHMEM runs over ranks {next(iter(_started))} in this process and starts only once"
+    own = why_not_nvshmem()
+    if own is None and dist.get_backend(group) == "gloo":
+        own = "the ranks hold their rows in CPU memory"
+    places = _gather((machine_name(), _gpu(torch.cuda.current_device()) if own is None else ""), group)
+    machines = {machine for machine, _ in places}
+    gpus = [gpu for machine, gpu in places if gpu and machine == machine_name()]
+    if own is None:
+        own = "several ranks share a GPU" if len(set(gpus)) < len(gpus) else why_no_peer_access(gpus)
+    # Gathered once more: what one rank sees of the GPUs need not be what another one sees.
+    for rank, reason in zip(ranks, _gather(own, group), strict=True):
+        if reason is not None:
+            return f"on rank {rank}, {reason}" if rank else reason
+    if len(machines) > 1 and not between_machines:
+        return f"the server pool spans {len(machines)} machines, and {BETWEEN_MACHINES}"
+    return None
+
+
+def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
+    """Why GPUs of this machine cannot write into each other's memory, or None.
+
+    Args:
+        gpus: their names, as :func:`_gpu` gives them; those that this process does not see are left out. By default
+            all that it sees.
+    """
+    visible = {_gpu(index): index for index in range(torch.cuda.device_count())}
+    indices = [visible[gpu] for gpu in (visible if gpus is None else gpus) if gpu in visible]
+    for a in indices:
+        for b in indices:
+            if a != b and not torch.cuda.can_device_access_peer(a, b):
+                return f"GPU {a} has no peer access to GPU {b}"
+    return None
+
+
+def _gpu(index: int) -> str:
+    """The same name for a GPU in every process of a machine, whatever is visible there."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
+    everyone = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float, spare: Transport | None) -> Transport:
+    from distca.transport.nvshmem.symmetric_memory import NvshmemFabric
+
+    transport = OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem", spare)
+    _started[tuple(dist.get_process_group_ranks(group))] = transport
+    return transport

@@ -1,0 +1,86 @@
+"""What a model's forward needs to know of its micro-batch beyond tokens; travels in place of the attention mask.
+
+megatron-core hands ``attention_mask`` through to every layer's core attention and to the block unread, so an object in
+its place reaches them without changing a signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distca.attention import Kernel, TaskBatch
+from distca.attention.differentiable import Timer, core_attention
+from distca.runtime import LayerRoutes
+
+
+@dataclass(frozen=True)
+class DisaggregatedMicroBatch:
+    """A micro-batch whose core attention is disaggregated.
+
+    Attributes:
+        routes: this rank's, of every layer that it has.
+        nano_rows: padded home rows of each nano-batch.
+        chunks: tensor-parallel ranks that share the sequence; the micro-batch's rows are ordered so that each of their
+            contiguous shares holds its part of every nano-batch.
+    """
+
+    routes: Sequence[LayerRoutes]
+    nano_rows: Sequence[int]
+    chunks: int
+
+
+@dataclass(frozen=True)
+class PackedMicroBatch:
+    """A micro-batch of whole documents whose core attention stays at home.
+
+    Another way of computing core attention under stock layers is a subclass with its own :meth:`attend`.
+
+    Attributes:
+        batch: borders of this rank's tasks.
+        rows: rows that belong to documents; rows beyond them are padding.
+    """
+
+    batch: TaskBatch
+    rows: int
+
+    def attend(
+        self,
+        kernel: Kernel,
+        q_NHD: torch.Tensor,
+        k_NGD: torch.Tensor,
+        v_NGD: torch.Tensor,
+        scale: float,
+        timer: Timer,
+    ) -> torch.Tensor:
+        """o_NHD of this rank's rows, differentiable with respect to q, k and v.
+
+        Args:
+            kernel: computes a batch of tasks.
+            q_NHD: [rows, heads, head_dim].
+            k_NGD: [rows, kv_heads, head_dim].
+            v_NGD: [rows, kv_heads, head_dim].
+            scale: factor on the attention scores.
+            timer: gives contexts in which the kernel runs, "forward" and "backward".
+        """
+        if not self.rows:
+            return q_NHD * 0
+        return core_attention(q_NHD, k_NGD, v_NGD, self.batch, kernel, scale, timer)
+
+
+def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> list[torch.Tensor]:
+    """Undo the interleaving over sequence-parallel shares.
+
+    Args:
+        x: [sum(nano_rows), ...] rows in micro-batch order.
+        nano_rows: rows of each nano-batch, multiples of ``chunks``.
+        chunks: sequence-parallel shares.
+
+    Returns:
+        One [rows, ...] tensor per nano-batch.
+    """
+    sizes = [rows // chunks for rows in nano_rows] * chunks
+    pieces = x.split(sizes)
+    return [torch.cat(pieces[nano :: len(nano_rows)]) for nano in range(len(nano_rows))]

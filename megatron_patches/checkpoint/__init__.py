@@ -1,0 +1,1 @@
+"""Distributed checkpoints of model and optimizer by Megatron-Core."""

@@ -1,0 +1,113 @@
+"""Sharded checkpoints by megatron's dist_checkpointing: model, optimizer, schedule, and what the loop adds.
+
+Everything is saved in the shapes of the whole model's parameters, so a checkpoint loads with any numbers of tensor-
+parallel, pipeline and data-parallel ranks that can hold the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import unwrap_model
+
+from megatron_patches.checkpoint.optimizer_state import keep_parts
+from megatron_patches.checkpoint.writer import TorchWriter
+from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
+
+
+def save_checkpoint(
+    path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule, extra: dict[str, Any]
+) -> None:
+    """Write a checkpoint; every rank calls it and it returns when all of it is written.
+
+    Args:
+        path: an existing empty folder.
+        model: the wrapped model.
+        optimizer: its optimizer and schedule.
+        extra: anything else that every rank has alike; its "step" is the number of optimizer steps done.
+    """
+    state = _sharded_state(model, optimizer, is_loading=False)
+    state["extra"] = extra
+    # Data-parallel ranks have much alike: each writes a part of it.
+    writer = FullyParallelSaveStrategyWrapper(TorchWriter(), parallel_state.get_data_parallel_group())
+    dist_checkpointing.save(state, str(path), writer, content_metadata=_metadata())
+
+
+def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:
+    """Restore what :func:`save_checkpoint` wrote; returns its ``extra``."""
+    _allocate_state(optimizer.optimizer)
+    with torch.no_grad():  # megatron copies into float32 weights themselves
+        state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
+        unwrap_model(model).load_state_dict(state["model"])
+        _keep_own_groups(state["optimizer"], optimizer.optimizer.state_dict())
+        optimizer.optimizer.load_state_dict(state["optimizer"])
+        optimizer.schedule.load_state_dict(state["schedule"])
+    extra: dict[str, Any] = state["extra"]
+    _restore_step(optimizer.optimizer, extra["step"])
+    return extra
+
+
+def _keep_own_groups(loaded: dict[str, Any], own: dict[str, Any]) -> None:
+    """Put this rank's parameter groups in place of the checkpoint's.
+
+    megatron saves those of the first rank only, which number its own parameters; another stage has others. What they
+    say besides is decided by the configuration and the schedule: a resumed run follows its own, not the checkpoint's.
+    """
+    if "param_groups" in own:
+        loaded["param_groups"] = own["param_groups"]
+    else:
+        loaded["optimizer"]["param_groups"] = own["optimizer"]["param_groups"]
+
+
+def _allocate_state(optimizer: Any) -> None:
+    """Give every weight an Adam state to load into.
+
+    torch's Adam makes it at the first step, and megatron's distributed optimizer (0.16.1) cannot load without it: it
+    reads the number of steps from the state.
+    """
+    for adam in torch_adams(optimizer):
+        for group in adam.param_groups:
+            for weight in group["params"]:
+                if not adam.state[weight]:
+                    moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+                    adam.state[weight] = {"step": _step_count(0, weight)} | moments
+
+
+def _restore_step(optimizer: Any, step: int) -> None:
+    """Set the number of steps that Adam corrects its moments by.
+
+    megatron's distributed optimizer (0.16.1) gives all weights one common tensor for it, which every weight's update
+    would then count up, and leaves the value from before the load in it.
+    """
+    for adam in torch_adams(optimizer):
+        for weight, state in adam.state.items():
+            state["step"] = _step_count(step, weight)
+
+
+def _step_count(step: int, weight: torch.Tensor) -> torch.Tensor:
+    """A number of steps as torch's fused Adam keeps it: a float32 scalar where the weight is."""
+    return torch.tensor(float(step), device=weight.device)
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _sharded_state(model: DistributedDataParallel, optimizer: OptimizerAndSchedule, is_loading: bool) -> dict[str, Any]:
+    keep_parts(optimizer.optimizer)
+    metadata = _metadata()
+    sharded_model = unwrap_model(model).sharded_state_dict(metadata=metadata)
+    return {
+        "model": sharded_model,
+        "optimizer": optimizer.optimizer.sharded_state_dict(sharded_model, is_loading=is_loading, metadata=metadata),
+        "schedule": optimizer.schedule.state_dict(),
+    }

@@ -1,0 +1,1 @@
+"""Disaggregated training held against unmodified Megatron-Core."""

@@ -1,0 +1,209 @@
+"""Hold the disaggregated transformer block alone against megatron-core's, in any precision.
+
+The full model's loss is float32 inside megatron-core; the block is not, so in float64 this comparison is exact to
+rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from distca.attention import Kernel, TaskBatch
+from distca.data.corpus import DocumentSet
+from distca.runtime import AttentionPool
+from distca.runtime.timeline import Timeline
+from distca.transport import choose_transport
+from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+from megatron_patches.groups import initialize_model_parallel, server_pool_group
+from megatron_patches.parity.harness import ParityCase, RandomDocuments, build, gather_shares, hidden_scores, plans_of
+from megatron_patches.parity.weights import load_full_weights
+
+
+@dataclass(frozen=True)
+class BlockOutcome:
+    """What a block computed, over all rows of the micro-batch; CPU tensors.
+
+    Attributes:
+        output: [tokens, hidden].
+        input_gradient: [tokens, hidden].
+        weight_gradients: full gradient of every parameter.
+    """
+
+    output: torch.Tensor
+    input_gradient: torch.Tensor
+    weight_gradients: dict[str, torch.Tensor]
+
+    def error(self, reference: BlockOutcome) -> dict[str, float]:
+        """Relative norms of the differences: output, input gradient, worst weight gradient."""
+
+        def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+            return float((a.double() - b.double()).norm() / b.double().norm())
+
+        return {
+            "output": relative(self.output, reference.output),
+            "input_gradient": relative(self.input_gradient, reference.input_gradient),
+            "weight_gradient": max(
+                relative(self.weight_gradients[name], reference.weight_gradients[name])
+                for name in self.weight_gradients
+            ),
+        }
+
+
+class _RowNumbers(DocumentSet):
+    """Reads as if each token were its row in the packed micro-batch, counted from 1; padding reads as 0."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+        self._first = np.cumsum(lengths) - lengths + 1
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        return np.arange(start, stop) + self._first[document]
+
+
+def rounded_weights(case: ParityCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The case's full weights, rounded to ``dtype`` and held in float64. Every rank calls it together."""
+    initialize_model_parallel(1, 1, case.seed)
+    model = build(case, torch.float32, "stock")
+    return {name: p.detach().to(dtype).double() for name, p in model.named_parameters()}
+
+
+def block_stock(
+    case: ParityCase, dtype: torch.dtype, device: torch.device, weights: dict[str, torch.Tensor]
+) -> BlockOutcome:
+    """megatron-core's own block on the case's first micro-batch, by this rank alone."""
+    initialize_model_parallel(1, 1, case.seed)
+    model = build(case, dtype, "stock").to(device=device, dtype=dtype)
+    micro_batch = RandomDocuments(case).micro_batches[0]
+    positions = np.concatenate([np.arange(length) for length in micro_batch.lengths])
+    return _alone(case, model, weights, positions, hidden_scores(micro_batch.lengths, positions).to(device))
+
+
+def block_packed(
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
+) -> BlockOutcome:
+    """megatron-core's block and layers with a packed-document kernel and the case's tensor and sequence parallelism.
+
+    This is what training runs where core attention stays at home. Every data-parallel rank computes all documents.
+    """
+    initialize_model_parallel(case.tp, 1, case.seed)
+    model = build(case, dtype, "packed", kernel=kernel, timeline=Timeline(device)).to(device=device, dtype=dtype)
+    lengths = RandomDocuments(case).micro_batches[0].lengths
+    tokens = int(lengths.sum())
+    borders = np.concatenate(([0], np.cumsum(lengths)))
+    padding = -tokens % case.tp
+    positions = np.concatenate([*(np.arange(length) for length in lengths), np.zeros(padding, np.int64)])
+    numbers = np.concatenate((np.arange(1, tokens + 1), np.zeros(padding, np.int64)))
+    documents = PackedMicroBatch(TaskBatch.of(borders, borders, device), tokens)
+    outcome = _share(case, model, weights, positions, numbers, documents, tokens)
+    replicas = dist.get_world_size() // case.tp
+    return BlockOutcome(
+        outcome.output / replicas,
+        outcome.input_gradient / replicas,
+        {name: gradient / replicas for name, gradient in outcome.weight_gradients.items()},
+    )
+
+
+def _alone(
+    case: ParityCase,
+    model: GPTModel,
+    weights: dict[str, torch.Tensor],
+    positions: np.ndarray,
+    attention: torch.Tensor,
+) -> BlockOutcome:
+    load_full_weights(model, weights, 0)
+    parameter = next(model.parameters())
+    hidden, weight = _rows(case, len(positions), parameter.dtype, parameter.device)
+    model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(parameter.device))
+    output = model.decoder(hidden[:, None], attention, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
+    (output * weight).sum().backward()
+    assert hidden.grad is not None
+    gradients = {name: p.grad.cpu() for name, p in model.decoder.named_parameters()}
+    return BlockOutcome(output.detach().cpu(), hidden.grad.cpu(), gradients)
+
+
+def _share(
+    case: ParityCase,
+    model: GPTModel,
+    weights: dict[str, torch.Tensor],
+    positions: np.ndarray,
+    numbers: np.ndarray,
+    attention: DisaggregatedMicroBatch | PackedMicroBatch,
+    tokens: int,
+) -> BlockOutcome:
+    """Run this rank's share of a block and gather everything, summed over data-parallel ranks.
+
+    Args:
+        case: the case.
+        model: of this tensor-parallel rank.
+        weights: full weights.
+        positions: position of each row of the data-parallel rank.
+        numbers: row of the packed micro-batch that each of them is, counted from 1; 0 for padding.
+        attention: how core attention runs.
+        tokens: rows of the packed micro-batch.
+    """
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    load_full_weights(model, weights, tp_rank)
+    parameter = next(model.parameters())
+    dtype, device = parameter.dtype, parameter.device
+    model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(device))
+    share = len(numbers) // case.tp
+    mine = torch.from_numpy(numbers[tp_rank * share : (tp_rank + 1) * share]).to(device)
+    full, weight = _rows(case, tokens, dtype, device)
+    padded = torch.cat((full.new_zeros(1, full.shape[1]), full.detach()))
+    hidden = padded[mine].requires_grad_()
+    output = model.decoder(hidden[:, None], attention, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
+    real = mine > 0
+    (output[real] * weight[mine[real] - 1]).sum().backward()
+    assert hidden.grad is not None
+    gradients = {}
+    for name, part in model.decoder.named_parameters():
+        # As in training: halves and ranks are added up in float32.
+        gradient = torch.zeros_like(part, dtype=torch.promote_types(dtype, torch.float32))
+        gradient += part.grad
+        dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
+        if getattr(part, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+        gradients[name] = gather_shares(name, gradient, weights[f"decoder.{name}"].shape)
+    return BlockOutcome(_everywhere(output.detach(), mine, tokens), _everywhere(hidden.grad, mine, tokens), gradients)
+
+
+def block_disaggregated(
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
+) -> BlockOutcome:
+    """The disaggregated block over all ranks; every rank calls it and gets the same outcome."""
+    initialize_model_parallel(case.tp, 1, case.seed)
+    pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
+    model = build(case, dtype, "disaggregated", pool=pool).to(device=device, dtype=dtype)
+    micro_batch = RandomDocuments(case).micro_batches[0]
+    planned = plans_of(case, micro_batch, pool.transport.rank, pool.transport.ranks, 0, device)
+    rows = planned.rows(_RowNumbers(micro_batch.lengths), micro_batch)
+    attention = DisaggregatedMicroBatch(planned.by_layer(case), rows.nano_rows, case.tp)
+    tokens = int(micro_batch.lengths.sum())
+    return _share(case, model, weights, rows.positions, rows.tokens, attention, tokens)
+
+
+def _rows(case: ParityCase, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeded input rows that require gradients, and the weights of the output's sum."""
+    generator = torch.Generator().manual_seed(case.seed + 7)
+    hidden, weight = (
+        # Rounded first, so that every precision starts from the same numbers.
+        torch.randn(tokens, case.shape.hidden, generator=generator).bfloat16().to(device, dtype)
+        for _ in range(2)
+    )
+    return hidden.requires_grad_(), weight
+
+
+def _everywhere(rows: torch.Tensor, numbers: torch.Tensor, tokens: int) -> torch.Tensor:
+    """All ranks' rows in their places."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    whole = torch.zeros(tokens + 1, rows.shape[1], dtype=wide, device=rows.device)
+    whole[numbers] = rows.to(wide)
+    whole[0] = 0
+    dist.all_reduce(whole)
+    return whole[1:].cpu()

@@ -1,0 +1,114 @@
+"""The cases in which disaggregated training is held against unmodified megatron-core, and how far apart they may be.
+
+Tests and ``distca parity`` run the same suites. Each suite runs on every rank of an initialised world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Literal
+
+import torch
+
+from distca.attention import choose_kernel
+from distca.attention.reference import ReferenceKernel
+from megatron_patches.parity import block as block_parity
+from megatron_patches.parity import harness as parity
+from megatron_patches.parity.harness import ParityCase, ParityShape, Recompute
+
+# Relative norms. Float32: the whole training path, loss and every parameter's gradient. Float64: the transformer block,
+# output, input gradient, every weight gradient. bfloat16: our distance from float64 over stock megatron-core's.
+FLOAT32_TOLERANCE = 1e-5
+FLOAT64_TOLERANCE = 1e-12
+BFLOAT16_RATIO = 1.1
+
+LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
+EDGES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "odd lengths, several micro-batches": ((3, 5, 7, 11, 31), (17, 19), (23,)),
+    "length 1": ((1, 1, 2, 1, 1),),
+    "a document over all ranks": ((97,), (60, 1)),
+    "300 documents": (tuple(1 + (7 * n) % 5 for n in range(300)),),
+    "ranks without tokens": ((2,), (1, 2)),
+}
+# Longer and wider on GPUs, so that the norms of rounding errors are averages over many numbers.
+GPU_LENGTHS = ((1300, 705, 1, 1500, 33, 557),)
+GPU_EDGES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "odd lengths and length 1": ((3, 1, 701, 1111, 1, 31),),
+    "a document over all ranks": ((4093,),),
+    "300 documents": (tuple(1 + (7 * n) % 23 for n in range(300)),),
+    "ranks without tokens": ((2,),),
+}
+GPU_SHAPE = ParityShape(hidden=512, ffn=1024, heads=8, kv_heads=2, resolved_head_dim=64, vocabulary=512, init_std=0.04)
+
+Figures = dict[str, float]
+BACKWARDS: tuple[Literal["keep", "resend"], ...] = ("keep", "resend")
+MLP: Recompute = "mlp"
+
+
+def all_modes(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[ParityCase]:
+    """Ping-pong on and off × keep and resend × nothing and everything recomputed; the MLP alone with two of them."""
+    levels: tuple[Recompute, ...] = ("none", "all")
+    modes = [*product((True, False), BACKWARDS, levels), (True, BACKWARDS[0], MLP), (False, BACKWARDS[1], MLP)]
+    return [
+        ParityCase(micro_batches=lengths, tp=tp, ping_pong=ping_pong, backward=backward, recompute=recompute)
+        for ping_pong, backward, recompute in modes
+    ]
+
+
+def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = None) -> list[ParityCase]:
+    """Lengths at the limits, under real and random plans."""
+    return [
+        ParityCase(
+            micro_batches=lengths,
+            tp=tp,
+            backward="keep" if scheduler == "random" else "resend",
+            recompute="all" if scheduler == "random" else (MLP, "none")[number % 2],  # type: ignore[arg-type]
+            scheduler=scheduler,  # type: ignore[arg-type]
+            tie_embeddings=scheduler == "real",
+        )
+        for (number, lengths), scheduler in product(enumerate((edges or EDGES).values()), ("random", "real"))
+    ]
+
+
+# All references come before all candidates, so that megatron's groups change their sizes only once.
+
+
+def float32_differences(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
+    """Loss and worst parameter gradient of the whole training path, relative to stock megatron-core in float32."""
+    references = [parity.run_stock(case, torch.float32, device) for case in cases]
+    results = []
+    for case, (reference, weights) in zip(cases, references, strict=True):
+        candidate = parity.run_disaggregated(case, torch.float32, device, ReferenceKernel(), weights)
+        difference = parity.difference(candidate, reference)
+        results.append({"loss": difference.loss, "gradient": difference.gradient})
+    return results
+
+
+def float64_errors(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
+    """Output, input gradient and worst weight gradient of the transformer block in float64."""
+    weights = [block_parity.rounded_weights(case, torch.float32) for case in cases]
+    references = [
+        block_parity.block_stock(case, torch.float64, device, full) for case, full in zip(cases, weights, strict=True)
+    ]
+    return [
+        block_parity.block_disaggregated(case, torch.float64, device, ReferenceKernel(), full).error(reference)
+        for case, full, reference in zip(cases, weights, references, strict=True)
+    ]
+
+
+def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
+    """Our block's distance from float64, over that of megatron-core with the same kernel and tensor parallelism."""
+    kernel = choose_kernel("auto", device=device, dtype=torch.bfloat16, head_dim=GPU_SHAPE.resolved_head_dim)
+    cases = [replace(case, shape=GPU_SHAPE) for case in cases]
+    weights = [block_parity.rounded_weights(case, torch.bfloat16) for case in cases]
+    exact, stock = [], []
+    for case, full in zip(cases, weights, strict=True):
+        exact.append(block_parity.block_stock(case, torch.float64, device, full))
+        stock.append(block_parity.block_packed(case, torch.bfloat16, device, kernel, full).error(exact[-1]))
+    results = []
+    for case, full, reference, theirs in zip(cases, weights, exact, stock, strict=True):
+        ours = block_parity.block_disaggregated(case, torch.bfloat16, device, kernel, full).error(reference)
+        results.append({f"{name}_ratio": ours[name] / theirs[name] for name in theirs})
+    return results

@@ -1,0 +1,1 @@
+"""Replacements for parts of Megatron-Core: fused operations, and running it on CPUs."""

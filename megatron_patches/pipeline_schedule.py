@@ -1,0 +1,243 @@
+"""The same-phase pipeline schedule: in a tick all stages run a forward phase, then all run a backward phase.
+
+With p stages, stage s runs the forward of micro-batch m in tick m + s and its backward in tick m + 2(p − 1) − s. M
+micro-batches take M + p − 1 phases of each kind, as 1F1B does; a stage holds 2(p − 1 − s) + 1 micro-batches in flight,
+where 1F1B holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
+
+Activations that a forward phase ends with travel to the next stage while the backward phase computes, gradients while
+the next forward phase does: each is started where it is ready and waited for where it is used. All ranks start their
+exchanges of attention rows and their stage transfers in the same order, so that neither can wait for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
+from megatron.core.utils import unwrap_model
+
+from distca.device.host_to_device import Destination
+from distca.plan.pipeline import Phase, PipelinePlan, Segment
+from distca.runtime import AttentionPool, LayerRoutes, NanoRoutes
+from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
+from megatron_patches.stage_transfers import Neighbours, StageTransfer
+from megatron_patches.training_step import DeviceBatch, finalize_gradients, loss_and_tokens
+
+
+@dataclass(frozen=True)
+class StageRoutes:
+    """One rank's routes of a step.
+
+    Attributes:
+        busy: by micro-batch and layer of this stage: forward in the micro-batch's forward phase, backward in its
+            backward phase.
+        served_forward: by forward phase, of the layers that this stage only serves: all where it has no micro-batch,
+            else those that other stages have beyond its own.
+        served_backward: the same for backward phases.
+    """
+
+    busy: tuple[tuple[LayerRoutes, ...], ...]
+    served_forward: tuple[tuple[LayerRoutes, ...], ...]
+    served_backward: tuple[tuple[LayerRoutes, ...], ...]
+
+    @staticmethod
+    def of(plan: PipelinePlan, stage: int, rank: int, device: Destination) -> StageRoutes:
+        """Routes of a stage's data-parallel rank."""
+        me, own = plan.pool_rank(stage, rank), plan.layers.of(stage, plan.stages)
+        made: dict[tuple[Segment, Segment], LayerRoutes] = {}
+
+        def routes(there: Segment, back: Segment) -> LayerRoutes:
+            # Layers of a segment share theirs.
+            if (there, back) not in made:
+                before = [None, *(each.layout for each in there.plans)]
+                made[there, back] = tuple(
+                    NanoRoutes.of(one, other, me, device, previous)
+                    for one, other, previous in zip(there.plans, back.plans, before, strict=False)
+                )
+            return made[there, back]
+
+        def busy(micro_batch: int) -> tuple[LayerRoutes, ...]:
+            there = plan.forward[plan.forward_phase(micro_batch, stage)].by_layer
+            back = plan.backward[plan.backward_phase(micro_batch, stage)].by_layer
+            return tuple(routes(*each) for each in zip(there[:own], back[:own], strict=True))
+
+        def served(phase: Phase) -> tuple[LayerRoutes, ...]:
+            first = 0 if phase.micro_batches[stage] is None else own
+            return tuple(routes(segment, segment) for segment in phase.by_layer[first:])
+
+        return StageRoutes(
+            tuple(busy(number) for number in range(len(plan.forward) - plan.stages + 1)),
+            tuple(served(phase) for phase in plan.forward),
+            tuple(served(phase) for phase in plan.backward),
+        )
+
+
+def run_ticks(
+    model: DistributedDataParallel,
+    batches: Sequence[DeviceBatch],
+    plan: PipelinePlan,
+    routes: StageRoutes,
+    pool: AttentionPool,
+    *,
+    forward_only: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward and, unless told otherwise, backward of a global batch over all stages.
+
+    Args:
+        model: this stage's part, from wrap_for_data_parallel.
+        batches: this rank's micro-batches; stages other than the first and the last only use their sizes and positions.
+        plan: the step's plan.
+        routes: this rank's routes.
+        pool: the server pool, over all stages; it resends.
+        forward_only: compute losses only.
+
+    Returns:
+        (sum of the token losses, number of tokens) over the whole global batch: two float64 scalars on the device.
+    """
+    if not forward_only:
+        model.zero_grad_buffer()
+    stage = _Stage(model, batches, routes, pool)
+    with stage.recorded():
+        for direction, number in plan.order():
+            if direction == "forward":
+                stage.forward_phase(number, plan, forward_only)
+            elif not forward_only:
+                stage.backward_phase(number, plan)
+    if not forward_only:
+        finalize_gradients([model], stage.total[1].int())
+    total = stage.total
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total[0], total[1]
+
+
+class _Stage:
+    """One rank's walk through the phases."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        batches: Sequence[DeviceBatch],
+        routes: StageRoutes,
+        pool: AttentionPool,
+    ) -> None:
+        self._model, self._batches, self._routes, self._pool = model, batches, routes, pool
+        self._gpt = unwrap_model(model)
+        self._config = self._gpt.config
+        self._number = parallel_state.get_pipeline_model_parallel_rank()
+        self._inputs: dict[int, torch.Tensor | None] = {}
+        self._outputs: dict[int, torch.Tensor] = {}
+        # Under way: activations to the next forward phase, gradients to the next backward phase.
+        self._activations, self._gradients = StageTransfer(None, None, []), StageTransfer(None, None, [])
+        device = batches[0].tokens.device
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self._neighbours = Neighbours(group, self._config.pipeline_dtype, device)
+        self.total = torch.zeros(2, dtype=torch.float64, device=device)
+        self._layers = len(self._gpt.decoder.layers)
+        tp = self._config.tensor_model_parallel_size
+        self._empty = EmptyLayer(
+            self._config.num_attention_heads // tp,
+            self._config.num_query_groups // tp,
+            self._config.kv_channels,
+            self._config.params_dtype,
+            device,
+            self._config.softmax_scale or self._config.kv_channels**-0.5,
+        )
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Time what lies around the layers too (embedding, output layer, loss), while the timeline records."""
+        timeline, top = self._pool.timeline, self._layers - 1
+        if not timeline.recording:
+            yield
+            return
+        hook = self._gpt.decoder.register_forward_hook(lambda *_: timeline.open("head", top, 0, "forward"))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def forward_phase(self, number: int, plan: PipelinePlan, forward_only: bool) -> None:
+        """Run or serve forward phase ``number``, then start passing activations to the next stage."""
+        running = plan.forward[number].micro_batches
+        received, output = self._activations.wait(), None
+        micro_batch = running[self._number]
+        if micro_batch is not None:
+            output = self._forward(micro_batch, received, forward_only)
+        serve_forward(self._pool, self._routes.served_forward[number], self._empty, self._own_of(micro_batch))
+        incoming = self._number > 0 and running[self._number - 1] is not None
+        sent = output if self._number < plan.stages - 1 else None
+        self._activations = self._neighbours.start(
+            1, sent, self._shape(running[self._number - 1]) if incoming else None
+        )
+        if output is not None and not forward_only:
+            deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
+
+    def backward_phase(self, number: int, plan: PipelinePlan) -> None:
+        """Run or serve backward phase ``number``, then start passing gradients to the previous stage."""
+        running = plan.backward[number].micro_batches
+        micro_batch = running[self._number]
+        received, sent = self._gradients.wait(), None
+        # The layers that it only serves are the last ones, and so the first in backward.
+        serve_backward(self._pool, self._routes.served_backward[number], self._empty, self._own_of(micro_batch))
+        if micro_batch is not None:
+            gradient = self._backward(micro_batch, received)
+            sent = gradient if self._number else None
+        incoming = self._number < plan.stages - 1 and running[self._number + 1] is not None
+        self._gradients = self._neighbours.start(-1, sent, self._shape(running[self._number + 1]) if incoming else None)
+
+    def _forward(self, micro_batch: int, received: torch.Tensor | None, forward_only: bool) -> torch.Tensor:
+        batch = self._batches[micro_batch]
+        if received is not None:
+            received.requires_grad_()
+        self._gpt.set_input_tensor(received)
+        self._gpt.rotary_pos_emb.set_positions(batch.positions)
+        run = partial(
+            self._model, batch.tokens, None, batch.micro_batch, labels=batch.labels, loss_mask=batch.loss_mask
+        )
+        self._pool.timeline.open("embed", 0, 0, "forward")
+        if forward_only:
+            with torch.no_grad():
+                output = run()
+        else:
+            output = run()
+        self._gpt.set_input_tensor(None)  # which would keep it, and its gradient, until the next micro-batch
+        if parallel_state.is_pipeline_last_stage():
+            output, _, figures = loss_and_tokens(batch.loss_mask, output)
+            self.total += figures
+        self._pool.timeline.close()
+        if not forward_only:
+            self._inputs[micro_batch], self._outputs[micro_batch] = received, output
+        return output
+
+    def _backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Gradient of the stage's input; None on the first stage."""
+        self._pool.timeline.open("head", self._layers - 1, 0, "backward", past_launches=True)
+        gradient = backward_step(
+            self._inputs.pop(micro_batch),
+            self._outputs.pop(micro_batch),
+            gradient,
+            ModelType.encoder_or_decoder,
+            self._config,
+        )
+        self._pool.timeline.close()
+        return gradient
+
+    def _own_of(self, micro_batch: int | None) -> int:
+        """Layers that this stage runs itself in a phase."""
+        return 0 if micro_batch is None else self._layers
+
+    def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
+        """Of the activations that a stage passes on: this rank's share of the sequence."""
+        assert micro_batch is not None
+        rows = self._batches[micro_batch].tokens.shape[1]
+        shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+        return rows // shares, 1, self._config.hidden_size

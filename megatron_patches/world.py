@@ -1,0 +1,83 @@
+"""This process's place among the ranks: device, torch.distributed, megatron's groups."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from distca.cluster.health import Companions
+from distca.device.host_memory import keep_freed_memory
+from distca.transport.nccl_priority import nccl_goes_first
+
+# Long enough for slow file systems, short enough that a dead rank ends the others.
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process runs.
+
+    Attributes:
+        rank: global rank.
+        size: number of ranks.
+        device: this rank's device.
+        companions: watches over the other ranks; None where nobody does.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    companions: Companions | None = None
+
+
+def world_size_of_environment() -> int:
+    """Ranks that torchrun or srun started, from the environment; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join_world() -> World:
+    """Initialise torch.distributed from the launcher's variables: NCCL on GPUs, gloo without.
+
+    Without a launcher (``python pretrain_llama.py``) this process is a world of one rank.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), world_size_of_environment()
+    if "MASTER_ADDR" not in os.environ:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        nccl_goes_first()
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device)
+    else:
+        device = torch.device("cpu")
+        _use_cpu()
+        keep_freed_memory()
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_TIMEOUT)
+    return World(rank, size, device)
+
+
+def leave_world() -> None:
+    """Undo :func:`join_world`."""
+    dist.destroy_process_group()
+
+
+def _use_cpu() -> None:
+    with warnings.catch_warnings():
+        # megatron-core warns at import, once per module, that CUDA libraries are missing; on CPUs they are.
+        warnings.simplefilter("ignore")
+        from megatron_patches.patches.cpu import use_cpu
+
+        use_cpu()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,41 @@
+"""Which servers share a machine."""
+
+import logging
+
+import pytest
+import torch.distributed as dist
+
+from distca.cluster import topology
+from distca.cluster.topology import links_of
+from distca.plan import Links
+from distca.testing.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    "machines,links,said",
+    [
+        ("a", Links(), None),
+        ("aaaa", Links(), None),
+        ("abcd", Links(), None),  # each alone: all bytes cost alike
+        ("aabb", Links(2), "Plans prefer servers on the same machine: 2 machines of 2."),
+        ("aaabbbccc", Links(3), "Plans prefer servers on the same machine: 3 machines of 3."),
+        ("aaab", Links(), "do not know which of the 4 servers share a machine"),
+        ("abab", Links(), "do not know which of the 4 servers share a machine"),
+        ("aabbaa", Links(), "do not know which of the 6 servers share a machine"),
+    ],
+)
+def test_links_of_machines(machines: str, links: Links, said: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert links_of(list(machines)) == links
+    assert said in caplog.text if said else not caplog.messages
+
+
+def _found(tp: int) -> Links:
+    topology.machine_name = lambda: "aabb"[dist.get_rank() // 2]
+    return topology.pool_links(tp)
+
+
+def test_a_server_is_where_its_first_tensor_parallel_rank_is() -> None:
+    assert run_ranks(8, _found, 1) == [Links(4)] * 8
+    assert run_ranks(8, _found, 2) == [Links(2)] * 8
+    assert run_ranks(8, _found, 4) == [Links()] * 8

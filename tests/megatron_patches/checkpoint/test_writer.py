@@ -1,0 +1,79 @@
+"""Checkpoints are written by the processes that train: a process that uses a GPU must not be forked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from distca.testing.ranks import run_ranks
+from distca.train.config.cli import parse_run_config
+from tests.train.small_runs import StepByStep, arguments, write_texts
+
+
+def _save(line: list[str], folder: Path) -> tuple[list[int], int]:
+    """Save a run's state with no way to start a process; returns the bytes of the files, and this rank's number."""
+    import multiprocessing.process
+    import os
+
+    from megatron_patches.checkpoint.save_load import load_checkpoint, save_checkpoint
+    from megatron_patches.patches.cpu import use_cpu
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    use_cpu()
+    run = StepByStep(parse_run_config(line))
+    run.run(run.inputs())
+    run.trainer.optimizer.step()
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    os.fork = refuse  # type: ignore[assignment]
+    multiprocessing.process.BaseProcess.start = refuse  # type: ignore[method-assign]
+    save_checkpoint(folder, run.trainer.model, run.trainer.optimizer, {"step": 1})
+    assert load_checkpoint(folder, run.trainer.model, run.trainer.optimizer)["step"] == 1
+    run.close()
+    return [file.stat().st_size for file in sorted(folder.glob("*.distcp"))], dist.get_rank()
+
+
+def test_nothing_is_forked_and_all_ranks_write_about_as_much(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    line = arguments(output=tmp_path, data__path=tmp_path / "texts", model__layers=4)
+    ((sizes, _), *others) = run_ranks(4, _save, line, tmp_path / "saved")
+    assert len(sizes) == 4 and len(others) == 3
+    # One of this small model's matrices is much of a rank's part.
+    assert min(sizes) > 0.4 * max(sizes)
+
+
+def _save_too_much(line: list[str], folder: Path) -> str:
+    import resource
+    import signal
+
+    from distca.errors import CheckpointError
+    from distca.train.checkpoint.checkpoints import save
+    from distca.train.run.run_folder import RunFolder
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    run = StepByStep(parse_run_config(line))
+    run.run(run.inputs())
+    run.trainer.optimizer.step()
+    # Files cannot grow further, as on a full disk, in the second rank only.
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    try:
+        save(run.trainer, RunFolder(folder), 1, {})
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_is_one_sentence_on_all(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    line = arguments(output=tmp_path, data__path=tmp_path / "texts")
+    one, two = run_ranks(2, _save_too_much, line, tmp_path)
+    assert one == two
+    assert f"{tmp_path}/checkpoints/step_000001 could not be written by rank 1 (" in one and "are free there." in one
+    assert "\n" not in one and not (tmp_path / "checkpoints/step_000001/COMPLETE").exists()

@@ -1,0 +1,55 @@
+"""megatron's groups made, made again in other sizes, and closed: states to draw from, pools, nothing left open."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from distca.testing.ranks import run_ranks
+
+SIZES = ((1, 2), (1, 2), (2, 1), (1, 2))
+"""Tensor-parallel ranks and stages, one after the other."""
+
+
+def _seeded_and_pooled(seed: int) -> list[dict[str, Any]]:
+    """By sizes: the seeded states, ranks of the pool, the sum of their numbers by it, and open groups."""
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel, server_pool_group
+
+    found = []
+    for sizes in SIZES:
+        initialize_model_parallel(*sizes, seed)
+        tracker, pool = get_cuda_rng_tracker(), server_pool_group()
+        assert server_pool_group() is pool
+        states = {name: state.clone() for name, state in tracker.get_states().items()}
+        with tracker.fork():  # which moves the state on
+            torch.randn(3)
+        number = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(number, group=pool)
+        groups = len(dist.distributed_c10d._world.pg_map)
+        found.append({"states": states, "pool": dist.get_process_group_ranks(pool), "sum": number, "groups": groups})
+    destroy_model_parallel()
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    return found
+
+
+def test_groups_that_come_again_are_new_and_seeded_alike() -> None:
+    ranks = run_ranks(2, _seeded_and_pooled, 7)
+    for rank in ranks:
+        first, kept, other, last = rank
+        for again in (kept, last):
+            assert all(torch.equal(state, again["states"][name]) for name, state in first["states"].items())
+            assert again["pool"] == first["pool"] == [0, 1] and again["sum"] == first["sum"] == 1
+            assert again["groups"] == first["groups"], "groups of other sizes were left open"
+        assert len(other["pool"]) == 1
+    drawn = "model-parallel-rng"
+    one, two = (rank[0]["states"][drawn] for rank in ranks)
+    assert not torch.equal(one, two), "no two stages draw the same weights"

@@ -1,0 +1,156 @@
+"""Pipelines with idle stages serving, on gloo ranks, against unmodified megatron-core on one rank: float32."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distca.testing.ranks import run_ranks
+
+CPU = torch.device("cpu")
+MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2), (5, 5, 40), (1,), (61,), (8, 9, 10))
+
+
+def _differences(tp, pp, settings, layers=4):
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    from distca.attention.reference import ReferenceKernel
+    from megatron_patches.parity import harness as parity
+    from megatron_patches.parity.pipeline import run_pipelined
+
+    cases = [
+        replace(parity.ParityCase(tp=tp, **changes), shape=parity.ParityShape(layers=layers)) for changes in settings
+    ]
+    references = [parity.run_stock(case, torch.float32, CPU) for case in cases]
+    results = []
+    for case, (reference, weights) in zip(cases, references, strict=True):
+        candidate = run_pipelined(case, torch.float32, CPU, ReferenceKernel(), weights, pp)
+        results.append((case, parity.difference(candidate, reference)))
+    return results
+
+
+def _settings(counts):
+    """Cases of so many micro-batches, each unlike the others in what else there is."""
+    return [
+        {
+            "micro_batches": MICRO_BATCHES[:count],
+            "ping_pong": count % 2 == 0,
+            "recompute": ("all", "none", "mlp")[count % 3],
+            "scheduler": ("real", "random")[count % 2],
+            "tie_embeddings": count > 3,
+        }
+        for count in counts
+    ]
+
+
+@pytest.mark.parametrize("ranks,tp,pp", [(2, 1, 2), (4, 1, 4), (4, 1, 2), (8, 2, 2)])
+def test_loss_and_every_gradient(ranks, tp, pp):
+    settings = _settings(range(1, 7))
+    for case, difference in run_ranks(ranks, _differences, tp, pp, settings)[0]:
+        assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
+
+
+@pytest.mark.parametrize(
+    "ranks,tp,pp,layers,last", [(2, 1, 2, 4, 1), (2, 1, 2, 3, 1), (4, 1, 4, 10, 1), (8, 2, 2, 5, 2)]
+)
+def test_a_last_stage_with_fewer_layers(ranks, tp, pp, layers, last):
+    """While the others run what it does not have, it computes the output layer and then, where that is more, serves.
+    With one micro-batch there are phases in which nobody runs the others' layers."""
+    settings = [case | {"last_stage_layers": last} for case in _settings((1, 2, 3, 6))]
+    for case, difference in run_ranks(ranks, _differences, tp, pp, settings, layers)[0]:
+        assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
+
+
+def _over_little_memory(capacity):
+    """How far a step whose rows land in ``capacity`` bytes is from the reference, and how many exchanges gloo took."""
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    from distca.attention.reference import ReferenceKernel
+    from distca.testing import host_fabric
+    from distca.transport.collective import CollectiveTransport
+    from distca.transport.nvshmem.transport import OneSidedTransport
+    from megatron_patches.parity import harness as parity
+    from megatron_patches.parity import pipeline as pipeline_parity
+
+    made = []
+
+    def transport(name, group):
+        made.append(OneSidedTransport(host_fabric.HostFabric(capacity), "host", CollectiveTransport(group)))
+        return made[0]
+
+    pipeline_parity.choose_transport = transport
+    case = parity.ParityCase(micro_batches=MICRO_BATCHES, last_stage_layers=2, shape=parity.ParityShape(layers=5))
+    reference, weights = parity.run_stock(case, torch.float32, CPU)
+    candidate = pipeline_parity.run_pipelined(case, torch.float32, CPU, ReferenceKernel(), weights, 2)
+    return parity.difference(candidate, reference), made[0].spared
+
+
+@pytest.mark.parametrize("capacity", [12_000, 16_000, 1 << 20])
+def test_a_last_stage_that_joins_at_other_times_spares_the_same_exchanges(capacity):
+    answers = run_ranks(4, _over_little_memory, capacity)
+    for difference, spared in answers:
+        assert max(difference.loss, difference.gradient) <= 1e-5
+        assert spared == answers[0][1] and (spared > 0) == (capacity < 1 << 20)
+
+
+SMALL = {"layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "vocabulary": 64}
+BATCHES = {"source": "mix", "path": "pretrain", "vocabulary": 64, "context_length": 128, "tokens_per_rank": 128}
+
+
+def _left_behind():
+    """Of a recorded step and of a validation: micro-batches whose tensors a stage still has and its last input, whether
+    a graph was built in the forward phases, and hooks that are left."""
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    from distca.train.config.cli import parse_run_config
+    from megatron_patches import pipeline_schedule
+    from tests.train.small_runs import StepByStep
+
+    settings = {f"model.{name}": value for name, value in SMALL.items()}
+    settings |= {f"data.{name}": value for name, value in BATCHES.items()}
+    settings |= {"data.whole_documents": "true", "data.validation_fraction": 0}
+    settings |= {"parallel.pp": 2, "train.micro_batches": 3}
+    run = StepByStep(parse_run_config([text for name, value in settings.items() for text in (f"--{name}", str(value))]))
+    assert not run.trainer.model.ddp_config.overlap_grad_reduce, "stages do not end with the same micro-batch"
+    inputs, stages, graphs = run.inputs(), [], []
+
+    class Noted(pipeline_schedule._Stage):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            stages.append(self)
+
+        def _forward(self, *arguments):
+            return without_span(super()._forward(*arguments))
+
+        def _backward(self, *arguments):
+            return without_span(super()._backward(*arguments))
+
+    def without_span(result):
+        assert run.trainer.pool.timeline._open is None, "a wait that follows would count as computation"
+        return result
+
+    pipeline_schedule._Stage = Noted
+    decoder = run.trainer.model.module.decoder
+    decoder.register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
+    run.trainer.pool.timeline.start_recording()
+    for forward_only in (False, True):
+        routes = inputs.pipeline.routes
+        plan, pool = inputs.pipeline.plan, run.trainer.pool
+        pipeline_schedule.run_ticks(run.trainer.model, inputs.batches, plan, routes, pool, forward_only=forward_only)
+    left = [len(stage._inputs) + len(stage._outputs) for stage in stages] + [decoder.input_tensor]
+    hooks = len(decoder._forward_hooks)
+    run.close()
+    return left, graphs, hooks
+
+
+def test_stages_keep_nothing_and_validation_builds_no_graph():
+    for left, graphs, hooks in run_ranks(2, _left_behind):
+        assert left == [0, 0, None] and hooks == 1
+        assert graphs == [True] * 3 + [False] * 3

@@ -1,0 +1,73 @@
+"""The fused SwiGLU and the MLP around it against megatron-core's own, and what they keep for backward."""
+
+import warnings
+
+import pytest
+import torch
+
+from distca.testing.ranks import run_ranks
+from distca.testing.reference_attention import relative_error
+
+WIDTH = 10
+
+
+def _reference(x, d_out):
+    gate, up = x.chunk(2, dim=-1)
+    out = torch.nn.functional.silu(gate) * up
+    return out.detach(), torch.autograd.grad(out, x, d_out)[0]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 37])
+@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-9)])
+def test_values_and_gradient(rows, dtype, limit):
+    from distca.ops.swiglu import swiglu
+
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 1, 2 * WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    d_out = torch.randn(rows, 1, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    expected = _reference(x.double().requires_grad_(), d_out.double())
+    out = swiglu(x.requires_grad_())
+    assert out.dtype == dtype
+    for ours, theirs in zip((out, torch.autograd.grad(out, x, d_out)[0]), expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert not rows or relative_error(ours, theirs) < limit
+
+
+def _mlps(tp):
+    """(output, gradients) of megatron's MLP and of ours with the same weights, in float64."""
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.mlp import MLP
+
+    from megatron_patches.groups import initialize_model_parallel
+    from megatron_patches.model import transformer_config
+    from megatron_patches.parity.harness import ParityShape
+    from megatron_patches.patches.fused_swiglu import fuse_swiglu
+
+    initialize_model_parallel(tp, 1, 1)
+    config = transformer_config(ParityShape(), torch.float64, cpu_initialization=True)
+    submodules = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.mlp.submodules
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(2)
+        mlp = MLP(config, submodules, ffn_hidden_size=config.ffn_hidden_size)
+        if fused:
+            fuse_swiglu(mlp)
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(11, 1, config.hidden_size, generator=generator, dtype=torch.float64, requires_grad=True)
+        out, bias = mlp(x)
+        assert bias is None
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad, *(weight.grad for weight in mlp.parameters())))
+    return results
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_mlp_is_megatrons(tp):
+    for stock, ours in run_ranks(tp, _mlps, tp):
+        assert len(ours) == len(stock) == 4
+        for mine, theirs in zip(ours, stock, strict=True):
+            assert relative_error(mine, theirs) < 1e-14

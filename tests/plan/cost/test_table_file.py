@@ -1,0 +1,80 @@
+import json
+
+import numpy as np
+import pytest
+
+from distca.errors import PlanError
+from distca.plan import analytic_cost, load_table
+from distca.plan.cost.table_file import find_table, table_name, write_table
+
+Q, KV = np.array([128, 1024, 4096]), np.array([128, 4096])
+
+
+def write(folder, factor=1.0, device="NVIDIA H200", kernel="flash4", heads=32, kv_heads=8, head_dim=128, **others):
+    q, kv = np.meshgrid(Q, KV, indexing="ij")
+    cost = analytic_cost(heads, kv_heads, head_dim)
+    content = {"device": device, "kernel": kernel, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    content |= {"block": 128, "q_rows": Q, "kv_rows": KV}
+    for name in ("forward", "backward"):
+        content[f"{name}_seconds"] = np.where(q <= kv, factor * getattr(cost, name)(q, kv), np.nan)
+    path = folder / table_name(device, kernel, heads, kv_heads, head_dim)
+    write_table(path, content | others)
+    return path
+
+
+def test_names():
+    assert table_name("NVIDIA H200", "flash4", 32, 8, 128) == "h200_flash4_32x8x128.json"
+    assert table_name("NVIDIA A100-SXM4-80GB", "torch", 8, 8, 64) == "a100-sxm4-80gb_torch_8x8x64.json"
+
+
+def test_written_tables_are_read_again(tmp_path):
+    path = write(tmp_path, factor=1.3)
+    cost = load_table(path)
+    assert cost.forward(np.array(1024), np.array(4096)) == pytest.approx(
+        1.3 * analytic_cost(32, 8, 128).forward(np.array(1024), np.array(4096)), rel=1e-5
+    )
+    content = json.loads(path.read_text())
+    assert content["forward_seconds"][2][0] is None
+    assert max(len(line) for line in path.read_text().splitlines()) < 200
+
+
+def test_right_file_is_found(tmp_path):
+    write(tmp_path, factor=2.0)
+    write(tmp_path, factor=9.0, kernel="torch")
+    write(tmp_path, factor=9.0, device="NVIDIA H100")
+    write(tmp_path, factor=9.0, head_dim=64)
+    write(tmp_path, factor=9.0, kv_heads=4)
+    found = find_table("NVIDIA H200", "flash4", 32, 8, 128, folder=tmp_path)
+    assert found is not None
+    expected = 2 * analytic_cost(32, 8, 128).backward(np.array(128), np.array(4096))
+    assert found.backward(np.array(128), np.array(4096)) == pytest.approx(expected, rel=1e-5)
+    for missing in [("NVIDIA H20", "flash4", 32, 8, 128), ("NVIDIA H200", "flash4", 32, 16, 128)]:
+        assert find_table(*missing, folder=tmp_path) is None
+
+
+def test_seconds_scale_with_heads_from_the_nearest_number(tmp_path):
+    write(tmp_path, factor=2.0, heads=32, kv_heads=8)
+    write(tmp_path, factor=3.0, heads=8, kv_heads=2)
+    found = find_table("NVIDIA H200", "flash4", 4, 1, 128, folder=tmp_path)
+    assert found is not None and (found.shape.heads, found.shape.kv_heads) == (4, 1)
+    q, kv = np.array([128, 1024]), np.array([4096, 4096])
+    np.testing.assert_allclose(found.forward(q, kv), 3 / 2 * analytic_cost(8, 2, 128).forward(q, kv), rtol=1e-5)
+
+
+def test_incomplete_tables_are_refused(tmp_path):
+    path = write(tmp_path)
+    content = json.loads(path.read_text())
+    del content["q_rows"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match="lacks q_rows"):
+        find_table("NVIDIA H200", "flash4", 32, 8, 128, folder=tmp_path)
+
+
+def test_shipped_tables_are_found_by_their_names():
+    from distca.plan.cost.table_file import TABLES
+
+    for path in TABLES.glob("*.json"):
+        content = json.loads(path.read_text())
+        key = [content[name] for name in ("device", "kernel", "heads", "kv_heads", "head_dim")]
+        assert path.name == table_name(*key)
+        assert find_table(*key) is not None

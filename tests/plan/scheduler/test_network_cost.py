@@ -1,0 +1,35 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distca.errors import PlanError
+from distca.plan import Layout, Links
+from distca.plan.scheduler.network_cost import HeldRows
+from tests.plan.cases import home_rows, layouts
+
+
+@given(st.data(), layouts(), st.integers(0, 3))
+def test_held_rows_are_those_of_the_tensors(data: st.DataObject, found: tuple[Layout, ...], per_node: int) -> None:
+    layout = data.draw(st.sampled_from(found))
+    node = Links(per_node).nodes(layout.ranks)
+    held = HeldRows(layout.kv, node[layout.kv.rank], int(node[-1]) + 1)
+    rows = home_rows(layout, "kv")
+    for document in range(len(layout.last)):
+        position = data.draw(st.integers(0, 420))
+        for group in range(int(node[-1]) + 1):
+            wanted = sum(
+                int(((tensor[:, 0] == document) & (tensor[:, 1] < position)).sum())
+                for rank, tensor in enumerate(rows)
+                if node[rank] == group
+            )
+            assert held.below(document, np.array([group]), np.array([position])).tolist() == [wanted]
+
+
+def test_nodes() -> None:
+    assert Links().nodes(3).tolist() == [0, 0, 0]
+    assert Links(2).nodes(5).tolist() == [0, 0, 1, 1, 2]
+    with pytest.raises(PlanError, match="ranks_per_node is -1"):
+        Links(-1)
+    with pytest.raises(PlanError, match="network_price is 0"):
+        Links(8, 0.5)

@@ -1,0 +1,73 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distca.plan import analytic_cost, area_cost
+from distca.plan.scheduler.range_split import Offer, Receivers, Timer, area, fit_band
+
+LLAMA_8B = analytic_cost(32, 8, 128)
+
+
+def offered(start: int, stop: int, share: float, rooms: list[float], cost=LLAMA_8B, most_rows: float = np.inf):
+    """A piece of which ``share`` should leave, to receivers with rooms as shares of the piece's seconds."""
+    seconds = cost.per_direction("both", np.array([stop - start]), np.array([stop]))[:, 0]
+    count = len(rooms)
+    receivers = Receivers(
+        np.arange(count),
+        seconds[:, None] * np.array(rooms),
+        np.full(count, most_rows),
+        np.zeros(count, bool),
+        np.full(count, 4.0),
+        lambda stops, chosen: stops,
+    )
+    timer = Timer(cost, "both", seconds)
+    return Offer(start, stop, seconds, share * seconds), receivers, timer
+
+
+@given(
+    st.integers(0, 60_000),
+    st.integers(1, 60_000),
+    st.floats(0.001, 1.0),
+    st.lists(st.floats(0.001, 1.0), min_size=1, max_size=6),
+    st.sampled_from((LLAMA_8B, area_cost(4, 1, 2))),
+    st.sampled_from((np.inf, 5000.0)),
+)
+def test_a_band_lies_in_its_piece_and_fits_everyone(start, rows, share, rooms, cost, most_rows) -> None:
+    offer, receivers, timer = offered(start, start + rows, share, sorted(rooms, reverse=True), cost, most_rows)
+    band = fit_band(offer, receivers, timer)
+    if band is None:
+        return
+    assert offer.start <= band.cuts[0] and band.cuts[-1] <= offer.stop
+    assert (np.diff(band.cuts) > 0).all()
+    assert len(set(band.chosen.tolist())) == len(band.chosen) == len(band.cuts) - 1
+    assert (band.moved <= receivers.room[:, band.chosen] * (1 + 1e-9)).all()
+    assert (np.diff(band.cuts) <= receivers.most_rows[band.chosen]).all()
+    edges = np.concatenate(([offer.start], band.cuts, [offer.stop]))
+    seconds = timer.seconds(edges[:-1], edges[1:])
+    np.testing.assert_allclose(band.moved, seconds[:, 1:-1])
+    np.testing.assert_allclose(band.kept, seconds[:, [0, -1]])
+
+
+def test_a_long_document_meets_the_need_with_its_inner_rows() -> None:
+    offer, receivers, timer = offered(0, 100_000, 0.05, [0.2])
+    band = fit_band(offer, receivers, timer)
+    assert band is not None
+    assert (offer.seconds - band.kept.sum(axis=1) >= offer.need).all()
+    middle = band.cuts.mean()
+    # (Q + K/2) / K is 4.5 here, and the pairs are 5 % of the document's.
+    best = np.sqrt(4.5 * 0.05 * float(area(0, 100_000)))
+    assert abs(middle / best - 1) < 0.15
+
+
+def test_every_receiver_gets_one_range_and_the_short_ones_come_first() -> None:
+    offer, receivers, timer = offered(0, 100_000, 0.5, [0.2, 0.2, 0.15, 0.12])
+    band = fit_band(offer, receivers, timer)
+    assert band is not None
+    assert len(band.chosen) == 3
+    assert (offer.seconds - band.kept.sum(axis=1) >= 0.49 * offer.seconds).all()
+    assert (np.diff(band.moved[0]) > -0.02 * offer.seconds[0]).all()
+
+
+def test_a_cut_that_costs_more_than_it_brings_is_refused() -> None:
+    offer, receivers, timer = offered(90_000, 90_400, 0.5, [0.6])
+    assert fit_band(offer, receivers, timer) is None

@@ -1,0 +1,15 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distca.plan.sorting import order_by
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 60), st.sampled_from((3, 1000, 2**40)))
+def test_sorts_like_lexsort_also_where_keys_do_not_fit_into_one_number(
+    data: st.DataObject, keys: int, rows: int, most: int
+) -> None:
+    columns = [
+        np.array(data.draw(st.lists(st.integers(0, most), min_size=rows, max_size=rows)), np.int64) for _ in range(keys)
+    ]
+    assert order_by(*columns).tolist() == np.lexsort(columns[::-1]).tolist()

@@ -1,0 +1,144 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.errors import ConfigError
+from distca.train.config.cli import RunConfig, files_first, known_settings, parse_run_config, to_yaml
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {steps: 7, micro_batches: 2}\noptimizer: {lr: 3e-4}\n")
+    config = parse_run_config(["--config", str(file), "--train.steps", "9", "--cad.enabled=false"])
+    assert (config.train.steps, config.train.micro_batches, config.optimizer.lr) == (9, 2, 3e-4)
+    assert config.cad.enabled is False
+    assert config.model == RunConfig().model
+
+
+def test_where_a_file_is_named_makes_no_difference(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {steps: 6, micro_batches: 3}")
+    for arguments in (["--train.steps", "3", "--config", str(file)], ["--train.steps=3", f"--config={file}"]):
+        config = parse_run_config(files_first(arguments))
+        assert (config.train.steps, config.train.micro_batches) == (3, 3)
+    assert files_first(["--config"]) == ["--config"]
+
+
+def test_a_file_may_merge_what_it_repeats(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("log: {<<: {every: 2}, tensorboard: false}")
+    assert parse_run_config(["--config", str(file)]).log.every == 2
+
+
+def test_no_arguments_give_the_defaults() -> None:
+    assert parse_run_config([]) == RunConfig()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    steps=st.integers(1, 10**6),
+    lr=st.floats(1e-8, 1.0),
+    path=st.none() | st.from_regex(r"[\w./~-]*[\w]", fullmatch=True).filter(lambda path: path.lower() != "null"),
+    timeline=st.none() | st.tuples(st.integers(1, 99), st.integers(1, 99)),
+)
+def test_yaml_is_read_back_as_an_equal_configuration(tmp_path_factory, steps, lr, path, timeline) -> None:
+    config = RunConfig()
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, steps=steps),
+        optimizer=dataclasses.replace(config.optimizer, lr=lr),
+        data=dataclasses.replace(config.data, path=path),
+        log=dataclasses.replace(config.log, timeline_steps=timeline),
+    )
+    file = tmp_path_factory.mktemp("yaml") / "config.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert parse_run_config(["--config", str(file)]) == config
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configurations_are_read(file: Path) -> None:
+    config = parse_run_config(["--config", str(file)])
+    assert config.model.layers == yaml.safe_load(file.read_text())["model"]["layers"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--train.stepz", "3"], "There is no setting 'train.stepz' (on the command line). Did you mean train.steps?"),
+        (["--steps", "3"], "Did you mean train.steps?"),
+        (["--train.steps", "many"], "train.steps must be a whole number, not many."),
+        (["--train.steps", "1.5"], "train.steps must be a whole number, not 1.5."),
+        (["--optimizer.lr", "fast"], "optimizer.lr must be a number, not fast."),
+        (["--cad.enabled", "1"], "cad.enabled must be true or false, not 1."),
+        (["--train.recompute", "true"], "must be one of none, mlp, all, not true: write mlp, or all where memory is"),
+        (["--train.recompute", "False"], "train.recompute must be one of none, mlp, all, not False: write none."),
+        (["--cad.backward", "send"], "cad.backward must be one of auto, keep, resend, not send."),
+        (["--log.timeline_steps", "[3]"], "log.timeline_steps must be a list of 2 whole numbers or null, not [3]."),
+        (["--train.steps"], "--train.steps needs a value: a whole number."),
+        (["--cad.tolerance", "true"], "cad.tolerance must be a number or null, not true."),
+        (["--cad.tolerance", ""], "--cad.tolerance needs a value: a number or null."),
+        (["20"], "'20' on the command line belongs to no setting"),
+        (["--config", "nowhere.yaml"], "--config names nowhere.yaml, which is not a file."),
+        (["--name", "new", "--checkpoint.resume", "runs/old"], "name is new, but checkpoint.resume is runs/old, and"),
+        (["--config"], "--config needs the path of a YAML file"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_sentences(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config(arguments)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {hiden: 3}", "There is no setting 'model.hiden'"),
+        ("modell: {hidden: 3}", "There is no setting 'modell.hidden'"),
+        ("model: 3", "There is no setting 'model'"),
+        ("- a", "must hold settings as 'name: value' lines, not a list"),
+        ("a: [", "is not valid YAML"),
+        ("train: {recompute: true}", "train.recompute must be one of none, mlp, all, not True: write mlp, or all"),
+        ("train: {recompute: no}", "train.recompute must be one of none, mlp, all, not False: write none."),
+        ("model: {hidden: wide}", "model.hidden must be a whole number, not wide."),
+        ("train: {steps: 3}\nmodel: {layers: 2}\ntrain: {micro_batches: 2}", "train is there twice, at and above line"),
+        ("train:\n  steps: 3\n  steps: 4", "steps is there twice"),
+        ("", "run.yaml holds no settings; write some, or leave out --config."),
+        ("train:\nmodel: {layers: 2}", "run.yaml has no settings below it; write some, or leave it out."),
+    ],
+)
+def test_mistakes_in_a_file_are_sentences(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config(["--config", str(file)])
+    assert said in str(caught.value)
+
+
+def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_run_config(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert [name for name in known_settings() if f"--{name}" not in shown] == []
+    assert "learning rate of the first step after the warm-up" in " ".join(shown.split())
+
+
+def test_every_setting_has_a_description() -> None:
+    for group in (RunConfig, *(type(getattr(RunConfig(), field.name)) for field in dataclasses.fields(RunConfig))):
+        if dataclasses.is_dataclass(group):
+            undescribed = [
+                f.name for f in dataclasses.fields(group) if f"        {f.name}: " not in (group.__doc__ or "")
+            ]
+            assert undescribed == [], group.__name__
+
+
+@pytest.mark.parametrize("resume", ["latest", "runs/mine", "runs/mine/"])
+def test_a_name_may_say_which_run_is_resumed(resume: str) -> None:
+    assert parse_run_config(["--name=mine", "--checkpoint.resume", resume]).name == "mine"

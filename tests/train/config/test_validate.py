@@ -1,0 +1,146 @@
+from pathlib import Path
+
+import pytest
+
+from distca.errors import ConfigError
+from distca.train.config.cli import parse_run_config
+from distca.train.config.validate import validate
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("tiny", 4), ("llama-8b", 8), ("llama-8b", 32), ("llama-8b-cut", 1), ("llama-34b", 16)]
+)
+def test_shipped_configurations_are_accepted(name: str, world_size: int) -> None:
+    validate(parse_run_config(["--config", str(CONFIGS / f"{name}.yaml")]), world_size)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_defaults_are_accepted(ranks: int) -> None:
+    validate(parse_run_config([]), ranks, vocabulary=256)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "said"),
+    [
+        ("--parallel.tp 2", 5, "The 5 ranks are not divisible by parallel.tp 2"),
+        ("--parallel.tp 2", 1, "The run has 1 rank, but parallel.tp 2 needs at least 2"),
+        ("--parallel.pp 3", 12, "model.layers 4 is not divisible by parallel.pp 3"),
+        ("--parallel.last_stage_layers 2", 4, "parallel.last_stage_layers is 2, but parallel.pp 1 has no other stage"),
+        ("--parallel.pp 2 --parallel.last_stage_layers 3", 4, "set parallel.last_stage_layers to 1 or 2."),
+        (
+            "--parallel.pp 2 --parallel.last_stage_layers 0",
+            4,
+            "parallel.last_stage_layers 0 does not fit model.layers 4",
+        ),
+        ("--parallel.pp 4 --model.layers 7", 4, "by parallel.pp 4; set parallel.last_stage_layers to 1."),
+        ("--parallel.pp 4 --model.layers 6", 4, "by parallel.pp 4; change one of them."),
+        ("--parallel.pp 4 --model.layers 6 --parallel.last_stage_layers 1", 4, "evenly; change one of them."),
+        ("--parallel.pp 4 --model.layers 3", 4, "model.layers 3 is less than parallel.pp 4, and every stage needs"),
+        ("--parallel.pp 2 --cad.backward keep", 8, "cad.backward is keep, but with parallel.pp 2"),
+        ("--parallel.pp 2 --parallel.tp 2", 6, "The 6 ranks are not divisible by parallel.tp 2 × parallel.pp 2"),
+        ("--parallel.tp 4", 16, "model.kv_heads 2 is not divisible by parallel.tp 4"),
+        ("--model.ffn 385 --parallel.tp 2", 8, "model.ffn 385 is not divisible by parallel.tp 2"),
+        ("--model.vocabulary 301 --parallel.tp 2", 8, "model.vocabulary 301 is not divisible by parallel.tp 2"),
+        ("--model.hidden 129 --model.head_dim 32 --parallel.tp 2", 8, "model.hidden 129 is not divisible"),
+        ("--model.vocabulary 200", 4, "model.vocabulary is 200, but the data uses 256 tokens"),
+        ("--model.kv_heads 3", 4, "model.heads 4 is not divisible by model.kv_heads 3"),
+        ("--model.hidden 130", 4, "model.hidden 130 is not divisible by model.heads 4"),
+        ("--model.head_dim 33", 4, "The head dimension is 33"),
+        (
+            "--data.context_length 16385",
+            4,
+            "data.context_length is 16385, but a micro-batch holds 16384 tokens (4 data-",
+        ),
+        (
+            "--data.context_length 4097",
+            1,
+            "a micro-batch holds 4096 tokens (1 data-parallel rank × data.tokens_per_rank",
+        ),
+        ("--data.context_length 4097 --data.whole_documents true", 4, "is 4097, but data.whole_documents keeps"),
+        ("--data.context_length 4097 --cad.enabled false", 4, "data.context_length is 4097, but without cad.enabled"),
+        (
+            "--cad.enabled false --data.context_length 1024 --train.recompute all",
+            4,
+            "train.recompute is all, but with cad.enabled false",
+        ),
+        ("--train.steps 0", 4, "train.steps is 0; it must be at least 1."),
+        ("--optimizer.warmup_steps 60", 4, "optimizer.warmup_steps is 60, but train.steps is 60"),
+        ("--optimizer.lr 0", 4, "optimizer.lr is 0.0; it must be above 0."),
+        ("--optimizer.min_lr 1", 4, "optimizer.min_lr is 1.0, above optimizer.lr"),
+        ("--optimizer.weight_decay -1", 4, "optimizer.weight_decay is -1.0; it must not be negative."),
+        ("--optimizer.lr .inf", 4, "optimizer.lr is inf; it must be a finite number."),
+        ("--optimizer.beta2 1", 4, "optimizer.beta2 is 1.0; it must be below 1."),
+        ("--checkpoint.keep 0", 4, "checkpoint.keep is 0; it must be at least 1."),
+        ("--cad.kernel flash4", 4, "cad.kernel flash4 computes in bf16, but train.precision is fp32"),
+        ("--log.timeline_steps [5,3]", 4, "log.timeline_steps is [5, 3]"),
+        ("--log.timeline_steps [0,3]", 4, "1 <= first <= last"),
+        ("--data.source text", 4, "data.source text needs data.path."),
+        ("--data.source mix", 4, "needs data.path: one of pretrain, prolong, pretrain-long, prolong-long."),
+        ("--name a/b", 4, "name is 'a/b'"),
+        (f"--name {'n' * 201}", 4, "name has 201 bytes; it must have 200 at most."),
+        ("--model.ffn 100000000000000", 4, "model.ffn is 100000000000000; it must be at most 2147483647."),
+        ("--data.tokens_per_rank 9223372036854775807", 4, "data.tokens_per_rank is 9223372036854775807; it must be at"),
+        ("--train.seed 99999999999999999999", 4, "train.seed is 99999999999999999999; it must be at most 922337203685"),
+        ("--data.context_length 1", 4, "data.context_length is 1, and a document of one token has no next token"),
+        ("--name ..", 4, "name is '..'; it must be a folder's name"),
+        ("--cad.tolerance 7", 4, "cad.tolerance is 7.0; it must be below 1."),
+        ("--cad.level time", 4, "cad.level is time, but parallel.pp is 1"),
+        ("--cad.level time --parallel.pp 2 --cad.ping_pong false", 4, "idle stages could only wait; set cad.level"),
+        ("--output /proc/x/y", 4, "output is /proc/x/y, but nothing can be written into /proc ("),
+        (f"--output {__file__}/runs", 4, "/runs, but nothing can be written into"),
+    ],
+)
+def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(parse_run_config(arguments.split()), world_size, vocabulary=256)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value), "one mistake is one sentence"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--cad.kernel reference --train.precision bf16",
+        "--cad.enabled false --data.context_length 1024",
+        "--cad.enabled false --data.context_length 1024 --train.recompute mlp",
+        "--data.whole_documents true --data.context_length 1024",
+        "--train.steps 1 --optimizer.warmup_steps 0",
+        "--train.steps 1",
+        "--log.timeline_steps [5,61]",
+        "--model.head_dim 64",
+        "--log.timeline_steps [60,60]",
+    ],
+)
+def test_unusual_settings_that_work_are_accepted(arguments: str) -> None:
+    validate(parse_run_config(arguments.split()), 4, vocabulary=256)
+
+
+def test_without_disaggregation_one_rank_may_hold_all() -> None:
+    validate(parse_run_config(["--cad.enabled", "false"]), 1)
+
+
+def test_all_problems_are_reported_together() -> None:
+    arguments = "--model.heads 5 --parallel.tp 3 --optimizer.warmup_steps 99"
+    with pytest.raises(ConfigError) as caught:
+        validate(parse_run_config(arguments.split()), 4)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{len(lines) - 1} settings cannot work:"
+    for part in (
+        "model.hidden 128 is not divisible by model.heads 5",
+        "model.heads 5 is not divisible by parallel.tp 3",
+        "The 4 ranks",
+        "optimizer.warmup_steps is 99",
+    ):
+        assert any(part in line for line in lines[1:])
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-8b", "llama-8b-cut", "llama-34b"])
+@pytest.mark.parametrize("steps", [1, 2, 5, 10, 10_000])
+def test_shipped_configurations_run_for_any_number_of_steps(name: str, steps: int) -> None:
+    line = ["--config", str(CONFIGS / f"{name}.yaml"), "--train.steps", str(steps)]
+    config = parse_run_config(line)
+    validate(config, 16)
+    assert config.resolved_warmup_steps == min(steps // 6, 100)
+    assert parse_run_config([*line, "--optimizer.warmup_steps", "3"]).resolved_warmup_steps == 3

@@ -1,0 +1,56 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from distca.train.config.cli import ModelConfig
+from distca.train.metrics.flops import matmul_parameters, mfu, model_flops, peak_flops
+
+MODEL = ModelConfig(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16)
+
+
+def test_linear_flops_are_those_that_torch_counts() -> None:
+    """Forward and backward of one layer's matrices and the output layer, on torch's own counter."""
+    tokens, vocabulary = 10, 50
+    query, key_value = MODEL.heads * 16, MODEL.kv_heads * 16
+    shapes = [(32, query + 2 * key_value), (query, 32), (32, 2 * MODEL.ffn), (MODEL.ffn, 32)] * MODEL.layers
+    with FlopCounterMode(display=False) as counter:
+        for rows, columns in [*shapes, (32, vocabulary)]:
+            x = torch.randn(tokens, rows, requires_grad=True)
+            (x @ torch.randn(rows, columns, requires_grad=True)).sum().backward()
+    flops = model_flops(MODEL, vocabulary, [tokens])
+    assert flops.linear + flops.logits == counter.get_total_flops()
+
+
+def test_llama_8b_has_the_weights_of_its_paper() -> None:
+    model = ModelConfig(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8)
+    # 8.03e9 in all, less embedding, output layer and the norms.
+    assert matmul_parameters(model) == 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096
+
+
+@given(st.lists(st.integers(1, 300), max_size=6))
+def test_attention_counts_every_causal_pair(lengths: list[int]) -> None:
+    pairs = sum(sum(range(1, length + 1)) for length in lengths)
+    assert model_flops(MODEL, 50, lengths).attention == 3 * 4 * 2 * 4 * 16 * pairs
+
+
+def test_a_long_document_costs_more_than_its_tokens_in_short_ones() -> None:
+    long, short = model_flops(MODEL, 50, [1 << 20]), model_flops(MODEL, 50, [1 << 10] * (1 << 10))
+    assert (long.linear, long.logits) == (short.linear, short.logits)
+    assert long.attention / short.attention == pytest.approx(1 << 10, rel=1e-2)
+
+
+def test_peaks_by_device_name() -> None:
+    assert peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA H100 NVL", "bf16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+    assert peak_flops("NVIDIA H200", "fp32") is None
+    assert peak_flops("cpu", "bf16") is None
+
+
+def test_mfu() -> None:
+    assert mfu(8e12, 2.0, 4, 2e12) == 0.5
+    assert mfu(8e12, 2.0, 4, None) is None

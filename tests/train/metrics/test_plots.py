@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from distca.train.metrics.plots import plot_balance, write_timeline
+
+
+def event(rank: int, track: str, name: str, start: float, duration: float = 5.0, **more: object) -> dict[str, object]:
+    return {"rank": rank, "track": track, "name": name, "start_us": start, "duration_us": duration, **more}
+
+
+def test_balance_picture_changes_with_its_numbers(tmp_path: Path) -> None:
+    before, after = [1.0, 9.0, 2.0, 4.0], [4.0, 4.1, 3.9, 4.0]
+    plot_balance(tmp_path / "a.png", before, after)
+    plot_balance(tmp_path / "b.png", before, after, np.array([4.0, 4.2, 4.1, 4.0]))
+    first, second = imread(tmp_path / "a.png"), imread(tmp_path / "b.png")
+    assert first.shape == second.shape
+    assert min(first.shape[:2]) > 300
+    assert (first != second).any()
+
+
+def test_svg_says_the_imbalance_and_is_reproducible(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        plot_balance(tmp_path / name, [1.0, 3.0], [2.0, 2.0])
+    text = (tmp_path / "a.svg").read_text()
+    assert "imbalance 1.50 → 1.00" in text  # matplotlib keeps texts as comments
+    assert text == (tmp_path / "b.svg").read_text()
+
+
+def test_attention_that_stays_at_home_is_one_series(tmp_path: Path) -> None:
+    plot_balance(tmp_path / "a.svg", [1.0, 3.0], None, [1.5, 2.5])
+    text = (tmp_path / "a.svg").read_text()
+    assert "at home: busiest / mean 1.50" in text and "measured: busiest / mean 1.25" in text
+    assert "disaggregated" not in text and "→" not in text
+
+
+@pytest.mark.parametrize("ranks", [1, 200])
+def test_any_number_of_ranks_and_no_work_at_all(tmp_path: Path, ranks: int) -> None:
+    plot_balance(tmp_path / "a.png", np.zeros(ranks), np.zeros(ranks))
+    assert imread(tmp_path / "a.png").size
+
+
+def test_timeline_names_ranks_and_tracks_and_starts_at_zero(tmp_path: Path) -> None:
+    events = [
+        event(1, "transfers", "q,k,v", 1010.0),
+        event(0, "compute pong", "post", 1005.5, 2.5, args={"layer": 3}),
+        event(0, "compute ping", "pre", 1000.0),
+        event(0, "other", "step", 1001.0),
+    ]
+    write_timeline(tmp_path / "t.json", events)
+    trace = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    processes = {entry["pid"]: entry["args"]["name"] for entry in trace if entry["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    assert processes == {0: "rank 0", 1: "rank 1"}
+    assert list(threads.values()) == ["compute ping", "compute pong", "other", "transfers"]
+    spans = {entry["name"]: entry for entry in trace if entry["ph"] == "X"}
+    assert (spans["pre"]["ts"], spans["post"]["ts"], spans["post"]["dur"]) == (0.0, 5.5, 2.5)
+    assert spans["post"]["args"] == {"layer": 3}
+    assert threads[spans["q,k,v"]["pid"], spans["q,k,v"]["tid"]] == "transfers"
+
+
+def test_arrows_join_events_of_one_flow_in_time_order(tmp_path: Path) -> None:
+    events = [
+        event(1, "transfers", "arrive", 20.0, flow="x"),
+        event(0, "transfers", "send", 10.0, flow="x"),
+        event(1, "compute ping", "serve", 30.0, flow="x"),
+        event(0, "compute ping", "alone", 30.0, flow="y"),
+    ]
+    write_timeline(tmp_path / "t.json", events)
+    arrows = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e.get("cat") == "flow"]
+    assert [(arrow["ph"], arrow["pid"], arrow["ts"]) for arrow in arrows] == [
+        ("s", 0, 0.0),
+        ("t", 1, 10.0),
+        ("f", 1, 20.0),
+    ]
+    assert len({arrow["id"] for arrow in arrows}) == 1
+
+
+def test_empty_timeline_is_valid(tmp_path: Path) -> None:
+    write_timeline(tmp_path / "t.json", [])
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == []

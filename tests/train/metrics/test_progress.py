@@ -1,0 +1,62 @@
+import io
+import logging
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from distca.train.metrics.progress import RunSummary, StepProgress, format_bytes, print_summary
+from distca.train.run.run_folder import RunFolder
+
+VALUES = {"loss": 2.5, "tokens_per_s": 12345.6, "imbalance_before": 2.1, "imbalance_after": 1.02, "mfu": None}
+
+
+def test_lines_where_there_is_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="distca")
+    with StepProgress(7, every=3, console=Console(file=io.StringIO())) as progress:
+        for step in range(1, 8):
+            progress.update(step, VALUES)
+    assert [message.split("  ")[0] for message in caplog.messages] == ["step 3/7", "step 6/7", "step 7/7"]
+    assert caplog.messages[0] == "step 3/7  loss 2.5000  tokens/s 12,346  imbalance 2.10 → 1.02"
+
+
+def test_bar_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="distca")
+    screen = io.StringIO()
+    with StepProgress(9, done=4, console=Console(file=screen, force_terminal=True, width=120)) as progress:
+        progress.update(5, VALUES)
+        progress.update(6, VALUES | {"mfu": 0.5})
+    assert "6/9" in screen.getvalue()
+    assert "tokens/s 12,346  MFU 50.0%  imbalance 2.10 → 1.02" in screen.getvalue()
+    assert caplog.messages == []
+
+
+def test_summary_shows_what_is_known_and_what_exists(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.touch()
+    folder.timeline.touch()  # of an earlier start of the run
+    screen = io.StringIO()
+    summary = RunSummary(steps=60, first_loss=5.5, last_loss=1.25, imbalance_before=2.0, bytes_moved=3 * 2**20)
+    print_summary(summary, folder, [folder.phases_plot], Console(file=screen, width=200))
+    shown = screen.getvalue()
+    assert "60 steps " in shown and "loss, step 1 → 60" in shown and "5.5000 → 1.2500" in shown
+    assert "3.0 MiB" in shown
+    assert str(folder.metrics) in shown
+    for absent in ("validation", "MFU", "measured", "timeline", "checkpoint"):
+        assert absent not in shown
+
+
+def test_summary_of_one_step_after_a_resume_lists_what_it_has_drawn(tmp_path: Path) -> None:
+    folder, screen = RunFolder(tmp_path), io.StringIO()
+    folder.timeline.touch()
+    folder.phases_plot.touch()
+    summary = RunSummary(steps=1, first_step=7, first_loss=3.25, last_loss=3.25)
+    print_summary(summary, folder, [folder.timeline], Console(file=screen, width=200))
+    shown = screen.getvalue()
+    assert ": 1 step, from step 7 on" in shown and "loss, step 7 " in shown and "→" not in shown
+    assert str(folder.timeline) in shown and str(folder.phases_plot) not in shown
+
+
+def test_format_bytes() -> None:
+    texts = [format_bytes(count) for count in (0, 1023, 1536, 2**30, 5 * 2**40, 2**60)]
+    assert texts == ["0 B", "1023 B", "1.5 KiB", "1.0 GiB", "5.0 TiB", "1048576.0 TiB"]

@@ -1,0 +1,57 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from distca.train.metrics.writer import MetricsWriter, read_metrics
+
+
+def test_every_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in (1, 2):
+        writer.log(step, {"loss": 4.0 / step, "mfu": None})
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1]) == {"step": step, "loss": 4.0 / step}
+    writer.close()
+
+
+def test_resume_drops_the_steps_that_come_again_and_a_torn_line(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 6):
+            writer.log(step, {"loss": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=4) as writer:
+        writer.log(4, {"loss": 0.5})
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 0.5)]
+
+
+def test_a_new_run_does_not_write_over_an_old_one(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path, tensorboard=False).close()
+    with pytest.raises(FileExistsError):
+        MetricsWriter(tmp_path, tensorboard=False)
+
+
+def test_values_that_json_lacks_come_back(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.log(1, {"loss": math.nan, "grad_norm": math.inf, "note": "x"})
+    raw = (tmp_path / "metrics.jsonl").read_text()
+    json.loads(raw, parse_constant=pytest.fail)
+    (line,) = read_metrics(tmp_path)
+    assert math.isnan(line["loss"])
+    assert line["grad_norm"] == math.inf
+    assert line["note"] == "x"
+
+
+def test_tensorboard_has_the_same_figures_and_hides_dropped_steps(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        for step in (1, 2, 3):
+            writer.log(step, {"loss": float(step)})
+    with MetricsWriter(tmp_path, tensorboard=True, resume_step=3) as writer:
+        writer.log(3, {"loss": 9.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 9.0)]

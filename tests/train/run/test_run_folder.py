@@ -1,0 +1,197 @@
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distca.data import Sampler
+from distca.errors import ConfigError
+from distca.train.checkpoint.checkpoints import changes_since, check_fits, with_saved_warmup
+from distca.train.config.cli import CheckpointConfig, OptimizerConfig, RunConfig, parse_run_config
+from distca.train.run.run_folder import RunFolder, check_undamaged, create_run_folder, hold, resume_run_folder
+
+
+def config_in(folder: Path, resume: str | None = None) -> RunConfig:
+    return RunConfig(name="try", output=str(folder / "runs"), checkpoint=CheckpointConfig(resume=resume))
+
+
+def save(folder: RunFolder, step: int, complete: bool = True) -> None:
+    folder.checkpoint_path(step).mkdir(parents=True)
+    (folder.checkpoint_path(step) / "weights").write_bytes(b"12345")
+    if complete:
+        folder.mark_complete(step)
+
+
+def test_a_second_run_of_a_name_gets_a_number(tmp_path: Path) -> None:
+    paths = [create_run_folder(config_in(tmp_path)).path.name for _ in range(3)]
+    assert paths == ["try", "try-2", "try-3"]
+
+
+def test_config_yaml_starts_the_same_run(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    folder = create_run_folder(config)
+    assert parse_run_config(["--config", str(folder.config)]) == config
+
+
+def test_checkpoints_are_found_in_order_and_unfinished_ones_are_not(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.checkpoints() == []
+    for step in (20, 1_000_000, 100):
+        save(folder, step)
+    save(folder, 2_000_000, complete=False)
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [20, 100, 1_000_000]
+    assert folder.checkpoint_path(60).name == "step_000060"
+
+
+def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (10, 20, 30):
+        save(folder, step)
+    assert [checkpoint.step for checkpoint in folder.prune(2)] == [10]
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [20, 30]
+    assert not folder.checkpoint_path(10).exists()
+    assert folder.prune(5) == []
+
+
+def test_resume_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    save(folder, 10)
+    save(folder, 20)
+    before = sorted(folder.path.iterdir()), folder.config.read_text()
+    config = dataclasses.replace(config_in(tmp_path, str(folder.path)))
+    found, checkpoint = resume_run_folder(config)
+    assert (found, checkpoint.step) == (folder, 20)
+    assert (sorted(folder.path.iterdir()), folder.config.read_text()) == before, "looking changes nothing"
+    found.write_resumed_config(config, checkpoint.step)
+    assert folder.config.read_text() == before[1]
+    assert parse_run_config(["--config", str(folder.path / "config-from-step-000020.yaml")]) == config
+
+
+@pytest.mark.parametrize("name", ["try", "try[lr=1]"])
+def test_latest_is_the_run_of_this_name_that_saved_last(tmp_path: Path, name: str) -> None:
+    config, latest = (dataclasses.replace(config_in(tmp_path, resume), name=name) for resume in (None, "latest"))
+    folders = [create_run_folder(config) for _ in range(12)]
+    for age, (folder, complete) in enumerate([(folders[8], True), (folders[2], True), (folders[10], False)]):
+        save(folder, 5, complete)
+        if complete:
+            os.utime(folder.checkpoint_path(5) / "COMPLETE", (1000 + age, 1000 + age))
+    # Other runs: one whose name begins alike, and one that was named like a second run of this name.
+    for other in (f"{name}-out", f"{name}-13"):
+        save(create_run_folder(dataclasses.replace(config, name=other)), 99)
+    found, _ = resume_run_folder(latest)
+    assert found == folders[2]
+    # A run that was given another name since.
+    renamed = folders[2].path.rename(folders[2].path.with_name("renamed"))
+    found, _ = resume_run_folder(dataclasses.replace(latest, name="renamed"))
+    assert found.path == renamed
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    for _ in range(2):  # and another one after it
+        said = rf"try is being written by process {os.getpid()} on .*; wait until"
+        with hold(folder), pytest.raises(ConfigError, match=said), hold(folder):
+            pass
+
+
+def test_prune_takes_what_a_killed_run_left_unfinished(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    save(folder, 24, complete=False)
+    save(folder, 100)
+    others = [folder.checkpoint_path(24).with_name(name) for name in ("step_000024.tar", "step_000024_hf", "step_7")]
+    others[0].write_text("of a user")
+    others[1].mkdir()
+    others[2].symlink_to("nowhere")
+    assert folder.prune(2) == []
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"step_000100", *(path.name for path in others)}
+
+
+def test_what_a_resumed_run_does_otherwise_is_said(tmp_path: Path) -> None:
+    first = dataclasses.replace(config_in(tmp_path), optimizer=OptimizerConfig(lr=0.001))
+    folder = create_run_folder(first)
+    save(folder, 10)
+    fits = {"sampler": {}, "tokens of a step at most": 3 * first.data.tokens_per_rank * first.train.micro_batches}
+    (folder.checkpoint_path(10) / "fits.json").write_text(json.dumps(fits))
+    (checkpoint,) = folder.checkpoints()
+    assert changes_since(folder, checkpoint, first, 3) == []
+    now = dataclasses.replace(first, optimizer=OptimizerConfig(lr=0.002), output="elsewhere")
+    lr, tokens = changes_since(folder, checkpoint, now, 2)
+    assert lr == "optimizer.lr was 0.001, now 0.002" and "tokens at most, now" in tokens
+    # The part that did step 10 began after step 4 with other settings.
+    folder.write_resumed_config(now, 4)
+    (folder.path / "config-from-step-000006.bak.yaml").write_text("of a user")
+    assert changes_since(folder, checkpoint, now, 3) == []
+
+
+def test_resume_mistakes_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="which is not a folder"):
+        resume_run_folder(config_in(tmp_path, str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match=r"no run .* has a complete checkpoint"):
+        resume_run_folder(config_in(tmp_path, "latest"))
+    folder = create_run_folder(config_in(tmp_path))
+    with pytest.raises(ConfigError, match="has no complete checkpoint"):
+        resume_run_folder(config_in(tmp_path, str(folder.path)))
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_once_it_is_gone(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    save(folder, 10)
+    save(folder, 20)
+    config, newest = config_in(tmp_path, "latest"), folder.checkpoint_path(20)
+    assert resume_run_folder(config)[1].path == newest
+    check_undamaged(newest)
+    (newest / "weights").write_bytes(b"123")
+    with pytest.raises(ConfigError, match=r"step_000020 is damaged: weights has 3 bytes, not 5. Delete this folder"):
+        check_undamaged(newest)
+    (newest / "weights").unlink()
+    with pytest.raises(ConfigError, match="weights is missing"):
+        check_undamaged(newest)
+    (newest / "COMPLETE").write_text("{")
+    with pytest.raises(ConfigError, match="COMPLETE cannot be read"):
+        check_undamaged(newest)
+    shutil.rmtree(newest)
+    assert resume_run_folder(config)[1].step == 10
+
+
+def test_a_checkpoint_of_an_early_version_has_no_sizes(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    save(folder, 10)
+    (folder.checkpoint_path(10) / "COMPLETE").write_text("")
+    (folder.checkpoint_path(10) / "weights").write_bytes(b"1")
+    check_undamaged(folder.checkpoint_path(10))
+
+
+def test_what_an_attempt_that_was_broken_off_left_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    save(folder, 10)
+    left = folder.checkpoint_path(20)
+    left.mkdir()
+    for name in ("COMPLETE.unfinished", "weights-of-another-rank"):
+        (left / name).write_text("{")
+    assert folder.clear_checkpoint(20) == left
+    assert not list(left.iterdir())
+    (left / "weights").write_text("12345")
+    folder.mark_complete(20)
+    assert [each.step for each in folder.checkpoints()] == [10, 20]
+    check_undamaged(left)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+def test_unreadable_notes_on_what_a_checkpoint_fits_are_a_sentence(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "fits.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"is damaged: fits\.json"):
+        check_fits(tmp_path, RunConfig(), 256, Sampler(np.array([3]), 1, 8, 1, seed=0))
+
+
+def test_a_resumed_run_keeps_the_warm_up_also_for_more_steps(tmp_path: Path) -> None:
+    more = parse_run_config(["--train.steps", "600"])
+    for saved, kept in (({"optimizer.warmup_steps": 4}, 4), ({}, 100)):  # early versions did not save it
+        (tmp_path / "fits.json").write_text(json.dumps({"sampler": {}} | saved))
+        assert with_saved_warmup(more, tmp_path).resolved_warmup_steps == kept
+        given = parse_run_config(["--train.steps", "600", "--optimizer.warmup_steps", "7"])
+        assert with_saved_warmup(given, tmp_path) == given

@@ -1,0 +1,136 @@
+"""The one-sided transport on CPU ranks: the same rows as by all-to-all, with little memory and a slow rank."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.errors import TransportError
+from distca.plan import Plan, Tasks, lay_out, route
+from distca.runtime.device_routes import ServerRoute
+from distca.testing.host_fabric import HostFabric
+from distca.testing.plans import random_plan
+from distca.testing.ranks import run_ranks
+from distca.transport import Part
+from distca.transport.collective import CollectiveTransport
+from distca.transport.nvshmem.transport import OneSidedTransport
+
+HEADS, DTYPE = 3, torch.bfloat16
+LENGTHS = ([40, 3, 1, 17, 90], [61], [1, 1, 1], [7] * 30, [1])
+
+
+def _exchanges(rank, ranks, seeds):
+    """(moves, rows of the source, rows of the destination, adds up) in both directions, of many random plans."""
+    for seed in range(seeds):
+        plan = random_plan(lay_out(LENGTHS[seed % len(LENGTHS)], ranks)[0], seed)
+        routed = ServerRoute.of(route(plan, rank), "cpu")
+        yield (routed.q_to_server, routed.kv_to_server)
+        yield (routed.q_to_home, routed.kv_to_home)
+
+
+def _parts(moves, seed, rank):
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    parts = []
+    for each in moves:
+        source = torch.randn(each.source_rows, HEADS, 5, generator=generator).to(DTYPE)
+        # Where rows are not added up, what nobody writes must stay as it is.
+        before = 0.0 if each.reduction is not None else 7.0
+        parts.append(Part(source, torch.full((each.destination_rows, HEADS, 5), before, dtype=DTYPE), each))
+    return tuple(parts)
+
+
+def _compare(capacity, seeds, spare=None):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    fabric = HostFabric(capacity)
+    collective = CollectiveTransport(dist.group.WORLD)
+    one_sided = OneSidedTransport(fabric, "host", None if spare is None else _Counted(collective, spare))
+    pending, differing = [], 0
+    for number, moves in enumerate(_exchanges(rank, ranks, seeds)):
+        expected, parts = (_parts(moves, number, rank) for _ in range(2))
+        collective.launch(expected).wait()
+        pending.append((one_sided.launch(parts), parts, expected))
+        # Two exchanges are under way at a time, as in the ping-pong order.
+        if len(pending) == 2:
+            differing += _finish(*pending.pop(0))
+    differing += sum(_finish(*each) for each in pending)
+    return differing
+
+
+def _finish(handle, parts, expected):
+    handle.wait()
+    return sum(not torch.equal(a.destination, b.destination) for a, b in zip(parts, expected, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_rows_as_by_all_to_all(ranks):
+    # Room for about four exchanges: the ring goes round many times.
+    assert run_ranks(ranks, _compare, 30000, 60) == [0] * ranks
+
+
+class _Counted:
+    """A spare transport that counts what it is given."""
+
+    name = "all-to-all"
+
+    def __init__(self, transport, counts):
+        self._transport, self._counts = transport, counts
+
+    def launch(self, parts):
+        self._counts.append(sum(part.moves.most_received for part in parts))
+        return self._transport.launch(parts)
+
+
+def _compare_with_spare(capacity, seeds):
+    spared = []
+    return _compare(capacity, seeds, spared), spared
+
+
+def test_what_the_memory_cannot_hold_goes_by_the_spare_transport_on_all_ranks_alike():
+    # Room for the smaller exchanges only, and sometimes for one beside another.
+    ((wrong_0, spared_0), (wrong_1, spared_1)) = run_ranks(2, _compare_with_spare, 4000, 60)
+    assert wrong_0 == wrong_1 == 0
+    assert spared_0 == spared_1 and 20 < len(spared_0) < 115
+    assert len(run_ranks(2, _compare_with_spare, 1 << 20, 10)[0][1]) == 0
+
+
+def test_one_rank_alone():
+    assert run_ranks(1, _compare, 4096, 5) == [0]
+
+
+def _send_only(exchanges):
+    """Rank 0 gives all its rows to a slow rank 1 and gets nothing back; returns (wrong exchanges, waits for room)."""
+    rank = dist.get_rank()
+    fabric = HostFabric(20000, slow_rank=1)  # a place for two exchanges
+    transport = OneSidedTransport(fabric, "host")
+    layout = lay_out([60], 2, rank_of=[0])[0]
+    plan = Plan(layout, Tasks.sorted(*np.array([[0, 0, 60, 1]]).T))
+    moves = ServerRoute.of(route(plan, rank), "cpu").q_to_server
+    wrong = 0
+    for number in range(exchanges):
+        source = torch.full((moves.source_rows, 32), float(number))
+        destination = torch.zeros(moves.destination_rows, 32)
+        transport.launch((Part(source, destination, moves),)).wait()
+        wrong += not bool((destination == number).all())
+    return wrong, fabric.waits_for_room
+
+
+def test_a_sender_that_gets_nothing_back_does_not_overwrite_what_a_slow_rank_has_yet_to_read():
+    (wrong_0, waits), (wrong_1, _) = run_ranks(2, _send_only, 40)
+    assert wrong_0 == wrong_1 == 0
+    assert waits > 0, "the sender never waited for room, so nothing was tested"
+
+
+def _too_little_memory():
+    transport = OneSidedTransport(HostFabric(1024), "host")
+    moves = next(_exchanges(dist.get_rank(), dist.get_world_size(), 1))
+    try:
+        transport.launch(_parts(moves, 0, dist.get_rank()))
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_too_little_memory_is_refused_on_all_ranks_alike_before_anything_is_sent():
+    one, two = run_ranks(2, _too_little_memory)
+    assert one == two
+    assert one.startswith("EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb) gives")

@@ -1,0 +1,67 @@
+"""What speaks against NVSHMEM is said in a sentence, the same on every rank, and rows go another way."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.commands import doctor_transport
+from distca.commands.doctor_transport import transport_rows
+from distca.testing.ranks import run_ranks
+from distca.transport import cuda_ops, select
+
+
+def _why_not(machines, asked, linked):
+    """As if every rank had a GPU and NVSHMEM, on these machines; whether GPUs of one machine reach each other."""
+    rank = dist.get_rank()
+    select.why_not_nvshmem = lambda: None
+    select.machine_name = lambda: machines[rank]
+    select._gpu = lambda index: f"GPU {rank if index == 'mine' else index}"
+    torch.cuda.current_device = lambda: "mine"
+    torch.cuda.device_count = lambda: len(machines)
+    torch.cuda.can_device_access_peer = lambda a, b: linked
+    dist.get_backend = lambda group: "nccl"
+    return select.why_not_nvshmem_together(dist.group.WORLD, between_machines=asked)
+
+
+def test_ranks_on_several_machines_use_nccl_unless_nvshmem_is_asked_for():
+    said = (
+        "the server pool spans 2 machines, and between machines rows go by NCCL, because NVSHMEM has not been measured "
+        "on a network; cad.transport=nvshmem takes it all the same"
+    )
+    assert run_ranks(2, _why_not, ["one", "two"], False, False) == [said, said]
+    assert run_ranks(2, _why_not, ["one", "two"], True, False) == [None, None]
+
+
+def test_gpus_of_one_machine_must_reach_each_other():
+    said = ["GPU 0 has no peer access to GPU 1"] * 3
+    assert run_ranks(3, _why_not, ["one", "one", "two"], True, False) == said
+    assert run_ranks(2, _why_not, ["one", "one"], False, True) == [None, None]
+
+
+def test_doctor_says_the_same(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for finding in ("_driver", "_peer_access", "_nvlink"):
+        monkeypatch.setattr(f"distca.commands.doctor_transport.{finding}", str)
+    monkeypatch.setattr(cuda_ops, "why_not", lambda: None)
+    assert dict(transport_rows())["several machines"].startswith(select.BETWEEN_MACHINES)
+
+
+def test_doctor_names_what_nvshmem_has_for_networks(monkeypatch):
+    files = ["nvidia/nvshmem/lib/libnvshmem_host.so.3", "nvidia/nvshmem/lib/nvshmem_transport_ibrc.so.3"]
+    monkeypatch.setattr(doctor_transport.metadata, "files", lambda package: files if package.endswith("13") else None)
+    assert doctor_transport._remote_transports() == "NVSHMEM has libraries for ibrc"
+
+
+class _Library:
+    def __init__(self, can_signal):
+        self.distca_can_signal = lambda: can_signal
+
+
+@pytest.mark.parametrize("can_signal", [0, 1])
+def test_a_gpu_whose_streams_cannot_signal_is_refused(monkeypatch, can_signal):
+    monkeypatch.setattr(cuda_ops, "why_not", lambda: None)
+    monkeypatch.setattr(cuda_ops, "_library", lambda: _Library(can_signal))
+    monkeypatch.setattr(cuda_ops, "why_no_signals", cuda_ops.why_no_signals.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    said = "streams of this GPU, under this driver, cannot write and wait for 64-bit words in memory"
+    assert (cuda_ops.why_no_signals() == said) == (select.why_not_nvshmem() == said) == (can_signal == 0)
