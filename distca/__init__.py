@@ -1,3 +1,30 @@
-"""DistCA: long-context LLM training by core attention disaggregation. Importing it needs numpy only."""
+"""DistCA: long-context LLM training by core attention disaggregation. Importing it needs numpy only.
+
+``CAD``, ``StepDocuments``, ``join_world`` and ``leave_world`` are the public face; they load torch and megatron-core
+when they are first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_patches.api import CAD
+    from megatron_patches.step import StepDocuments
+    from megatron_patches.world import join_world, leave_world
 
 __version__ = "0.1.0"
+__all__ = ["CAD", "StepDocuments", "join_world", "leave_world"]
+
+_FACE = {
+    "CAD": "megatron_patches.api",
+    "StepDocuments": "megatron_patches.step",
+    "join_world": "megatron_patches.world",
+    "leave_world": "megatron_patches.world",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FACE:
+        raise AttributeError(f"module 'distca' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_FACE[name]), name)

@@ -21,13 +21,13 @@ class DisaggregatedMicroBatch:
     """A micro-batch whose core attention is disaggregated.
 
     Attributes:
-        routes: this rank's, of every layer that it has.
+        routes: this rank's, the same for all layers.
         nano_rows: padded home rows of each nano-batch.
         chunks: tensor-parallel ranks that share the sequence; the micro-batch's rows are ordered so that each of their
             contiguous shares holds its part of every nano-batch.
     """
 
-    routes: Sequence[LayerRoutes]
+    routes: LayerRoutes
     nano_rows: Sequence[int]
     chunks: int
 

@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import make_viewless_tensor
 
+from distca.errors import SupportError
 from distca.ops.rotary import Rotation
 from distca.runtime import AttentionPool, run_layers
 from megatron_patches.batch_context import DisaggregatedMicroBatch, gather_nano_rows
@@ -38,11 +39,12 @@ class _BoundLayer:
 
 
 class DisaggregatedBlock(TransformerBlock):
-    """megatron's block with another forward. GPTModel builds its own block, so :func:`disaggregate` turns that one into
-    this class after construction."""
+    """megatron's block with another forward. GPTModel builds its own block, so :func:`disaggregate_block` turns that
+    one into this class after construction."""
 
     pool: AttentionPool
     recompute_segments: bool
+    in_phases = False
 
     def forward(  # type: ignore[override]
         self,
@@ -59,6 +61,11 @@ class DisaggregatedBlock(TransformerBlock):
             rotary_pos_emb: [all rows, 1, 1, head_dim] angles in micro-batch order.
         """
         micro_batch = attention_mask
+        if self.config.pipeline_model_parallel_size > 1 and not self.in_phases:
+            raise SupportError(
+                "With pipeline stages a disaggregated model was run by another schedule than its own, in which stages "
+                "would wait for each other's attention forever; run it with CAD.forward_backward."
+            )
         if not self.pre_process:
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
@@ -69,7 +76,7 @@ class DisaggregatedBlock(TransformerBlock):
         outputs = run_layers(
             [_BoundLayer(layer, rotations) for layer in self.layers],
             halves,
-            micro_batch.routes,
+            [micro_batch.routes] * len(self.layers),
             self.pool,
             _checkpoint if self.recompute_segments and self.training else None,
         )
@@ -83,7 +90,7 @@ def _checkpoint(function: Any, *tensors: torch.Tensor) -> Any:
     return tensor_parallel.checkpoint(function, False, *tensors)
 
 
-def disaggregate(block: TransformerBlock, pool: AttentionPool, recompute_segments: bool = False) -> None:
+def disaggregate_block(block: TransformerBlock, pool: AttentionPool, recompute_segments: bool = False) -> None:
     """Turn a block of :class:`SplitTransformerLayer` into a :class:`DisaggregatedBlock`, in place.
 
     Args:

@@ -1,30 +1,14 @@
-"""Build a LLaMA-style GPTModel: with disaggregated core attention, with packed documents at home, or stock."""
+"""A LLaMA-style GPTModel of Megatron-Core and its configuration."""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-
-from distca.attention import Kernel
-from distca.runtime import AttentionPool
-from distca.runtime.timeline import Timeline
-from megatron_patches.block import disaggregate
-from megatron_patches.layer import SplitTransformerLayer
-from megatron_patches.packed_attention import PackedAttention
-from megatron_patches.patches.fused_loss import fuse_loss
-from megatron_patches.patches.fused_rope import fuse_rotation
-from megatron_patches.patches.fused_swiglu import fuse_swiglu
-from megatron_patches.patches.position_rotary import use_position_rotary
-from megatron_patches.patches.rms_norm import RMSNorm
-from megatron_patches.patches.wgrad_accumulation import accumulate_weight_gradients_in_products
-
-Attention = Literal["disaggregated", "packed", "stock"]
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
 class ModelShape(Protocol):
@@ -59,8 +43,6 @@ def transformer_config(
     sequence_parallel: bool = False,
     recompute_mlp: bool = False,
     cpu_initialization: bool = False,
-    accumulate_in_products: bool = False,
-    last_stage_layers: int | None = None,
 ) -> TransformerConfig:
     """megatron's configuration of the model.
 
@@ -71,12 +53,7 @@ def transformer_config(
         recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in stock and in
             disaggregated blocks.
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
-        accumulate_in_products: add weight gradients to the float32 buffer of megatron's DistributedDataParallel within
-            their matrix product; only for a model that is wrapped in it.
-        last_stage_layers: of the last pipeline stage, where it has fewer than the others.
     """
-    if accumulate_in_products:
-        accumulate_weight_gradients_in_products()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return TransformerConfig(
         num_layers=shape.layers,
@@ -101,16 +78,12 @@ def transformer_config(
         # megatron's stock attention needs it where packed documents are masked; ours has its own precision.
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=accumulate_in_products,
         persist_layer_norm=False,
         bias_activation_fusion=True,
         bias_dropout_fusion=False,
         tensor_model_parallel_size=tp,
         batch_p2p_sync=False,
-        num_layers_in_last_pipeline_stage=last_stage_layers,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        # What a stage passed on is not kept until its backward, which needs only its place in the graph.
-        deallocate_pipeline_outputs=parallel_state.get_pipeline_model_parallel_world_size() > 1,
         sequence_parallel=sequence_parallel and tp > 1,
         use_cpu_initialization=cpu_initialization,
         recompute_granularity="selective" if recompute_mlp else None,
@@ -119,40 +92,18 @@ def transformer_config(
     )
 
 
-def build_model(
-    shape: ModelShape,
-    vocabulary: int,
-    config: TransformerConfig,
-    attention: Attention,
-    *,
-    pool: AttentionPool | None = None,
-    kernel: Kernel | None = None,
-    timeline: Timeline | None = None,
-    recompute_segments: bool = False,
+def build_gpt(
+    shape: ModelShape, vocabulary: int, config: TransformerConfig, spec: ModuleSpec | TransformerBlockSubmodules
 ) -> GPTModel:
-    """Build the model on the current device.
+    """Megatron's GPTModel of a LLaMA, this stage's part of it, on the current device.
 
     Args:
         shape: the model's sizes.
         vocabulary: rows of the embedding; a multiple of the tensor-parallel size.
         config: from :func:`transformer_config`.
-        attention: "disaggregated": over the server pool. "packed": stock layers and block, whole documents at home.
-            "stock": nothing of megatron-core replaced but the rotary embedding's positions; takes a dense mask.
-        pool: for "disaggregated".
-        kernel: for "packed".
-        timeline: for "packed".
-        recompute_segments: for "disaggregated": recompute everything but core attention in backward, and so not the
-            MLP by itself.
-
-    Returns:
-        A GPTModel; its ``rotary_pos_emb`` takes the positions of each micro-batch before forward.
+        spec: of its layers, such as CAD.block_spec gives.
     """
-    spec: ModuleSpec | TransformerBlockSubmodules = get_gpt_layer_local_spec(normalization="RMSNorm")
-    if attention != "stock":
-        spec = _block_spec(spec, config, attention)
-    if attention == "packed":
-        fuse_rotation(config)
-    model = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=vocabulary,
@@ -160,32 +111,7 @@ def build_model(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
-        rotary_base=int(shape.rope_base),
+        rotary_base=shape.rope_base,  # type: ignore[arg-type]  # any number works
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
     )
-    use_position_rotary(model)
-    if attention != "stock":
-        # All stages run forward phases together, then backward phases: in each the last one must not be late. With as
-        # many layers as the others it is, so that what counts is the fewest products in all.
-        fuse_loss(model, attention == "disaggregated" and config.num_layers_in_last_pipeline_stage is not None)
-        fuse_swiglu(model)
-    if attention == "disaggregated":
-        assert pool is not None
-        disaggregate(model.decoder, pool, recompute_segments)
-    elif attention == "packed":
-        assert kernel is not None and timeline is not None
-        for module in model.modules():
-            if isinstance(module, PackedAttention):
-                module.kernel, module.timeline = kernel, timeline
-    return model
-
-
-def _block_spec(layer: ModuleSpec, config: TransformerConfig, attention: Attention) -> TransformerBlockSubmodules:
-    """megatron's local spec with norms that know sequence parallelism and core attention that knows documents."""
-    if attention == "disaggregated":
-        layer.module = SplitTransformerLayer
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), RMSNorm)

@@ -13,110 +13,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
 from megatron.core.utils import unwrap_model
 
-from distca.device.host_to_device import Destination
-from distca.plan.pipeline import Phase, PipelinePlan, Segment
-from distca.runtime import AttentionPool, LayerRoutes, NanoRoutes
+from distca.plan import StepPlan
+from distca.runtime import AttentionPool
+from distca.runtime.device_routes import StepRoutes
 from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
 from megatron_patches.stage_transfers import Neighbours, StageTransfer
-from megatron_patches.training_step import DeviceBatch, finalize_gradients, loss_and_tokens
-
-
-@dataclass(frozen=True)
-class StageRoutes:
-    """One rank's routes of a step.
-
-    Attributes:
-        busy: by micro-batch and layer of this stage: forward in the micro-batch's forward phase, backward in its
-            backward phase.
-        served_forward: by forward phase, of the layers that this stage only serves: all where it has no micro-batch,
-            else those that other stages have beyond its own.
-        served_backward: the same for backward phases.
-    """
-
-    busy: tuple[tuple[LayerRoutes, ...], ...]
-    served_forward: tuple[tuple[LayerRoutes, ...], ...]
-    served_backward: tuple[tuple[LayerRoutes, ...], ...]
-
-    @staticmethod
-    def of(plan: PipelinePlan, stage: int, rank: int, device: Destination) -> StageRoutes:
-        """Routes of a stage's data-parallel rank."""
-        me, own = plan.pool_rank(stage, rank), plan.layers.of(stage, plan.stages)
-        made: dict[tuple[Segment, Segment], LayerRoutes] = {}
-
-        def routes(there: Segment, back: Segment) -> LayerRoutes:
-            # Layers of a segment share theirs.
-            if (there, back) not in made:
-                before = [None, *(each.layout for each in there.plans)]
-                made[there, back] = tuple(
-                    NanoRoutes.of(one, other, me, device, previous)
-                    for one, other, previous in zip(there.plans, back.plans, before, strict=False)
-                )
-            return made[there, back]
-
-        def busy(micro_batch: int) -> tuple[LayerRoutes, ...]:
-            there = plan.forward[plan.forward_phase(micro_batch, stage)].by_layer
-            back = plan.backward[plan.backward_phase(micro_batch, stage)].by_layer
-            return tuple(routes(*each) for each in zip(there[:own], back[:own], strict=True))
-
-        def served(phase: Phase) -> tuple[LayerRoutes, ...]:
-            first = 0 if phase.micro_batches[stage] is None else own
-            return tuple(routes(segment, segment) for segment in phase.by_layer[first:])
-
-        return StageRoutes(
-            tuple(busy(number) for number in range(len(plan.forward) - plan.stages + 1)),
-            tuple(served(phase) for phase in plan.forward),
-            tuple(served(phase) for phase in plan.backward),
-        )
+from megatron_patches.step import Batch
+from megatron_patches.training_step import ForwardStep
 
 
 def run_ticks(
     model: DistributedDataParallel,
-    batches: Sequence[DeviceBatch],
-    plan: PipelinePlan,
-    routes: StageRoutes,
+    batches: Sequence[Batch],
+    forward_step: ForwardStep,
+    plan: StepPlan,
+    routes: StepRoutes,
     pool: AttentionPool,
     *,
     forward_only: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and, unless told otherwise, backward of a global batch over all stages.
+) -> list[Any]:
+    """Forward and, unless told otherwise, backward of a global batch over all stages; gradients end up reduced and
+    averaged over its tokens.
 
     Args:
         model: this stage's part, from wrap_for_data_parallel.
         batches: this rank's micro-batches; stages other than the first and the last only use their sizes and positions.
+        forward_step: as Megatron's schedules take it.
         plan: the step's plan.
         routes: this rank's routes.
         pool: the server pool, over all stages; it resends.
         forward_only: compute losses only.
 
     Returns:
-        (sum of the token losses, number of tokens) over the whole global batch: two float64 scalars on the device.
+        What the loss function reported, by micro-batch; empty on stages without the loss.
     """
-    if not forward_only:
-        model.zero_grad_buffer()
-    stage = _Stage(model, batches, routes, pool)
-    with stage.recorded():
+    stage = _Stage(model, batches, forward_step, routes, pool)
+    with stage.running():
         for direction, number in plan.order():
             if direction == "forward":
                 stage.forward_phase(number, plan, forward_only)
             elif not forward_only:
                 stage.backward_phase(number, plan)
     if not forward_only:
-        finalize_gradients([model], stage.total[1].int())
-    total = stage.total
-    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total[0], total[1]
+        config = unwrap_model(model).config
+        config.finalize_model_grads_func([model], stage.tokens)
+    return stage.reports
 
 
 class _Stage:
@@ -125,14 +75,17 @@ class _Stage:
     def __init__(
         self,
         model: DistributedDataParallel,
-        batches: Sequence[DeviceBatch],
-        routes: StageRoutes,
+        batches: Sequence[Batch],
+        forward_step: ForwardStep,
+        routes: StepRoutes,
         pool: AttentionPool,
     ) -> None:
         self._model, self._batches, self._routes, self._pool = model, batches, routes, pool
+        self._forward_step = forward_step
         self._gpt = unwrap_model(model)
         self._config = self._gpt.config
         self._number = parallel_state.get_pipeline_model_parallel_rank()
+        self._last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         self._inputs: dict[int, torch.Tensor | None] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         # Under way: activations to the next forward phase, gradients to the next backward phase.
@@ -140,7 +93,8 @@ class _Stage:
         device = batches[0].tokens.device
         group = parallel_state.get_pipeline_model_parallel_group()
         self._neighbours = Neighbours(group, self._config.pipeline_dtype, device)
-        self.total = torch.zeros(2, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros((), dtype=torch.int32, device=device)
+        self.reports: list[Any] = []
         self._layers = len(self._gpt.decoder.layers)
         tp = self._config.tensor_model_parallel_size
         self._empty = EmptyLayer(
@@ -153,7 +107,18 @@ class _Stage:
         )
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
+        """Let the block run, which refuses other schedules."""
+        block = self._gpt.decoder
+        block.in_phases = True
+        try:
+            with self._recorded():
+                yield
+        finally:
+            block.in_phases = False
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
         """Time what lies around the layers too (embedding, output layer, loss), while the timeline records."""
         timeline, top = self._pool.timeline, self._layers - 1
         if not timeline.recording:
@@ -165,33 +130,36 @@ class _Stage:
         finally:
             hook.remove()
 
-    def forward_phase(self, number: int, plan: PipelinePlan, forward_only: bool) -> None:
+    def forward_phase(self, number: int, plan: StepPlan, forward_only: bool) -> None:
         """Run or serve forward phase ``number``, then start passing activations to the next stage."""
         running = plan.forward[number].micro_batches
         received, output = self._activations.wait(), None
         micro_batch = running[self._number]
         if micro_batch is not None:
             output = self._forward(micro_batch, received, forward_only)
-        serve_forward(self._pool, self._routes.served_forward[number], self._empty, self._own_of(micro_batch))
+        served = self._routes.served_forward[number]
+        if served is not None:
+            serve_forward(self._pool, served, self._layers, self._empty)
         incoming = self._number > 0 and running[self._number - 1] is not None
-        sent = output if self._number < plan.stages - 1 else None
+        sent = output if self._number < self._last else None
         self._activations = self._neighbours.start(
             1, sent, self._shape(running[self._number - 1]) if incoming else None
         )
         if output is not None and not forward_only:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
 
-    def backward_phase(self, number: int, plan: PipelinePlan) -> None:
+    def backward_phase(self, number: int, plan: StepPlan) -> None:
         """Run or serve backward phase ``number``, then start passing gradients to the previous stage."""
         running = plan.backward[number].micro_batches
         micro_batch = running[self._number]
         received, sent = self._gradients.wait(), None
-        # The layers that it only serves are the last ones, and so the first in backward.
-        serve_backward(self._pool, self._routes.served_backward[number], self._empty, self._own_of(micro_batch))
+        served = self._routes.served_backward[number]
+        if served is not None:
+            serve_backward(self._pool, served, self._layers, self._empty)
         if micro_batch is not None:
             gradient = self._backward(micro_batch, received)
             sent = gradient if self._number else None
-        incoming = self._number < plan.stages - 1 and running[self._number + 1] is not None
+        incoming = self._number < self._last and running[self._number + 1] is not None
         self._gradients = self._neighbours.start(-1, sent, self._shape(running[self._number + 1]) if incoming else None)
 
     def _forward(self, micro_batch: int, received: torch.Tensor | None, forward_only: bool) -> torch.Tensor:
@@ -199,20 +167,14 @@ class _Stage:
         if received is not None:
             received.requires_grad_()
         self._gpt.set_input_tensor(received)
-        self._gpt.rotary_pos_emb.set_positions(batch.positions)
-        run = partial(
-            self._model, batch.tokens, None, batch.micro_batch, labels=batch.labels, loss_mask=batch.loss_mask
-        )
         self._pool.timeline.open("embed", 0, 0, "forward")
-        if forward_only:
-            with torch.no_grad():
-                output = run()
-        else:
-            output = run()
+        with torch.set_grad_enabled(not forward_only):
+            output, loss_function = self._forward_step(iter((batch,)), self._model)
         self._gpt.set_input_tensor(None)  # which would keep it, and its gradient, until the next micro-batch
-        if parallel_state.is_pipeline_last_stage():
-            output, _, figures = loss_and_tokens(batch.loss_mask, output)
-            self.total += figures
+        if self._number == self._last:
+            output, tokens, report = loss_function(output)
+            self.tokens += tokens
+            self.reports.append(report)
         self._pool.timeline.close()
         if not forward_only:
             self._inputs[micro_batch], self._outputs[micro_batch] = received, output
@@ -230,10 +192,6 @@ class _Stage:
         )
         self._pool.timeline.close()
         return gradient
-
-    def _own_of(self, micro_batch: int | None) -> int:
-        """Layers that this stage runs itself in a phase."""
-        return 0 if micro_batch is None else self._layers
 
     def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
         """Of the activations that a stage passes on: this rank's share of the sequence."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,29 +17,8 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import unwrap_model
 
-from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """One rank's part of a micro-batch, on its device.
-
-    Attributes:
-        tokens: [1, rows] int64.
-        labels: [1, rows] int64 next token of the same document.
-        loss_mask: [rows] bool; false where there is no next token, and in padding.
-        positions: [rows] int64 position in the document.
-        micro_batch: how its core attention runs; for a stock model a [1, 1, rows, rows] mask of hidden scores.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    positions: torch.Tensor
-    micro_batch: DisaggregatedMicroBatch | PackedMicroBatch | torch.Tensor
-
+from megatron_patches.step import Batch
 
 # Gradients of one reduction. The same for every number of ranks, so that the distributed optimizer's checkpoints, whose
 # shards are those of the buckets, are cut alike.
@@ -95,26 +73,30 @@ def _overlaps_reduction() -> bool:
     return parallel_state.get_pipeline_model_parallel_world_size() == 1
 
 
-def run_micro_batches(
-    model: DistributedDataParallel, batches: Sequence[DeviceBatch], *, forward_only: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and, unless told otherwise, backward of a global batch; gradients end up reduced and averaged over its
-    tokens.
+ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
+"""Takes the next micro-batch's rows and the model; returns what the model returned and a function of it, which returns
+the summed loss, the number of target tokens (an int scalar) and anything to be reported."""
+
+
+def run_schedule(
+    model: DistributedDataParallel, batches: Sequence[Batch], forward_step: ForwardStep, *, forward_only: bool = False
+) -> list[Any]:
+    """Forward and, unless told otherwise, backward of a global batch by Megatron's own schedule; gradients end up
+    reduced and averaged over its tokens.
 
     Args:
         model: from :func:`wrap_for_data_parallel`.
         batches: this rank's micro-batches; every data-parallel rank has equally many.
+        forward_step: as Megatron's schedules take it.
         forward_only: compute losses only.
 
     Returns:
-        (sum of the token losses, number of tokens) over the whole global batch: two float64 scalars on the device.
+        What the loss function reported, by micro-batch; empty on stages without the loss.
     """
-    if not forward_only:
-        model.zero_grad_buffer()
-    # megatron's schedules leave it to the caller to keep no activations where there is no backward.
+    # Megatron's schedules leave it to the caller to keep no activations where there is no backward.
     with torch.set_grad_enabled(not forward_only):
-        store = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+        reports: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=model,
             num_microbatches=len(batches),
@@ -122,30 +104,42 @@ def run_micro_batches(
             micro_batch_size=1,
             forward_only=forward_only,
         )
-    total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
-    for figures in store:  # empty on stages without the loss
-        total += figures
-    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total[0], total[1]
+    return reports
 
 
-def _forward_step(batches: Iterator[DeviceBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    """The forward step of language models with the fused loss; reports [summed loss, target tokens] in float64."""
     batch = next(batches)
-    gpt = unwrap_model(model)
-    gpt.rotary_pos_emb.set_positions(batch.positions)
-    loss = model(batch.tokens, None, batch.micro_batch, labels=batch.labels, loss_mask=batch.loss_mask)
+    loss = model(
+        batch.tokens,
+        batch.positions,
+        batch.attention,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        summed_loss=True,
+    )
     return loss, partial(loss_and_tokens, batch.loss_mask)
 
 
 def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What megatron's schedules want to know of a micro-batch: the loss summed over its tokens, their number, by which
+    """What Megatron's schedules want to know of a micro-batch: the loss summed over its tokens, their number, by which
     the gradients of the global batch are divided at its end, and both for the log.
 
     Args:
-        loss_mask: [rows] bool.
+        loss_mask: [1, rows] bool.
         total: the last stage's output, the sum of the losses.
     """
     tokens = loss_mask.sum()
-    # A stored clone: megatron may change the returned loss in place.
+    # A stored clone: Megatron may change the returned loss in place.
     return total, tokens.int(), torch.stack((total.detach().double(), tokens.double()))
+
+
+def sum_over_ranks(reports: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of the token losses, number of tokens) over the whole global batch, two float64 scalars on the device, from
+    the reports of :func:`summed_loss_step`; every rank calls it."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for report in reports:  # empty on stages without the loss
+        total += report
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total[0], total[1]

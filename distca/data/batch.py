@@ -5,14 +5,22 @@ Array legend: N rows of the rank, over its nano-batches and with padding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from distca.data.corpus import DocumentSet
-from distca.data.sampler import MicroBatch
 from distca.errors import DataError
 from distca.plan.layout import Layout
+
+
+class Document(Protocol):
+    """Anything with a length and slices of token ids: a list, an array, a memory map. Only slices of its own rank's
+    rows are asked for."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, tokens: slice, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,7 @@ class _Rows:
 
 
 def rank_batch(
-    documents: DocumentSet,
-    micro_batch: MicroBatch,
+    documents: Sequence[Document],
     layouts: tuple[Layout, ...],
     rank: int,
     *,
@@ -62,9 +69,8 @@ def rank_batch(
     chunks ping[:half], pong[:half], ping[half:], pong[half:].
 
     Args:
-        documents: the set that ``micro_batch`` was sampled from.
-        micro_batch: its documents.
-        layouts: where their tokens live, one layout per nano-batch, as ``lay_out`` made them from ``micro_batch``.
+        documents: of the micro-batch.
+        layouts: where their tokens live, one layout per nano-batch, as ``lay_out`` made them from their lengths.
         rank: home rank to read for.
         align: rows of every nano-batch are a multiple of this.
         chunks: tensor-parallel ranks that share the rows; divides ``align``.
@@ -77,15 +83,15 @@ def rank_batch(
             f"Rows are aligned to {align}, which is not a multiple of the {chunks} tensor-parallel ranks that share "
             "them."
         )
-    nano_batches = [_padded(_read(documents, micro_batch, layout, rank), align) for layout in layouts]
+    nano_batches = [_padded(_read(documents, layout, rank), align) for layout in layouts]
     columns = zip(*(rows.columns() for rows in nano_batches), strict=True)
     tokens, labels, loss_mask, positions = (_interleaved(column, chunks) for column in columns)
     return RankBatch(tokens, labels, loss_mask, positions, tuple(len(rows.tokens) for rows in nano_batches))
 
 
-def _read(documents: DocumentSet, micro_batch: MicroBatch, layout: Layout, rank: int) -> _Rows:
+def _read(documents: Sequence[Document], layout: Layout, rank: int) -> _Rows:
     """The rank's rows of one nano-batch, in row order."""
-    assert len(layout.last) == len(micro_batch.documents), "the layout was made for another micro-batch"
+    assert len(layout.last) == len(documents), "the layout was made for another micro-batch"
     rows = int(layout.q_rows[rank])
     read = _Rows(
         tokens=np.zeros(rows, np.int64),
@@ -95,8 +101,7 @@ def _read(documents: DocumentSet, micro_batch: MicroBatch, layout: Layout, rank:
     )
     shards = layout.q.on_rank(rank)
     for document, start, stop, _, row in zip(*(column.tolist() for column in shards.columns()), strict=True):
-        length = int(micro_batch.lengths[document])
-        content = documents.read(int(micro_batch.documents[document]), start, min(stop + 1, length))
+        content = np.asarray(documents[document][start : min(stop + 1, len(documents[document]))])
         targets = content[1:]
         read.tokens[row : row + stop - start] = content[: stop - start]
         read.labels[row : row + len(targets)] = targets

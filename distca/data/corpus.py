@@ -6,6 +6,7 @@ Array legend: D documents. All arrays are int64.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -39,11 +40,31 @@ class DocumentSet:
         """Tokens of all documents."""
         return int(self.lengths.sum())
 
+    def choose(self, numbers: np.ndarray) -> list[SetDocument]:
+        """Some of its documents, by number."""
+        return [SetDocument(self, int(number)) for number in numbers]
+
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """[stop - start] int64 tokens [start, stop) of one document; the source reads no others."""
         assert 0 <= start <= stop <= self.lengths[document]
         offset = int(self._offset[document])
         return self._source.read(int(self._document[document]), offset + start, offset + stop)
+
+
+@dataclass(frozen=True)
+class SetDocument:
+    """One document of a set: a length and slices, which read no other tokens."""
+
+    documents: DocumentSet
+    number: int
+
+    def __len__(self) -> int:
+        return int(self.documents.lengths[self.number])
+
+    def __getitem__(self, tokens: slice) -> np.ndarray:
+        start, stop, step = tokens.indices(len(self))
+        assert step == 1
+        return self.documents.read(self.number, start, stop)
 
 
 class Corpus:

@@ -6,10 +6,6 @@ the gradients of the hidden rows and of the weight, all in forward: three matrix
 computed twice. Backward only multiplies the finished gradients by the gradient of the loss. So forward must know the
 rows' weights (the loss mask).
 
-Where forward and backward run in different phases of a pipeline, in which all stages should take equally long, forward
-can leave the gradients to backward, which then computes the logits again: one matrix product in forward, three in
-backward.
-
 N rows, H hidden size, V this rank's share of the vocabulary.
 """
 
@@ -54,7 +50,6 @@ def output_loss(
     loss_mask_N: torch.Tensor,
     shards: VocabularyShards,
     logits_bytes: int = LOGITS_BYTES,
-    gradients_in_backward: bool = False,
 ) -> torch.Tensor:
     """Sum of the rows' cross-entropies, the same on every tensor-parallel rank.
 
@@ -65,7 +60,6 @@ def output_loss(
         loss_mask_N: weight of every row's loss.
         shards: how the layer is shared.
         logits_bytes: the most bytes that one chunk's logits may take.
-        gradients_in_backward: compute the gradients in backward, from logits that are computed again.
 
     Returns:
         A float32 scalar, float64 for float64 input. Where gradients are enabled it can be differentiated once with
@@ -73,8 +67,6 @@ def output_loss(
     """
     gradients = torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)
     work = _Chunks(hidden_NH.detach(), weight_VH.detach(), labels_N, loss_mask_N, shards, logits_bytes)
-    if gradients_in_backward and gradients:
-        return _LaterGradients.apply(hidden_NH, weight_VH, work)  # type: ignore[no-any-return]
     return _OutputLoss.apply(hidden_NH, weight_VH, work, gradients)  # type: ignore[no-any-return]
 
 
@@ -93,23 +85,6 @@ class _OutputLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         d_hidden_NH, d_weight_VH = ctx.saved_tensors
         return *_scaled(d_hidden_NH, d_weight_VH, upstream, ctx.dtype), None, None
-
-
-class _LaterGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, work: _Chunks) -> torch.Tensor:
-        # Kept for backward by ``work``; saved so that autograd refuses a change in place before it.
-        ctx.save_for_backward(hidden_NH, weight_VH)
-        ctx.work = work
-        return work.run(False)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        _, weight_VH = ctx.saved_tensors
-        work, ctx.work = ctx.work, None
-        _, d_hidden_NH, d_weight_VH = work.run(True)
-        return *_scaled(d_hidden_NH, d_weight_VH, upstream, weight_VH.dtype), None
 
 
 def _scaled(

@@ -11,6 +11,7 @@ from distca.plan.plan import Plan, Tasks, plan_at_home
 from distca.plan.routes import Route, RowExchange, Segments, route
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.scheduler import DEFAULT_TOLERANCE, schedule, training_tolerance
+from distca.plan.step import PlanOptions, StepPlan, plan_step
 
 __all__ = [
     "DEFAULT_TOLERANCE",
@@ -24,10 +25,12 @@ __all__ = [
     "NanoPlan",
     "Plan",
     "PlanError",
+    "PlanOptions",
     "Route",
     "RowExchange",
     "Segments",
     "Shards",
+    "StepPlan",
     "TableCost",
     "Tasks",
     "Traffic",
@@ -39,6 +42,7 @@ __all__ = [
     "makespan_bound",
     "plan_at_home",
     "plan_micro_batch",
+    "plan_step",
     "route",
     "schedule",
     "server_seconds",

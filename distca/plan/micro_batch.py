@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import numpy as np
 
 from distca.plan.cost.model import CostModel, Direction
-from distca.plan.layout import Dealing, Layout, lay_out
+from distca.plan.layout import Layout
 from distca.plan.metrics import imbalance, server_seconds, traffic
-from distca.plan.placement import Placement
 from distca.plan.plan import Plan, plan_at_home
-from distca.plan.scheduler.scheduler import DEFAULT_TOLERANCE, Links, schedule
+from distca.plan.scheduler.scheduler import DEFAULT_TOLERANCE
+from distca.plan.step import PlanOptions, StepPlan, plan_step
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,33 @@ class MicroBatchPlan:
     """Layouts and plans of one micro-batch's nano-batches, and what they achieve. Array legend: D documents, R ranks.
 
     Attributes:
-        nano_batches: one NanoPlan per nano-batch.
-        lengths: [D] int64 tokens per document.
-        cost: the cost model that was planned with.
-        resend: whether backward resends rows, to the servers of its own plan.
+        step: the step that this micro-batch is.
         planning_ms: milliseconds that laying out and planning took.
-        in_order: makes the layout, in one piece, that plain packing of the same documents would have.
     """
 
-    nano_batches: tuple[NanoPlan, ...]
-    lengths: np.ndarray
-    cost: CostModel
-    resend: bool
+    step: StepPlan
     planning_ms: float = field(compare=False)
-    in_order: Callable[[], tuple[Layout, ...]] = field(compare=False, repr=False)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[D] int64 tokens per document."""
+        return self.step.lengths[0]
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model that was planned with."""
+        return self.step.options.cost
+
+    @property
+    def resend(self) -> bool:
+        """Whether backward resends rows, to the servers of its own plan."""
+        return self.step.options.resend
+
+    @property
+    def nano_batches(self) -> tuple[NanoPlan, ...]:
+        """One NanoPlan per nano-batch."""
+        (layouts,), (forward,), (backward,) = self.step.layouts, self.step.forward, self.step.backward
+        return tuple(NanoPlan(*each) for each in zip(layouts, forward.plans, backward.plans, strict=True))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -85,18 +98,21 @@ class MicroBatchPlan:
     def seconds_before(self) -> np.ndarray:
         """[R] attention seconds per rank of one layer, forward and backward, without placement by work,
         servers or halves: documents in order, every shard computed at home."""
-        return self._seconds([(plan_at_home(layout),) * 2 for layout in self.in_order()])
+        return self.step.balance().seconds_before.sum(axis=0)
 
     @property
     def seconds_at_home(self) -> np.ndarray:
         """[R] attention seconds per rank of one layer, forward and backward, with this plan's layouts, every shard
         computed at home."""
-        return self._seconds([(plan_at_home(nano.layout),) * 2 for nano in self.nano_batches])
+        homes = [plan_at_home(nano.layout) for nano in self.nano_batches]
+        seconds: np.ndarray = np.sum([server_seconds(home, self.cost, "both") for home in homes], axis=0)
+        return seconds
 
     @property
     def seconds_after(self) -> np.ndarray:
         """[R] attention seconds per server of one layer, forward and backward, as planned."""
-        return self._seconds([(nano.forward, nano.backward) for nano in self.nano_batches])
+        seconds: np.ndarray = np.sum([server_seconds(plan, self.cost, way) for plan, way in self.directed], axis=0)
+        return seconds
 
     @property
     def imbalance_before(self) -> float:
@@ -125,76 +141,29 @@ class MicroBatchPlan:
             backward=sum(rows.q_rows * q_backward + rows.kv_rows * kv_backward for rows in back),
         )
 
-    def _seconds(self, plans: list[tuple[Plan, Plan]]) -> np.ndarray:
-        return np.sum(
-            [
-                server_seconds(forward, self.cost, "forward") + server_seconds(backward, self.cost, "backward")
-                for forward, backward in plans
-            ],
-            axis=0,
-        )
-
 
 def plan_micro_batch(
     lengths: Sequence[int] | np.ndarray,
     ranks: int,
     cost: CostModel,
     *,
-    nano_batches: int = 1,
     rank_of: Sequence[int] | np.ndarray | None = None,
-    capacities: Sequence[int] | np.ndarray | None = None,
-    align: int = 1,
-    dealing: Dealing = "even",
-    placement: Placement = "spread",
-    resend: bool = False,
-    disaggregate: bool = True,
     tolerance: float = DEFAULT_TOLERANCE,
-    links: Links | None = None,
-    speeds: Sequence[float] | np.ndarray | None = None,
-    max_received_bytes: int | None = None,
+    **options: Any,
 ) -> MicroBatchPlan:
-    """Lay out and plan a micro-batch from its document lengths; deterministic, so every rank gets the same answer.
+    """Plan one micro-batch without pipeline stages, as :func:`distca.plan.step.plan_step` does for a step of one.
 
     Args:
         lengths: [D] tokens per document.
         ranks: home ranks, which are also the attention servers.
         cost: seconds per CA-task.
-        nano_batches, rank_of, capacities, align, dealing, placement: see ``lay_out``; unlike there, two halves are
-            dealt evenly and long documents are spread.
-        resend: plan the backward on its own; needed where a forward's server is gone by its backward (pipelines).
-        disaggregate: False places documents in order and computes every shard at home.
-        tolerance, links, speeds, max_received_bytes: see ``schedule``.
+        rank_of: [D] home rank of every document, for documents that stay whole.
+        tolerance: how far above the mean the busiest server may be.
+        options: see :class:`distca.plan.step.PlanOptions`.
 
     Raises:
         PlanError: on lengths that cannot be laid out, or a memory cap that cannot be met.
     """
     began = time.perf_counter()
-    in_order = partial(lay_out, lengths, ranks, rank_of=rank_of, capacities=capacities, align=align)
-    halves = partial(in_order, nano_batches=nano_batches, dealing=dealing)
-    layouts = halves(placement=placement, cost=cost, speeds=speeds) if disaggregate else halves()
-    plan_one = partial(
-        schedule,
-        cost=cost,
-        tolerance=tolerance,
-        resend=resend,
-        links=links,
-        speeds=speeds,
-        max_received_bytes=max_received_bytes,
-    )
-    planned = []
-    for layout in layouts:
-        if not disaggregate:
-            forward = backward = plan_at_home(layout)
-        elif resend:
-            forward, backward = plan_one(layout, direction="forward"), plan_one(layout, direction="backward")
-        else:
-            forward = backward = plan_one(layout, direction="both")
-        planned.append(NanoPlan(layout, forward, backward))
-    return MicroBatchPlan(
-        tuple(planned),
-        np.asarray(lengths, np.int64).reshape(-1),
-        cost,
-        resend,
-        planning_ms=(time.perf_counter() - began) * 1e3,
-        in_order=in_order,
-    )
+    step = plan_step([lengths], PlanOptions(ranks, cost, tolerance=tolerance, **options), [rank_of])
+    return MicroBatchPlan(step, planning_ms=(time.perf_counter() - began) * 1e3)

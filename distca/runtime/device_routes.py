@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distca.attention import TaskBatch
 from distca.device.host_to_device import Destination, uploading
-from distca.plan import Layout, Plan, Route, Segments, route
+from distca.plan import Layout, Plan, Route, Segments, StepPlan, route
+from distca.plan.step import Phase
 from distca.transport import RowMoves
 
 
@@ -102,3 +104,39 @@ class NanoRoutes:
 
 LayerRoutes = tuple[NanoRoutes, ...]
 """Of one layer: a rank's routes of each nano-batch, one or two."""
+
+
+@dataclass(frozen=True)
+class StepRoutes:
+    """One rank's routes of a step; the same for all layers of its stage.
+
+    Attributes:
+        own: by micro-batch: forward in the micro-batch's forward phase, backward in its backward phase.
+        served_forward: by forward phase, of one in which this stage has no micro-batch and only serves; else None.
+        served_backward: the same for backward phases.
+    """
+
+    own: tuple[LayerRoutes, ...]
+    served_forward: tuple[LayerRoutes | None, ...]
+    served_backward: tuple[LayerRoutes | None, ...]
+
+    @staticmethod
+    def of(plan: StepPlan, stage: int, rank: int, device: Destination) -> StepRoutes:
+        """Routes of a stage's data-parallel rank."""
+        me = plan.options.pool_rank(stage, rank)
+
+        def routes(there: Phase, back: Phase) -> LayerRoutes:
+            before = [None, *(each.layout for each in there.plans)]
+            return tuple(
+                NanoRoutes.of(one, other, me, device, previous)
+                for one, other, previous in zip(there.plans, back.plans, before, strict=False)
+            )
+
+        def served(phases: Sequence[Phase]) -> tuple[LayerRoutes | None, ...]:
+            return tuple(routes(each, each) if each.micro_batches[stage] is None else None for each in phases)
+
+        own = (
+            routes(plan.forward[plan.forward_phase(m, stage)], plan.backward[plan.backward_phase(m, stage)])
+            for m in range(len(plan.layouts))
+        )
+        return StepRoutes(tuple(own), served(plan.forward), served(plan.backward))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,30 +42,29 @@ class EmptyLayer:
         return hidden
 
 
-def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer, first: int = 0) -> None:
-    """Serve others' layers of a forward phase.
+def serve_forward(pool: AttentionPool, routes: LayerRoutes, layers: int, layer: EmptyLayer) -> None:
+    """Serve a forward phase of others.
 
     Args:
         pool: the server pool.
-        routes: of every layer that is served, from the first to the last; none does nothing.
+        routes: of every layer.
+        layers: how many.
         layer: stands in for this rank's own.
-        first: number of the first of them, for the timeline.
     """
-    if routes:
-        with torch.no_grad():
-            run_layers([layer] * len(routes), [torch.empty(0)] * len(routes[0]), routes, pool, first=first)
+    with torch.no_grad():
+        run_layers([layer] * layers, [torch.empty(0)] * len(routes), [routes] * layers, pool)
 
 
-def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer, first: int = 0) -> None:
-    """Serve others' layers of a backward phase, in the order in which autograd runs them on ranks with tokens;
-    arguments as of :func:`serve_forward`."""
+def serve_backward(pool: AttentionPool, routes: LayerRoutes, layers: int, layer: EmptyLayer) -> None:
+    """Serve a backward phase of others, in the order in which autograd runs it on ranks with tokens; arguments as of
+    :func:`serve_forward`."""
     q, kv = layer.pre(torch.empty(0), 0)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     above: list[AttentionCall] = []
-    for number, of_layer in reversed(list(enumerate(routes, first))):
+    for number in reversed(range(layers)):
         calls = [
             AttentionCall.for_backward(pool, each, number, nano, layer.scale, (q, kv, q, lse))
-            for nano, each in enumerate(of_layer)
+            for nano, each in enumerate(routes)
         ][::-1]
         # As on ranks with tokens, a half's gradients of the layer above are joined right before its dO is launched:
         # every rank then has the same exchanges under way whenever one is launched.

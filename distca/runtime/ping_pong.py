@@ -49,7 +49,6 @@ def run_layers(
     routes: Sequence[LayerRoutes],
     pool: AttentionPool,
     checkpoint: Checkpoint | None = None,
-    first: int = 0,
 ) -> list[torch.Tensor]:
     """Run ``layers`` on every nano-batch.
 
@@ -60,12 +59,11 @@ def run_layers(
         pool: the server pool.
         checkpoint: ``checkpoint(function, *tensors)`` that recomputes ``function`` in backward; applied to
             post(i)+pre(i+1), never to core attention, so that nothing is sent twice.
-        first: number of the first layer, for the timeline.
 
     Returns:
         The output of each nano-batch.
     """
-    run = _Run(layers, routes, pool, checkpoint, first)
+    run = _Run(layers, routes, pool, checkpoint)
     state = list(hidden)
     tickets = run.first(state)
     for layer in range(len(layers)):
@@ -81,10 +79,9 @@ class _Run:
         routes: Sequence[LayerRoutes],
         pool: AttentionPool,
         checkpoint: Checkpoint | None,
-        first: int,
     ) -> None:
         assert len(routes) == len(layers)
-        self._layers, self._routes, self._pool, self._number = layers, routes, pool, first
+        self._layers, self._routes, self._pool = layers, routes, pool
         self._checkpoint = checkpoint or (lambda function, *tensors: function(*tensors))
         self._calls: list[AttentionCall] = []
         self._previous_kv: torch.Tensor | None = None
@@ -92,7 +89,7 @@ class _Run:
     def first(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
         tickets = []
         for nano, hidden in enumerate(state):
-            with self._pool.timeline.compute("pre", self._number, nano, "forward"):
+            with self._pool.timeline.compute("pre", 0, nano, "forward"):
                 q, kv = self._checkpoint(partial(self._layers[0].pre, nano=nano), hidden)
             tickets.append(self._launch(0, nano, q, kv))
         return tickets
@@ -106,7 +103,7 @@ class _Run:
         calls, self._calls = self._calls, []
         for nano, call in enumerate(calls):
             o = call.join_o(tickets[nano])
-            with self._pool.timeline.compute("post" if last else "post+pre", self._number + layer, nano, "forward"):
+            with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
                 # What is recomputed must not hold this object: k,v of the last launch lead back to it by the graph,
                 # in a circle that Python's garbage collector cannot see.
                 if last:
@@ -126,7 +123,7 @@ class _Run:
             assert self._previous_kv is not None
             carried = self._previous_kv[begin:end]
         self._previous_kv = kv
-        call = AttentionCall(self._pool, routes, self._number + layer, nano, self._layers[layer].scale)
+        call = AttentionCall(self._pool, routes, layer, nano, self._layers[layer].scale)
         self._calls.append(call)
         return call.launch_qkv(q, kv, carried)
 

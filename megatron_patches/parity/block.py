@@ -14,14 +14,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from distca.attention import Kernel, TaskBatch
-from distca.data.corpus import DocumentSet
-from distca.runtime import AttentionPool
-from distca.runtime.timeline import Timeline
-from distca.transport import choose_transport
+from distca.attention import TaskBatch
+from distca.data.batch import rank_batch
 from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
-from megatron_patches.groups import initialize_model_parallel, server_pool_group
-from megatron_patches.parity.harness import ParityCase, RandomDocuments, build, gather_shares, hidden_scores, plans_of
+from megatron_patches.parity.harness import (
+    ParityCase,
+    attached,
+    case_documents,
+    gather_shares,
+    hidden_scores,
+    unmodified,
+)
 from megatron_patches.parity.weights import load_full_weights
 
 
@@ -55,45 +58,30 @@ class BlockOutcome:
         }
 
 
-class _RowNumbers(DocumentSet):
-    """Reads as if each token were its row in the packed micro-batch, counted from 1; padding reads as 0."""
-
-    def __init__(self, lengths: np.ndarray) -> None:
-        self.lengths = lengths
-        self._first = np.cumsum(lengths) - lengths + 1
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        return np.arange(start, stop) + self._first[document]
-
-
 def rounded_weights(case: ParityCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The case's full weights, rounded to ``dtype`` and held in float64. Every rank calls it together."""
-    initialize_model_parallel(1, 1, case.seed)
-    model = build(case, torch.float32, "stock")
-    return {name: p.detach().to(dtype).double() for name, p in model.named_parameters()}
+    return {name: p.detach().to(dtype).double() for name, p in unmodified(case, torch.float32).named_parameters()}
 
 
-def block_stock(
+def block_unmodified(
     case: ParityCase, dtype: torch.dtype, device: torch.device, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
-    """megatron-core's own block on the case's first micro-batch, by this rank alone."""
-    initialize_model_parallel(1, 1, case.seed)
-    model = build(case, dtype, "stock").to(device=device, dtype=dtype)
-    micro_batch = RandomDocuments(case).micro_batches[0]
-    positions = np.concatenate([np.arange(length) for length in micro_batch.lengths])
-    return _alone(case, model, weights, positions, hidden_scores(micro_batch.lengths, positions).to(device))
+    """Megatron-Core's own block on the case's first micro-batch, by this rank alone."""
+    model = unmodified(case, dtype).to(device=device, dtype=dtype)
+    lengths = np.array(case.micro_batches[0])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return _alone(case, model, weights, positions, hidden_scores(lengths, positions).to(device))
 
 
 def block_packed(
-    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: str, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
-    """megatron-core's block and layers with a packed-document kernel and the case's tensor and sequence parallelism.
+    """Megatron-Core's block and layers with a packed-document kernel and the case's tensor and sequence parallelism.
 
     This is what training runs where core attention stays at home. Every data-parallel rank computes all documents.
     """
-    initialize_model_parallel(case.tp, 1, case.seed)
-    model = build(case, dtype, "packed", kernel=kernel, timeline=Timeline(device)).to(device=device, dtype=dtype)
-    lengths = RandomDocuments(case).micro_batches[0].lengths
+    _, model = attached(case, dtype, device, kernel, weights, disaggregate=False, reduced=False)
+    lengths = np.array(case.micro_batches[0])
     tokens = int(lengths.sum())
     borders = np.concatenate(([0], np.cumsum(lengths)))
     padding = -tokens % case.tp
@@ -148,7 +136,6 @@ def _share(
         tokens: rows of the packed micro-batch.
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    load_full_weights(model, weights, tp_rank)
     parameter = next(model.parameters())
     dtype, device = parameter.dtype, parameter.device
     model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(device))
@@ -174,18 +161,17 @@ def _share(
 
 
 def block_disaggregated(
-    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: str, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
     """The disaggregated block over all ranks; every rank calls it and gets the same outcome."""
-    initialize_model_parallel(case.tp, 1, case.seed)
-    pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
-    model = build(case, dtype, "disaggregated", pool=pool).to(device=device, dtype=dtype)
-    micro_batch = RandomDocuments(case).micro_batches[0]
-    planned = plans_of(case, micro_batch, pool.transport.rank, pool.transport.ranks, 0, device)
-    rows = planned.rows(_RowNumbers(micro_batch.lengths), micro_batch)
-    attention = DisaggregatedMicroBatch(planned.by_layer(case), rows.nano_rows, case.tp)
-    tokens = int(micro_batch.lengths.sum())
-    return _share(case, model, weights, rows.positions, rows.tokens, attention, tokens)
+    cad, model = attached(case, dtype, device, kernel, weights, reduced=False)
+    step = cad.plan_step(case_documents(case)[:1])
+    lengths = np.array(case.micro_batches[0])
+    # Documents whose tokens are their rows in the packed micro-batch, counted from 1; padding reads as 0.
+    numbers = np.split(np.arange(1, lengths.sum() + 1), np.cumsum(lengths)[:-1])
+    rows = rank_batch(numbers, step.plan.layouts[0], cad.rank, align=cad.options.align, chunks=cad.options.align)
+    (batch,) = step.batches
+    return _share(case, model, weights, rows.positions, rows.tokens, batch.attention, int(lengths.sum()))
 
 
 def _rows(case: ParityCase, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,16 @@
-"""Hold disaggregated training against unmodified megatron-core: same weights, same tokens, same loss and gradients.
+"""Hold disaggregated training against unmodified Megatron-Core: same weights, same tokens, same loss and gradients.
 
-The reference is stock megatron-core on one rank: its local spec untouched, all documents in one sequence under a dense
-mask that hides other documents; only the rotary angles are set by position in the document. The candidate is the
-training path itself: split layers, server pool, megatron's DDP, gradient finalisation.
+The reference is unmodified Megatron-Core on one rank: its local spec untouched, all documents in one sequence under a
+dense mask that hides other documents; only the rotary angles are set by position in the document. The candidate is the
+public face, as a training script uses it: CAD, its block spec and schedule, Megatron's DDP.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,23 +18,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
 
-from distca.attention import Kernel
-from distca.data.batch import RankBatch, rank_batch
-from distca.data.corpus import DocumentSet
-from distca.data.sampler import MicroBatch
-from distca.plan import Layout, lay_out
-from distca.plan.cost.analytic import area_cost
-from distca.plan.micro_batch import plan_micro_batch
-from distca.runtime import AttentionPool, LayerRoutes, NanoRoutes
-from distca.runtime.timeline import Timeline
+from distca.data.batch import rank_batch
+from distca.plan import Direction, Layout, Plan, lay_out
 from distca.testing.plans import random_plan
-from distca.transport import choose_transport
-from megatron_patches.batch_context import DisaggregatedMicroBatch
+from megatron_patches.api import CAD
 from megatron_patches.groups import initialize_model_parallel, server_pool_group
-from megatron_patches.model import Attention, build_model, transformer_config
+from megatron_patches.model import build_gpt, transformer_config
 from megatron_patches.parity.weights import load_full_weights, share_of
-from megatron_patches.training_step import DeviceBatch, run_micro_batches, wrap_for_data_parallel
+from megatron_patches.patches.position_rotary import use_position_rotary
+from megatron_patches.step import Batch
+from megatron_patches.training_step import loss_and_tokens, sum_over_ranks, summed_loss_step
 
 Recompute = Literal["none", "mlp", "all"]
 
@@ -59,7 +58,8 @@ class ParityCase:
 
     Attributes:
         micro_batches: document lengths of each micro-batch.
-        tp: tensor-parallel size, with sequence parallelism; what is left of the world is the server pool.
+        tp: tensor-parallel size, with sequence parallelism.
+        pp: pipeline stages, which resend; what is left of the world is data parallel.
         ping_pong: two nano-batches.
         backward: keep or resend.
         recompute: nothing, every layer's MLP, or everything but core attention.
@@ -67,12 +67,12 @@ class ParityCase:
         seed: of weights, tokens and random plans.
         changed_document: (micro-batch, document) whose tokens are drawn anew.
         tie_embeddings: the output layer's weights are the embedding's.
-        last_stage_layers: with pipeline stages, layers of the last one; None for as many as the others have.
         shape: the model's sizes.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
     tp: int = 1
+    pp: int = 1
     ping_pong: bool = True
     backward: Literal["keep", "resend"] = "keep"
     recompute: Recompute = "none"
@@ -80,7 +80,6 @@ class ParityCase:
     seed: int = 1
     changed_document: tuple[int, int] | None = None
     tie_embeddings: bool = False
-    last_stage_layers: int | None = None
     shape: ParityShape = field(default_factory=ParityShape)
 
 
@@ -124,163 +123,192 @@ def difference(candidate: Outcome, reference: Outcome) -> Difference:
     return Difference(abs(candidate.loss - reference.loss) / abs(reference.loss), errors[worst], worst)
 
 
-class RandomDocuments(DocumentSet):
-    """Seeded random tokens for the documents of a case; ids are numbered over all micro-batches."""
-
-    def __init__(self, case: ParityCase) -> None:
-        self.lengths = np.concatenate([np.asarray(lengths, np.int64) for lengths in case.micro_batches])
-        first = np.cumsum([0] + [len(lengths) for lengths in case.micro_batches])
-        changed = None
-        if case.changed_document is not None:
-            changed = int(first[case.changed_document[0]]) + case.changed_document[1]
-        self.tokens_of = [
-            np.random.default_rng((case.seed, document, document == changed)).integers(
-                0, case.shape.vocabulary, int(length)
-            )
-            for document, length in enumerate(self.lengths)
-        ]
-        self.micro_batches = [
-            MicroBatch(np.arange(first[n], first[n + 1]), np.asarray(lengths, np.int64), None)
-            for n, lengths in enumerate(case.micro_batches)
-        ]
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        tokens: np.ndarray = self.tokens_of[document][start:stop]
-        return tokens
+def case_documents(case: ParityCase) -> list[list[np.ndarray]]:
+    """Seeded random tokens of the case's documents, by micro-batch."""
+    documents: list[list[np.ndarray]] = []
+    number = 0
+    for m, lengths in enumerate(case.micro_batches):
+        documents.append([])
+        for d, length in enumerate(lengths):
+            seed = (case.seed, number, (m, d) == case.changed_document)
+            documents[-1].append(np.random.default_rng(seed).integers(0, case.shape.vocabulary, int(length)))
+            number += 1
+    return documents
 
 
-def run_stock(case: ParityCase, dtype: torch.dtype, device: torch.device) -> tuple[Outcome, dict[str, torch.Tensor]]:
+def run_unmodified(
+    case: ParityCase, dtype: torch.dtype, device: torch.device
+) -> tuple[Outcome, dict[str, torch.Tensor]]:
     """The reference, computed by this rank alone; also returns the full weights. Every rank calls it together."""
-    initialize_model_parallel(1, 1, case.seed)
-    model = build(case, dtype, "stock").to(device)
-    documents = RandomDocuments(case)
+    model = unmodified(case, dtype).to(device)
     total, tokens, per_document = 0.0, 0, []
-    for micro_batch in documents.micro_batches:
-        layouts = lay_out(micro_batch.lengths, 1)
-        rows = rank_batch(documents, micro_batch, layouts, 0)
-        owner = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
-        batch = to_device_batch(rows, hidden_scores(micro_batch.lengths, rows.positions).to(device), device)
-        model.rotary_pos_emb.set_positions(batch.positions)
-        losses = model(batch.tokens, None, batch.micro_batch, labels=batch.labels).flatten()
-        loss = (losses * batch.loss_mask).sum()
-        loss.backward()
-        total, tokens = total + loss.item(), tokens + int(batch.loss_mask.sum())
-        per_document.append(_per_document(losses.detach() * batch.loss_mask, owner, len(micro_batch.lengths)))
+    for documents in case_documents(case):
+        lengths = np.array([len(document) for document in documents])
+        rows = rank_batch(documents, lay_out(lengths, 1), 0)
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        ids, labels, mask, positions = (
+            torch.from_numpy(x).to(device) for x in (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
+        )
+        model.rotary_pos_emb.set_positions(positions)
+        hidden = hidden_scores(lengths, rows.positions).to(device)
+        losses = model(ids[None], None, hidden, labels=labels[None]).flatten() * mask
+        losses.sum().backward()
+        total, tokens = total + losses.sum().item(), tokens + int(mask.sum())
+        per_document.append(_per_document(losses.detach(), owner, len(lengths)))
     gradients = {name: p.grad.double().cpu() / tokens for name, p in model.named_parameters()}
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return Outcome(total / tokens, gradients, per_document), weights
 
 
+def unmodified(case: ParityCase, dtype: torch.dtype) -> GPTModel:
+    """Megatron-Core's own model of the case on the CPU, but for the positions of its rotary embedding."""
+    initialize_model_parallel(1, 1, case.seed)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = build_gpt(_shape(case), case.shape.vocabulary, _config(replace(case, recompute="none"), dtype), spec)
+    use_position_rotary(model)
+    return model
+
+
 def run_disaggregated(
-    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
+    case: ParityCase,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: str,
+    weights: dict[str, torch.Tensor],
+    *,
+    summed_loss: bool = True,
 ) -> Outcome:
-    """The candidate, over all ranks; every rank calls it and gets the same outcome (document losses are empty)."""
-    initialize_model_parallel(case.tp, 1, case.seed)
-    timeline = Timeline(device)
-    pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, timeline, case.backward)
-    gpt = build(case, dtype, "disaggregated", pool=pool).to(device)
-    load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank())
-    model = wrap_for_data_parallel(gpt, distributed_optimizer=False)
-    batches = [batch for batch, _ in _batches(case, pool, device)]
-    total, tokens = run_micro_batches(model, batches)
-    full = {name: value.shape for name, value in weights.items()}
-    gradients = {name: gather_shares(name, p.main_grad, full[name]) for name, p in gpt.named_parameters()}
-    return Outcome((total / tokens).item(), gradients, [])
+    """The candidate, over all ranks, through the public face; every rank calls it and gets the same outcome.
+
+    Args:
+        case: what to compare.
+        dtype: of weights and activations.
+        device: this rank's.
+        kernel: name of the core-attention kernel.
+        weights: of the whole model.
+        summed_loss: take the loss summed with the output layer, else Megatron's loss of every token.
+    """
+    cad, model = attached(case, dtype, device, kernel, weights)
+    ddp = cad.data_parallel(model, distributed_optimizer=False)
+    step = cad.plan_step(case_documents(case))
+    forward_step = summed_loss_step if summed_loss else token_losses_step
+    total, tokens = sum_over_ranks(cad.forward_backward(step, forward_step, ddp), device)
+    first = cad.stage * (case.shape.layers // case.pp)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        whole = _name_in_whole(name, first, tied=case.tie_embeddings and cad.stage > 0)
+        gradients[whole] = gather_shares(whole, parameter.main_grad, weights[whole].shape)
+    return Outcome((total / tokens).item(), _of_all_stages(gradients), [])
 
 
 def document_losses(
-    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: Kernel, weights: dict[str, torch.Tensor]
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: str, weights: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Per micro-batch, [documents] summed loss of each document, by the disaggregated model over all ranks."""
-    initialize_model_parallel(case.tp, 1, case.seed)
-    pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
-    gpt = build(case, dtype, "disaggregated", pool=pool).to(device)
-    load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank())
-    results = []
-    for (batch, owner), lengths in zip(_batches(case, pool, device), case.micro_batches, strict=True):
-        gpt.rotary_pos_emb.set_positions(batch.positions)
+    """Per micro-batch, [documents] summed loss of each document, by the disaggregated model over all ranks, which has
+    one stage."""
+    cad, model = attached(case, dtype, device, kernel, weights)
+    step, results = cad.plan_step(case_documents(case)), []
+    owners = [[np.full(length, number) for number, length in enumerate(each)] for each in case.micro_batches]
+    for batch, layouts, owner in zip(step.batches, step.plan.layouts, owners, strict=True):
+        rows = rank_batch(owner, layouts, cad.rank, align=cad.options.align, chunks=cad.options.align)
         with torch.no_grad():
-            losses = gpt(batch.tokens, None, batch.micro_batch, labels=batch.labels).flatten() * batch.loss_mask
-        total = _per_document(losses, owner, len(lengths))
+            losses = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels) * batch.loss_mask
+        total = _per_document(losses.flatten(), rows.tokens, len(owner))
         dist.all_reduce(total, group=server_pool_group())
         results.append(total)
     return results
 
 
-def build(case: ParityCase, dtype: torch.dtype, attention: Attention, **parts: Any) -> GPTModel:
-    """The case's model on the CPU, with weights drawn the same way for every tensor-parallel size; ``parts`` go to
-    build_model."""
+def attached(
+    case: ParityCase,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: str,
+    weights: dict[str, torch.Tensor],
+    *,
+    disaggregate: bool = True,
+    reduced: bool = True,
+) -> tuple[CAD, GPTModel]:
+    """The case's face and this rank's part of its model, with its shares of the weights; every rank calls it.
+
+    Args:
+        case: the case.
+        dtype: of weights and activations.
+        device: this rank's.
+        kernel: name of the core-attention kernel.
+        weights: of the whole model.
+        disaggregate: False leaves attention at home.
+        reduced: whether the model will be wrapped in Megatron's DDP, which holds the gradients.
+    """
+    initialize_model_parallel(case.tp, case.pp, case.seed)
+    config = _config(case, dtype)
+    tokens = max(sum(lengths) for lengths in case.micro_batches)
+    cad = CAD(
+        config,
+        tokens_per_rank=tokens,
+        disaggregate=disaggregate,
+        ping_pong=case.ping_pong,
+        backward="resend" if case.pp > 1 else case.backward,
+        kernel=kernel,
+        recompute="all" if case.recompute == "all" and disaggregate else "none",
+    )
+    if case.scheduler == "random":
+        cad.options = replace(cad.options, scheduler=partial(_random_plan, case))
+    config.gradient_accumulation_fusion = reduced
+    model = cad.attach(build_gpt(_shape(case), case.shape.vocabulary, config, cad.block_spec())).to(
+        device=device, dtype=dtype
+    )
+    first, tied = cad.stage * (case.shape.layers // case.pp), case.tie_embeddings and cad.stage > 0
+    own = {name: weights[_name_in_whole(name, first, tied=tied)] for name, _ in model.named_parameters()}
+    load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank())
+    return cad, model
+
+
+def token_losses_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    """The forward step with Megatron's loss of every token; reports as summed_loss_step."""
+    batch = next(batches)
+    losses = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels)
+    return losses, lambda losses: loss_and_tokens(batch.loss_mask, (losses * batch.loss_mask).sum())
+
+
+def _random_plan(case: ParityCase, layout: Layout, direction: Direction) -> Plan:
+    return random_plan(layout, case.seed * 1000 + layout.tokens + (50 if direction == "backward" else 0))
+
+
+def _shape(case: ParityCase) -> ParityShape:
+    return replace(case.shape, tie_embeddings=case.tie_embeddings)
+
+
+def _config(case: ParityCase, dtype: torch.dtype) -> TransformerConfig:
+    """Of the case's model, whose weights are drawn the same way for every tensor-parallel size."""
     torch.manual_seed(case.seed)
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    staged = parallel_state.get_pipeline_model_parallel_world_size() > 1
-    config = transformer_config(
+    return transformer_config(
         case.shape,
         dtype,
-        sequence_parallel=tp > 1,
-        recompute_mlp=attention == "disaggregated" and case.recompute == "mlp",
+        sequence_parallel=case.tp > 1,
+        recompute_mlp=case.recompute == "mlp",
         cpu_initialization=True,
-        last_stage_layers=case.last_stage_layers if staged else None,
     )
-    shape = replace(case.shape, tie_embeddings=case.tie_embeddings)
-    segments = case.recompute == "all"
-    return build_model(shape, shape.vocabulary, config, attention, recompute_segments=segments, **parts)
+
+
+def _name_in_whole(name: str, first: int, *, tied: bool) -> str:
+    """A parameter's name in the model without pipeline stages."""
+    if tied and name == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
+    return re.sub(r"decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{int(match[1]) + first}", name)
+
+
+def _of_all_stages(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, gradients, group=group)
+    return {name: gradient for stage in everyone for name, gradient in stage.items()}
 
 
 def hidden_scores(lengths: np.ndarray, positions: np.ndarray) -> torch.Tensor:
     """[1, 1, tokens, tokens] bool: true where a packed token must not see another."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return torch.from_numpy((owner[:, None] != owner[None]) | (positions[:, None] < positions[None]))[None, None]
-
-
-@dataclass(frozen=True)
-class PlannedMicroBatch:
-    """A micro-batch's layouts and this rank's routes."""
-
-    layouts: tuple[Layout, ...]
-    routes: LayerRoutes
-    rank: int
-    chunks: int
-
-    def by_layer(self, case: ParityCase) -> list[LayerRoutes]:
-        """The routes of every layer of the case's model."""
-        return [self.routes] * case.shape.layers
-
-    def rows(self, documents: DocumentSet, micro_batch: MicroBatch) -> RankBatch:
-        """This rank's rows of ``documents``."""
-        return rank_batch(documents, micro_batch, self.layouts, self.rank, align=self.chunks, chunks=self.chunks)
-
-
-def rows_of(
-    case: ParityCase, documents: DocumentSet, micro_batch: MicroBatch, layouts: tuple[Layout, ...], rank: int
-) -> RankBatch:
-    """The rows of ``documents`` that live on data-parallel rank ``rank``."""
-    return rank_batch(documents, micro_batch, layouts, rank, align=case.tp, chunks=case.tp)
-
-
-def plans_of(
-    case: ParityCase, micro_batch: MicroBatch, rank: int, ranks: int, number: int, device: torch.device
-) -> PlannedMicroBatch:
-    """Plan the case's micro-batch ``number`` for ``ranks`` servers."""
-    shape = case.shape
-    plan = plan_micro_batch(
-        micro_batch.lengths,
-        ranks,
-        area_cost(shape.heads // case.tp, shape.kv_heads // case.tp, shape.resolved_head_dim),
-        nano_batches=2 if case.ping_pong else 1,
-        align=case.tp,
-        resend=case.backward == "resend",
-    )
-    routes: list[NanoRoutes] = []
-    previous = None
-    for half, nano in enumerate(plan.nano_batches):
-        forward, backward = nano.forward, nano.backward
-        if case.scheduler == "random":
-            seed = case.seed * 1000 + number * 10 + half
-            forward = random_plan(nano.layout, seed)
-            backward = random_plan(nano.layout, seed + 5) if case.backward == "resend" else forward
-        routes.append(NanoRoutes.of(forward, backward, rank, device, previous))
-        previous = nano.layout
-    return PlannedMicroBatch(tuple(nano.layout for nano in plan.nano_batches), tuple(routes), rank, case.tp)
 
 
 def gather_shares(name: str, share: torch.Tensor, full: torch.Size) -> torch.Tensor:
@@ -296,44 +324,6 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size) -> torch.Ten
     for rank, part in enumerate(shares):
         whole.view(-1)[share_of(name, numbers, share.shape, rank).flatten()] = part.double().cpu().flatten()
     return whole
-
-
-def _batches(case: ParityCase, pool: AttentionPool, device: torch.device) -> list[tuple[DeviceBatch, np.ndarray]]:
-    """This rank's micro-batches, and the document of each of their rows (padding rows: the first; their loss is 0)."""
-    documents = RandomDocuments(case)
-    batches = []
-    for number, micro_batch in enumerate(documents.micro_batches):
-        planned = plans_of(case, micro_batch, pool.transport.rank, pool.transport.ranks, number, device)
-        rows = planned.rows(documents, micro_batch)
-        owners = planned.rows(_Owners(documents), micro_batch).tokens
-        attention = DisaggregatedMicroBatch(planned.by_layer(case), rows.nano_rows, case.tp)
-        batches.append((to_device_batch(rows, attention, device), owners))
-    return batches
-
-
-class _Owners(DocumentSet):
-    """Reads as if each token were its document's number in the micro-batch."""
-
-    def __init__(self, documents: RandomDocuments) -> None:
-        self.lengths = documents.lengths
-        self._number = {
-            int(document): number
-            for micro_batch in documents.micro_batches
-            for number, document in enumerate(micro_batch.documents)
-        }
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        return np.full(stop - start, self._number[document], np.int64)
-
-
-def to_device_batch(
-    rows: RankBatch, attention: torch.Tensor | DisaggregatedMicroBatch, device: torch.device
-) -> DeviceBatch:
-    """Bring a rank's rows to the device."""
-    tokens, labels, mask, positions = (
-        torch.from_numpy(x).to(device) for x in (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
-    )
-    return DeviceBatch(tokens[None], labels[None], mask, positions, attention)
 
 
 def _per_document(losses: torch.Tensor, owner: np.ndarray, documents: int) -> torch.Tensor:

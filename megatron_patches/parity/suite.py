@@ -1,4 +1,4 @@
-"""The cases in which disaggregated training is held against unmodified megatron-core, and how far apart they may be.
+"""The cases in which disaggregated training is held against unmodified Megatron-Core, and how far apart they may be.
 
 Tests and ``distca parity`` run the same suites. Each suite runs on every rank of an initialised world.
 """
@@ -12,14 +12,11 @@ from typing import Literal
 
 import torch
 
-from distca.attention import choose_kernel
-from distca.attention.reference import ReferenceKernel
-from megatron_patches.parity import block as block_parity
-from megatron_patches.parity import harness as parity
+from megatron_patches.parity import block, harness
 from megatron_patches.parity.harness import ParityCase, ParityShape, Recompute
 
 # Relative norms. Float32: the whole training path, loss and every parameter's gradient. Float64: the transformer block,
-# output, input gradient, every weight gradient. bfloat16: our distance from float64 over stock megatron-core's.
+# output, input gradient, every weight gradient. bfloat16: our distance from float64 over unmodified Megatron-Core's.
 FLOAT32_TOLERANCE = 1e-5
 FLOAT64_TOLERANCE = 1e-12
 BFLOAT16_RATIO = 1.1
@@ -42,7 +39,7 @@ GPU_EDGES: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 GPU_SHAPE = ParityShape(hidden=512, ffn=1024, heads=8, kv_heads=2, resolved_head_dim=64, vocabulary=512, init_std=0.04)
 
-Figures = dict[str, float]
+Errors = dict[str, float]
 BACKWARDS: tuple[Literal["keep", "resend"], ...] = ("keep", "resend")
 MLP: Recompute = "mlp"
 
@@ -75,40 +72,39 @@ def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = N
 # All references come before all candidates, so that megatron's groups change their sizes only once.
 
 
-def float32_differences(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
-    """Loss and worst parameter gradient of the whole training path, relative to stock megatron-core in float32."""
-    references = [parity.run_stock(case, torch.float32, device) for case in cases]
+def float32_differences(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
+    """Loss and worst parameter gradient of the whole training path, relative to unmodified Megatron-Core in float32."""
+    references = [harness.run_unmodified(case, torch.float32, device) for case in cases]
     results = []
     for case, (reference, weights) in zip(cases, references, strict=True):
-        candidate = parity.run_disaggregated(case, torch.float32, device, ReferenceKernel(), weights)
-        difference = parity.difference(candidate, reference)
+        candidate = harness.run_disaggregated(case, torch.float32, device, "reference", weights)
+        difference = harness.difference(candidate, reference)
         results.append({"loss": difference.loss, "gradient": difference.gradient})
     return results
 
 
-def float64_errors(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
+def float64_errors(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
     """Output, input gradient and worst weight gradient of the transformer block in float64."""
-    weights = [block_parity.rounded_weights(case, torch.float32) for case in cases]
+    weights = [block.rounded_weights(case, torch.float32) for case in cases]
     references = [
-        block_parity.block_stock(case, torch.float64, device, full) for case, full in zip(cases, weights, strict=True)
+        block.block_unmodified(case, torch.float64, device, full) for case, full in zip(cases, weights, strict=True)
     ]
     return [
-        block_parity.block_disaggregated(case, torch.float64, device, ReferenceKernel(), full).error(reference)
+        block.block_disaggregated(case, torch.float64, device, "reference", full).error(reference)
         for case, full, reference in zip(cases, weights, references, strict=True)
     ]
 
 
-def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[Figures]:
+def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
     """Our block's distance from float64, over that of megatron-core with the same kernel and tensor parallelism."""
-    kernel = choose_kernel("auto", device=device, dtype=torch.bfloat16, head_dim=GPU_SHAPE.resolved_head_dim)
     cases = [replace(case, shape=GPU_SHAPE) for case in cases]
-    weights = [block_parity.rounded_weights(case, torch.bfloat16) for case in cases]
+    weights = [block.rounded_weights(case, torch.bfloat16) for case in cases]
     exact, stock = [], []
     for case, full in zip(cases, weights, strict=True):
-        exact.append(block_parity.block_stock(case, torch.float64, device, full))
-        stock.append(block_parity.block_packed(case, torch.bfloat16, device, kernel, full).error(exact[-1]))
+        exact.append(block.block_unmodified(case, torch.float64, device, full))
+        stock.append(block.block_packed(case, torch.bfloat16, device, "auto", full).error(exact[-1]))
     results = []
     for case, full, reference, theirs in zip(cases, weights, exact, stock, strict=True):
-        ours = block_parity.block_disaggregated(case, torch.bfloat16, device, kernel, full).error(reference)
+        ours = block.block_disaggregated(case, torch.bfloat16, device, "auto", full).error(reference)
         results.append({f"{name}_ratio": ours[name] / theirs[name] for name in theirs})
     return results

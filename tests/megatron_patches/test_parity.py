@@ -41,14 +41,10 @@ def _float64(tp):
 
 def _document_losses(changed):
     suite = _suite()
-    from distca.attention.reference import ReferenceKernel
-
     base = suite.ParityCase(micro_batches=suite.LENGTHS, tp=2)
-    _, weights = suite.parity.run_stock(base, torch.float32, CPU)
+    _, weights = suite.harness.run_unmodified(base, torch.float32, CPU)
     return [
-        suite.parity.document_losses(
-            replace(base, changed_document=where), torch.float32, CPU, ReferenceKernel(), weights
-        )
+        suite.harness.document_losses(replace(base, changed_document=where), torch.float32, CPU, "reference", weights)
         for where in [None, *changed]
     ]
 

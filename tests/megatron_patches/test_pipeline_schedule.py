@@ -1,7 +1,6 @@
 """Pipelines with idle stages serving, on gloo ranks, against unmodified megatron-core on one rank: float32."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,17 +16,15 @@ def _differences(tp, pp, settings, layers=4):
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from distca.attention.reference import ReferenceKernel
     from megatron_patches.parity import harness as parity
-    from megatron_patches.parity.pipeline import run_pipelined
 
-    cases = [
-        replace(parity.ParityCase(tp=tp, **changes), shape=parity.ParityShape(layers=layers)) for changes in settings
-    ]
-    references = [parity.run_stock(case, torch.float32, CPU) for case in cases]
+    shape = parity.ParityShape(layers=layers)
+    cases = [parity.ParityCase(tp=tp, pp=pp, shape=shape, **changes) for changes in settings]
+    references = [parity.run_unmodified(case, torch.float32, CPU) for case in cases]
     results = []
-    for case, (reference, weights) in zip(cases, references, strict=True):
-        candidate = run_pipelined(case, torch.float32, CPU, ReferenceKernel(), weights, pp)
+    for number, (case, (reference, weights)) in enumerate(zip(cases, references, strict=True)):
+        summed = number % 2 == 0
+        candidate = parity.run_disaggregated(case, torch.float32, CPU, "reference", weights, summed_loss=summed)
         results.append((case, parity.difference(candidate, reference)))
     return results
 
@@ -53,45 +50,33 @@ def test_loss_and_every_gradient(ranks, tp, pp):
         assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
 
 
-@pytest.mark.parametrize(
-    "ranks,tp,pp,layers,last", [(2, 1, 2, 4, 1), (2, 1, 2, 3, 1), (4, 1, 4, 10, 1), (8, 2, 2, 5, 2)]
-)
-def test_a_last_stage_with_fewer_layers(ranks, tp, pp, layers, last):
-    """While the others run what it does not have, it computes the output layer and then, where that is more, serves.
-    With one micro-batch there are phases in which nobody runs the others' layers."""
-    settings = [case | {"last_stage_layers": last} for case in _settings((1, 2, 3, 6))]
-    for case, difference in run_ranks(ranks, _differences, tp, pp, settings, layers)[0]:
-        assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
-
-
 def _over_little_memory(capacity):
     """How far a step whose rows land in ``capacity`` bytes is from the reference, and how many exchanges gloo took."""
     warnings.filterwarnings("ignore")
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from distca.attention.reference import ReferenceKernel
     from distca.testing import host_fabric
     from distca.transport.collective import CollectiveTransport
     from distca.transport.nvshmem.transport import OneSidedTransport
+    from megatron_patches import api
     from megatron_patches.parity import harness as parity
-    from megatron_patches.parity import pipeline as pipeline_parity
 
     made = []
 
-    def transport(name, group):
+    def transport(name, group, buffer_gb):
         made.append(OneSidedTransport(host_fabric.HostFabric(capacity), "host", CollectiveTransport(group)))
         return made[0]
 
-    pipeline_parity.choose_transport = transport
-    case = parity.ParityCase(micro_batches=MICRO_BATCHES, last_stage_layers=2, shape=parity.ParityShape(layers=5))
-    reference, weights = parity.run_stock(case, torch.float32, CPU)
-    candidate = pipeline_parity.run_pipelined(case, torch.float32, CPU, ReferenceKernel(), weights, 2)
+    api.choose_transport = transport
+    case = parity.ParityCase(micro_batches=MICRO_BATCHES, pp=2, shape=parity.ParityShape(layers=4))
+    reference, weights = parity.run_unmodified(case, torch.float32, CPU)
+    candidate = parity.run_disaggregated(case, torch.float32, CPU, "reference", weights)
     return parity.difference(candidate, reference), made[0].spared
 
 
 @pytest.mark.parametrize("capacity", [12_000, 16_000, 1 << 20])
-def test_a_last_stage_that_joins_at_other_times_spares_the_same_exchanges(capacity):
+def test_idle_stages_and_busy_ones_send_the_same_exchanges_the_other_way(capacity):
     answers = run_ranks(4, _over_little_memory, capacity)
     for difference, spared in answers:
         assert max(difference.loss, difference.gradient) <= 1e-5
@@ -119,7 +104,7 @@ def _left_behind():
     settings |= {"parallel.pp": 2, "train.micro_batches": 3}
     run = StepByStep(parse_run_config([text for name, value in settings.items() for text in (f"--{name}", str(value))]))
     assert not run.trainer.model.ddp_config.overlap_grad_reduce, "stages do not end with the same micro-batch"
-    inputs, stages, graphs = run.inputs(), [], []
+    step, stages, graphs = run.step(), [], []
 
     class Noted(pipeline_schedule._Stage):
         def __init__(self, *arguments):
@@ -133,17 +118,15 @@ def _left_behind():
             return without_span(super()._backward(*arguments))
 
     def without_span(result):
-        assert run.trainer.pool.timeline._open is None, "a wait that follows would count as computation"
+        assert run.trainer.cad.pool.timeline._open is None, "a wait that follows would count as computation"
         return result
 
     pipeline_schedule._Stage = Noted
     decoder = run.trainer.model.module.decoder
     decoder.register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
-    run.trainer.pool.timeline.start_recording()
+    run.trainer.cad.pool.timeline.start_recording()
     for forward_only in (False, True):
-        routes = inputs.pipeline.routes
-        plan, pool = inputs.pipeline.plan, run.trainer.pool
-        pipeline_schedule.run_ticks(run.trainer.model, inputs.batches, plan, routes, pool, forward_only=forward_only)
+        run.run(step, forward_only=forward_only)
     left = [len(stage._inputs) + len(stage._outputs) for stage in stages] + [decoder.input_tensor]
     hooks = len(decoder._forward_hooks)
     run.close()

@@ -10,7 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from distca.train.config.schema import RunConfig
-    from distca.train.data.prefetch import StepInputs
+    from megatron_patches.step import Step
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 96
@@ -95,31 +95,26 @@ class StepByStep:
         import torch
         import torch.distributed as dist
 
-        from distca.train.data.corpus import open_corpus, open_sampler
+        from distca.train.data.corpus import dealt, open_corpus, open_sampler
         from distca.train.run.builder import build_trainer
         from megatron_patches.world import World
 
         self.corpus = open_corpus(config)
         self.world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
         self.trainer: Any = build_trainer(config, self.world, self.corpus.vocabulary)
-        self._sampler = open_sampler(config, self.corpus.train, self.trainer.planning.ranks)
+        self._documents = dealt(
+            self.corpus.train, open_sampler(config, self.corpus.train, self.trainer.cad.options.ranks), 1000
+        )
 
-    def inputs(self) -> StepInputs:
-        """Of the next step."""
-        from distca.train.data.prefetch import make_step_inputs
+    def step(self) -> Step:
+        """The next one."""
+        return self.trainer.cad.plan_step(next(self._documents))
 
-        return make_step_inputs(self.trainer.planning, self.corpus.train, self._sampler)
-
-    def run(self, inputs: StepInputs) -> None:
+    def run(self, step: Step, forward_only: bool = False) -> None:
         """Forward and backward of a global batch."""
-        from megatron_patches import pipeline_schedule
-        from megatron_patches.training_step import run_micro_batches
+        from megatron_patches.training_step import summed_loss_step
 
-        if inputs.pipeline is None:
-            run_micro_batches(self.trainer.model, inputs.batches)
-        else:
-            plan, routes = inputs.pipeline.plan, inputs.pipeline.routes
-            pipeline_schedule.run_ticks(self.trainer.model, inputs.batches, plan, routes, self.trainer.pool)
+        self.trainer.cad.forward_backward(step, summed_loss_step, self.trainer.model, forward_only=forward_only)
 
     def close(self) -> None:
         from megatron_patches.groups import destroy_model_parallel

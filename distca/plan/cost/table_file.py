@@ -16,7 +16,7 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan import AttentionShape, TableCost
 from distca.plan.cost.model import LinearRate
-from distca.plan.cost.table import LoadFactors
+from distca.plan.cost.table import LoadFactors, load_table
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,25 @@ def find_table(
     scaled = "" if scale == 1 else f", seconds scaled by {scale:g} for {heads} heads"
     logger.info("Attention costs: measured table %s%s", name, scaled)
     return _scaled(content, AttentionShape(heads, kv_heads, head_dim, content.get("value_bytes", 2)), scale)
+
+
+def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int) -> TableCost:
+    """The measured costs of a file, for so many heads; its head size and query heads per key/value head must be these.
+
+    Raises:
+        PlanError: the file is not a usable table, or one of other heads.
+    """
+    table = load_table(path)
+    shape = table.shape
+    if shape.head_dim != head_dim or shape.heads * kv_heads != shape.kv_heads * heads:
+        raise PlanError(
+            f"The cost table {path} was measured for {shape.heads} query heads, {shape.kv_heads} key/value heads and "
+            f"head size {shape.head_dim}, but a rank of this model has {heads}, {kv_heads} and {head_dim}; measure "
+            "these with `distca profile`."
+        )
+    content = _read(Path(path))
+    wanted = AttentionShape(heads, kv_heads, head_dim, shape.value_bytes)
+    return _scaled(content, wanted, heads / shape.heads)
 
 
 def _scaled(content: dict[str, Any], shape: AttentionShape, scale: float) -> TableCost:

@@ -54,14 +54,11 @@ class ParallelConfig:
     Attributes:
         tp: tensor-parallel ranks; attention heads stay sharded over them.
         pp: pipeline stages; stages that are idle in warm-up and drain serve the others' attention.
-        last_stage_layers: transformer layers of the last stage, which also computes output layer and loss; null = as
-            many as the others.
         sequence_parallel: shard the activations between tensor-parallel blocks by tokens; has an effect with tp > 1.
     """
 
     tp: int = 1
     pp: int = 1
-    last_stage_layers: int | None = None
     sequence_parallel: bool = True
 
     def data_parallel(self, world_size: int) -> int:
@@ -88,8 +85,9 @@ class CadConfig:
             together, so that stages without a micro-batch take more attention than others, and more rows move. Time
             needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
             auto = time on GPUs where all that is so and transport is not nvshmem, else attention.
-        deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order, and servers' speeds
-            and what far-reaching tasks cost are not learned from measured times, which would change plans.
+        cost_table: a measured cost table, a JSON file of `distca profile`; null takes the one of this package for this
+            device and kernel, or else a model.
+        deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order.
         nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
             plans for data.tokens_per_rank need, with room to spare.
     """
@@ -101,6 +99,7 @@ class CadConfig:
     kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
     tolerance: float | None = None
     level: Literal["auto", "attention", "time"] = "auto"
+    cost_table: str | None = None
     deterministic: bool = False
     nvshmem_buffer_gb: float = 0.0
 

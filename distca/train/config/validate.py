@@ -10,7 +10,6 @@ from pathlib import Path
 from distca.data.mixes import MIX_NAMES
 from distca.errors import ConfigError
 from distca.train.config.cli import RunConfig, known_settings
-from distca.train.run.stage_layers import last_stage_layers_that_fit
 from distca.words import count
 
 _AT_LEAST_ONE = (
@@ -146,7 +145,7 @@ def _world(config: RunConfig, world_size: int) -> list[str]:
 
 def _stages(config: RunConfig) -> list[str]:
     pp, problems = config.parallel.pp, []
-    problems += _stage_layers(config.model.layers, pp, config.parallel.last_stage_layers)
+    problems += _stage_layers(config.model.layers, pp)
     if pp > 1 and config.cad.enabled and config.cad.backward == "keep":
         problems.append(
             f"cad.backward is keep, but with parallel.pp {pp} the server of a forward is busy with other phases by its "
@@ -162,23 +161,10 @@ def _stages(config: RunConfig) -> list[str]:
     return problems
 
 
-def _stage_layers(layers: int, pp: int, last: int | None) -> list[str]:
-    if pp == 1 and last is not None:
-        return [f"parallel.last_stage_layers is {last}, but parallel.pp 1 has no other stage; set it to null."]
-    if pp == 1:
-        return []
+def _stage_layers(layers: int, pp: int) -> list[str]:
     if layers < pp:
         return [f"model.layers {layers} is less than parallel.pp {pp}, and every stage needs a layer; change one."]
-    fit = last_stage_layers_that_fit(layers, pp)
-    these = f"set parallel.last_stage_layers to {' or '.join(map(str, fit))}" if fit else "change one of them"
-    if last is None:
-        return [] if layers % pp == 0 else [f"model.layers {layers} is not divisible by parallel.pp {pp}; {these}."]
-    if last in fit:
-        return []
-    return [
-        f"parallel.last_stage_layers {last} does not fit model.layers {layers} and parallel.pp {pp}: the last stage "
-        f"may have as many layers as the others at most, and these share the rest evenly; {these}."
-    ]
+    return [f"model.layers {layers} is not divisible by parallel.pp {pp}; change one."] if layers % pp else []
 
 
 def _data(config: RunConfig, world_size: int) -> list[str]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from distca.data.corpus import Corpus, DocumentSet
 from distca.data.sampler import Sampler
 from distca.data.sources import open_source
 from distca.train.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_patches.step import StepDocuments
 
 
 def open_corpus(config: RunConfig) -> Corpus:
@@ -41,3 +47,16 @@ def open_sampler(config: RunConfig, documents: DocumentSet, data_parallel: int) 
         config.data.seed,
         whole,
     )
+
+
+def dealt(documents: DocumentSet, sampler: Sampler, steps: int) -> Iterator[StepDocuments]:
+    """The documents of the next ``steps`` steps, each with the sampler's state after it as its note."""
+    from megatron_patches.step import StepDocuments
+
+    for _ in range(steps):
+        micro_batches = sampler.next()
+        yield StepDocuments(
+            [documents.choose(each.documents) for each in micro_batches],
+            [each.rank_of for each in micro_batches],
+            sampler.state_dict(),
+        )

@@ -8,7 +8,7 @@ Measured seconds are those of the GPU's stream; on CPUs they are CPU seconds of 
 Rows of a table are all forward phases, then all backward phases; columns are ranks of the server pool, stage by stage.
 
 Where plans level a phase's time (cad.level), stages without a micro-batch get more attention than others, so attention
-alone is not level: it is with what busy stages compute beside it, by the seconds that plans count with.
+alone is not level: it is together with the non-attention seconds of busy stages that plans count.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from typing import Any
 
 import numpy as np
 
-from distca.train.data.plan_options import Planning
+from distca.plan import PlanOptions
 
 
-def measured_phases(serves: Mapping[str, Sequence[float]], planning: Planning, micro_batches: int) -> np.ndarray | None:
+def measured_phases(
+    serves: Mapping[str, Sequence[float]], stage: int, options: PlanOptions, micro_batches: int
+) -> np.ndarray | None:
     """This rank's measured seconds in every phase.
 
     Args:
         serves: seconds of every attention call of the step, by direction, in the order they ran.
-        planning: this rank's place.
+        stage: this rank's.
+        options: how steps are planned.
         micro_batches: of the step.
 
     Returns:
         [2 · phases] seconds; None where the calls cannot be told apart by phase.
     """
-    phases = micro_batches + planning.stages - 1
-    busy = phases if planning.disaggregate else micro_batches
+    phases = micro_batches + options.stages - 1
+    busy = phases if options.disaggregate else micro_batches
     first = {
-        "forward": 0 if planning.disaggregate else planning.stage,
-        "backward": 0 if planning.disaggregate else planning.stages - 1 - planning.stage,
+        "forward": 0 if options.disaggregate else stage,
+        "backward": 0 if options.disaggregate else options.stages - 1 - stage,
     }
     columns = []
     for direction in ("forward", "backward"):
@@ -59,7 +62,7 @@ class PhaseTable:
         at_home: [2 · phases, ranks] planned seconds of the same layers with documents computed at home; None where
             nothing was planned by phase (attention at home).
         planned: [2 · phases, ranks] the same as planned.
-        beside: [2 · phases, ranks] planned seconds of linear layers beside it; 0 where attention alone is leveled.
+        other: [2 · phases, ranks] planned non-attention seconds; 0 where attention alone is leveled.
         steps: how many steps were added up.
     """
 
@@ -67,7 +70,7 @@ class PhaseTable:
         self.measured: np.ndarray | None = None
         self.at_home: np.ndarray | None = None
         self.planned: np.ndarray | None = None
-        self.beside: np.ndarray | None = None
+        self.other: np.ndarray | None = None
         self.steps = 0
 
     def add(
@@ -75,24 +78,24 @@ class PhaseTable:
         measured: np.ndarray,
         at_home: np.ndarray | None,
         planned: np.ndarray | None,
-        beside: np.ndarray | None = None,
+        other: np.ndarray | None = None,
     ) -> None:
         """Add a step. The first one, which compiles and warms up, is forgotten as soon as there is another."""
         if self.steps == 1 or self.measured is None:
-            self.measured, self.at_home, self.planned, self.beside = measured.copy(), at_home, planned, beside
+            self.measured, self.at_home, self.planned, self.other = measured.copy(), at_home, planned, other
         else:
             self.measured += measured
             self.at_home, self.planned = _sum(self.at_home, at_home), _sum(self.planned, planned)
-            self.beside = _sum(self.beside, beside)
+            self.other = _sum(self.other, other)
         self.steps += 1
 
     def levels(self, name: str) -> dict[str, Any]:
-        """How level a series is, and as ``with_linear`` how level with what is computed beside attention."""
+        """How level a series is, and as ``with_linear`` how level with non-attention seconds."""
         table = getattr(self, name)
         alone = levels(table)
-        if self.beside is None or not self.beside.any():
+        if self.other is None or not self.other.any():
             return alone
-        return alone | {"with_linear": levels(table + self.beside)}
+        return alone | {"with_linear": levels(table + self.other)}
 
     def write(self, path: Path, stages: int) -> None:
         """Write the table as JSON: mean seconds per step, and how level each is."""
@@ -109,8 +112,8 @@ class PhaseTable:
             table = getattr(self, name)
             if table is not None:
                 report[name] = {"seconds": (table / counted).tolist()} | self.levels(name)
-        if self.beside is not None and self.beside.any():
-            report["beside"] = {"seconds": (self.beside / counted).tolist()}
+        if self.other is not None and self.other.any():
+            report["other"] = {"seconds": (self.other / counted).tolist()}
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

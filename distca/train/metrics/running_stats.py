@@ -15,7 +15,7 @@ class _Column:
     count: int = 0
 
 
-class RunningFigures:
+class RunningMeans:
     """Figures by name; steps may lack some.
 
     Attributes:

@@ -8,28 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from distca.attention import Kernel, choose_kernel
-from distca.attention.warm_up import warm_up
-from distca.cluster.topology import pool_links
-from distca.plan import training_tolerance
-from distca.plan.cost.analytic import analytic_cost, area_cost
-from distca.plan.cost.model import CostModel
-from distca.plan.cost.table_file import find_table
-from distca.runtime import AttentionPool
-from distca.runtime.timeline import Timeline
 from distca.train.config.schema import RunConfig
-from distca.train.data.plan_options import Planning
-from distca.train.run.linear_cost import beside_attention
 from distca.train.run.memory import check_memory, describe, predict_memory
-from distca.train.run.stage_layers import stage_layers
-from distca.transport import choose_transport
 from distca.words import count
 from megatron_patches.world import World
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
+
+    from megatron_patches.api import CAD
+    from megatron_patches.optimizer import OptimizerAndSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +37,19 @@ _REPEATED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
 
 @dataclass(frozen=True)
 class Trainer:
-    """The parts of a run. ``model``, ``optimizer`` are megatron's, see megatron_patches."""
+    """The parts of a run. ``model`` and ``optimizer`` are Megatron's, see megatron_patches."""
 
     config: RunConfig
     world: World
-    model: object
-    optimizer: object
-    pool: AttentionPool
-    planning: Planning
+    cad: CAD
+    model: DistributedDataParallel
+    optimizer: OptimizerAndSchedule
     vocabulary: int
+
+    @property
+    def layers(self) -> int:
+        """Transformer layers of every pipeline stage."""
+        return self.config.model.layers // self.config.parallel.pp
 
 
 def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
@@ -84,9 +77,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     _check_memory(config, world, vocabulary)
     initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    pool = _pool(config, world, dtype)
-    planning = _planning(config, world, vocabulary, dtype, pool)
-    model = _model(config, world, vocabulary, dtype, pool)
+    cad, model = _model(config, world, vocabulary, dtype)
     optimizer = build_optimizer(model, config.optimizer, config.train.steps, config.resolved_warmup_steps, dtype)
     logger.info(
         "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s",
@@ -96,36 +87,16 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
         parallel.pp,
         "disaggregated" if config.cad.enabled else "not disaggregated",
     )
-    return Trainer(config, world, model, optimizer, pool, planning, vocabulary)
+    return Trainer(config, world, cad, model, optimizer, vocabulary)
 
 
-def _pool(config: RunConfig, world: World, dtype: torch.dtype) -> AttentionPool:
-    from megatron_patches.groups import server_pool_group
-
-    model, tp = config.model, config.parallel.tp
-    kernel = choose_kernel(
-        config.cad.kernel,
-        device=world.device,
-        dtype=dtype,
-        head_dim=model.resolved_head_dim,
-        deterministic=config.cad.deterministic,
-    )
-    if world.device.type == "cuda":
-        warm_up(kernel, model.heads // tp, model.kv_heads // tp, model.resolved_head_dim, dtype, world.device)
-    transport = choose_transport(config.cad.transport, server_pool_group(), config.resolved_nvshmem_buffer_gb)
-    return AttentionPool(transport, kernel, Timeline(world.device), config.resolved_backward)
-
-
-def _model(
-    config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype, pool: AttentionPool
-) -> DistributedDataParallel:
+def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype) -> tuple[CAD, DistributedDataParallel]:
+    from distca import CAD
     from megatron_patches.groups import pipeline_seed
-    from megatron_patches.model import build_model, transformer_config
+    from megatron_patches.model import build_gpt, transformer_config
     from megatron_patches.patches.stage_timers import StageTimers
-    from megatron_patches.training_step import wrap_for_data_parallel
 
-    parallel, on_gpu = config.parallel, world.device.type == "cuda"
-    layers = stage_layers(config, vocabulary)
+    parallel, on_gpu, settings = config.parallel, world.device.type == "cuda", config.cad
     torch.manual_seed(config.train.seed + pipeline_seed())
     model_config = transformer_config(
         config.model,
@@ -133,46 +104,28 @@ def _model(
         sequence_parallel=parallel.sequence_parallel,
         recompute_mlp=config.train.recompute == "mlp",
         cpu_initialization=not on_gpu,
-        accumulate_in_products=True,
-        last_stage_layers=layers.last if layers.last < layers.most else None,
     )
-    if parallel.pp > 1 and not config.cad.enabled:
-        model_config.timers = StageTimers(pool.timeline)
-    gpt = build_model(
-        config.model,
-        vocabulary,
+    cad = CAD(
         model_config,
-        "disaggregated" if config.cad.enabled else "packed",
-        pool=pool,
-        kernel=pool.kernel,
-        timeline=pool.timeline,
-        recompute_segments=config.train.recompute == "all",
+        tokens_per_rank=config.data.tokens_per_rank,
+        disaggregate=settings.enabled,
+        ping_pong=settings.ping_pong,
+        backward=settings.backward,
+        transport=settings.transport,
+        kernel=settings.kernel,
+        tolerance=settings.tolerance,
+        level=settings.level,
+        cost_table=settings.cost_table,
+        deterministic=settings.deterministic,
+        nvshmem_buffer_gb=config.resolved_nvshmem_buffer_gb,
+        recompute="all" if config.train.recompute == "all" else "none",
     )
+    if parallel.pp > 1 and not settings.enabled:
+        model_config.timers = StageTimers(cad.pool.timeline)
+    gpt = cad.attach(build_gpt(config.model, vocabulary, model_config, cad.block_spec()))
     if on_gpu:
         gpt.cuda()
-    return wrap_for_data_parallel(gpt, config.optimizer.distributed)
-
-
-def _planning(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype, pool: AttentionPool) -> Planning:
-    parallel, rank, tolerance = config.parallel, pool.transport.rank, config.cad.tolerance
-    data_parallel = parallel.data_parallel(world.size)
-    cost = _cost(config, pool.kernel, dtype, world.device)
-    return Planning(
-        rank=rank % data_parallel,
-        ranks=data_parallel,
-        stage=rank // data_parallel,
-        stages=parallel.pp,
-        layers=stage_layers(config, vocabulary),
-        cost=cost,
-        disaggregate=config.cad.enabled,
-        nano_batches=2 if config.cad.enabled and config.cad.ping_pong else 1,
-        resend=config.cad.enabled and config.resolved_backward == "resend",
-        tolerance=training_tolerance(pool.transport.ranks) if tolerance is None else tolerance,
-        chunks=parallel.tp if parallel.sequence_parallel else 1,
-        device=world.device,
-        links=pool_links(parallel.tp),
-        beside=beside_attention(config, cost, world.device.type == "cuda"),
-    )
+    return cad, cad.data_parallel(gpt, distributed_optimizer=config.optimizer.distributed)
 
 
 def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
@@ -185,18 +138,3 @@ def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
         if config.cad.enabled and config.cad.transport in ("auto", "nvshmem") and world.size > config.parallel.tp:
             heap = config.resolved_nvshmem_buffer_gb * 2**30
         check_memory(config, stages, torch.cuda.get_device_properties(world.device).total_memory - int(heap))
-
-
-def _cost(config: RunConfig, kernel: Kernel, dtype: torch.dtype, device: torch.device) -> CostModel:
-    """Seconds per CA-task for the planner, for the heads of one tensor-parallel rank."""
-    model, tp = config.model, config.parallel.tp
-    heads = (model.heads // tp, model.kv_heads // tp, model.resolved_head_dim)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    # All ranks must plan the same, so all plan with the first one's table, whatever files or GPUs the others have.
-    measured = [find_table(name, kernel.name, *heads)]
-    dist.broadcast_object_list(measured)
-    if measured[0] is not None:
-        return measured[0]
-    if kernel.name == "reference":
-        return area_cost(*heads)
-    return analytic_cost(*heads, value_bytes=dtype.itemsize)

@@ -1,4 +1,4 @@
-"""All ranks must start and plan alike, each on its own: otherwise one waits for rows that nobody sends."""
+"""All ranks must be started alike: otherwise one waits for rows that nobody sends."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from distca.data.corpus import Corpus
-from distca.errors import ConfigError, PlanError
+from distca.errors import ConfigError
 from distca.train.config.cli import RunConfig, by_setting
 
 if TYPE_CHECKING:
@@ -51,38 +50,3 @@ def check_same_start(config: RunConfig, corpus: Corpus, world: World) -> None:
 
 def _digest(lengths: np.ndarray) -> str:
     return hashlib.sha256(lengths.tobytes()).hexdigest()
-
-
-class Agreement:
-    """Compares what ranks planned, step by step. All ranks create it together.
-
-    It has process groups of its own, so that the thread that plans can ask while the step before runs.
-
-    Args:
-        done: number of the last step that was planned before.
-    """
-
-    def __init__(self, done: int = 0) -> None:
-        self._group = dist.new_group(backend="gloo")
-        self._step = done
-
-    def check(self, fingerprint: int) -> None:
-        """Refuse a step that this rank or another planned differently; every rank calls it for every step.
-
-        Args:
-            fingerprint: of what this rank planned, as :func:`distca.plan.plan.fingerprint` gives it.
-
-        Raises:
-            PlanError: on every rank, naming those that differ from rank 0.
-        """
-        self._step += 1
-        everyone = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(everyone, torch.tensor(fingerprint, dtype=torch.int64), group=self._group)
-        others = np.flatnonzero([int(each) != int(everyone[0]) for each in everyone])
-        if len(others):
-            some = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
-            raise PlanError(
-                f"{len(others)} of {len(everyone)} ranks ({some}) planned step {self._step} differently from rank 0, "
-                "so nothing of it was sent. They were started with other settings, have other versions of distca or "
-                "numpy, or another kind of processor: compare config.yaml and `distca doctor` on their machines."
-            )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,20 +17,18 @@ from distca.data.corpus import Corpus
 from distca.errors import DivergedError
 from distca.train.checkpoint import checkpoints
 from distca.train.config.schema import RunConfig
-from distca.train.data.corpus import open_sampler
-from distca.train.data.prefetch import Ahead, StepInputs, make_step_inputs
+from distca.train.data.corpus import dealt, open_sampler
 from distca.train.metrics.phase_plot import plot_phases
 from distca.train.metrics.plots import plot_balance, write_timeline
 from distca.train.metrics.progress import StepProgress, print_summary
 from distca.train.metrics.step_record import StepRecorder
 from distca.train.metrics.writer import MetricsWriter
 from distca.train.run.builder import Trainer
-from distca.train.run.consistency import Agreement
 from distca.train.run.gc_control import SteadyGarbage
 from distca.train.run.run_folder import Checkpoint, RunFolder
 
 if TYPE_CHECKING:
-    from megatron.core.distributed import DistributedDataParallel
+    from megatron_patches.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class _Loop:
         self._trainer, self._corpus, self._folder = trainer, corpus, folder
         self._config = trainer.config
         self._first = resume.step if resume else 0
-        self._sampler = open_sampler(self._config, corpus.train, trainer.planning.ranks)
+        self._sampler = open_sampler(self._config, corpus.train, trainer.cad.options.ranks)
         self._sampler_state = self._sampler.state_dict()
         if resume:
             self._sampler_state = checkpoints.load(trainer, resume)
@@ -59,8 +58,6 @@ class _Loop:
         self._recorder = StepRecorder(trainer, self._first + 1)
         self._drawn: list[Path] = []
         self._garbage = SteadyGarbage()
-        self._agreement = Agreement(self._first)
-        self._ahead = Ahead(self._make_inputs, trainer.world.device)
         self._speaks = trainer.world.rank == 0
         self._metrics: MetricsWriter | None = None
         self._progress: StepProgress | None = None
@@ -76,13 +73,14 @@ class _Loop:
                 resumed_at = self._first + 1 if self._first else None
                 self._metrics = stack.enter_context(MetricsWriter(self._folder.path, log.tensorboard, resumed_at))
                 self._progress = stack.enter_context(StepProgress(steps, done=self._first, every=log.every))
-            stack.callback(self._ahead.close)
             stack.enter_context(self._garbage)
+            documents = dealt(self._corpus.train, self._sampler, steps - self._first)
+            ahead = stack.enter_context(closing(self._trainer.cad.plan_ahead(documents, self._first + 1)))
             for step in range(self._first + 1, steps + 1):
                 if self._trainer.world.companions is not None:
                     self._trainer.world.companions.doing(f"step {step}")
                 self._record_timeline(step)
-                values = self._step(step)
+                values = self._step(step, ahead)
                 self._end_timeline(step)
                 validate_every = self._config.train.validate_every
                 if step == steps or (validate_every and step % validate_every == 0):
@@ -95,54 +93,40 @@ class _Loop:
             self._draw()
             print_summary(self._recorder.summary(validation), self._folder, self._drawn)
 
-    def _run(self, inputs: StepInputs, forward_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, step: Step, forward_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of losses, target tokens) of a global batch."""
-        from megatron_patches.pipeline_schedule import run_ticks
-        from megatron_patches.training_step import run_micro_batches
+        from megatron_patches.training_step import sum_over_ranks, summed_loss_step
 
-        trainer, model = self._trainer, cast("DistributedDataParallel", self._trainer.model)
-        if inputs.pipeline is None:
-            return run_micro_batches(model, inputs.batches, forward_only=forward_only)
-        plan, routes = inputs.pipeline.plan, inputs.pipeline.routes
-        return run_ticks(model, inputs.batches, plan, routes, trainer.pool, forward_only=forward_only)
+        trainer = self._trainer
+        reports = trainer.cad.forward_backward(step, summed_loss_step, trainer.model, forward_only=forward_only)
+        return sum_over_ranks(reports, trainer.world.device)
 
-    def _make_inputs(self, **how: Any) -> StepInputs:
-        """The next step's, in the thread that plans; refused if another rank planned it differently."""
-        inputs = make_step_inputs(self._trainer.planning, self._corpus.train, self._sampler, **how)
-        self._agreement.check(inputs.fingerprint)
-        return inputs
-
-    def _step(self, step: int) -> dict[str, Any]:
+    def _step(self, number: int, ahead: Iterator[Step]) -> dict[str, Any]:
         began = time.perf_counter()
         if self._trainer.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # validation and checkpoints do not count as this step's
-        inputs, waited_ms = self._ahead.take()
-        loss_sum, tokens = self._run(inputs)
-        if step < self._config.train.steps:
-            # Now, while this thread only waits for the GPU: Python's lock would keep it from queueing kernels.
-            self._ahead.start(learned=self._recorder.learner.current)
+        step = next(ahead)
+        loss_sum, tokens = self._run(step)
         self._garbage.collect()  # while the GPU is busy with the backward pass
-        grad_norm, lr = self._trainer.optimizer.step()  # type: ignore[attr-defined]
+        grad_norm, lr = self._trainer.optimizer.step()
         loss = (loss_sum / tokens.clamp(min=1)).item()  # there may be no target among them
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise _diverged(step, loss, grad_norm, self._config)
-        self._sampler_state = inputs.sampler_state
-        seconds = time.perf_counter() - began
-        return self._recorder.record(inputs, loss, grad_norm, lr, seconds, waited_ms)
+            raise _diverged(number, loss, grad_norm, self._config)
+        self._sampler_state = step.documents.note
+        return self._recorder.record(step, loss, grad_norm, lr, time.perf_counter() - began)
 
     def _validate(self) -> float | None:
         """Mean loss per target token over the first global batches of the validation set; the same ones every time."""
         if not len(self._corpus.validation):
             return None
         trainer = self._trainer
-        sampler = open_sampler(self._config, self._corpus.validation, trainer.planning.ranks)
+        sampler = open_sampler(self._config, self._corpus.validation, trainer.cad.options.ranks)
         total = torch.zeros(2, dtype=torch.float64, device=trainer.world.device)
-        trainer.model.eval()  # type: ignore[attr-defined]
-        for _ in range(self._config.train.validate_batches):
-            inputs: StepInputs = make_step_inputs(trainer.planning, self._corpus.validation, sampler)
-            total += torch.stack(self._run(inputs, forward_only=True))
-        trainer.model.train()  # type: ignore[attr-defined]
-        trainer.pool.timeline.serve_seconds()  # validation does not count as the next step's attention
+        trainer.model.eval()
+        for documents in dealt(self._corpus.validation, sampler, self._config.train.validate_batches):
+            total += torch.stack(self._run(trainer.cad.plan_step(documents), forward_only=True))
+        trainer.model.train()
+        trainer.cad.pool.timeline.serve_seconds()  # validation does not count as the next step's attention
         return float(total[0] / total[1])
 
     def _show(self, step: int, values: dict[str, Any]) -> None:
@@ -154,18 +138,18 @@ class _Loop:
         """Start recording before the first of log.timeline_steps that this run does."""
         wanted = self._config.log.timeline_steps
         if wanted is not None and step == max(wanted[0], self._first + 1) and step <= wanted[1]:
-            self._trainer.pool.timeline.start_recording()
+            self._trainer.cad.pool.timeline.start_recording()
 
     def _end_timeline(self, step: int) -> None:
         """Write the file right after the last of log.timeline_steps that this run does, before it validates."""
         wanted = self._config.log.timeline_steps
         last = None if wanted is None else min(wanted[1], self._config.train.steps)
-        if step == last and self._trainer.pool.timeline.recording:
+        if step == last and self._trainer.cad.pool.timeline.recording:
             self._write_timeline()
 
     def _write_timeline(self) -> None:
         world = self._trainer.world
-        mine = self._trainer.pool.timeline.take(world.rank)
+        mine = self._trainer.cad.pool.timeline.take(world.rank)
         gathered: list[Any] = [None] * world.size
         dist.gather_object(mine, gathered if self._speaks else None)
         if self._speaks:
@@ -184,7 +168,7 @@ class _Loop:
             planned = after if self._config.cad.enabled else None
             plot_balance(self._folder.balance_plot, before, planned, measured, unit="1 = mean")
             self._drawn.append(self._folder.balance_plot)
-        phases, stages = recorder.phases, self._trainer.planning.stages
+        phases, stages = recorder.phases, self._trainer.cad.options.stages
         if phases.steps:
             phases.write(self._folder.phases, stages)
             plot_phases(self._folder.phases_plot, phases, stages)

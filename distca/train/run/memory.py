@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from distca.errors import ConfigError
 from distca.train.config.schema import RunConfig
 from distca.train.metrics.progress import format_bytes
-from distca.train.run.stage_layers import stage_layers
 
 GIB = 2**30
 _LOGITS_BYTES = 2 << 30
@@ -125,7 +124,7 @@ class _Stage:
         model, parallel = config.model, config.parallel
         self._config, self._stage, self._stages = config, stage, parallel.pp
         self._data_parallel = max(parallel.data_parallel(world_size), 1)
-        self._layers = stage_layers(config, vocabulary).of(stage, parallel.pp)
+        self._layers = config.model.layers // parallel.pp
         self._value = 2 if config.train.precision == "bf16" else 4
         # Widths of one tensor-parallel rank; the residual stream is whole without sequence parallelism.
         self._hidden = model.hidden // parallel.tp if parallel.sequence_parallel else model.hidden

@@ -1,0 +1,339 @@
+"""A step's plan: every phase of every micro-batch, over the ranks of all pipeline stages together.
+
+In a forward phase every stage runs the forward of some micro-batch or nothing, in a backward phase likewise, so the
+attention of all ranks in a phase is one pool: a stage that is idle in warm-up or drain serves without own tokens.
+
+With p stages, stage s runs the forward of micro-batch m in forward phase m + s and its backward in backward phase
+m + (p − 1) − s; backward phase k runs in the same tick as forward phase k + p − 1. Without pipeline parallelism there
+is one stage, and a phase is the forward or the backward of one micro-batch.
+
+Pool ranks are numbered stage by stage: stage · data_parallel + data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.cost.model import CostModel, Direction
+from distca.plan.layout import Layout, Shards, lay_out
+from distca.plan.metrics import server_seconds, traffic
+from distca.plan.plan import Plan, fingerprint, plan_at_home
+from distca.plan.scheduler.network_cost import Links
+from distca.plan.scheduler.scheduler import schedule, training_tolerance
+
+
+@dataclass(frozen=True)
+class NonAttention:
+    """Seconds per row of what a busy rank computes between two attentions of its stage.
+
+    Attributes:
+        forward: in a forward phase.
+        backward: in a backward phase.
+    """
+
+    forward: float
+    backward: float
+
+
+class Scheduler(Protocol):
+    """Plans one nano-batch of a phase."""
+
+    def __call__(self, layout: Layout, direction: Direction) -> Plan:
+        """The plan of ``layout``, over the whole pool."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How steps are planned; the same on every rank.
+
+    Attributes:
+        ranks: data-parallel ranks of a stage, the homes of its rows.
+        cost: seconds per CA-task.
+        stages: pipeline stages.
+        nano_batches: 1, or 2 for ping and pong.
+        align: rows of a nano-batch on a rank are a multiple of this (the sequence-parallel size).
+        resend: whether backward has servers of its own; with several stages it has.
+        disaggregate: False computes every document at home.
+        tolerance: how far above the mean the busiest server may be; None takes the one for the size of the pool.
+        links: which servers share a node.
+        max_received_bytes: most bytes of q, k and v rows that a server may receive for a nano-batch; None for any.
+        non_attention: levels a phase's linear layers and attention together; None levels attention alone.
+        scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
+
+    Raises:
+        PlanError: on sizes below 1, or several stages whose servers keep rows for backward.
+    """
+
+    ranks: int
+    cost: CostModel
+    stages: int = 1
+    nano_batches: int = 1
+    align: int = 1
+    resend: bool = False
+    disaggregate: bool = True
+    tolerance: float | None = None
+    links: Links = field(default_factory=Links)
+    max_received_bytes: int | None = None
+    non_attention: NonAttention | None = None
+    scheduler: Scheduler | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.stages) < 1:
+            raise PlanError(f"A plan needs at least one rank and one stage, not {self.ranks} and {self.stages}.")
+        if self.stages > 1 and self.disaggregate and not self.resend:
+            raise PlanError(
+                f"backward is keep, but with {self.stages} pipeline stages the server of a forward is busy with other "
+                "phases by its backward; set it to auto or resend."
+            )
+
+    @property
+    def pool_ranks(self) -> int:
+        """Servers of the pool."""
+        return self.stages * self.ranks
+
+    def pool_rank(self, stage: int, rank: int) -> int:
+        """Number in the pool of a stage's data-parallel rank."""
+        return stage * self.ranks + rank
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase, forward or backward.
+
+    Attributes:
+        micro_batches: by stage, the micro-batch that it runs; None for an idle stage.
+        plans: by nano-batch, the plan over the whole pool; the same for all layers.
+    """
+
+    micro_batches: tuple[int | None, ...]
+    plans: tuple[Plan, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All phases of one step. Array legend: D documents of a micro-batch.
+
+    Attributes:
+        options: how it was planned.
+        lengths: by micro-batch, [D] int64 tokens per document.
+        homes: by micro-batch, [D] the home rank of every document, or None where documents may span ranks.
+        layouts: by micro-batch, its layout of each nano-batch over one stage's data-parallel ranks; the same on all
+            stages.
+        forward: forward phases in order.
+        backward: backward phases in order; with one stage that keeps, their plans are those of the forward phases.
+    """
+
+    options: PlanOptions
+    lengths: tuple[np.ndarray, ...]
+    homes: tuple[np.ndarray | None, ...]
+    layouts: tuple[tuple[Layout, ...], ...]
+    forward: tuple[Phase, ...]
+    backward: tuple[Phase, ...]
+
+    @property
+    def phases(self) -> list[tuple[Direction, Phase]]:
+        """All forward phases, then all backward phases."""
+        return [("forward", phase) for phase in self.forward] + [("backward", phase) for phase in self.backward]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(sum(lengths.sum() for lengths in self.lengths))
+
+    @property
+    def fingerprint(self) -> int:
+        """Of all plans; the same on ranks that planned the same."""
+        return fingerprint(plan for _, phase in self.phases for plan in phase.plans)
+
+    def forward_phase(self, micro_batch: int, stage: int) -> int:
+        """The forward phase in which ``stage`` runs ``micro_batch``."""
+        return micro_batch + stage
+
+    def backward_phase(self, micro_batch: int, stage: int) -> int:
+        """The backward phase in which ``stage`` runs ``micro_batch``."""
+        return micro_batch + self.options.stages - 1 - stage
+
+    def order(self) -> Iterator[tuple[Literal["forward", "backward"], int]]:
+        """All phases as they run. A backward phase runs as soon as the last stage has its micro-batch's forward behind
+        it: no other order keeps fewer micro-batches in flight, on any stage (docs/architecture.md)."""
+        last = self.options.stages - 1
+        for tick in range(len(self.forward) + last):
+            if tick < len(self.forward):
+                yield "forward", tick
+            if tick >= last:
+                yield "backward", tick - last
+
+    def balance(self) -> StepBalance:
+        """What the plan achieves; costs about as much as planning did."""
+        options, phases = self.options, self.phases
+        in_order = [_lay_out(options, *each) for each in zip(self.lengths, self.homes, strict=True)]
+        forward, backward = _phases(in_order, options, _at_home)
+        before = replace(self, forward=forward, backward=backward)
+        return StepBalance(
+            np.stack([_seconds(phase, options.cost, direction) for direction, phase in before.phases]),
+            np.stack([_seconds(phase, options.cost, direction) for direction, phase in phases]),
+            np.stack(
+                [
+                    np.sum([other_seconds(options, plan.layout, direction) for plan in phase.plans], axis=0)
+                    for direction, phase in phases
+                ]
+            ),
+            sum(_bytes(phase, options, direction) for direction, phase in phases),
+        )
+
+
+@dataclass(frozen=True)
+class StepBalance:
+    """How level a step's phases are. Array legend: P phases, all forward ones first, R ranks of the pool.
+
+    Attributes:
+        seconds_before: [P, R] attention seconds of one layer with documents in order, computed at home.
+        seconds_after: [P, R] the same as planned.
+        other_seconds: [P, R] non-attention seconds of one layer that plans count; 0 where they level attention alone.
+        bytes_moved: bytes that travel for one layer of every stage in the whole step.
+    """
+
+    seconds_before: np.ndarray
+    seconds_after: np.ndarray
+    other_seconds: np.ndarray
+    bytes_moved: int
+
+
+def plan_step(
+    lengths: Sequence[Sequence[int] | np.ndarray],
+    options: PlanOptions,
+    homes: Sequence[Sequence[int] | np.ndarray | None] | None = None,
+) -> StepPlan:
+    """Plan a step from its documents' lengths; deterministic, so every rank gets the same answer.
+
+    Args:
+        lengths: by micro-batch, tokens per document.
+        options: how to plan.
+        homes: by micro-batch, the home rank of every document, for documents that stay whole; None lets them span
+            ranks.
+
+    Raises:
+        PlanError: on no micro-batch, or lengths that cannot be laid out.
+    """
+    if not len(lengths):
+        raise PlanError("A step has at least one micro-batch, and this one has none.")
+    rows = tuple(np.asarray(each, np.int64).reshape(-1) for each in lengths)
+    places = tuple(
+        None if home is None else np.asarray(home, np.int64)
+        for home in (homes if homes is not None else [None] * len(rows))
+    )
+    layouts = tuple(_laid_out(options, *each) for each in zip(rows, places, strict=True))
+    scheduler = (options.scheduler or _scheduler(options)) if options.disaggregate else _at_home
+    return StepPlan(options, rows, places, layouts, *_phases(layouts, options, scheduler))
+
+
+def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
+    """[R] non-attention seconds of one layer and nano-batch; 0 where attention alone is levelled."""
+    each = options.non_attention
+    per_row = 0.0 if each is None else each.forward if direction == "forward" else each.backward
+    return per_row * layout.q_rows
+
+
+def _laid_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None) -> tuple[Layout, ...]:
+    if not options.disaggregate:
+        return _lay_out(options, lengths, homes)
+    how = {"nano_batches": options.nano_batches, "dealing": "even", "placement": "spread", "cost": options.cost}
+    return _lay_out(options, lengths, homes, **how)
+
+
+def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
+    """By default the layout, in one piece, that plain packing of the documents has."""
+    return lay_out(lengths, options.ranks, rank_of=homes, align=options.align, **how)
+
+
+def _phases(
+    layouts: Sequence[tuple[Layout, ...]], options: PlanOptions, scheduler: Scheduler
+) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
+    """All forward phases, and all backward phases."""
+    stages, keeps = options.stages, options.stages == 1 and not options.resend
+
+    def phase(number: int, direction: Direction) -> Phase:
+        due = [number - (stages - 1 - stage if direction == "backward" else stage) for stage in range(stages)]
+        running = tuple(m if 0 <= m < len(layouts) else None for m in due)
+        halves = [[None if m is None else layouts[m][nano] for m in running] for nano in range(len(layouts[0]))]
+        return Phase(running, tuple(scheduler(_joined(half, options.ranks), direction) for half in halves))
+
+    numbers = range(len(layouts) + stages - 1)
+    forward = tuple(phase(number, "both" if keeps else "forward") for number in numbers)
+    # Servers that keep rows compute the backward of what they computed forward.
+    return forward, forward if keeps else tuple(phase(number, "backward") for number in numbers)
+
+
+def _at_home(layout: Layout, direction: Direction) -> Plan:
+    return plan_at_home(layout)
+
+
+def _scheduler(options: PlanOptions) -> Scheduler:
+    tolerance = options.tolerance
+    if tolerance is None:
+        tolerance = training_tolerance(options.pool_ranks)
+
+    def scheduled(layout: Layout, direction: Direction) -> Plan:
+        return schedule(
+            layout,
+            cost=options.cost,
+            direction=direction,
+            resend=options.resend,
+            tolerance=tolerance,
+            links=options.links,
+            max_received_bytes=options.max_received_bytes,
+            beside=None if options.non_attention is None else other_seconds(options, layout, direction),
+        )
+
+    return scheduled
+
+
+def _seconds(phase: Phase, cost: CostModel, direction: Direction) -> np.ndarray:
+    seconds: np.ndarray = np.sum([server_seconds(plan, cost, direction) for plan in phase.plans], axis=0)
+    return seconds
+
+
+def _bytes(phase: Phase, options: PlanOptions, direction: Direction) -> int:
+    q_bytes, kv_bytes = options.cost.shape.moved_bytes(direction, options.resend)
+    rows = [traffic(plan) for plan in phase.plans]
+    return sum(each.q_rows * q_bytes + each.kv_rows * kv_bytes for each in rows)
+
+
+def _joined(parts: Sequence[Layout | None], ranks: int) -> Layout:
+    """One layout over the ranks of all stages; idle stages have no rows. Documents are numbered stage by stage."""
+    if len(parts) == 1 and parts[0] is not None:
+        return parts[0]
+    q: list[tuple[np.ndarray, ...]] = []
+    kv: list[tuple[np.ndarray, ...]] = []
+    first: list[np.ndarray] = []
+    last: list[np.ndarray] = []
+    q_rows = np.zeros(len(parts) * ranks, np.int64)
+    carried_rows = np.zeros(len(parts) * ranks, np.int64)
+    documents = 0
+    for stage, layout in enumerate(parts):
+        if layout is None:
+            continue
+        for shards, columns in ((layout.q, q), (layout.kv, kv)):
+            document, start, stop, rank, row = shards.columns()
+            columns.append((document + documents, start, stop, rank + stage * ranks, row))
+        first.append(layout.first)
+        last.append(layout.last)
+        here = slice(stage * ranks, (stage + 1) * ranks)
+        q_rows[here], carried_rows[here] = layout.q_rows, layout.carried_rows
+        documents += len(layout.first)
+    nothing = np.empty(0, np.int64)
+    return Layout(
+        len(parts) * ranks,
+        np.concatenate((nothing, *first)),
+        np.concatenate((nothing, *last)),
+        Shards(*(np.concatenate((nothing, *(columns[at] for columns in q))) for at in range(5))),
+        Shards(*(np.concatenate((nothing, *(columns[at] for columns in kv))) for at in range(5))),
+        q_rows,
+        carried_rows,
+    )

@@ -1,0 +1,299 @@
+"""The public face: core attention disaggregation in anybody's Megatron-Core training script.
+
+    distca.join_world()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    cad = distca.CAD(config, tokens_per_rank=131072)
+    model = cad.data_parallel(cad.attach(GPTModel(config, cad.block_spec(), vocabulary, length).cuda()))
+    for step in cad.plan_ahead(steps):
+        reports = cad.forward_backward(step, forward_step, model)
+        optimizer.step()
+
+``examples/own_training_loop.py`` is a whole script, and docs/own_script.md explains it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from distca.attention import choose_kernel
+from distca.attention.warm_up import warm_up
+from distca.cluster.agreement import Agreement
+from distca.data.batch import Document
+from distca.errors import PlanError, SupportError
+from distca.runtime import AttentionPool
+from distca.runtime.timeline import Timeline
+from distca.transport import choose_transport
+from megatron_patches import support
+from megatron_patches.block import disaggregate_block
+from megatron_patches.groups import server_pool_group
+from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.patches.fused_rope import fuse_rotation
+from megatron_patches.patches.fused_swiglu import fuse_swiglu
+from megatron_patches.patches.gpt_forward import patch_forward
+from megatron_patches.patches.position_rotary import use_position_rotary
+from megatron_patches.patches.wgrad_accumulation import accumulate_weight_gradients_in_products
+from megatron_patches.pipeline_schedule import run_ticks
+from megatron_patches.plan_options import Level, attention_shape, plan_options
+from megatron_patches.spec import block_spec
+from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
+from megatron_patches.training_step import ForwardStep, run_schedule, wrap_for_data_parallel
+
+logger = logging.getLogger(__name__)
+
+_BUFFERED = {"keep": 4.5, "resend": 5.0}
+"""NVSHMEM's memory in q, k and v rows of a rank's tokens. Two exchanges are under way at a time, each of up to the rows
+of a nano-batch that the busiest rank receives; *resend* sends o and dO as well. Real plans without stages, of both
+mixes in their long-context versions, fit for 2 to 16 ranks (tests/train/run/test_nvshmem_memory.py)."""
+_LEAST_BUFFER_GB = 0.25
+
+
+class CAD:
+    """Core attention disaggregation for one model on this rank. Every rank makes one together, after
+    ``distca.join_world()`` and ``parallel_state.initialize_model_parallel``, and before the model is built.
+
+    Args:
+        config: the model's configuration. Its ``gradient_accumulation_fusion`` is switched on, and with pipeline stages
+            ``deallocate_pipeline_outputs``.
+        tokens_per_rank: most tokens of a micro-batch, over the data-parallel ranks of a stage.
+        disaggregate: False computes every document's attention at home, on whole documents, with the same kernels and
+            Megatron's own layers and schedules: the baseline.
+        ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
+        backward: "keep": servers keep q, k, v and o for backward (fewest bytes). "resend": home ranks keep them and
+            send them again (equal memory everywhere). "auto": keep, and resend with pipeline stages, which need it.
+        transport: "auto", "nvshmem", "nccl" or "gloo".
+        kernel: "auto", "flash4", "torch" or "reference".
+        tolerance: how far above the mean the busiest server may be; None takes the one for the number of servers.
+        level: what is levelled in a pipeline's phases: "attention", "time" (linear layers and attention together), or
+            "auto".
+        cost_table: a file that ``distca profile`` wrote; None takes the package's table of this device and kernel.
+        deterministic: two runs are bitwise equal.
+        nvshmem_buffer_gb: GiB of symmetric memory per rank; 0 takes what plans for ``tokens_per_rank`` need.
+        recompute: "none": what the configuration says, which may be ``recompute_modules=["mlp"]``. "all": everything
+            but core attention.
+
+    Attributes:
+        options: how steps are planned.
+        pool: the server pool: transport, kernel, timeline.
+
+    Raises:
+        SupportError: a field of the configuration, or a way of running it, that is not served.
+        KernelError, TransportError: what was asked for cannot run here.
+        PlanError: an unusable cost table.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tokens_per_rank: int,
+        disaggregate: bool = True,
+        ping_pong: bool = True,
+        backward: Literal["auto", "keep", "resend"] = "auto",
+        transport: str = "auto",
+        kernel: str = "auto",
+        tolerance: float | None = None,
+        level: Level = "auto",
+        cost_table: str | None = None,
+        deterministic: bool = False,
+        nvshmem_buffer_gb: float = 0.0,
+        recompute: Literal["none", "all"] = "none",
+    ) -> None:
+        support.check_groups()
+        support.check_config(config)
+        if recompute == "all" and not disaggregate:
+            raise SupportError("recompute is 'all', which Megatron's own layers cannot do; leave it out.")
+        self.config, self._disaggregate, self._recompute_segments = config, disaggregate, recompute == "all"
+        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._stage, self._rank = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+        )
+        self._tokens_per_rank = tokens_per_rank
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        how: Literal["keep", "resend"] = "resend" if self._stages > 1 else "keep"
+        if backward != "auto":
+            how = backward
+        self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb)
+        self.options = plan_options(
+            config,
+            self.pool.kernel,
+            self.device,
+            disaggregate=disaggregate,
+            ping_pong=ping_pong,
+            resend=how == "resend",
+            tolerance=tolerance,
+            level=level,
+            cost_table=cost_table,
+            transport=transport,
+            recompute_segments=self._recompute_segments,
+        )
+        self._agreement: Agreement | None = None
+        accumulate_weight_gradients_in_products()
+        config.gradient_accumulation_fusion = True
+        config.deallocate_pipeline_outputs = self._stages > 1
+        if not disaggregate:
+            fuse_rotation(config)
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return self._stage
+
+    @property
+    def rank(self) -> int:
+        """This rank's data-parallel rank."""
+        return self._rank
+
+    @property
+    def pool_rank(self) -> int:
+        """This rank in the server pool."""
+        return self.options.pool_rank(self._stage, self._rank)
+
+    def block_spec(self, layer: ModuleSpec | None = None) -> TransformerBlockSubmodules:
+        """The spec to build a GPTModel with.
+
+        Args:
+            layer: Megatron's local layer spec, of a dense layer; None takes that of the configuration.
+
+        Raises:
+            SupportError: a spec of other layers.
+        """
+        return block_spec(self.config, layer, disaggregate=self._disaggregate)
+
+    def attach(self, model: GPTModel) -> GPTModel:
+        """Let a model that was built with :meth:`block_spec` run disaggregated; returns it. A subclass of GPTModel
+        stays one.
+
+        Raises:
+            SupportError: a part of the model that is not served.
+        """
+        support.check_model(model)
+        use_position_rotary(model)
+        patch_forward(model)
+        fuse_swiglu(model)
+        if self._disaggregate:
+            disaggregate_block(model.decoder, self.pool, self._recompute_segments)
+            return model
+        for module in model.modules():
+            if isinstance(module, PackedAttention):
+                module.kernel, module.timeline = self.pool.kernel, self.pool.timeline
+        return model
+
+    def data_parallel(self, model: GPTModel, *, distributed_optimizer: bool = True) -> DistributedDataParallel:
+        """Megatron's DistributedDataParallel around an attached model on its device: bfloat16 where the configuration
+        says so, gradients added up in float32 and, without pipeline stages, reduced while backward goes on.
+
+        Args:
+            model: from :meth:`attach`.
+            distributed_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
+        """
+        return wrap_for_data_parallel(model, distributed_optimizer)
+
+    def plan_step(self, documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
+        """Plan one step and bring this rank's rows to the device.
+
+        Args:
+            documents: by micro-batch, its documents over all data-parallel ranks, the same on every rank. A document is
+                anything with a length and slices of token ids; only slices of this rank's rows are read.
+
+        Raises:
+            PlanError: on documents that cannot be laid out, or micro-batches of more than ``tokens_per_rank``.
+        """
+        if not isinstance(documents, StepDocuments):
+            documents = StepDocuments(documents)
+        self._check_room(documents)
+        return make_step(documents, self.options, self._stage, self._rank, self.device)
+
+    def plan_ahead(
+        self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1
+    ) -> Generator[Step, None, None]:
+        """Steps, each planned in a background thread while the one before runs; every rank calls it together.
+
+        Args:
+            steps: the documents of every step, the same on every rank, as for :meth:`plan_step`; asked in the thread.
+            first: number of the first step, for messages.
+
+        Raises:
+            PlanError: also if another rank planned a step differently.
+        """
+        if self._agreement is None:
+            self._agreement = Agreement()
+        agreement = self._agreement
+        agreement.next_step = first
+
+        def make(documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
+            step = self.plan_step(documents)
+            agreement.check(step.plan.fingerprint)
+            return step
+
+        return iter(StepsAhead(steps, make, self.device))
+
+    def forward_backward(
+        self, step: Step, forward_step: ForwardStep, model: DistributedDataParallel, *, forward_only: bool = False
+    ) -> list[Any]:
+        """Forward and backward of a step: Megatron's schedule without pipeline stages, with them the one in which all
+        stages run the same phase. Gradients are zeroed before; they end up reduced and divided by the target tokens of
+        the global batch.
+
+        Args:
+            step: from :meth:`plan_ahead` or :meth:`plan_step`.
+            forward_step: as Megatron's schedules take it: given an iterator over this rank's batches and the model, it
+                returns the model's output and a function of it that returns (summed loss, number of target tokens as an
+                int tensor, anything to report).
+            model: from :meth:`data_parallel`.
+            forward_only: compute losses only, and keep nothing for backward.
+
+        Returns:
+            What was reported, by micro-batch; empty on stages without the loss.
+        """
+        if not forward_only:
+            model.zero_grad_buffer()
+        if self._stages > 1 and step.routes is not None:
+            reports = run_ticks(
+                model, step.batches, forward_step, step.plan, step.routes, self.pool, forward_only=forward_only
+            )
+        else:
+            reports = run_schedule(model, step.batches, forward_step, forward_only=forward_only)
+        step.queued()
+        return reports
+
+    def _join_pool(
+        self,
+        kernel_name: str,
+        transport_name: str,
+        deterministic: bool,
+        backward: Literal["keep", "resend"],
+        buffer: float,
+    ) -> AttentionPool:
+        shape, dtype = attention_shape(self.config), self.config.params_dtype
+        kernel = choose_kernel(
+            kernel_name, device=self.device, dtype=dtype, head_dim=shape.head_dim, deterministic=deterministic
+        )
+        if self.device.type == "cuda":
+            warm_up(kernel, shape.heads, shape.kv_heads, shape.head_dim, dtype, self.device)
+        row = shape.q_bytes + shape.kv_bytes
+        buffer = buffer or max(_BUFFERED[backward] * self._tokens_per_rank * row / 2**30, _LEAST_BUFFER_GB)
+        transport = choose_transport(transport_name, server_pool_group(), buffer)
+        return AttentionPool(transport, kernel, Timeline(self.device), backward)
+
+    def _check_room(self, documents: StepDocuments) -> None:
+        most = self.options.ranks * self._tokens_per_rank
+        for number, micro_batch in enumerate(documents.micro_batches):
+            tokens = sum(len(document) for document in micro_batch)
+            if tokens > most:
+                raise PlanError(
+                    f"Micro-batch {number} has {tokens:,} tokens; {self.options.ranks} data-parallel ranks with "
+                    f"tokens_per_rank {self._tokens_per_rank:,} hold {most:,}. Put fewer documents into it, or raise "
+                    "tokens_per_rank."
+                )

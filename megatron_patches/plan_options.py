@@ -1,0 +1,144 @@
+"""How steps are planned, from Megatron's configuration, its process groups and what attention costs on this machine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from distca.attention import Kernel
+from distca.cluster.topology import pool_links
+from distca.errors import PlanError
+from distca.plan import AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
+from distca.plan.cost.model import layer_weights
+from distca.plan.cost.table_file import find_table, open_table
+from distca.plan.step import NonAttention
+
+logger = logging.getLogger(__name__)
+
+Level = Literal["auto", "attention", "time"]
+
+
+def plan_options(
+    config: TransformerConfig,
+    kernel: Kernel,
+    device: torch.device,
+    *,
+    disaggregate: bool,
+    ping_pong: bool,
+    resend: bool,
+    tolerance: float | None,
+    level: Level,
+    cost_table: str | None,
+    transport: str,
+    recompute_segments: bool,
+) -> PlanOptions:
+    """The same on every rank; every rank calls it together.
+
+    Args:
+        config: Megatron's.
+        kernel: core attention's.
+        device: this rank's.
+        disaggregate, resend, tolerance: see :class:`distca.plan.step.PlanOptions`.
+        ping_pong: two nano-batches.
+        level: "attention", "time" (linear layers and attention together, in a pipeline's phases), or "auto".
+        cost_table: a file that ``distca profile`` wrote; None takes the package's table of this device, or a model.
+        transport: its name as asked for.
+        recompute_segments: whether everything but core attention is recomputed.
+
+    Raises:
+        PlanError: on an unusable cost table, one of other heads, or a level that nothing was measured for.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    cost = cost_model(config, kernel, device, cost_table)
+    non_attention = None
+    if disaggregate:
+        usual = device.type == "cuda" and stages > 1 and ping_pong and transport != "nvshmem"
+        non_attention = _non_attention(config, cost, level, usual, recompute_segments)
+    return PlanOptions(
+        ranks=parallel_state.get_data_parallel_world_size(),
+        cost=cost,
+        stages=stages,
+        nano_batches=2 if disaggregate and ping_pong else 1,
+        align=tp if config.sequence_parallel else 1,
+        resend=disaggregate and resend,
+        disaggregate=disaggregate,
+        tolerance=tolerance,
+        links=pool_links(tp),
+        non_attention=non_attention,
+    )
+
+
+def attention_shape(config: TransformerConfig) -> AttentionShape:
+    """Heads of one tensor-parallel rank."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    assert config.num_query_groups is not None and config.kv_channels is not None
+    dtype: torch.dtype = config.params_dtype
+    return AttentionShape(
+        config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels, dtype.itemsize
+    )
+
+
+def cost_model(
+    config: TransformerConfig, kernel: Kernel, device: torch.device, cost_table: str | None = None
+) -> CostModel:
+    """Seconds per CA-task for the planner, for the heads of one tensor-parallel rank: from the file, else from the
+    package's table of this device and kernel, else from a model.
+
+    Raises:
+        PlanError: the file is not usable, or measured other heads.
+    """
+    shape = attention_shape(config)
+    heads = (shape.heads, shape.kv_heads, shape.head_dim)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    # All ranks must plan the same, so all plan with the first one's table, whatever files or GPUs the others have.
+    found: list[TableCost | PlanError | None] = [None]
+    try:
+        found = [open_table(cost_table, *heads) if cost_table else find_table(name, kernel.name, *heads)]
+    except PlanError as error:
+        found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], PlanError):
+        raise found[0]
+    if found[0] is not None:
+        return found[0]
+    return area_cost(*heads) if kernel.name == "reference" else analytic_cost(*heads, value_bytes=shape.value_bytes)
+
+
+def _non_attention(
+    config: TransformerConfig, cost: CostModel, level: Level, usual: bool, recompute_segments: bool
+) -> NonAttention | None:
+    """Seconds per row of a rank's matrix products between two attentions; None where attention alone is levelled.
+
+    Norms, rotation and activation are not counted, so an idle stage gets rather too little than too much. A stage of n
+    layers computes its linear layers n − 1 times between two attentions; what comes before the first and after the last
+    one leaves nothing to serve. By default this is for GPUs with ping-pong: ranks on CPUs may share cores, and where
+    NVSHMEM alone may carry rows, its memory was made for fewer than idle servers get at once.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rate = cost.linear
+    if level == "attention" or (level == "auto" and not usual):
+        return None
+    if rate is None:
+        if level == "auto":
+            logger.info(
+                "Phases level attention alone: the cost table has no linear layers; `distca profile` measures them."
+            )
+            return None
+        raise PlanError(
+            "level is time, but no cost table of this device and kernel says what linear layers take; measure one with "
+            "`distca profile`, or level attention."
+        )
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    assert ffn is not None and config.num_query_groups is not None and config.kv_channels is not None
+    layers = config.num_layers // stages
+    weights = layer_weights(hidden, ffn, config.num_attention_heads, config.num_query_groups, config.kv_channels)
+    recomputed = weights if recompute_segments else 3 * hidden * ffn if config.recompute_granularity else 0
+    each = (layers - 1) / layers / tp
+    return NonAttention(each * weights * rate.forward, each * (weights * rate.backward + recomputed * rate.forward))

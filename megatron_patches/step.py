@@ -1,0 +1,218 @@
+"""A step ready to run: its plan, this rank's routes and rows on the device; made one step ahead in a background thread.
+
+Every rank knows the lengths of all documents, so every rank plans the same without talking, while the step before runs.
+The training loop only waits if planning takes longer than a step; ``Step.waited_ms`` says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from distca.attention import TaskBatch
+from distca.data.batch import Document, RankBatch, rank_batch
+from distca.device.host_to_device import Upload, uploading
+from distca.plan import Layout, PlanOptions, StepPlan, plan_step
+from distca.plan.step import StepBalance
+from distca.runtime.device_routes import StepRoutes
+from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+
+
+@dataclass(frozen=True)
+class StepDocuments:
+    """The documents of one step, the same on every rank.
+
+    Attributes:
+        micro_batches: by micro-batch, its documents; a document is anything with a length and slices of token ids.
+        homes: by micro-batch, [documents] the data-parallel rank on which each stays whole; None lets documents span
+            ranks.
+        note: anything the caller wants to find again at the step.
+    """
+
+    micro_batches: Sequence[Sequence[Document]]
+    homes: Sequence[np.ndarray | None] | None = None
+    note: Any = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's rows of a micro-batch, on its device; in the order in which the model takes them.
+
+    Attributes:
+        tokens: [1, rows] int64.
+        labels: [1, rows] int64 next token of the same document.
+        loss_mask: [1, rows] bool; false where there is no next token, and in padding.
+        positions: [1, rows] int64 position in the document.
+        attention: how core attention of these rows runs; goes to the model in place of the attention mask.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    positions: torch.Tensor
+    attention: DisaggregatedMicroBatch | PackedMicroBatch
+
+
+@dataclass(frozen=True)
+class Step:
+    """One global batch, ready to run.
+
+    Attributes:
+        documents: what it was made from.
+        plan: of all ranks.
+        balance: what the plan achieves.
+        routes: this rank's; None where attention stays at home.
+        batches: this rank's rows, by micro-batch.
+        planning_ms: milliseconds of planning and routing.
+        waited_ms: milliseconds that the caller waited for it.
+        queued: called when the step's work is queued on the device, so that the next one is planned from then on.
+    """
+
+    documents: StepDocuments
+    plan: StepPlan
+    balance: StepBalance
+    routes: StepRoutes | None
+    batches: tuple[Batch, ...]
+    planning_ms: float
+    waited_ms: float = 0.0
+    queued: Callable[[], None] = lambda: None
+
+
+def make_step(
+    documents: StepDocuments, options: PlanOptions, stage: int, rank: int, device: torch.device | str
+) -> Step:
+    """Plan a step and bring this rank's routes and rows to the device, in one transfer.
+
+    Args:
+        documents: of the step.
+        options: how to plan.
+        stage: this rank's pipeline stage.
+        rank: this rank's data-parallel rank.
+        device: where the rows go.
+
+    Raises:
+        PlanError: on documents that cannot be laid out.
+    """
+    began = time.perf_counter()
+    lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
+    plan = plan_step(lengths, options, documents.homes)
+    with uploading(device) as upload:
+        routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
+        planning_ms = (time.perf_counter() - began) * 1e3
+        rows = [
+            rank_batch(documents_of, layouts, rank, align=options.align, chunks=options.align)
+            for documents_of, layouts in zip(documents.micro_batches, plan.layouts, strict=True)
+        ]
+        if routes is None:
+            batches = packed_batches(
+                rows, [packed_attention(layouts[0], rank, upload) for layouts in plan.layouts], options, upload
+            )
+        else:
+            batches = tuple(
+                batch_on_device(upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.align))
+                for each, own in zip(rows, routes.own, strict=True)
+            )
+    return Step(documents, plan, plan.balance(), routes, batches, planning_ms)
+
+
+def batch_on_device(upload: Upload, rows: RankBatch, attention: DisaggregatedMicroBatch | PackedMicroBatch) -> Batch:
+    """A rank's rows of a micro-batch, which are there once ``upload`` was sent."""
+    columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
+    tokens, labels, loss_mask, positions = (upload.add(column)[None] for column in columns)
+    return Batch(tokens, labels, loss_mask, positions, attention)
+
+
+def packed_batches(
+    rows: Sequence[RankBatch], attention: Sequence[PackedMicroBatch], options: PlanOptions, upload: Upload
+) -> tuple[Batch, ...]:
+    """Micro-batches whose attention stays at home, for Megatron's own schedules."""
+    columns = with_equal_rows(rows) if options.stages > 1 else rows
+    return tuple(batch_on_device(upload, *each) for each in zip(columns, attention, strict=True))
+
+
+def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBatch:
+    """Attention of a rank's whole documents."""
+    mine = layout.q.on_rank(rank)
+    assert (mine.start == 0).all() and (mine.stop == layout.last[mine.document]).all(), "documents must be whole"
+    borders = np.concatenate(([0], np.cumsum(mine.stop)))
+    return PackedMicroBatch(TaskBatch.of(borders, borders, upload), int(borders[-1]))
+
+
+def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
+    """Pad a rank's micro-batches of a step to the rows of the largest one: token 0, no loss, part of no document.
+
+    Megatron's 1F1B moves activations of one size between stages; of sizes that differ it would first send each size
+    ahead and wait for it on the host, at every stage and micro-batch.
+    """
+    assert all(len(batch.nano_rows) == 1 for batch in batches), "only rows of one nano-batch end where padding begins"
+    rows = max(batch.nano_rows[0] for batch in batches)
+
+    def padded(column: np.ndarray) -> np.ndarray:
+        return np.pad(column, (0, rows - len(column)))
+
+    return [
+        replace(
+            batch,
+            tokens=padded(batch.tokens),
+            labels=padded(batch.labels),
+            loss_mask=padded(batch.loss_mask),
+            positions=padded(batch.positions),
+            nano_rows=(rows,),
+        )
+        for batch in batches
+    ]
+
+
+class StepsAhead:
+    """Makes steps in a background thread, one ahead.
+
+    Args:
+        sources: what steps are made from; asked only by the thread, in order.
+        make: makes a step; called only by the thread.
+        device: the device that the thread copies to.
+    """
+
+    def __init__(self, sources: Iterable[Any], make: Callable[[Any], Step], device: torch.device) -> None:
+        self._sources, self._make = iter(sources), make
+        select = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else (lambda: None)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-planning", initializer=select)
+        self._next: Future[Step | None] | None = None
+
+    def __iter__(self) -> Generator[Step, None, None]:
+        """All steps; ends with the sources."""
+        try:
+            while (step := self._take()) is not None:
+                yield step
+        finally:
+            self.close()
+
+    def start(self) -> None:
+        """Begin with the next step, unless it is being made already."""
+        if self._next is None:
+            self._next = self._thread.submit(self._make_next)
+
+    def close(self) -> None:
+        """Forget what was made ahead and end the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _take(self) -> Step | None:
+        self.start()
+        assert self._next is not None
+        began = time.perf_counter()
+        step = self._next.result()
+        self._next = None
+        if step is None:
+            return None
+        # While the caller queues the step, Python's lock should not be shared with the thread that plans.
+        return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)
+
+    def _make_next(self) -> Step | None:
+        for source in self._sources:
+            return self._make(source)
+        return None
