@@ -241,9 +241,9 @@ def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) ->
 
 
 def _laid_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None) -> tuple[Layout, ...]:
-    if not options.disaggregate:
-        return _lay_out(options, lengths, homes)
-    how = {"nano_batches": options.nano_batches, "dealing": "even", "placement": "spread", "cost": options.cost}
+    how: dict[str, Any] = {"nano_batches": options.nano_batches, "dealing": "even"}
+    if options.disaggregate:
+        how |= {"placement": "spread", "cost": options.cost}
     return _lay_out(options, lengths, homes, **how)
 
 

@@ -18,23 +18,20 @@ from distca.train.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from distca.train.data.pipeline_inputs import with_equal_rows
 from distca.train.metrics.idle_share import idle_shares
 
 MEASURED = ModelConfig(layers=4, hidden=64, ffn=48, heads=2, kv_heads=1)
 """With heads for which the cost table of CPUs holds; two layers on a stage."""
 
 
-def _config(
-    output: str, name: str, cad: CadConfig, steps: int = 3, resume: str | None = None, last: int | None = None
-) -> RunConfig:
+def _config(output: str, name: str, cad: CadConfig, steps: int = 3, resume: str | None = None) -> RunConfig:
     return RunConfig(
         name=name,
         output=output,
         model=MEASURED
         if name.startswith("measured")
         else ModelConfig(layers=2, hidden=32, ffn=48, heads=2, kv_heads=1),
-        parallel=ParallelConfig(pp=2, last_stage_layers=last),
+        parallel=ParallelConfig(pp=2),
         cad=cad,
         data=DataConfig(context_length=128, longer="split", tokens_per_rank=128, whole_documents=True),
         optimizer=OptimizerConfig(warmup_steps=1, min_lr=3e-3),  # constant, whatever the number of steps

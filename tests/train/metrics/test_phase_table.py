@@ -3,53 +3,37 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from matplotlib.image import imread
 
-from distca.plan.cost.analytic import area_cost
-from distca.plan.pipeline import StageLayers
-from distca.train.data.plan_options import Planning
+from distca.plan import PlanOptions, area_cost
 from distca.train.metrics.phase_plot import plot_phases
 from distca.train.metrics.phase_table import PhaseTable, levels, measured_phases
 
-PLANNING = Planning(
-    rank=0,
-    ranks=1,
-    stage=1,
-    stages=3,
-    layers=StageLayers(2, 2),
-    cost=area_cost(),
-    disaggregate=False,
-    nano_batches=1,
-    resend=True,
-    tolerance=0.02,
-    chunks=1,
-    device=torch.device("cpu"),
-)
+PACKED = PlanOptions(1, area_cost(), stages=3, disaggregate=False)
+DISAGGREGATED = PlanOptions(1, area_cost(), stages=3, resend=True)
 
 
 def test_calls_at_home_lie_in_the_phases_of_their_micro_batches() -> None:
     # Two layers, two micro-batches; stage 1 of 3 runs forward m in phase m + 1 and backward m in phase m + 1.
     serves = {"forward": [1, 1, 2, 2], "backward": [3, 3, 4, 4]}
-    column = measured_phases(serves, PLANNING, 2)
+    column = measured_phases(serves, 1, PACKED, 2)
     assert column is not None and column.tolist() == [0, 2, 4, 0, 0, 6, 8, 0]
-    first = measured_phases(serves, replace(PLANNING, stage=0), 2)
+    first = measured_phases(serves, 0, PACKED, 2)
     assert first is not None and first.tolist() == [2, 4, 0, 0, 0, 0, 6, 8]
-    last = measured_phases(serves, replace(PLANNING, stage=2), 2)
+    last = measured_phases(serves, 2, PACKED, 2)
     assert last is not None and last.tolist() == [0, 0, 2, 4, 6, 8, 0, 0]
 
 
 def test_a_disaggregated_rank_serves_in_every_phase() -> None:
     serves = {"forward": [1] * 8, "backward": [2] * 8}
-    column = measured_phases(serves, replace(PLANNING, disaggregate=True), 2)
+    column = measured_phases(serves, 1, DISAGGREGATED, 2)
     assert column is not None and column.tolist() == [2] * 4 + [4] * 4
-    assert measured_phases({"forward": [1] * 7, "backward": [2] * 8}, replace(PLANNING, disaggregate=True), 2) is None
-    assert measured_phases({"forward": [1] * 8, "backward": []}, replace(PLANNING, disaggregate=True), 2) is None
+    assert measured_phases({"forward": [1] * 7, "backward": [2] * 8}, 1, DISAGGREGATED, 2) is None
+    assert measured_phases({"forward": [1] * 8, "backward": []}, 1, DISAGGREGATED, 2) is None
 
 
 def test_levels_by_phase_and_by_rank() -> None:
@@ -79,14 +63,14 @@ def test_the_first_step_is_forgotten_and_the_rest_averaged(tmp_path: Path) -> No
     assert height > 300 and width >= 900, "titles need six inches, however few the phases"
 
 
-def test_what_is_computed_beside_attention_counts_where_plans_count_it(tmp_path: Path) -> None:
+def test_non_attention_seconds_count_where_plans_count_them(tmp_path: Path) -> None:
     table = PhaseTable()
     for value in (100.0, 1.0, 3.0):
-        beside = np.array([[0.0, value]] * 4)
-        table.add(np.array([[3 * value, value]] * 4), beside, np.array([[2 * value, value]] * 4), beside)
+        other = np.array([[0.0, value]] * 4)
+        table.add(np.array([[3 * value, value]] * 4), other, np.array([[2 * value, value]] * 4), other)
     table.write(tmp_path / "phases.json", stages=2)
     written = json.loads((tmp_path / "phases.json").read_text())
-    assert written["beside"] == {"seconds": [[0.0, 2.0]] * 4}
+    assert written["other"] == {"seconds": [[0.0, 2.0]] * 4}
     assert written["measured"]["phases"] == 1.5 and written["measured"]["with_linear"]["phases"] == 6 / 5
     assert written["planned"]["phases"] == pytest.approx(4 / 3)
     assert written["planned"]["with_linear"] == {"by_phase": [1.0] * 4, "phases": 1.0, "ranks": 1.0}

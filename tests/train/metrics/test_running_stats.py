@@ -1,27 +1,27 @@
-"""Figures of a run without its steps, against the steps themselves."""
+"""Means over a run without its steps, against the steps themselves."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.train.metrics.running_stats import RunningFigures
+from distca.train.metrics.running_stats import RunningMeans
 
 figure = st.one_of(st.none(), st.just("text"), st.floats(-1e3, 1e3))
 
 
 @given(st.lists(figure, max_size=8))
 def test_first_last_largest_and_mean(column: list[object]) -> None:
-    figures = RunningFigures()
+    means = RunningMeans()
     for value in column:
-        figures.add({"loss": value, "other": 3})
+        means.add({"loss": value, "other": 3})
     known = [value for value in column if isinstance(value, float)]
-    assert figures.steps == len(column)
-    assert figures.first("loss") == (known[0] if known else None)
-    assert figures.last("loss") == (known[-1] if known else None)
-    assert figures.largest("loss") == max(known, default=None)
+    assert means.steps == len(column)
+    assert means.first("loss") == (known[0] if known else None)
+    assert means.last("loss") == (known[-1] if known else None)
+    assert means.largest("loss") == max(known, default=None)
     if not known:
-        assert figures.mean("loss") is None
+        assert means.mean("loss") is None
         return
-    assert figures.mean("loss") == pytest.approx(sum(known) / len(known), abs=1e-9)
+    assert means.mean("loss") == pytest.approx(sum(known) / len(known), abs=1e-9)
     but_first = known[1:] or known
-    assert figures.mean("loss", but_first=True) == pytest.approx(sum(but_first) / len(but_first), abs=1e-9)
+    assert means.mean("loss", but_first=True) == pytest.approx(sum(but_first) / len(but_first), abs=1e-9)

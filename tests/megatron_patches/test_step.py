@@ -1,0 +1,115 @@
+"""A step made from documents: every token on one rank with what belongs to it, and steps made ahead in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from distca.data.batch import rank_batch
+from distca.plan import PlanOptions, area_cost
+
+LENGTHS = ((40, 3, 1, 21), (30, 31, 2, 1), (66,))
+RANKS = 4
+
+
+def _documents() -> list[list[np.ndarray]]:
+    """A token says its document and its position."""
+    numbers = iter(range(1, 100))
+    return [[1000 * next(numbers) + np.arange(length) for length in lengths] for lengths in LENGTHS]
+
+
+def _options(stages: int, disaggregate: bool = True, align: int = 1) -> PlanOptions:
+    return PlanOptions(
+        RANKS,
+        area_cost(4, 2, 8),
+        stages=stages,
+        nano_batches=2 if disaggregate else 1,
+        align=align,
+        resend=stages > 1 and disaggregate,
+        disaggregate=disaggregate,
+    )
+
+
+@pytest.mark.parametrize("stages,disaggregate", [(1, True), (1, False), (2, True), (2, False)])
+def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggregate: bool) -> None:
+    from megatron_patches.step import StepDocuments, make_step
+
+    homes = None if disaggregate else [np.arange(len(lengths)) % RANKS for lengths in LENGTHS]
+    documents = StepDocuments(_documents(), homes, note="where the sampler stood")
+    seen: list[list[int]] = [[] for _ in LENGTHS]
+    shapes = set()
+    for rank in range(RANKS):
+        step = make_step(documents, _options(stages, disaggregate), stages - 1, rank, "cpu")
+        assert step.documents.note == "where the sampler stood" and step.planning_ms > 0
+        for number, batch in enumerate(step.batches):
+            tokens, labels, mask, positions = (
+                x[0] for x in (batch.tokens, batch.labels, batch.loss_mask, batch.positions)
+            )
+            assert (labels[mask] == tokens[mask] + 1).all()
+            assert (positions == (tokens % 1000)).all()
+            seen[number] += tokens[tokens > 0].tolist()
+        shapes.add((rank, len({batch.tokens.shape for batch in step.batches})))
+    for owned, tokens in zip(_documents(), seen, strict=True):
+        assert sorted(tokens) == np.sort(np.concatenate(owned)).tolist()
+    if stages > 1 and not disaggregate:
+        assert {count for _, count in shapes} == {1}, "1F1B moves activations of one size"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_rows_lie_in_the_sequence_shards_of_their_layouts(stages: int) -> None:
+    from megatron_patches.step import StepDocuments, make_step
+
+    step = make_step(StepDocuments(_documents()), _options(stages, align=4), 0, 0, "cpu")
+    for documents, layouts, batch in zip(_documents(), step.plan.layouts, step.batches, strict=True):
+        rows = rank_batch(documents, layouts, 0, align=4, chunks=4)
+        assert batch.tokens[0].tolist() == rows.tokens.tolist()
+        assert batch.loss_mask[0].tolist() == rows.loss_mask.tolist()
+
+
+def test_a_document_may_be_anything_with_a_length_and_slices() -> None:
+    from megatron_patches.step import StepDocuments, make_step
+
+    asked: list[slice] = []
+
+    class Lazy:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, tokens: slice) -> list[int]:
+            asked.append(tokens)
+            return list(range(100))[tokens]
+
+    step = make_step(StepDocuments([[Lazy(), list(range(7))]]), _options(1), 0, 1, "cpu")
+    mine = step.plan.layouts[0][0].q.on_rank(1)
+    assert step.batches[0].tokens.shape == (1, sum(int(layout.q_rows[1]) for layout in step.plan.layouts[0]))
+    assert len(mine) and all(each.stop - each.start < 100 for each in asked), "only a rank's own rows are read"
+
+
+def test_the_next_step_is_made_from_when_one_is_queued_and_the_steps_end() -> None:
+    from megatron_patches.step import StepDocuments, StepsAhead, make_step
+
+    made: list[tuple[int, str]] = []
+    started = threading.Event()
+
+    def sources() -> Iterator[int]:
+        yield from range(3)
+
+    def make(number: int):  # type: ignore[no-untyped-def]
+        made.append((number, threading.current_thread().name))
+        if number == 1:
+            started.set()
+        return make_step(StepDocuments([[[1, 2, 3]]], note=number), _options(1), 0, 0, "cpu")
+
+    notes = []
+    for step in StepsAhead(sources(), make, torch.device("cpu")):
+        notes.append(step.documents.note)
+        if step.documents.note == 0:
+            assert not started.wait(0.2), "nothing is made before the step is queued"
+            step.queued()
+            assert started.wait(10)
+    assert notes == [0, 1, 2] and [number for number, _ in made] == [0, 1, 2]
+    assert all(name.startswith("distca-planning") for _, name in made)
