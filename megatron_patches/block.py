@@ -28,7 +28,9 @@ class _BoundLayer:
     @property
     def scale(self) -> float:
         config = self.layer.config
-        return config.softmax_scale or (config.kv_channels or 0) ** -0.5
+        if config.softmax_scale is not None:
+            return config.softmax_scale
+        return (config.kv_channels or 0) ** -0.5
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer.pre(hidden, self.rotations[nano])

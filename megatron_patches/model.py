@@ -147,10 +147,12 @@ def build_model(
     Returns:
         A GPTModel; its ``rotary_pos_emb`` takes the positions of each micro-batch before forward.
     """
-    spec: ModuleSpec | TransformerBlockSubmodules = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec: ModuleSpec | TransformerBlockSubmodules = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     if attention != "stock":
         spec = _block_spec(spec, config, attention)
-    if attention == "packed":
+    if attention == "packed" and not config.qk_layernorm:  # norms come between the projection and the rotation
         fuse_rotation(config)
     model = GPTModel(
         config=config,
@@ -187,5 +189,8 @@ def _block_spec(layer: ModuleSpec, config: TransformerConfig, attention: Attenti
         layer.module = SplitTransformerLayer
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    heads = layer.submodules.self_attention.submodules
+    heads.core_attention = PackedAttention
+    if config.qk_layernorm:
+        heads.q_layernorm = heads.k_layernorm = RMSNorm
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), RMSNorm)

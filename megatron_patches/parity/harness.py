@@ -7,6 +7,7 @@ training path itself: split layers, server pool, megatron's DDP, gradient finali
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -69,6 +70,7 @@ class ParityCase:
         tie_embeddings: the output layer's weights are the embedding's.
         last_stage_layers: with pipeline stages, layers of the last one; None for as many as the others have.
         shape: the model's sizes.
+        config: fields of megatron's configuration that differ from those of a LLaMA, with their values.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -82,6 +84,12 @@ class ParityCase:
     tie_embeddings: bool = False
     last_stage_layers: int | None = None
     shape: ParityShape = field(default_factory=ParityShape)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gated(self) -> bool:
+        """The MLPs have a gate."""
+        return bool(self.config.get("gated_linear_unit", True))
 
 
 @dataclass(frozen=True)
@@ -179,12 +187,12 @@ def run_disaggregated(
     timeline = Timeline(device)
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, timeline, case.backward)
     gpt = build(case, dtype, "disaggregated", pool=pool).to(device)
-    load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank())
+    load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank(), case.gated)
     model = wrap_for_data_parallel(gpt, distributed_optimizer=False)
     batches = [batch for batch, _ in _batches(case, pool, device)]
     total, tokens = run_micro_batches(model, batches)
     full = {name: value.shape for name, value in weights.items()}
-    gradients = {name: gather_shares(name, p.main_grad, full[name]) for name, p in gpt.named_parameters()}
+    gradients = {name: gather_shares(name, p.main_grad, full[name], case.gated) for name, p in gpt.named_parameters()}
     return Outcome((total / tokens).item(), gradients, [])
 
 
@@ -195,7 +203,7 @@ def document_losses(
     initialize_model_parallel(case.tp, 1, case.seed)
     pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, Timeline(device), case.backward)
     gpt = build(case, dtype, "disaggregated", pool=pool).to(device)
-    load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank())
+    load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank(), case.gated)
     results = []
     for (batch, owner), lengths in zip(_batches(case, pool, device), case.micro_batches, strict=True):
         gpt.rotary_pos_emb.set_positions(batch.positions)
@@ -221,9 +229,22 @@ def build(case: ParityCase, dtype: torch.dtype, attention: Attention, **parts: A
         cpu_initialization=True,
         last_stage_layers=case.last_stage_layers if staged else None,
     )
+    if case.config:
+        config = replace(config, **case.config)
     shape = replace(case.shape, tie_embeddings=case.tie_embeddings)
     segments = case.recompute == "all"
-    return build_model(shape, shape.vocabulary, config, attention, recompute_segments=segments, **parts)
+    model = build_model(shape, shape.vocabulary, config, attention, recompute_segments=segments, **parts)
+    if case.config:
+        _draw_vectors(model)
+    return model
+
+
+def _draw_vectors(model: GPTModel) -> None:
+    """Norms start at one and biases at zero, at which what uses them in a wrong place may still be right."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
 
 
 def hidden_scores(lengths: np.ndarray, positions: np.ndarray) -> torch.Tensor:
@@ -283,7 +304,7 @@ def plans_of(
     return PlannedMicroBatch(tuple(nano.layout for nano in plan.nano_batches), tuple(routes), rank, case.tp)
 
 
-def gather_shares(name: str, share: torch.Tensor, full: torch.Size) -> torch.Tensor:
+def gather_shares(name: str, share: torch.Tensor, full: torch.Size, gated: bool = True) -> torch.Tensor:
     """The full gradient from every tensor-parallel rank's share, float64 on the CPU."""
     if share.shape == full:
         return share.double().cpu()
@@ -294,7 +315,7 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size) -> torch.Ten
     # Where each element of the full tensor went is found by sharding its element numbers.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
-        whole.view(-1)[share_of(name, numbers, share.shape, rank).flatten()] = part.double().cpu().flatten()
+        whole.view(-1)[share_of(name, numbers, share.shape, rank, gated).flatten()] = part.double().cpu().flatten()
     return whole
 
 
