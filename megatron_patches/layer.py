@@ -34,7 +34,7 @@ class SplitTransformerLayer(TransformerLayer):
         mixed, _ = attention.linear_qkv(normed)
         forget_until_backward(normed, partial(self.input_layernorm.fill, hidden.detach()), mixed)
         mixed_NF = mixed.squeeze(1)
-        if not isinstance(attention.q_layernorm, IdentityOp):
+        if not isinstance(attention.q_layernorm, IdentityOp | None):
             mixed_NF = self._normalize_heads(mixed_NF)
         return split_and_rotate(mixed_NF, rotation, attention.num_query_groups_per_partition)
 
