@@ -73,7 +73,8 @@ def main():
     on_gpu = world.device.type == "cuda"
     cad, model = build(config_of(asked.tp, asked.pp, torch.bfloat16 if on_gpu else torch.float32))
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, bf16=on_gpu, params_dtype=cad.config.params_dtype), [model]
+        OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, bf16=on_gpu, params_dtype=cad.config.params_dtype),
+        [model],
     )
     for number, step in enumerate(cad.plan_ahead(documents(asked.steps, cad.options.ranks)), 1):
         reports = cad.forward_backward(step, forward_step, model)

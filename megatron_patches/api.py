@@ -23,6 +23,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.attention import choose_kernel
 from distca.attention.warm_up import warm_up
@@ -35,6 +36,7 @@ from distca.transport import choose_transport
 from megatron_patches import support
 from megatron_patches.block import disaggregate_block
 from megatron_patches.groups import server_pool_group
+from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.fused_rope import fuse_rotation
 from megatron_patches.patches.fused_swiglu import fuse_swiglu
@@ -107,7 +109,7 @@ class CAD:
         nvshmem_buffer_gb: float = 0.0,
         recompute: Literal["none", "all"] = "none",
     ) -> None:
-        support.check_groups()
+        _check_groups()
         support.check_config(config)
         if recompute == "all" and not disaggregate:
             raise SupportError("recompute is 'all', which Megatron's own layers cannot do; leave it out.")
@@ -142,7 +144,7 @@ class CAD:
         accumulate_weight_gradients_in_products()
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
-        if not disaggregate:
+        if not disaggregate and not config.qk_layernorm:  # these norms come between projection and rotation
             fuse_rotation(config)
 
     @property
@@ -178,7 +180,7 @@ class CAD:
         Raises:
             SupportError: a part of the model that is not served.
         """
-        support.check_model(model)
+        support.check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
         use_position_rotary(model)
         patch_forward(model)
         fuse_swiglu(model)
@@ -297,3 +299,11 @@ class CAD:
                     f"tokens_per_rank {self._tokens_per_rank:,} hold {most:,}. Put fewer documents into it, or raise "
                     "tokens_per_rank."
                 )
+
+
+def _check_groups() -> None:
+    if not parallel_state.model_parallel_is_initialized():
+        raise SupportError(
+            "Megatron's process groups are not there yet; call distca.join_world() and "
+            "parallel_state.initialize_model_parallel(...) before CAD(...)."
+        )

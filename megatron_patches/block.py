@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import make_viewless_tensor
 
@@ -17,6 +16,7 @@ from distca.ops.rotary import Rotation
 from distca.runtime import AttentionPool, run_layers
 from megatron_patches.batch_context import DisaggregatedMicroBatch, gather_nano_rows
 from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.support import check_config, check_recomputation
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class _BoundLayer:
     @property
     def scale(self) -> float:
         config = self.layer.config
-        return config.softmax_scale or (config.kv_channels or 0) ** -0.5
+        if config.softmax_scale is not None:
+            return config.softmax_scale
+        return (config.kv_channels or 0) ** -0.5
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer.pre(hidden, self.rotations[nano])
@@ -99,31 +101,10 @@ def disaggregate_block(block: TransformerBlock, pool: AttentionPool, recompute_s
         recompute_segments: recompute post(i)+pre(i+1) in backward, never core attention.
 
     Raises:
-        ValueError: the block's configuration recomputes anything but MLPs, or these a second time, or drops
-            activations out.
+        SupportError: the block's configuration asks for what is not served.
     """
-    config = block.config
-    _check_recomputation(config, recompute_segments)
-    if config.hidden_dropout or config.attention_dropout:
-        raise ValueError("Disaggregated core attention has no dropout: set hidden_dropout and attention_dropout to 0.")
+    check_config(block.config)
+    check_recomputation(block.config, recompute_segments)
     assert all(isinstance(layer, SplitTransformerLayer) for layer in block.layers)
     block.__class__ = DisaggregatedBlock
     block.pool, block.recompute_segments = pool, recompute_segments  # type: ignore[attr-defined]
-
-
-def _check_recomputation(config: TransformerConfig, recompute_segments: bool) -> None:
-    """The layers may recompute their MLPs, which lie within post(i), unless that is recomputed as a whole."""
-    granularity, modules = config.recompute_granularity, config.recompute_modules
-    if granularity is None:
-        return
-    if granularity != "selective" or modules != ["mlp"]:
-        raise ValueError(
-            f"recompute_granularity is '{granularity}' with recompute_modules {modules}, which would recompute core "
-            "attention and send its rows twice, or is not known to work. Set train.recompute to mlp for the MLPs, or "
-            "to all for everything but core attention."
-        )
-    if recompute_segments:
-        raise ValueError(
-            "recompute_modules is ['mlp'], but the MLPs are recomputed as parts of whole segments: leave "
-            "recompute_granularity unset, or do without recompute_segments."
-        )

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.ops.discard_output import forget_until_backward
@@ -19,7 +20,7 @@ class SplitTransformerLayer(TransformerLayer):
     """
 
     def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm, QKV projection and RoPE.
+        """Norm, QKV projection, norms of query and key heads where there are any, and RoPE.
 
         Args:
             hidden: [rows, 1, hidden], under sequence parallelism this rank's share of the rows.
@@ -32,7 +33,18 @@ class SplitTransformerLayer(TransformerLayer):
         normed = self.input_layernorm(hidden)
         mixed, _ = attention.linear_qkv(normed)
         forget_until_backward(normed, partial(self.input_layernorm.fill, hidden.detach()), mixed)
-        return split_and_rotate(mixed.squeeze(1), rotation, attention.num_query_groups_per_partition)
+        mixed_NF = mixed.squeeze(1)
+        if not isinstance(attention.q_layernorm, IdentityOp | None):
+            mixed_NF = self._normalize_heads(mixed_NF)
+        return split_and_rotate(mixed_NF, rotation, attention.num_query_groups_per_partition)
+
+    def _normalize_heads(self, mixed_NF: torch.Tensor) -> torch.Tensor:
+        """megatron's norms of each query head and of each key head, in the projection's own layout."""
+        attention = self.self_attention
+        shape = (attention.num_query_groups_per_partition, -1, attention.hidden_size_per_attention_head)
+        heads = mixed_NF.unflatten(1, shape)
+        q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
+        return torch.cat((attention.q_layernorm(q), attention.k_layernorm(k), v), dim=2).flatten(1)
 
     def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Output projection, residual and MLP.
@@ -52,7 +64,8 @@ class SplitTransformerLayer(TransformerLayer):
         """megatron's ``_forward_mlp``, but the norm's output is not kept for backward."""
         normed = self.pre_mlp_layernorm(hidden)
         if self.recompute_mlp:
-            transformed = tensor_parallel.checkpoint(self.mlp, False, normed)
+            # The bias is a parameter, which a checkpointed function must not return.
+            transformed = tensor_parallel.checkpoint(lambda x: self.mlp(x)[0], False, normed), self.mlp.linear_fc2.bias
         else:
             transformed = self.mlp(normed)
         forget_until_backward(normed, partial(self.pre_mlp_layernorm.fill, hidden.detach()), transformed[0])

@@ -25,7 +25,8 @@ class PackedAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__(config=config)
         self.layer = layer_number - 1
-        self.scale = config.softmax_scale or (config.kv_channels or 0) ** -0.5
+        scale = config.softmax_scale
+        self.scale = (config.kv_channels or 0) ** -0.5 if scale is None else scale
         self.kernel: Kernel | None = None
         self.timeline: Timeline | None = None
 

@@ -104,7 +104,7 @@ def _alone(
     positions: np.ndarray,
     attention: torch.Tensor,
 ) -> BlockOutcome:
-    load_full_weights(model, weights, 0)
+    load_full_weights(model, weights, 0, case.gated)
     parameter = next(model.parameters())
     hidden, weight = _rows(case, len(positions), parameter.dtype, parameter.device)
     model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(parameter.device))
@@ -156,7 +156,7 @@ def _share(
         dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
         if getattr(part, "sequence_parallel", False):
             dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
-        gradients[name] = gather_shares(name, gradient, weights[f"decoder.{name}"].shape)
+        gradients[name] = gather_shares(name, gradient, weights[f"decoder.{name}"].shape, case.gated)
     return BlockOutcome(_everywhere(output.detach(), mine, tokens), _everywhere(hidden.grad, mine, tokens), gradients)
 
 

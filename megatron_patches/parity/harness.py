@@ -8,7 +8,7 @@ public face, as a training script uses it: CAD, its block spec and schedule, Meg
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -68,6 +68,7 @@ class ParityCase:
         changed_document: (micro-batch, document) whose tokens are drawn anew.
         tie_embeddings: the output layer's weights are the embedding's.
         shape: the model's sizes.
+        config: fields of megatron's configuration that differ from those of a LLaMA, with their values.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -81,6 +82,12 @@ class ParityCase:
     changed_document: tuple[int, int] | None = None
     tie_embeddings: bool = False
     shape: ParityShape = field(default_factory=ParityShape)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gated(self) -> bool:
+        """The MLPs have a gate."""
+        return bool(self.config.get("gated_linear_unit", True))
 
 
 @dataclass(frozen=True)
@@ -163,8 +170,11 @@ def run_unmodified(
 def unmodified(case: ParityCase, dtype: torch.dtype) -> GPTModel:
     """Megatron-Core's own model of the case on the CPU, but for the positions of its rotary embedding."""
     initialize_model_parallel(1, 1, case.seed)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    model = build_gpt(_shape(case), case.shape.vocabulary, _config(replace(case, recompute="none"), dtype), spec)
+    config = _config(replace(case, recompute="none"), dtype)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    model = build_gpt(_shape(case), case.shape.vocabulary, config, spec)
+    if case.config:
+        _draw_vectors(model)
     use_position_rotary(model)
     return model
 
@@ -197,7 +207,7 @@ def run_disaggregated(
     gradients = {}
     for name, parameter in model.named_parameters():
         whole = _name_in_whole(name, first, tied=case.tie_embeddings and cad.stage > 0)
-        gradients[whole] = gather_shares(whole, parameter.main_grad, weights[whole].shape)
+        gradients[whole] = gather_shares(whole, parameter.main_grad, weights[whole].shape, case.gated)
     return Outcome((total / tokens).item(), _of_all_stages(gradients), [])
 
 
@@ -260,7 +270,7 @@ def attached(
     )
     first, tied = cad.stage * (case.shape.layers // case.pp), case.tie_embeddings and cad.stage > 0
     own = {name: weights[_name_in_whole(name, first, tied=tied)] for name, _ in model.named_parameters()}
-    load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank())
+    load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank(), case.gated)
     return cad, model
 
 
@@ -282,13 +292,22 @@ def _shape(case: ParityCase) -> ParityShape:
 def _config(case: ParityCase, dtype: torch.dtype) -> TransformerConfig:
     """Of the case's model, whose weights are drawn the same way for every tensor-parallel size."""
     torch.manual_seed(case.seed)
-    return transformer_config(
+    config = transformer_config(
         case.shape,
         dtype,
         sequence_parallel=case.tp > 1,
         recompute_mlp=case.recompute == "mlp",
         cpu_initialization=True,
     )
+    return replace(config, **case.config) if case.config else config
+
+
+def _draw_vectors(model: GPTModel) -> None:
+    """Norms start at one and biases at zero, at which what uses them in a wrong place may still be right."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
 
 
 def _name_in_whole(name: str, first: int, *, tied: bool) -> str:
@@ -311,7 +330,7 @@ def hidden_scores(lengths: np.ndarray, positions: np.ndarray) -> torch.Tensor:
     return torch.from_numpy((owner[:, None] != owner[None]) | (positions[:, None] < positions[None]))[None, None]
 
 
-def gather_shares(name: str, share: torch.Tensor, full: torch.Size) -> torch.Tensor:
+def gather_shares(name: str, share: torch.Tensor, full: torch.Size, gated: bool = True) -> torch.Tensor:
     """The full gradient from every tensor-parallel rank's share, float64 on the CPU."""
     if share.shape == full:
         return share.double().cpu()
@@ -322,7 +341,7 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size) -> torch.Ten
     # Where each element of the full tensor went is found by sharding its element numbers.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
-        whole.view(-1)[share_of(name, numbers, share.shape, rank).flatten()] = part.double().cpu().flatten()
+        whole.view(-1)[share_of(name, numbers, share.shape, rank, gated).flatten()] = part.double().cpu().flatten()
     return whole
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -52,6 +52,28 @@ def all_modes(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[P
         ParityCase(micro_batches=lengths, tp=tp, ping_pong=ping_pong, backward=backward, recompute=recompute)
         for ping_pong, backward, recompute in modes
     ]
+
+
+def model_cases(tp: int) -> list[ParityCase]:
+    """Models that are no LLaMA: what megatron's configuration can ask of a dense layer beyond one."""
+    gelu = {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False, "bias_activation_fusion": False}
+    models: list[dict[str, Any]] = [
+        {"qk_layernorm": True},
+        {"add_qkv_bias": True},
+        {"add_bias_linear": True},
+        {"softmax_scale": 0.11},
+        gelu,
+        {**gelu, "add_bias_linear": True, "qk_layernorm": True},
+        {"bias_activation_fusion": False, "glu_linear_offset": 0.7, "activation_func_clamp_value": 0.5},
+    ]
+    levels: tuple[Recompute, ...] = ("none", MLP, "all")
+    cases = [
+        ParityCase(micro_batches=LENGTHS, tp=tp, backward=BACKWARDS[number % 2], recompute=level, config=config)
+        for number, config in enumerate(models)
+        for level in (levels if len(config) == 1 else levels[:2])
+    ]
+    wide_heads = ParityShape(heads=3, kv_heads=1) if tp == 1 else ParityShape(resolved_head_dim=20)
+    return [*cases, ParityCase(micro_batches=LENGTHS, tp=tp, shape=wide_heads)]
 
 
 def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = None) -> list[ParityCase]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int) -> torch.Tensor:
+def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int, gated: bool = True) -> torch.Tensor:
     """This tensor-parallel rank's share of a full parameter.
 
     Args:
@@ -13,11 +13,12 @@ def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int) -> tor
         full: its value in a model without tensor parallelism.
         shape: its shape on this rank.
         rank: this tensor-parallel rank.
+        gated: the MLPs have a gate.
     """
     if full.shape == shape:
         return full
     dim = next(d for d in range(full.dim()) if full.shape[d] != shape[d])
-    if name.endswith("linear_fc1.weight"):
+    if gated and name.endswith(("linear_fc1.weight", "linear_fc1.bias")):
         # Each rank's rows are its part of the gate, then its part of the up projection.
         gate, up = full.chunk(2, dim=0)
         rows = shape[0] // 2
@@ -25,8 +26,8 @@ def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int) -> tor
     return full.narrow(dim, rank * shape[dim], shape[dim])
 
 
-def load_full_weights(model: torch.nn.Module, full: dict[str, torch.Tensor], rank: int) -> None:
-    """Copy this rank's shares of full parameters into ``model``."""
+def load_full_weights(model: torch.nn.Module, full: dict[str, torch.Tensor], rank: int, gated: bool = True) -> None:
+    """Copy this rank's shares of full parameters into ``model``; ``gated``: its MLPs have a gate."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(share_of(name, full[name], parameter.shape, rank))
+            parameter.copy_(share_of(name, full[name], parameter.shape, rank, gated))

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 
 from distca.ops.discard_output import forget_until_backward
@@ -30,7 +31,18 @@ class SwigluMLP(MLP):
 
 
 def fuse_swiglu(model: torch.nn.Module) -> None:
-    """Let every MLP of a LLaMA compute its SwiGLU in one pass."""
+    """Let every MLP whose activation is a plain SwiGLU compute it in one pass; all others stay megatron's."""
     for module in model.modules():
-        if type(module) is MLP:
+        if type(module) is MLP and _is_swiglu(module.config):
             module.__class__ = SwigluMLP
+
+
+def _is_swiglu(config: TransformerConfig) -> bool:
+    return (
+        config.gated_linear_unit
+        and config.activation_func is torch.nn.functional.silu
+        and not config.add_bias_linear
+        and not config.activation_func_fp8_input_store
+        and config.activation_func_clamp_value is None
+        and not config.glu_linear_offset
+    )

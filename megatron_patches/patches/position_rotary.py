@@ -31,8 +31,12 @@ class PositionRotary(torch.nn.Module):
         Args:
             positions: [rows] int64 position in the document of each row.
         """
-        inv_freq = self._rotary[0].inv_freq.to(positions.device)
-        angles = torch.outer(positions.to(inv_freq.dtype), inv_freq)
+        rotary = self._rotary[0]
+        inv_freq = rotary.inv_freq.to(positions.device)  # scaled already where the model scales RoPE
+        scaled = positions.to(inv_freq.dtype)
+        if rotary.seq_len_interpolation_factor is not None:
+            scaled *= 1 / rotary.seq_len_interpolation_factor  # as megatron rounds it
+        angles = torch.outer(scaled, inv_freq)
         self._angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:

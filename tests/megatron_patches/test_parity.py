@@ -21,18 +21,20 @@ def _suite():
     return parity_suite
 
 
-def _float32(tp, edges):
+def _float32(tp, name):
     suite = _suite()
-    cases = suite.edge_cases(tp) if edges else suite.all_modes(tp)
+    cases = getattr(suite, name)(tp)
     return [
         (case, figures, suite.FLOAT32_TOLERANCE)
         for case, figures in zip(cases, suite.float32_differences(cases, CPU), strict=True)
     ]
 
 
-def _float64(tp):
+def _float64(tp, models):
     suite = _suite()
     cases = suite.all_modes(tp) + [case for case in suite.edge_cases(tp) if case.scheduler == "random"]
+    if models:
+        cases = suite.model_cases(tp)
     return [
         (case, figures, suite.FLOAT64_TOLERANCE)
         for case, figures in zip(cases, suite.float64_errors(cases, CPU), strict=True)
@@ -56,17 +58,23 @@ def _check(results):
 
 @pytest.mark.parametrize("ranks,tp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
 def test_loss_and_every_gradient_in_float32(ranks, tp):
-    _check(run_ranks(ranks, _float32, tp, False)[0])
+    _check(run_ranks(ranks, _float32, tp, "all_modes")[0])
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_edge_cases_in_float32(tp):
-    _check(run_ranks(4, _float32, tp, True)[0])
+    _check(run_ranks(4, _float32, tp, "edge_cases")[0])
 
 
 @pytest.mark.parametrize("ranks,tp", [(2, 1), (4, 2)])
 def test_block_in_float64(ranks, tp):
-    _check(run_ranks(ranks, _float64, tp)[0])
+    _check(run_ranks(ranks, _float64, tp, False)[0])
+
+
+@pytest.mark.parametrize("ranks,tp", [(2, 1), (2, 2)])
+def test_models_that_are_no_llama(ranks, tp):
+    _check(run_ranks(ranks, _float64, tp, True)[0])
+    _check(run_ranks(ranks, _float32, tp, "model_cases")[0])
 
 
 def test_attention_does_not_leak_across_documents():

@@ -1,11 +1,11 @@
-"""What each level of recomputation computes again, that transfers stay where they are, and what a block refuses."""
+"""What each level of recomputation computes again, that transfers stay where they are, and what is refused."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from distca.errors import SupportError
 from distca.testing.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -85,15 +85,18 @@ def test_each_level_recomputes_its_part_and_moves_no_transfer():
 @pytest.mark.parametrize(
     ("granularity", "modules", "segments", "said"),
     [
-        ("full", None, False, "train.recompute"),
-        ("selective", ["core_attn"], False, "send its rows twice"),
-        ("selective", ["mlp", "layernorm"], False, "train.recompute"),
-        ("selective", ["mlp"], True, "recompute_segments"),
+        ("full", None, False, "recompute_granularity is 'full', but core attention is never recomputed"),
+        ("selective", ["core_attn"], False, r"recompute_modules is \['core_attn'\]"),
+        ("selective", ["mlp", "layernorm"], False, "recompute_segments to recompute everything"),
+        ("selective", ["mlp"], True, "do without recompute_segments"),
     ],
 )
-def test_a_block_refuses_what_it_cannot_recompute(granularity, modules, segments, said):
-    from megatron_patches.block import disaggregate
+def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, said):
+    from megatron.core.transformer import TransformerConfig
 
-    config = SimpleNamespace(recompute_granularity=granularity, recompute_modules=modules)
-    with pytest.raises(ValueError, match=said):
-        disaggregate(SimpleNamespace(config=config), None, segments)
+    from megatron_patches.support import check_recomputation
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    config.recompute_granularity, config.recompute_modules = granularity, modules
+    with pytest.raises(SupportError, match=said):
+        check_recomputation(config, segments)
