@@ -5,7 +5,6 @@ Array legend: R ranks. Rows are int64, seconds float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,6 @@ import numpy as np
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout, Shards
 from distca.plan.plan import Plan, Tasks
-from distca.plan.scheduler.target_load import check_speeds
 
 
 @dataclass(frozen=True)
@@ -82,27 +80,19 @@ def overlaps(
     return piece, shard, rows
 
 
-def makespan_bound(
-    layout: Layout, cost: CostModel, direction: Direction, *, speeds: Sequence[float] | np.ndarray | None = None
-) -> float:
+def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
     """Seconds that the slowest server needs at least, whatever the plan.
 
-    The larger of two facts: all the work, uncut, spread evenly over the servers' speeds; and the last query row of the
-    longest document, which one server must compute, at the highest speed. For "both" the bound of forward plus that of
-    backward.
+    The larger of two facts: all the work, uncut, spread evenly over the servers; and the last query row of the longest
+    document, which one server must compute. For "both" the bound of forward plus that of backward.
 
     Args:
         layout: the nano-batch.
         cost: seconds per CA-task.
         direction: forward, backward or both.
-        speeds: [R] relative speed of every server; None means all equal.
-
-    Raises:
-        PlanError: on unusable speeds.
     """
-    speed = check_speeds(speeds, layout.ranks)
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
-    total = cost.least(direction, last - first, last).sum(axis=1) / speed.sum()
-    row = cost.least(direction, np.ones_like(last), last).max(axis=1, initial=0.0) / speed.max()
+    total = cost.least(direction, last - first, last).sum(axis=1) / layout.ranks
+    row = cost.least(direction, np.ones_like(last), last).max(axis=1, initial=0.0)
     return float(np.maximum(total, row).sum())

@@ -142,7 +142,6 @@ def plan_micro_batch(
     *,
     nano_batches: int = 1,
     rank_of: Sequence[int] | np.ndarray | None = None,
-    capacities: Sequence[int] | np.ndarray | None = None,
     align: int = 1,
     dealing: Dealing = "even",
     placement: Placement = "spread",
@@ -150,7 +149,6 @@ def plan_micro_batch(
     disaggregate: bool = True,
     tolerance: float = DEFAULT_TOLERANCE,
     links: Links | None = None,
-    speeds: Sequence[float] | np.ndarray | None = None,
     max_received_bytes: int | None = None,
 ) -> MicroBatchPlan:
     """Lay out and plan a micro-batch from its document lengths; deterministic, so every rank gets the same answer.
@@ -159,26 +157,25 @@ def plan_micro_batch(
         lengths: [D] tokens per document.
         ranks: home ranks, which are also the attention servers.
         cost: seconds per CA-task.
-        nano_batches, rank_of, capacities, align, dealing, placement: see ``lay_out``; unlike there, two halves are
-            dealt evenly and long documents are spread.
+        nano_batches, rank_of, align, dealing, placement: see ``lay_out``; unlike there, two halves are dealt evenly and
+            long documents are spread.
         resend: plan the backward on its own; needed where a forward's server is gone by its backward (pipelines).
         disaggregate: False places documents in order and computes every shard at home.
-        tolerance, links, speeds, max_received_bytes: see ``schedule``.
+        tolerance, links, max_received_bytes: see ``schedule``.
 
     Raises:
         PlanError: on lengths that cannot be laid out, or a memory cap that cannot be met.
     """
     began = time.perf_counter()
-    in_order = partial(lay_out, lengths, ranks, rank_of=rank_of, capacities=capacities, align=align)
+    in_order = partial(lay_out, lengths, ranks, rank_of=rank_of, align=align)
     halves = partial(in_order, nano_batches=nano_batches, dealing=dealing)
-    layouts = halves(placement=placement, cost=cost, speeds=speeds) if disaggregate else halves()
+    layouts = halves(placement=placement, cost=cost) if disaggregate else halves()
     plan_one = partial(
         schedule,
         cost=cost,
         tolerance=tolerance,
         resend=resend,
         links=links,
-        speeds=speeds,
         max_received_bytes=max_received_bytes,
     )
     planned = []

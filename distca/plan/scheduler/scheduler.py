@@ -62,8 +62,7 @@ def schedule(
     direction: Direction = "both",
     resend: bool = False,
     links: Links | None = None,
-    speeds: Sequence[float] | np.ndarray | None = None,
-    beside: Sequence[float] | np.ndarray | None = None,
+    other_seconds: Sequence[float] | np.ndarray | None = None,
     max_received_bytes: int | None = None,
 ) -> Plan:
     """Plan one nano-batch.
@@ -76,22 +75,21 @@ def schedule(
         direction: balance the forward, the backward, or each of them with one common set of tasks.
         resend: whether backward resends q, k, v, o (changes what a moved row costs).
         links: prices of bytes between ranks; None prices all pairs alike.
-        speeds: [R] relative speed of every server; None means all equal. A server of speed 0 computes nothing.
-        beside: [R] seconds that every server computes beside attention, in the one direction that is planned: who has
-            less of it gets more attention, so that all are done at the same time. None means all alike.
+        other_seconds: [R] seconds of work other than attention on every server, in the one direction that is planned:
+            a server with less of it gets more attention, so that all are done at the same time. None means all alike.
         max_received_bytes: most bytes of q, k and v rows one server may receive from other ranks for this nano-batch.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
 
     Raises:
-        PlanError: on a negative tolerance, unusable speeds, unusable seconds beside, or a memory cap that even the plan
-            at home exceeds.
+        PlanError: on a negative tolerance, unusable ``other_seconds``, or a memory cap that even the plan at home
+            exceeds.
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
-    if beside is not None and direction == "both":
-        raise PlanError("What servers compute beside attention differs in forward and backward: plan each by itself.")
+    if other_seconds is not None and direction == "both":
+        raise PlanError("other_seconds differ in forward and backward: plan each direction by itself, not both.")
     home = plan_at_home(layout)
     best, lowest, over = home.tasks, np.inf, np.inf
     aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
@@ -101,8 +99,7 @@ def schedule(
             cost,
             direction,
             tolerance=aim,
-            speeds=speeds,
-            beside=beside,
+            other_seconds=other_seconds,
             links=links or Links(),
             max_received_bytes=max_received_bytes,
         )
@@ -142,7 +139,7 @@ class _Balancer:
             document = self._give(giver, room)
             if document is None:
                 self.stuck[giver] = True
-                if self.pool.above_share(giver) > at_most + _ENOUGH:
+                if self.pool.above_target(giver) > at_most + _ENOUGH:
                     return
             else:
                 room = self._room()
@@ -212,7 +209,7 @@ class _Balancer:
     def _give_one(self, giver: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Where no cut pays: hand over the shortest piece that covers the need, else the longest that fits."""
         receiver = self._one_receiver(free, np.inf)
-        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0) | self.pool.must_be_empty(giver)
+        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
         if not fits.any() or receiver == giver:
             return False
