@@ -116,34 +116,25 @@ class _Unplaced:
         fabric.join(self._token)
 
 
-def beside_ms(
-    launch: Callable[[], Any], work: Callable[[], Any], repeats: int = 30, *, all_of_it: bool = False
-) -> float:
+def beside_ms(launch: Callable[[], Any], work: Callable[[], Any], repeats: int = 30) -> float:
     """Milliseconds of ``work`` beside what ``launch`` starts: median, the largest over ranks.
 
     Args:
         launch: starts a transfer, or does nothing.
         work: queues computation.
         repeats: how often.
-        all_of_it: also count what the launch and its wait queue on the computation's stream.
     """
     times = []
     for _ in range(repeats + 5):
         dist.barrier(device_ids=[torch.cuda.current_device()])
         work()  # so that the host is ahead of the GPU when the transfer starts
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if all_of_it:
-            start.record()
         handle = launch()
-        if not all_of_it:
-            start.record()
+        start.record()
         work()
-        if not all_of_it:
-            end.record()
+        end.record()
         if handle is not None:
             handle.wait()
-        if all_of_it:
-            end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return largest(statistics.median(times[5:]))

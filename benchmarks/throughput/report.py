@@ -56,10 +56,6 @@ def figures(
         "attention_by_rank": {
             "measured_s": attention.tolist(),
             "planned_s_per_layer": [record.planned_s for record in records],
-            "work_s_per_layer": [record.work_s for record in records],
-            "reaching_s_per_layer": [record.reaching_s for record in records],
-            "speed": [record.speed for record in records],
-            "reach_cost": records[0].reach_cost,
         },
         "attention_share": float(attention.mean(axis=0).sum() / seconds.sum()),
         "memory_gib": _memory([record.memory_gib for record in records if record.memory_gib is not None]),
