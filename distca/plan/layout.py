@@ -56,6 +56,30 @@ class Shards:
         return self.document, self.start, self.stop, self.rank, self.row
 
 
+def overlaps(
+    document: np.ndarray, start: np.ndarray, stop: np.ndarray, shards: Shards
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All pairs (range, shard) of one document that share tokens, and how many rows they share.
+
+    Args:
+        document: [N] of the ranges.
+        start: [N] first position of each.
+        stop: [N] one past its last.
+        shards: sorted by (document, start).
+
+    Returns:
+        [P] each: index of the range, index of the shard, rows.
+    """
+    span = int(max(stop.max(initial=0), shards.stop.max(initial=0))) + 1
+    low = np.searchsorted(shards.document * span + shards.stop, document * span + start, side="right")
+    high = np.searchsorted(shards.document * span + shards.start, document * span + stop, side="left")
+    count = np.maximum(high - low, 0)
+    found = np.repeat(np.arange(len(document)), count)
+    shard = np.arange(len(found)) - (np.cumsum(count) - count)[found] + low[found]
+    rows = np.minimum(stop[found], shards.stop[shard]) - np.maximum(start[found], shards.start[shard])
+    return found, shard, rows
+
+
 @dataclass(frozen=True)
 class Layout:
     """One nano-batch: which rows are computed in it, and where their k,v rows live.

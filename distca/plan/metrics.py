@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan.cost.model import CostModel, Direction
-from distca.plan.layout import Layout, Shards
+from distca.plan.layout import Layout, Shards, overlaps
 from distca.plan.plan import Plan, Tasks
 
 
@@ -52,9 +52,8 @@ def traffic(plan: Plan) -> Traffic:
     """The rows that ``plan`` really moves: what a server already holds as a home rank is free, and a document's k,v
     rows travel to a server once, however many of its tasks read them."""
     layout, tasks = plan.layout, plan.tasks
-    last = np.append((tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]), True)
-    last = last[: len(tasks)]
-    reading = Tasks(tasks.document[last], np.zeros(int(last.sum()), np.int64), tasks.stop[last], tasks.server[last])
+    last = tasks.take(tasks.last_on_server)
+    reading = Tasks(last.document, np.zeros(len(last), np.int64), last.stop, last.server)
     return Traffic(_matrix(tasks, layout.q, layout.ranks), _matrix(reading, layout.kv, layout.ranks))
 
 
@@ -64,20 +63,6 @@ def _matrix(ranges: Tasks, shards: Shards, ranks: int) -> np.ndarray:
     away = home != server
     flat = np.bincount((home * ranks + server)[away], weights=rows[away], minlength=ranks * ranks)
     return flat.astype(np.int64).reshape(ranks, ranks)
-
-
-def overlaps(
-    document: np.ndarray, start: np.ndarray, stop: np.ndarray, shards: Shards
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All pairs (range, shard) of one document that share tokens, and how many rows they share."""
-    span = int(max(stop.max(initial=0), shards.stop.max(initial=0))) + 1
-    low = np.searchsorted(shards.document * span + shards.stop, document * span + start, side="right")
-    high = np.searchsorted(shards.document * span + shards.start, document * span + stop, side="left")
-    count = np.maximum(high - low, 0)
-    piece = np.repeat(np.arange(len(document)), count)
-    shard = np.arange(len(piece)) - (np.cumsum(count) - count)[piece] + low[piece]
-    rows = np.minimum(stop[piece], shards.stop[shard]) - np.maximum(start[piece], shards.start[shard])
-    return piece, shard, rows
 
 
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NAMES = ("auto", "nvshmem", "nccl", "gloo")
+TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
+"""Ways for rows to travel, and "auto" for the best that works."""
+NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
 
 BETWEEN_MACHINES = (

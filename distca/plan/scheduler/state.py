@@ -214,13 +214,10 @@ def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.
 
 def _readers_of_cut_documents(tasks: Tasks) -> dict[int, dict[int, int]]:
     """For every document that lives on several ranks: those ranks, and how far each reads it at home."""
-    first = np.append(True, (tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]))
-    first = np.flatnonzero(first[: len(tasks)])
-    last = np.append(first[1:], len(tasks))[: len(first)] - 1
-    shared = np.bincount(tasks.document[first], minlength=1)[tasks.document[first]] > 1
-    last = last[shared]
+    last = tasks.take(tasks.last_on_server)
+    last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
     readers: dict[int, dict[int, int]] = {}
-    columns = (tasks.document[last], tasks.server[last], tasks.stop[last])
+    columns = (last.document, last.server, last.stop)
     for document, rank, stop in zip(*(column.tolist() for column in columns), strict=True):
         readers.setdefault(document, {})[rank] = stop
     return readers
