@@ -105,14 +105,14 @@ class _Unplaced:
 
     def __init__(self, transport: OneSidedTransport, part: Part) -> None:
         self._transport, self._counts = transport, part.moves.receive_counts
-        self._landing = transport._ring.place((part.moves.most_received * row_bytes(part.source),))
-        puts = transport._puts((part,), self._landing)
-        self._token = transport._fabric.put(self._landing.number, self._landing.reuses, puts)
+        self._place = transport._ring.place((part.moves.most_received * row_bytes(part.source),))
+        puts = transport._puts((part,), self._place)
+        self._token = transport._fabric.put(self._place.number, self._place.reuses, puts)
 
     def wait(self) -> None:
-        fabric, number = self._transport._fabric, self._landing.number
+        fabric, number = self._transport._fabric, self._place.number
         fabric.arrived(number, [peer for peer, rows in enumerate(self._counts) if rows])
-        fabric.taken(self._transport._ring.taken(number))
+        fabric.consumed(self._transport._ring.consumed(number))
         fabric.join(self._token)
 
 

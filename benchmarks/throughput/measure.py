@@ -46,7 +46,7 @@ class RankRecord:
         memory_gib: peak while measured, memory of NVSHMEM included; None on CPUs, where only the process's size of the
             moment could be read, which holds what earlier modes left.
         reserved_gib: peak that torch's allocator held; None on CPUs.
-        spared: exchanges that did not fit NVSHMEM's memory and went by NCCL.
+        fallback_exchanges: exchanges that did not fit NVSHMEM's memory and went by NCCL.
         traced: what the GPU did in the traced batches; None where nothing was traced.
         gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
     """
@@ -63,7 +63,7 @@ class RankRecord:
     rows: list[int] = field(default_factory=list)
     memory_gib: float | None = None
     reserved_gib: float | None = None
-    spared: int = 0
+    fallback_exchanges: int = 0
     traced: Traced | None = None
     gpus: list[dict[str, Any]] = field(default_factory=list)
 
@@ -200,7 +200,7 @@ class _Run:
 
     def _note_memory(self, record: RankRecord) -> None:
         pool = self._trainer.pool.transport
-        record.spared = getattr(pool, "spared", 0)
+        record.fallback_exchanges = getattr(pool, "fallback_exchanges", 0)
         if not self.on_gpu:
             return
         heap = self._trainer.config.resolved_nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0

@@ -64,7 +64,7 @@ def figures(
         ),
         "rows_max_over_mean": float((rows.max(axis=0) / np.maximum(rows.mean(axis=0), 1)).mean()),
         "bytes_per_step": statistics.fmean(records[0].bytes_moved),
-        "exchanges_not_by_nvshmem": records[0].spared,
+        "exchanges_not_by_nvshmem": records[0].fallback_exchanges,
         "plan_ms": statistics.fmean(records[0].plan_ms),
         "plan_wait_ms": {"mean": statistics.fmean(records[0].wait_ms), "max": max(records[0].wait_ms)},
         "gpus": records[0].gpus,

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
+_SIDES = ("forward", "backward")
 
 
 def table_name(device: str, kernel: str, heads: int, kv_heads: int, head_dim: int) -> str:
@@ -107,11 +108,11 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
     try:
         q_rows, kv_rows = (np.asarray(content[key], np.float64) for key in ("q_rows", "kv_rows"))
         scale = heads / content["heads"]
-        seconds = (np.asarray(content[f"{side}_seconds"], np.float64) * scale for side in ("forward", "backward"))
+        forward, backward = (np.asarray(content[f"{side}_seconds"], np.float64) * scale for side in _SIDES)
         shape = AttentionShape(heads, kv_heads, content["head_dim"], content.get("value_bytes", 2))
         block, load = content.get("block", 128), LoadFactors.of(content)
         # Seconds per weight are the same for any number of heads.
-        return TableCost(shape, q_rows, kv_rows, *seconds, block, load, LinearRate.of(content))
+        return TableCost(shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content))
     except PlanError:
         raise
     except (KeyError, TypeError, ValueError) as error:
