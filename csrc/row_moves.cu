@@ -282,7 +282,7 @@ int distca_move_rows(const void* source, const int64_t* source_rows, void* desti
   return move_rows<uint8_t>(source, source_rows, destination, destination_rows, rows, row_bytes, stream);
 }
 
-// Writes rows into peers' memory by a kernel of at most so many blocks, then value to their signal slots. pieces: [count][5]
+// Writes rows into peers' memory by a kernel of at most so many blocks, then value to signal slots. pieces: [count][5]
 // address of the source, address of [rows] its rows to write, address at which they follow each other, rows, bytes of a
 // row. finished_blocks: a zero that only this stream uses, and zero again afterwards.
 int distca_push_rows(const int64_t* pieces, int64_t count, uint64_t* const* arrived, int64_t arrivals, uint64_t value,

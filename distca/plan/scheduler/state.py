@@ -39,8 +39,8 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Given:
-    """Ranges that leave a giver. Arrays: document, start, stop, receiver [M] int64; seconds [K, M] at the receiver."""
+class MovedRanges:
+    """Ranges that leave a sender. Arrays: document, start, stop, receiver [M] int64; seconds [K, M] at the receiver."""
 
     document: np.ndarray
     start: np.ndarray
@@ -53,7 +53,7 @@ class Given:
         return zip(*(column.tolist() for column in columns), self.seconds.T, strict=True)
 
 
-class Pool:
+class SchedulerState:
     """All servers while work moves. Array legend: K directions, R ranks, P pieces.
 
     Attributes:
@@ -123,7 +123,7 @@ class Pool:
         """How far above its target ``rank`` is, as part of the mean, in its worse direction."""
         return float(((self.load[:, rank] - self.target[:, rank]) / np.maximum(self.mean, 1e-300)).max())
 
-    def spare_bytes(self, ranks: np.ndarray) -> np.ndarray:
+    def free_bytes(self, ranks: np.ndarray) -> np.ndarray:
         """[N] bytes that ``ranks`` may still receive; infinite without a cap."""
         return np.full(len(ranks), np.inf) if self.cap is None else self.cap - self.received[ranks]
 
@@ -158,18 +158,18 @@ class Pool:
         near = self._at_node.below(document, self.node[ranks], ends) if self.links.ranks_per_node else ends
         return (near - own)[0] - (near - own)[1], (ends - near)[0] - (ends - near)[1]
 
-    def give(self, giver: int, taken: np.ndarray, left: Pieces, given: Given) -> None:
-        """Replace the giver's pieces ``taken`` [M] by what it keeps of them, ``left``; the rest goes as ``given``
+    def move(self, sender: int, chosen: np.ndarray, left: Pieces, moved: MovedRanges) -> None:
+        """Replace the sender's pieces ``chosen`` [M] by what it keeps of them, ``left``; the rest goes as ``moved``
         says."""
-        pieces = self.pieces_of(giver)
-        lost = pieces.seconds[:, taken].sum(axis=1) - left.seconds.sum(axis=1)
-        self.load[:, giver] -= lost
-        self.mean = self.mean + (given.seconds.sum(axis=1) - lost) / self.layout.ranks
+        pieces = self.pieces_of(sender)
+        lost = pieces.seconds[:, chosen].sum(axis=1) - left.seconds.sum(axis=1)
+        self.load[:, sender] -= lost
+        self.mean = self.mean + (moved.seconds.sum(axis=1) - lost) / self.layout.ranks
         rest = np.ones(len(pieces.document), bool)
-        rest[taken] = False
-        self._pieces[giver] = pieces.take(rest).with_more(left.take(left.stop > left.start))
-        self._moved.append((given.document, given.start, given.stop, given.receiver))
-        for document, start, stop, receiver, seconds in given:
+        rest[chosen] = False
+        self._pieces[sender] = pieces.take(rest).with_more(left.take(left.stop > left.start))
+        self._moved.append((moved.document, moved.start, moved.stop, moved.receiver))
+        for document, start, stop, receiver, seconds in moved:
             self.load[:, receiver] += seconds
             readers = self._readers.setdefault(document, {})
             if self.cap is not None:
