@@ -42,7 +42,7 @@ from distca.train.metrics.plots import write_timeline
 from distca.train.run.builder import Trainer, build_trainer
 from distca.transport import Part, Transport
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.receive_ring import Landing
+from distca.transport.nvshmem.receive_ring import RingPlace
 from distca.transport.nvshmem.transport import OneSidedTransport
 from distca.transport.select import choose_transport
 from megatron_patches.batch_context import DisaggregatedMicroBatch
@@ -59,7 +59,7 @@ class SignalOnly(OneSidedTransport):
     def __init__(self, transport: OneSidedTransport) -> None:
         self.__dict__.update(transport.__dict__)
 
-    def _puts(self, parts: tuple[Part, ...], landing: Landing) -> dict[int, list[Put]]:
+    def _puts(self, parts: tuple[Part, ...], landing: RingPlace) -> dict[int, list[Put]]:
         return {peer: [] for peer in super()._puts(parts, landing)}
 
 
@@ -112,7 +112,7 @@ def _transports(trainer: Trainer) -> dict[str, Transport]:
     usual = trainer.pool.transport
     if not isinstance(usual, OneSidedTransport):
         return dict.fromkeys(MODES, usual)
-    usual.use_spare(None)  # each mode's rows travel by its own transport or not at all
+    usual.use_fallback(None)  # each mode's rows travel by its own transport or not at all
     nccl = choose_transport("nccl", server_pool_group())
     return {"nvshmem": usual, "nccl": nccl, "one stream": usual, "signal only": SignalOnly(usual)}
 

@@ -1,10 +1,10 @@
-"""Pipelines: the same batches with stock 1F1B on packed documents ("off") and with ticks over one server pool ("on").
+"""Pipelines: the same batches with 1F1B on packed documents ("off") and with ticks over one server pool ("on").
 
     python benchmarks/pipeline.py --output benchmarks/results/pipeline.json --pp 2 --contexts 131072 262144 \\
         -- --config configs/llama-8b-cut.yaml --model.layers 8
 
-Documents follow the long-context versions of the mixes and stay whole on a rank, as stock megatron-core needs it; a
-micro-batch holds one context's tokens per data-parallel rank. Everything behind ``--`` are settings of all runs, such
+Documents follow the long-context versions of the mixes and stay whole on a rank, as unmodified megatron-core needs it;
+a micro-batch holds one context's tokens per data-parallel rank. Everything behind ``--`` are settings of all runs, such
 as a configuration. All runs share one start of the ranks, so they pay once for it; the JSON is written after every run.
 
 Per run: tokens/s, losses, attention seconds by rank and phase (planned and measured, warm-up and drain included), share
@@ -64,8 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--mixes", nargs="+", choices=("pretrain", "prolong"), default=["pretrain", "prolong"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="of the documents and their order")
     parser.add_argument("--micro-batches", type=int, default=8)
-    # Speeds are learned from the second step on; a step that runs was planned during the one before.
-    parser.add_argument("--warm-up", type=int, default=3, help="steps, not counted, until plans use learned speeds")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count")
     parser.add_argument("--steps", type=int, default=3, help="steps that count; the last one is also recorded")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "on"])
     parser.add_argument("--keep", type=Path, help="folder for the runs with their pictures and timelines")
@@ -163,7 +162,7 @@ def _figures(run: Path, warm_up: int, stages: int) -> dict[str, Any]:
         "losses": [line["loss"] for line in lines],
     }
     keys = ("step_s", "mfu", "imbalance_before", "imbalance_after", "imbalance_measured", "imbalance_phases")
-    for key in (*keys, "server_speed_min", "server_speed_max", "reach_cost"):
+    for key in keys:
         column = [line[key] for line in counted if key in line]
         if column:
             spread = statistics.stdev(column) if len(column) > 1 else 0.0
@@ -217,9 +216,9 @@ def _level(attention: dict[str, Any]) -> str:
     texts = []
     for name in ("measured", "planned"):
         if name in attention:
-            beside = attention[name].get("with_linear")
+            linear = attention[name].get("with_linear")
             texts.append(f"{name} {attention[name]['phases']:.3f}")
-            texts[-1] += f", with linear layers {beside['phases']:.3f}" if beside else ""
+            texts[-1] += f", with linear layers {linear['phases']:.3f}" if linear else ""
     return "; ".join(texts)
 
 

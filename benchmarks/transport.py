@@ -7,8 +7,7 @@ as in the ping-pong order. "wire" is the transfer alone (NVSHMEM: rows are in th
 it; NCCL: all-to-all of packed rows), "exchange" is everything from rows in their tensors on one rank to rows in their
 tensors on another (packing, placing). Exchanges are timed in rows of 8 to 200 that last about 10 ms, because links and
 clocks wake up during the first ones; "first 8" is the wire of 8 after a pause. "host_ahead" is false where hosts were
-not ahead of the GPUs, so that the figure may be theirs. With --ways also other ways in which NVSHMEM's rows can be
-written (transport_ways.py).
+not ahead of the GPUs, so that the figure may be theirs.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ from rich.console import Console
 from rich.table import Table
 from transport_inputs import MIB, ROW, busiest_bytes, expected, planned, uniform, without_kept
 from transport_timing import beside_ms, steady, timed, wire
-from transport_ways import compare, show
 
 from distca.commands.versions import hardware, versions
 from distca.data.mixes import Mix
 from distca.transport import Transport, gather_scatter
 from distca.transport.cuda_ops import row_bytes
 from distca.transport.nccl_priority import nccl_goes_first
-from distca.transport.nvshmem.transport import OneSidedTransport
 from distca.transport.select import choose_transport
 
 
@@ -60,11 +57,6 @@ def main() -> None:
         "beside_gemm": _beside_gemm(transports, arguments.gemm, arguments.gemm_mib),
         "plans": [_plan(transports, mix, arguments.tokens) for mix in get_args(Mix)],
     }
-    if arguments.ways:
-        one_sided = transports["nvshmem"]
-        assert isinstance(one_sided, OneSidedTransport)
-        sizes = sorted({*arguments.sizes, 8, 32})
-        report["ways"] = compare(one_sided, sizes, arguments.gemm, arguments.gemm_mib, arguments.tokens)
     if dist.get_rank() == 0:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -80,7 +72,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gemm-mib", type=int, default=256, help="MiB that each rank sends beside the matrix product")
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens per rank of the plans; also the context")
     parser.add_argument("--buffer-gb", type=float, default=6.0, help="GiB of symmetric memory per rank")
-    parser.add_argument("--ways", action="store_true", help="also compare the ways of writing over NVSHMEM")
     return parser.parse_args()
 
 
@@ -189,8 +180,6 @@ def _show(report: dict[str, Any]) -> None:
     table.caption = "* The hosts were not ahead of the GPUs: the figure may be theirs."
     console = Console(width=160)
     console.print(table)
-    if "ways" in report:
-        show(report["ways"])
     console.print({key: report[key] for key in ("inside_one_gpu", "beside_gemm", "plans")})
 
 

@@ -105,45 +105,36 @@ class _Unplaced:
 
     def __init__(self, transport: OneSidedTransport, part: Part) -> None:
         self._transport, self._counts = transport, part.moves.receive_counts
-        self._landing = transport._ring.place((part.moves.most_received * row_bytes(part.source),))
-        puts = transport._puts((part,), self._landing)
-        self._token = transport._fabric.put(self._landing.number, self._landing.reuses, puts)
+        self._place = transport._ring.place((part.moves.most_received * row_bytes(part.source),))
+        puts = transport._puts((part,), self._place)
+        self._token = transport._fabric.put(self._place.number, self._place.reuses, puts)
 
     def wait(self) -> None:
-        fabric, number = self._transport._fabric, self._landing.number
+        fabric, number = self._transport._fabric, self._place.number
         fabric.arrived(number, [peer for peer, rows in enumerate(self._counts) if rows])
-        fabric.taken(self._transport._ring.taken(number))
+        fabric.consumed(self._transport._ring.consumed(number))
         fabric.join(self._token)
 
 
-def beside_ms(
-    launch: Callable[[], Any], work: Callable[[], Any], repeats: int = 30, *, all_of_it: bool = False
-) -> float:
+def beside_ms(launch: Callable[[], Any], work: Callable[[], Any], repeats: int = 30) -> float:
     """Milliseconds of ``work`` beside what ``launch`` starts: median, the largest over ranks.
 
     Args:
         launch: starts a transfer, or does nothing.
         work: queues computation.
         repeats: how often.
-        all_of_it: also count what the launch and its wait queue on the computation's stream.
     """
     times = []
     for _ in range(repeats + 5):
         dist.barrier(device_ids=[torch.cuda.current_device()])
         work()  # so that the host is ahead of the GPU when the transfer starts
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if all_of_it:
-            start.record()
         handle = launch()
-        if not all_of_it:
-            start.record()
+        start.record()
         work()
-        if not all_of_it:
-            end.record()
+        end.record()
         if handle is not None:
             handle.wait()
-        if all_of_it:
-            end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return largest(statistics.median(times[5:]))

@@ -71,7 +71,7 @@ struct Pushed {
 
 struct PushTable {
   Pushed pushed[kMostPushed];
-  uint64_t* arrived[kMostArrivals];  // words of peers
+  uint64_t* arrived[kMostArrivals];  // signal slots of peers
   uint64_t value;                    // what they get when the rows are there
   int64_t rows;
   int count;
@@ -245,7 +245,7 @@ int distca_can_signal() {
   return can;
 }
 
-// Writes value to 64-bit words, on this GPU or a peer, after all earlier work of the stream is visible there.
+// Writes value to 64-bit signal slots, on this GPU or a peer, after all earlier work of the stream is visible there.
 int distca_signal(const uint64_t* addresses, int64_t count, uint64_t value, CUstream stream) {
   std::vector<CUstreamBatchMemOpParams> operations(count);
   for (int64_t i = 0; i < count; ++i) {
@@ -257,7 +257,7 @@ int distca_signal(const uint64_t* addresses, int64_t count, uint64_t value, CUst
   return batch_memory_operations(stream, operations);
 }
 
-// Holds the stream (not the host, and no multiprocessor) until every word of this GPU is at least value.
+// Holds the stream (not the host, and no multiprocessor) until every signal slot of this GPU is at least value.
 int distca_await(const uint64_t* addresses, int64_t count, uint64_t value, CUstream stream) {
   std::vector<CUstreamBatchMemOpParams> operations(count);
   for (int64_t i = 0; i < count; ++i) {
@@ -282,7 +282,7 @@ int distca_move_rows(const void* source, const int64_t* source_rows, void* desti
   return move_rows<uint8_t>(source, source_rows, destination, destination_rows, rows, row_bytes, stream);
 }
 
-// Writes rows into peers' memory by a kernel of at most so many blocks, then value to words of peers. pieces: [count][5]
+// Writes rows into peers' memory by a kernel of at most so many blocks, then value to signal slots. pieces: [count][5]
 // address of the source, address of [rows] its rows to write, address at which they follow each other, rows, bytes of a
 // row. finished_blocks: a zero that only this stream uses, and zero again afterwards.
 int distca_push_rows(const int64_t* pieces, int64_t count, uint64_t* const* arrived, int64_t arrivals, uint64_t value,

@@ -1,4 +1,4 @@
-"""Words for people: counts with their noun, and what a setting or an option takes."""
+"""Words for people: counts with their noun, sizes, and what a setting or an option takes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 def count(number: int, noun: str) -> str:
     """A number and its noun: "1 step", "2,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a binary unit: 1536 → "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
 
 
 def takes(hint: Any) -> str:

@@ -13,7 +13,6 @@ from benchmarks.throughput.batches import Batches, Replay
 from distca.data.batch import rank_batch
 from distca.device.host_to_device import Upload, uploading
 from distca.plan import AttentionShape
-from distca.plan.cost_correction import Learned, ServerWork
 from distca.train.data.pipeline_inputs import with_equal_rows
 from distca.train.data.prefetch import Ahead, StepInputs, make_step_inputs, on_device
 from distca.train.run.builder import Trainer
@@ -87,8 +86,6 @@ class _Baseline:
             unplanned,
             unplanned,
             unplanned,
-            (Learned.nothing(planning.pool_ranks),),
-            ServerWork(unplanned, unplanned),
             bytes_moved,
             np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
             {},

@@ -1,14 +1,8 @@
-"""Limiting links to what a network would give, and measuring what they give.
-
-torchrun --standalone --nproc-per-node=4 -m benchmarks.throughput.links 2      # the rates with 2 channels, as JSON
-"""
+"""Limiting links to what a network would give, and measuring what they give."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
 from collections.abc import Callable
 
 import torch
@@ -75,24 +69,3 @@ def measure_links(group: dist.ProcessGroup, device: torch.device) -> dict[str, f
             work()
         rates[name] = size / median_seconds(work, clock, 5) / 1e9
     return rates
-
-
-def main() -> None:
-    """Print the rates between all ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("channels", type=int, nargs="?", help="a power of two; default: no limit")
-    channels = parser.parse_args().channels
-    if channels:
-        limit_links(channels)
-    from megatron_patches.world import join_world, leave_world
-
-    world = join_world()
-    assert dist.group.WORLD is not None
-    rates = measure_links(dist.group.WORLD, world.device)
-    if world.rank == 0:
-        sys.stdout.write(json.dumps({"ranks": world.size, "channels": channels} | rates) + "\n")
-    leave_world()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,21 +10,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks.baselines import CpGroups, Mode, Work
-from benchmarks.gpu_state import GpuState
 from benchmarks.throughput.batches import Batches
 from benchmarks.throughput.busy import Traced, trace
+from benchmarks.throughput.gpu_state import GpuState
 from benchmarks.throughput.inputs import inputs_ahead
 from benchmarks.throughput.settings import Cell, Settings
 from distca.train.config.schema import RunConfig
 from distca.train.data.prefetch import Ahead, StepInputs
-from distca.train.metrics.phase_table import measured_phases
 from distca.train.run.builder import Trainer, build_trainer
-from distca.train.run.cost_correction import Learner, by_server, learns
 from distca.train.run.gc_control import SteadyGarbage
 from megatron_patches.world import World
 
@@ -39,10 +36,6 @@ class RankRecord:
         seconds: of the step, waiting for its inputs included.
         attention_s: in core-attention kernels.
         planned_s: the same as planned, of one layer; 0 where nothing is planned.
-        work_s: the same by the cost model alone, for a server of speed 1,
-        reaching_s: and with each task's seconds times its reach.
-        speed: of this rank as a server, by which the batch was planned.
-        reach_cost: likewise, what far-reaching tasks were planned to cost more.
         cpu_s: CPU time of the process.
         loss: mean loss per target token of the global batch.
         grad_norm: of the whole gradient, before clipping.
@@ -53,7 +46,7 @@ class RankRecord:
         memory_gib: peak while measured, memory of NVSHMEM included; None on CPUs, where only the process's size of the
             moment could be read, which holds what earlier modes left.
         reserved_gib: peak that torch's allocator held; None on CPUs.
-        spared: exchanges that did not fit NVSHMEM's memory and went by NCCL.
+        fallback_exchanges: exchanges that did not fit NVSHMEM's memory and went by NCCL.
         traced: what the GPU did in the traced batches; None where nothing was traced.
         gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
     """
@@ -61,10 +54,6 @@ class RankRecord:
     seconds: list[float] = field(default_factory=list)
     attention_s: list[float] = field(default_factory=list)
     planned_s: list[float] = field(default_factory=list)
-    work_s: list[float] = field(default_factory=list)
-    reaching_s: list[float] = field(default_factory=list)
-    speed: list[float] = field(default_factory=list)
-    reach_cost: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
@@ -74,7 +63,7 @@ class RankRecord:
     rows: list[int] = field(default_factory=list)
     memory_gib: float | None = None
     reserved_gib: float | None = None
-    spared: int = 0
+    fallback_exchanges: int = 0
     traced: Traced | None = None
     gpus: list[dict[str, Any]] = field(default_factory=list)
 
@@ -148,7 +137,6 @@ class _Run:
         self.on_gpu = world.device.type == "cuda"
         self._device, self._watches = world.device, self.on_gpu and world.rank == 0
         self.garbage = SteadyGarbage()
-        self._learner = Learner(trainer.planning.pool_ranks, learns(trainer.config, world.device))
 
     def measured(self, inputs: Ahead, warm_up: int, batches: int, keep: Callable[[RankRecord], None]) -> RankRecord:
         for _ in range(warm_up):
@@ -183,19 +171,15 @@ class _Run:
         began, cpu = time.perf_counter(), time.process_time()
         inputs, waited_ms = ahead.take()
         total, tokens = self._forward_backward(inputs)
-        ahead.start(**self._planned_with())
+        ahead.start()
         self.garbage.collect()
         grad_norm, _ = trainer.optimizer.step()  # type: ignore[attr-defined]
         loss = (total / tokens).item()
         record.seconds.append(time.perf_counter() - began)
         record.cpu_s.append(time.process_time() - cpu)
-        record.attention_s.append(self._learn(inputs))
-        me = trainer.planning.pool_rank
-        record.planned_s.append(float(inputs.seconds_after[:, me].sum()))
-        record.work_s.append(float(inputs.work.seconds[:, me].sum()))
-        record.reaching_s.append(float(inputs.work.reaching[:, me].sum()))
-        record.speed.append(float(np.mean([each.speeds[me] for each in inputs.learned])))
-        record.reach_cost.append(float(np.mean([each.reach_cost for each in inputs.learned])))
+        served = trainer.pool.timeline.take_serves()
+        record.attention_s.append(float(sum(sum(seconds) for seconds in served.values())))
+        record.planned_s.append(float(inputs.seconds_after[:, trainer.planning.pool_rank].sum()))
         record.loss.append(loss)
         record.grad_norm.append(grad_norm)
         record.plan_ms.append(inputs.planning_ms)
@@ -204,19 +188,6 @@ class _Run:
         record.bytes_moved.append(copies * inputs.bytes_moved)
         record.rows.append(sum(batch.tokens.shape[1] for batch in inputs.batches))
         self._advance({"loss": loss, "tokens_per_s": int(inputs.lengths.sum()) / record.seconds[-1]})
-
-    def _learn(self, inputs: StepInputs) -> float:
-        """Returns this rank's attention seconds of the step."""
-        planning, serves = self._trainer.planning, self._trainer.pool.timeline.take_serves()
-        total = float(sum(sum(seconds) for seconds in serves.values()))
-        phases = measured_phases(serves, planning, len(inputs.batches)) if planning.stages > 1 else None
-        figures = by_server(planning, [total, *(() if phases is None else phases)])
-        self._learner.learn_from(inputs, figures[:, 0], None if phases is None else figures[:, 1:].T)
-        return total
-
-    def _planned_with(self) -> dict[str, Any]:
-        """What the next inputs are planned with; baselines have no servers."""
-        return {"learned": self._learner.current} if self._trainer.config.cad.enabled else {}
 
     def _forward_backward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         from megatron_patches.pipeline_schedule import run_ticks
@@ -229,7 +200,7 @@ class _Run:
 
     def _note_memory(self, record: RankRecord) -> None:
         pool = self._trainer.pool.transport
-        record.spared = getattr(pool, "spared", 0)
+        record.fallback_exchanges = getattr(pool, "fallback_exchanges", 0)
         if not self.on_gpu:
             return
         heap = self._trainer.config.resolved_nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.throughput.cut_short import Figures, batches_of, cut_short, tokens_per_s
-from distca.train.metrics.progress import format_bytes
+from distca.words import format_bytes
 
 
 def table(report: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Core-attention kernels behind one pair of functions, forward and backward."""
 
 from distca.attention.kernel import Kernel, TaskBatch
-from distca.attention.select import choose_kernel
+from distca.attention.select import KernelName, choose_kernel
 from distca.errors import KernelError
 
-__all__ = ["Kernel", "KernelError", "TaskBatch", "choose_kernel"]
+__all__ = ["Kernel", "KernelError", "KernelName", "TaskBatch", "choose_kernel"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from typing import Literal, get_args
 
 import torch
 
@@ -15,7 +16,9 @@ from distca.errors import KernelError
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("auto", "flash4", "torch", "reference")
+KernelName = Literal["auto", "flash4", "torch", "reference"]
+"""Core-attention kernels, and "auto" for the fastest that can run."""
+NAMES: tuple[str, ...] = get_args(KernelName)
 
 
 def choose_kernel(

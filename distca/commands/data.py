@@ -8,7 +8,7 @@ from distca.commands.options import check_least
 from distca.data.convert import check_output
 from distca.data.convert import convert as convert_source
 from distca.data.mixes import MIX_NAMES
-from distca.data.sources import open_source
+from distca.data.sources import SourceKind, open_source
 from distca.data.statistics import length_statistics
 from distca.data.tokenizer import open_tokenizer
 from distca.errors import OptionError
@@ -54,7 +54,7 @@ def convert(
 def describe(
     path: str | None = None,
     *,
-    source: Literal["stdlib", "text", "jsonl", "indexed", "mix"] = "stdlib",
+    source: SourceKind = "stdlib",
     vocabulary: int = 0,
     seed: int = 0,
 ) -> None:

@@ -99,12 +99,12 @@ def _nvlink() -> str:
 
 def _network() -> str:
     """What there is for rows between machines."""
-    from distca.transport.select import BETWEEN_MACHINES
+    from distca.transport.select import BETWEEN_NODES
 
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if not devices:
-        return f"{BETWEEN_MACHINES}. No InfiniBand or RoCE device here: NCCL goes over TCP, NVSHMEM cannot"
-    return f"{BETWEEN_MACHINES}. Devices: {', '.join(devices)}; {_remote_transports()}; {_gpu_direct()}"
+        return f"{BETWEEN_NODES}. No InfiniBand or RoCE device here: NCCL goes over TCP, NVSHMEM cannot"
+    return f"{BETWEEN_NODES}. Devices: {', '.join(devices)}; {_remote_transports()}; {_gpu_direct()}"
 
 
 def _remote_transports() -> str:

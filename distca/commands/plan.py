@@ -22,8 +22,8 @@ from distca.plan import (
     traffic,
     training_tolerance,
 )
-from distca.plan.metrics import overlaps
-from distca.words import count
+from distca.plan.layout import overlaps
+from distca.words import count, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -200,11 +200,11 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
         ("slowest / mean attention time, planned", f"{made.imbalance_after:.3f}"),
         ("slowest / lower bound, planned", f"{float(made.seconds_after.max()) / lower_bound(made):.3f}"),
         ("slowest server, one layer, forward and backward", f"{made.seconds_after.max() * 1e3:.2f} ms"),
-        (f"q to servers, {everywhere}", _size(moved.q * layers)),
-        (f"o back home, {everywhere}", _size(moved.o * layers)),
-        (f"k,v to servers, {everywhere}", _size(moved.kv * layers)),
-        (f"backward, {everywhere}", _size(moved.backward * layers)),
-        ("most received by one server, forward, one layer", _size(most_received(made))),
+        (f"q to servers, {everywhere}", format_bytes(moved.q * layers)),
+        (f"o back home, {everywhere}", format_bytes(moved.o * layers)),
+        (f"k,v to servers, {everywhere}", format_bytes(moved.kv * layers)),
+        (f"backward, {everywhere}", format_bytes(moved.backward * layers)),
+        ("most received by one server, forward, one layer", format_bytes(most_received(made))),
         ("shortest shard sent away", count(shortest, "token") if shortest else "none"),
         ("planning", f"{made.planning_ms:.1f} ms"),
     ]
@@ -279,11 +279,3 @@ def seconds_by_home(made: MicroBatchPlan) -> np.ndarray:
         seconds = made.cost.forward(length, tasks.stop)[task] * rows / length[task]
         np.add.at(matrix, (homes.rank[shard], tasks.server[task]), seconds)
     return matrix
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"

@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from distca.attention import choose_kernel
+from distca.attention import KernelName, choose_kernel
 from distca.commands.options import check_least, check_writable
 from distca.commands.versions import versions
 from distca.errors import PlanError
@@ -35,7 +35,7 @@ def profile(
     head_dim: int = 128,
     hidden: int = 4096,
     ffn: int = 14336,
-    kernel: Literal["auto", "flash4", "torch", "reference"] = "auto",
+    kernel: KernelName = "auto",
     ranks: int | None = None,
 ) -> None:
     """Measure this machine and write one cost table (JSON), which `distca plan --cost_table` reads.

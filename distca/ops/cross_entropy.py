@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from distca.ops.triton import has_kernels
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What numbers of ``dtype`` are added up in: float32, or float64 where they are float64."""
@@ -24,7 +26,7 @@ def row_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[to
         [N] each, float32 or float64: the row's maximum, the sum of exp(logit − maximum), and the target's logit, which
         is 0 where the target belongs to another rank.
     """
-    if _has_kernels(logits_NV):
+    if has_kernels(logits_NV):
         from distca.ops.triton import cross_entropy as kernels
 
         return kernels.row_statistics(logits_NV, targets_N)
@@ -46,7 +48,7 @@ def logits_to_gradient_(
         lse_N: log of the sum of exponentials over the whole vocabulary, float32 or float64.
         weights_N: weight of each row's loss, of the same type.
     """
-    if _has_kernels(logits_NV):
+    if has_kernels(logits_NV):
         from distca.ops.triton import cross_entropy as kernels
 
         return kernels.logits_to_gradient_(logits_NV, targets_N, lse_N, weights_N)
@@ -54,7 +56,3 @@ def logits_to_gradient_(
     columns = torch.arange(logits_NV.shape[1], device=logits_NV.device)
     gradient_NV -= (columns == targets_N[:, None]).to(gradient_NV.dtype)
     logits_NV.copy_(gradient_NV.mul_(weights_N[:, None]))
-
-
-def _has_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64

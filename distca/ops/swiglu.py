@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from distca.ops.cross_entropy import wide
+from distca.ops.triton import has_kernels
+
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(first half of the columns) × second half.
@@ -26,11 +29,11 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 def fill_swiglu(x: torch.Tensor, out: torch.Tensor) -> None:
     """Write what :func:`swiglu` returns for ``x`` into ``out``, without autograd."""
-    if _has_kernels(x):
+    if has_kernels(x):
         from distca.ops.triton import swiglu as kernels
 
         return kernels.swiglu(x.flatten(0, -2), out.flatten(0, -2))
-    gate, up = _wide(x).chunk(2, dim=-1)
+    gate, up = x.to(wide(x.dtype)).chunk(2, dim=-1)
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
@@ -47,21 +50,13 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         d_x = torch.empty_like(x)
-        if _has_kernels(x):
+        if has_kernels(x):
             from distca.ops.triton import swiglu as kernels
 
             kernels.swiglu_backward(d_out.contiguous().flatten(0, -2), x.flatten(0, -2), d_x.flatten(0, -2))
             return d_x
-        gate, up = _wide(x).chunk(2, dim=-1)
+        gate, up = x.to(wide(x.dtype)).chunk(2, dim=-1)
         gradient, sigmoid = d_out.to(gate.dtype), gate.sigmoid()
         d_x[..., : gate.shape[-1]] = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
         d_x[..., gate.shape[-1] :] = gradient * gate * sigmoid
         return d_x
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _has_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64

@@ -3,7 +3,8 @@
 from distca.errors import PlanError
 from distca.plan.cost.analytic import analytic_cost, area_cost
 from distca.plan.cost.model import AttentionShape, CostModel, Direction
-from distca.plan.cost.table import TableCost, load_table
+from distca.plan.cost.table import TableCost
+from distca.plan.cost.table_file import load_table
 from distca.plan.layout import Layout, Shards, lay_out
 from distca.plan.metrics import Traffic, imbalance, makespan_bound, server_seconds, traffic
 from distca.plan.micro_batch import Bytes, MicroBatchPlan, NanoPlan, plan_micro_batch

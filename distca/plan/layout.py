@@ -22,7 +22,6 @@ from distca.plan.cost.analytic import area_cost
 from distca.plan.cost.model import CostModel
 from distca.plan.nano_split import Dealing, Stream, dealt_evenly, halves, without_short_tail
 from distca.plan.placement import Placement, spread
-from distca.plan.scheduler.target_load import check_speeds
 from distca.plan.sorting import order_by
 
 
@@ -55,6 +54,30 @@ class Shards:
 
     def columns(self) -> tuple[np.ndarray, ...]:
         return self.document, self.start, self.stop, self.rank, self.row
+
+
+def overlaps(
+    document: np.ndarray, start: np.ndarray, stop: np.ndarray, shards: Shards
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All pairs (range, shard) of one document that share tokens, and how many rows they share.
+
+    Args:
+        document: [N] of the ranges.
+        start: [N] first position of each.
+        stop: [N] one past its last.
+        shards: sorted by (document, start).
+
+    Returns:
+        [P] each: index of the range, index of the shard, rows.
+    """
+    span = int(max(stop.max(initial=0), shards.stop.max(initial=0))) + 1
+    low = np.searchsorted(shards.document * span + shards.stop, document * span + start, side="right")
+    high = np.searchsorted(shards.document * span + shards.start, document * span + stop, side="left")
+    count = np.maximum(high - low, 0)
+    found = np.repeat(np.arange(len(document)), count)
+    shard = np.arange(len(found)) - (np.cumsum(count) - count)[found] + low[found]
+    rows = np.minimum(stop[found], shards.stop[shard]) - np.maximum(start[found], shards.start[shard])
+    return found, shard, rows
 
 
 @dataclass(frozen=True)
@@ -102,19 +125,16 @@ def lay_out(
     *,
     nano_batches: int = 1,
     rank_of: Sequence[int] | np.ndarray | None = None,
-    capacities: Sequence[int] | np.ndarray | None = None,
     align: int = 1,
     dealing: Dealing = "in_order",
     placement: Placement = "in_order",
     cost: CostModel | None = None,
-    speeds: Sequence[float] | np.ndarray | None = None,
 ) -> tuple[Layout, ...]:
     """Place a micro-batch's documents on ranks, as one or two nano-batches.
 
-    Documents are placed in the order given, except as ``dealing`` and ``placement`` say. Without ``rank_of`` and
-    ``capacities`` every rank gets an equal share of each nano-batch's tokens (a multiple of ``align``, so that
-    sequence-parallel shards need no padding except on the last rank) and a document that overflows goes on on the next
-    rank.
+    Documents are placed in the order given, except as ``dealing`` and ``placement`` say. Without ``rank_of`` every rank
+    gets an equal share of each nano-batch's tokens (a multiple of ``align``, so that sequence-parallel shards need no
+    padding except on the last rank) and a document that overflows goes on on the next rank.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
@@ -122,36 +142,32 @@ def lay_out(
         nano_batches: 1, or 2 for ping and pong.
         rank_of: [D] home rank of each document; documents then never span ranks, and each rank deals its own
             documents to the halves.
-        capacities: [R] rows per rank of the whole micro-batch, filled in order; for two nano-batches each half gets
-            half of every rank's capacity (the first half rounded up).
         align: rows per rank are multiples of this where documents may span ranks.
         dealing: which documents go into which of two halves of equal tokens; ping may be up to 1/32 longer so as not
             to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so that
             both halves also have about equal attention work.
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
             every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks.
-            With ``rank_of`` or ``capacities`` it is always "in_order".
+            With ``rank_of`` it is always "in_order".
         cost: what "spread" counts as work; None counts query-key pairs.
-        speeds: [R] relative speed of every server, to which "spread" makes its work proportional; None means all equal.
 
     Returns:
         One layout per nano-batch.
 
     Raises:
-        PlanError: on lengths, ranks or capacities that cannot be laid out; the message names the value and the limit.
+        PlanError: on lengths or ranks that cannot be laid out; the message names the value and the limit.
     """
     length = np.asarray(lengths, dtype=np.int64).reshape(-1)
-    _check(length, ranks, nano_batches, rank_of, capacities, align, dealing, placement)
+    _check(length, ranks, nano_batches, rank_of, align, dealing, placement)
     if rank_of is not None:
         placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64), dealing)
     else:
         places: tuple[Place, Place] = (_cut_at_ranks, _cut_at_ranks)
-        if placement == "spread" and capacities is None:
-            speed = check_speeds(speeds, ranks)
+        if placement == "spread":
             # Who needs the most keys of ping is to need the fewest of pong.
-            place = partial(_spread, length=length, cost=cost or area_cost(), speeds=speed)
+            place = partial(_spread, length=length, cost=cost or area_cost())
             places = (place, partial(place, backwards=True))
-        placed = _place_spanning(length, ranks, nano_batches, capacities, align, dealing, places)
+        placed = _place_spanning(length, ranks, nano_batches, align, dealing, places)
     layouts: list[Layout] = []
     for shards, rows in placed:
         layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
@@ -163,7 +179,6 @@ def _check(
     ranks: int,
     nano_batches: int,
     rank_of: Sequence[int] | np.ndarray | None,
-    capacities: Sequence[int] | np.ndarray | None,
     align: int,
     dealing: str,
     placement: str,
@@ -189,21 +204,12 @@ def _check(
         outside = homes[(homes < 0) | (homes >= ranks)]
         if len(outside):
             raise PlanError(f"rank_of names rank {int(outside[0])}, but the {ranks} ranks are 0 to {ranks - 1}.")
-        if capacities is not None:
-            raise PlanError("Give rank_of or capacities, not both.")
-    if capacities is not None and (len(capacities) != ranks or np.min(capacities) < 0):
-        raise PlanError(f"capacities must be {ranks} numbers of 0 or more, one for each rank; got {list(capacities)}.")
-    if capacities is not None and int(np.sum(capacities)) < int(length.sum()):
-        raise PlanError(
-            f"The documents hold {int(length.sum()):,} tokens, the ranks' capacities only {int(np.sum(capacities)):,}."
-        )
 
 
 def _place_spanning(
     length: np.ndarray,
     ranks: int,
     nano_batches: int,
-    capacities: Sequence[int] | np.ndarray | None,
     align: int,
     dealing: Dealing,
     places: tuple[Place, Place],
@@ -212,19 +218,11 @@ def _place_spanning(
     documents = np.arange(len(length))
     if nano_batches == 2 and dealing == "even":
         documents = dealt_evenly(length, documents, ping_first=True)
-    if capacities is None:
-        cut = min(total, -(-total // (2 * align)) * align)
-        if nano_batches == 2:
-            # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
-            cut = without_short_tail(length, documents, cut, ranks * align)
-        bounds = [
-            _even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))
-        ]
-    else:
-        whole = np.asarray(capacities, dtype=np.int64)
-        parts = (whole,) if nano_batches == 1 else (-(-whole // 2), whole // 2)
-        cut = min(total, int(parts[0].sum()))
-        bounds = [np.concatenate(([0], np.cumsum(part))) for part in parts]
+    cut = min(total, -(-total // (2 * align)) * align)
+    if nano_batches == 2:
+        # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
+        cut = without_short_tail(length, documents, cut, ranks * align)
+    bounds = [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
     streams = halves(length, documents, nano_batches, cut)
     return [place(stream, bound) for place, stream, bound in zip(places[:nano_batches], streams, bounds, strict=True)]
 
@@ -234,7 +232,7 @@ def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
 
 
 def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Cut a stream of document ranges wherever a rank's capacity ends."""
+    """Cut a stream of document ranges wherever a rank's rows end."""
     own = stream.stop - stream.start
     ends = np.cumsum(own)
     begins = ends - own
@@ -257,14 +255,13 @@ def _spread(
     bounds: np.ndarray,
     length: np.ndarray,
     cost: CostModel,
-    speeds: np.ndarray,
     backwards: bool = False,
 ) -> tuple[Shards, np.ndarray]:
     """Place a stream of document ranges by work; every rank's rows are in order of document and position."""
     budgets = np.diff(bounds)
     if not budgets.any():
         return _cut_at_ranks(stream, bounds)
-    placed, rank = spread(stream, budgets, cost, speeds, backwards=backwards)
+    placed, rank = spread(stream, budgets, cost, backwards=backwards)
     # A document that goes on in the next nano-batch comes last on every rank, because carried rows are a rank's tail.
     goes_on = np.zeros(len(length), bool)
     goes_on[stream.document] = stream.stop < length[stream.document]

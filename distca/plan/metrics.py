@@ -5,15 +5,13 @@ Array legend: R ranks. Rows are int64, seconds float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from distca.plan.cost.model import CostModel, Direction
-from distca.plan.layout import Layout, Shards
+from distca.plan.layout import Layout, Shards, overlaps
 from distca.plan.plan import Plan, Tasks
-from distca.plan.scheduler.target_load import check_speeds
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,8 @@ def traffic(plan: Plan) -> Traffic:
     """The rows that ``plan`` really moves: what a server already holds as a home rank is free, and a document's k,v
     rows travel to a server once, however many of its tasks read them."""
     layout, tasks = plan.layout, plan.tasks
-    last = np.append((tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]), True)
-    last = last[: len(tasks)]
-    reading = Tasks(tasks.document[last], np.zeros(int(last.sum()), np.int64), tasks.stop[last], tasks.server[last])
+    last = tasks.take(tasks.last_on_server)
+    reading = Tasks(last.document, np.zeros(len(last), np.int64), last.stop, last.server)
     return Traffic(_matrix(tasks, layout.q, layout.ranks), _matrix(reading, layout.kv, layout.ranks))
 
 
@@ -68,41 +65,19 @@ def _matrix(ranges: Tasks, shards: Shards, ranks: int) -> np.ndarray:
     return flat.astype(np.int64).reshape(ranks, ranks)
 
 
-def overlaps(
-    document: np.ndarray, start: np.ndarray, stop: np.ndarray, shards: Shards
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All pairs (range, shard) of one document that share tokens, and how many rows they share."""
-    span = int(max(stop.max(initial=0), shards.stop.max(initial=0))) + 1
-    low = np.searchsorted(shards.document * span + shards.stop, document * span + start, side="right")
-    high = np.searchsorted(shards.document * span + shards.start, document * span + stop, side="left")
-    count = np.maximum(high - low, 0)
-    piece = np.repeat(np.arange(len(document)), count)
-    shard = np.arange(len(piece)) - (np.cumsum(count) - count)[piece] + low[piece]
-    rows = np.minimum(stop[piece], shards.stop[shard]) - np.maximum(start[piece], shards.start[shard])
-    return piece, shard, rows
-
-
-def makespan_bound(
-    layout: Layout, cost: CostModel, direction: Direction, *, speeds: Sequence[float] | np.ndarray | None = None
-) -> float:
+def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
     """Seconds that the slowest server needs at least, whatever the plan.
 
-    The larger of two facts: all the work, uncut, spread evenly over the servers' speeds; and the last query row of the
-    longest document, which one server must compute, at the highest speed. For "both" the bound of forward plus that of
-    backward.
+    The larger of two facts: all the work, uncut, spread evenly over the servers; and the last query row of the longest
+    document, which one server must compute. For "both" the bound of forward plus that of backward.
 
     Args:
         layout: the nano-batch.
         cost: seconds per CA-task.
         direction: forward, backward or both.
-        speeds: [R] relative speed of every server; None means all equal.
-
-    Raises:
-        PlanError: on unusable speeds.
     """
-    speed = check_speeds(speeds, layout.ranks)
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
-    total = cost.least(direction, last - first, last).sum(axis=1) / speed.sum()
-    row = cost.least(direction, np.ones_like(last), last).max(axis=1, initial=0.0) / speed.max()
+    total = cost.least(direction, last - first, last).sum(axis=1) / layout.ranks
+    row = cost.least(direction, np.ones_like(last), last).max(axis=1, initial=0.0)
     return float(np.maximum(total, row).sum())

@@ -5,8 +5,8 @@ token budget. A query row that starts life on the rank that computes it never tr
 document before it do. So documents with more work than one rank should have are cut at home, from their end, into
 parts of one rank's work each; the others are dealt by work, and the shortest fill what is left of the budgets.
 
-A rank with little room for tokens is still owed the same work, so what counts for a range is its *surplus*: its work
-less what an equal number of tokens of the shorter documents, which will fill the rest of the rank, would bring.
+A rank with little room for tokens should get the same work all the same, so what counts for a range is its *surplus*:
+its work less what an equal number of tokens of the shorter documents, which fill the rest of the rank, would bring.
 
 Array legend: N ranges (a document, or a part of one), R ranks. Rows are int64. Work is in units of the mean rank's.
 """
@@ -29,35 +29,26 @@ Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 _DENSE = 0.6
 """Documents with at least this part of the mean work per token are cut where they exceed a rank's work; less dense
-ones are needed everywhere as filling. Lower values leave ranks full of middling documents without enough work, higher
-ones move more bytes (docs/planning.md)."""
+ones are needed everywhere to fill budgets. Lower values leave ranks full of middling documents without enough work,
+higher ones move more bytes (docs/planning.md)."""
 _SAME_SIZE = 1.5
-"""Ranges within this factor of rows are dealt against the same filling."""
-_FILLING = 0.03
+"""Ranges within this factor of rows are dealt against the same rate of the shorter documents."""
+_SHORT_DOCUMENTS = 0.03
 """The shortest documents, with this part of all work, are not dealt one by one."""
 _ENOUGH_OVER = 0.005
 _LEAST_PART = 0.05
 """Least part of the mean work for which a document is cut."""
-_ALIKE = 1.1
-"""Ranks whose speeds are within this factor may get their parts in any order."""
 _PASSES = 3
 _CORRECTIONS = 2
 
 
-def spread(
-    stream: Stream,
-    budgets: np.ndarray,
-    cost: CostModel,
-    speeds: np.ndarray | None = None,
-    backwards: bool = False,
-) -> tuple[Stream, np.ndarray]:
-    """Place ``stream`` on ranks with attention work as their speeds, both directions together.
+def spread(stream: Stream, budgets: np.ndarray, cost: CostModel, backwards: bool = False) -> tuple[Stream, np.ndarray]:
+    """Place ``stream`` on ranks with about equal attention work, both directions together.
 
     Args:
         stream: [N] ranges of documents, in any order; at least one token.
         budgets: [R] tokens per rank; they add up to the stream's tokens.
         cost: seconds per CA-task.
-        speeds: [R] relative speed of every rank, 0 or more; None means all equal.
         backwards: deal to ranks in the opposite order. Parts of a document go to one rank after the other, and the last
             part needs the keys of all: what is placed backwards gives most keys to those who otherwise have fewest.
 
@@ -65,25 +56,16 @@ def spread(
         The ranges, some of them cut, and the rank of each.
     """
     if backwards:
-        placed, rank = _spread(stream, budgets[::-1], cost, None if speeds is None else speeds[::-1], True)
+        placed, rank = spread(stream, budgets[::-1], cost)
         return placed, len(budgets) - 1 - rank
-    return _spread(stream, budgets, cost, speeds, False)
-
-
-def _spread(
-    stream: Stream, budgets: np.ndarray, cost: CostModel, speeds: np.ndarray | None, backwards: bool
-) -> tuple[Stream, np.ndarray]:
-    share = np.ones(len(budgets)) if speeds is None else speeds / speeds.mean()
     work = _work_of(stream, len(budgets), cost)
-    # The fastest get their parts first; where all are about as fast, the order is free.
-    slowest_first = backwards and share.max() <= _ALIKE * share.min()
-    parts, rank_of_part, rest = _cut_long(stream, budgets, share, share if slowest_first else -share, work)
+    parts, rank_of_part, rest = _cut_long(stream, budgets, work)
     work_of_part = work(parts.start, parts.stop)
     mean = float(work_of_part.sum() + work(rest.start, rest.stop).sum()) / len(budgets)
-    left, tokens = _left_over(mean * share, budgets, work_of_part, parts, rank_of_part)
-    dealt, rank_of_dealt, filling = _deal(rest, left, tokens, work)
+    left, tokens = _left_over(np.full(len(budgets), mean), budgets, work_of_part, parts, rank_of_part)
+    dealt, rank_of_dealt, short = _deal(rest, left, tokens, work)
     _, tokens = _left_over(left, tokens, np.zeros(len(dealt.stop)), dealt, rank_of_dealt)
-    fill, rank_of_fill = _fill(filling, tokens)
+    fill, rank_of_fill = _fill(short, tokens)
     placed = _joined(parts, dealt, fill)
     return placed, np.concatenate((rank_of_part, rank_of_dealt, rank_of_fill))
 
@@ -98,17 +80,14 @@ def _work_of(stream: Stream, ranks: int, cost: CostModel) -> Work:
     return work
 
 
-def _cut_long(
-    stream: Stream, budgets: np.ndarray, share: np.ndarray, turn: np.ndarray, work: Work
-) -> tuple[Stream, np.ndarray, Stream]:
-    """Parts that fill one rank each, the rank of each, and everything else; ``share`` is [R] parts of the mean work.
-    Ranks get theirs by [R] ``turn``, lowest first.
+def _cut_long(stream: Stream, budgets: np.ndarray, work: Work) -> tuple[Stream, np.ndarray, Stream]:
+    """Parts that fill one rank each, the rank of each, and everything else.
 
     Cutting adds work (keys are loaded once more for every part), so the cuts are made again with the higher mean.
     """
     mean = 1.0
     for _ in range(_PASSES):
-        parts, ranks, rest = _parts_of(stream, budgets, share, turn, work, mean)
+        parts, ranks, rest = _parts_of(stream, budgets, work, mean)
         total = float(work(parts.start, parts.stop).sum() + work(rest.start, rest.stop).sum()) / len(budgets)
         if abs(total - mean) < _ENOUGH_OVER:
             break
@@ -116,26 +95,20 @@ def _cut_long(
     return parts, ranks, rest
 
 
-def _parts_of(
-    stream: Stream, budgets: np.ndarray, share: np.ndarray, turn: np.ndarray, work: Work, mean: float
-) -> tuple[Stream, np.ndarray, Stream]:
+def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> tuple[Stream, np.ndarray, Stream]:
     start, stop = stream.start, stream.stop.copy()
     rows = stop - start
     whole = work(start, stop)
     dense = whole >= _DENSE * rows / budgets.mean()
-    filling = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
+    short_rate = float(whole[~dense].sum()) / max(int(rows[~dense].sum()), 1)
     # Ranks with a usual budget: ``align`` may leave the last ones little or nothing.
-    roomy = np.flatnonzero(2 * budgets >= budgets.max())
-    wanted = mean * share - filling * float(budgets[roomy].mean())
-    # A slow rank, owed little more than its filling, gets no part.
-    ranks = roomy[wanted[roomy] > _LEAST_PART * mean]
-    ranks = ranks[np.argsort(turn[ranks], kind="stable")]
-    if not len(ranks):
-        return _joined(), ranks, stream
+    ranks = np.flatnonzero(2 * budgets >= budgets.max())
+    wanted = mean - short_rate * float(budgets[ranks].mean())
+    if wanted <= _LEAST_PART * mean:
+        return _joined(), ranks[:0], stream
     most_rows = int(budgets[ranks].min())
-    # What no rank can hold whole, but for ranks much slower than most.
-    enough = max(float(wanted[ranks].min()), float(wanted[ranks].mean()) / _ALIKE) * (1 + _ENOUGH_OVER)
-    surplus = whole - filling * rows
+    enough = wanted * (1 + _ENOUGH_OVER)
+    surplus = whole - short_rate * rows
     long = np.flatnonzero(dense & (surplus > enough))
     surplus = surplus[long]
     pairs_per_work = area(start[long], stop[long]) / surplus
@@ -146,16 +119,16 @@ def _parts_of(
     while parts < len(ranks) and len(long):
         order = np.argsort(-surplus, kind="stable")[: len(ranks) - parts]
         long, pairs_per_work = long[order], pairs_per_work[order]
-        low, high, goal = start[long], stop[long], wanted[ranks[parts : parts + len(long)]]
+        low, high = start[long], stop[long]
         for _ in range(corrections):
-            middle = _start_of(high, pairs_per_work * goal)
+            middle = _start_of(high, pairs_per_work * wanted)
             middle = np.clip(middle, np.maximum(low, high - most_rows), high - 1)
-            gained = work(middle, high) - filling * (high - middle)
-            pairs_per_work = area(middle, high) / np.maximum(gained, 1e-3 * goal)
+            gained = work(middle, high) - short_rate * (high - middle)
+            pairs_per_work = area(middle, high) / np.maximum(gained, 1e-3 * wanted)
         cut.append(Stream(stream.document[long], middle, high))
         parts += len(long)
         stop[long] = middle
-        surplus = work(low, middle) - filling * (middle - low)
+        surplus = work(low, middle) - short_rate * (middle - low)
         still = surplus > enough
         long, surplus, pairs_per_work = long[still], surplus[still], pairs_per_work[still]
         # The next part of a document is much like the last one.
@@ -163,10 +136,8 @@ def _parts_of(
     some = stop > start
     rest = Stream(stream.document[some], start[some], stop[some])
     found = _joined(*cut)
-    ranks = ranks[:parts]
-    # Parts of one document get neighbouring ranks of the same speed.
-    order, places = np.lexsort((found.start, found.document, turn[ranks])), np.lexsort((ranks, turn[ranks]))
-    return _take(found, order), ranks[places], rest
+    # Parts of one document get neighbouring ranks.
+    return _take(found, order_by(found.document, found.start)), ranks[:parts], rest
 
 
 def _start_of(stop: np.ndarray, pairs: np.ndarray) -> np.ndarray:
@@ -175,32 +146,32 @@ def _start_of(stop: np.ndarray, pairs: np.ndarray) -> np.ndarray:
 
 
 def _left_over(
-    work_left: np.ndarray, tokens_left: np.ndarray, work: np.ndarray, taken: Stream, rank: np.ndarray
+    work_left: np.ndarray, tokens_left: np.ndarray, work: np.ndarray, placed: Stream, rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[R] work and tokens that ranks are still owed after they got ``taken``."""
+    """[R] work and tokens that ranks still lack after they got ``placed``."""
     ranks = len(tokens_left)
-    tokens = np.bincount(rank, weights=taken.stop - taken.start, minlength=ranks).astype(np.int64)
+    tokens = np.bincount(rank, weights=placed.stop - placed.start, minlength=ranks).astype(np.int64)
     return work_left - np.bincount(rank, weights=work, minlength=ranks), tokens_left - tokens
 
 
 def _deal(
     ranges: Stream, work_left: np.ndarray, tokens_left: np.ndarray, work: Work
 ) -> tuple[Stream, np.ndarray, Stream]:
-    """Deal ranges, longest first, each to the rank that is owed most surplus and has the tokens; returns those dealt,
-    their ranks, and what is left for filling."""
+    """Deal ranges, longest first, each to the rank that lacks most surplus and has the tokens; returns those dealt,
+    their ranks, and what is left to fill budgets with."""
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))
-    count = int((work_from[:-1] > _FILLING * work_from[0]).sum())
-    owed, tokens = work_left.tolist(), tokens_left.tolist()
+    count = int((work_from[:-1] > _SHORT_DOCUMENTS * work_from[0]).sum())
+    lacking, tokens = work_left.tolist(), tokens_left.tolist()
     rank_of = [-1] * len(rows)
     begin = 0
     while begin < count:
         end = max(begin + 1, int(np.searchsorted(-rows[:count], -rows[begin] / _SAME_SIZE)))
-        filling = float(work_from[end] / rows_from[end]) if end < len(rows) else 0.0
-        heap = [(filling * room - need, at) for at, (need, room) in enumerate(zip(owed, tokens, strict=True))]
+        short_rate = float(work_from[end] / rows_from[end]) if end < len(rows) else 0.0
+        heap = [(short_rate * room - need, at) for at, (need, room) in enumerate(zip(lacking, tokens, strict=True))]
         heapq.heapify(heap)
-        surplus = cost[begin:end] - filling * rows[begin:end]
+        surplus = cost[begin:end] - short_rate * rows[begin:end]
         columns = (rows[begin:end].tolist(), cost[begin:end].tolist(), surplus.tolist())
         for at, (own, brings, more) in enumerate(zip(*columns, strict=True), begin):
             # Ranges get shorter: a rank without room for this one may have some at the next size.
@@ -210,7 +181,7 @@ def _deal(
                 break
             key, receiver = heap[0]
             heapq.heapreplace(heap, (key + more, receiver))
-            owed[receiver] -= brings
+            lacking[receiver] -= brings
             tokens[receiver] -= own
             rank_of[at] = receiver
         begin = end

@@ -36,6 +36,16 @@ class Tasks:
     def __len__(self) -> int:
         return len(self.document)
 
+    def take(self, chosen: np.ndarray) -> Tasks:
+        """Those of a mask or of indices."""
+        return Tasks(self.document[chosen], self.start[chosen], self.stop[chosen], self.server[chosen])
+
+    @property
+    def last_on_server(self) -> np.ndarray:
+        """[T] bool: the last task of its document on its server, which reads all k,v rows that the others read."""
+        differs = (self.document[1:] != self.document[:-1]) | (self.server[1:] != self.server[:-1])
+        return np.append(differs, True)[: len(self)]
+
     @staticmethod
     def sorted(document: np.ndarray, start: np.ndarray, stop: np.ndarray, server: np.ndarray) -> Tasks:
         """Sort by (server, document, start) and join ranges of one document that touch on one server."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.errors import PlanError
-from distca.plan.layout import Shards
+from distca.plan.layout import Shards, overlaps
 from distca.plan.plan import Plan, Tasks
 from distca.plan.sorting import order_by
 
@@ -141,16 +141,14 @@ def route(plan: Plan, rank: int) -> Route:
     tasks, layout = plan.tasks, plan.layout
     q_offset = _offsets_within_server(tasks, tasks.stop - tasks.start)
     kv_offset = _offsets_within_server(tasks, tasks.stop)
-    last_on_server = np.append(
-        (tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]), True
-    )[: len(tasks)]
+    last_on_server = tasks.last_on_server
     mine = np.flatnonzero(tasks.server == rank)
     return Route(
         rank=rank,
         ranks=layout.ranks,
         q=_exchange(tasks, tasks.start, q_offset, layout.q, rank, layout.q_rows, _none()),
         kv=_exchange(
-            Tasks(*(x[last_on_server] for x in (tasks.document, tasks.start, tasks.stop, tasks.server))),
+            tasks.take(last_on_server),
             np.zeros(int(last_on_server.sum()), np.int64),
             kv_offset[last_on_server],
             layout.kv,
@@ -190,9 +188,8 @@ def _exchange(
 
     ``source_rows`` [R] are the rows of every rank's home tensor.
     """
-    task, shard = _overlaps(tasks.document, begin, tasks.stop, shards)
+    task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
     start = np.maximum(begin[task], shards.start[shard])
-    rows = np.minimum(tasks.stop[task], shards.stop[shard]) - start
     home, server = shards.rank[shard], tasks.server[task]
     source = shards.row[shard] + start - shards.start[shard]
     destination = offset[task] + start - begin[task]
@@ -238,19 +235,6 @@ class _Arrivals:
         below = sender < rank
         ahead = np.bincount(receiver[below], rows[below], ranks).astype(np.int64)
         return _Arrivals(int(everything.sum()), int(everything.max()), ahead)
-
-
-def _overlaps(
-    document: np.ndarray, begin: np.ndarray, stop: np.ndarray, shards: Shards
-) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs (range, shard) of one document that share tokens."""
-    span = int(max(stop.max(initial=0), shards.stop.max(initial=0))) + 1
-    low = np.searchsorted(shards.document * span + shards.stop, document * span + begin, side="right")
-    high = np.searchsorted(shards.document * span + shards.start, document * span + stop, side="left")
-    count = np.maximum(high - low, 0)
-    task = np.repeat(np.arange(len(document)), count)
-    first = np.cumsum(count) - count
-    return task, np.arange(len(task)) - first[task] + low[task]
 
 
 def _repeats(tasks: Tasks, kv_offset: np.ndarray, last_on_server: np.ndarray, mine: np.ndarray) -> Segments:

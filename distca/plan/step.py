@@ -288,7 +288,7 @@ def _scheduler(options: PlanOptions) -> Scheduler:
             tolerance=tolerance,
             links=options.links,
             max_received_bytes=options.max_received_bytes,
-            beside=None if options.non_attention is None else other_seconds(options, layout, direction),
+            other_seconds=None if options.non_attention is None else other_seconds(options, layout, direction),
         )
 
     return scheduled

@@ -4,8 +4,8 @@
 
 Each transfer is a launch node and a join node, so backward *launches* the reverse transfer where forward joined, and
 joins it where forward launched. Between the two, callers put the other nano-batch's compute (see ping_pong.py). The
-tensors travel through an :class:`AttentionCall`; between the nodes only a ticket is passed, which carries the graph's
-edges: under *resend* the backward's buffers are those of another plan and have other shapes than the forward's.
+tensors travel through an :class:`AttentionCall`; between the nodes only a graph token is passed, which carries the
+graph's edges: under *resend* the backward's buffers are those of another plan and have other shapes than the forward's.
 
 Shape suffixes: N rows of the home rank (padding included), T query rows and S key/value rows of the server's buffers, H
 query heads, G key/value heads, D head dimension.
@@ -42,34 +42,34 @@ class AttentionCall:
         self._server: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows on this server; without o once that was sent
         self._sent_o: tuple[torch.Tensor, ...] = ()  # o rows of this server that live elsewhere; o at home (keep)
         self._home: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows that live here (resend)
-        self._carried: torch.Tensor | None = None  # a view of the previous nano-batch's kv rows (resend)
+        self._prefix: torch.Tensor | None = None  # a view of the previous nano-batch's kv rows (resend)
         self._gradients: tuple[torch.Tensor, ...] = ()
         self._home_rows = (0, 0)
 
     # Public: the five nodes, called in this order.
 
     def launch_qkv(
-        self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, carried_N2GD: torch.Tensor | None = None
+        self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Start sending q and k,v rows; returns the ticket for :meth:`join_qkv`. ``carried_N2GD``: rows of the previous
-        nano-batch that are sent again, ahead of its own; not copied for longer than they travel."""
-        return _Enter.apply(q_NHD, kv_N2GD, carried_N2GD, self)
+        """Start sending q and k,v rows; returns the graph token for :meth:`join_qkv`. ``prefix_N2GD``: keys and values
+        of the previous nano-batch that are sent again, ahead of its own; not copied for longer than they travel."""
+        return _Enter.apply(q_NHD, kv_N2GD, prefix_N2GD, self)
 
-    def join_qkv(self, ticket: torch.Tensor) -> torch.Tensor:
+    def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
         """Wait for the rows that this server computes with."""
-        return _Node.apply(ticket, self._join_qkv, self._launch_gradients)
+        return _Node.apply(graph_token, self._join_qkv, self._launch_gradients)
 
-    def serve(self, ticket: torch.Tensor) -> torch.Tensor:
+    def serve(self, graph_token: torch.Tensor) -> torch.Tensor:
         """Compute this server's CA-tasks."""
-        return _Node.apply(ticket, self._serve_forward, self._serve_backward)
+        return _Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
-    def launch_o(self, ticket: torch.Tensor) -> torch.Tensor:
+    def launch_o(self, graph_token: torch.Tensor) -> torch.Tensor:
         """Start sending o rows home."""
-        return _Node.apply(ticket, self._launch_o, self._join_do)
+        return _Node.apply(graph_token, self._launch_o, self._join_do)
 
-    def join_o(self, ticket: torch.Tensor) -> torch.Tensor:
+    def join_o(self, graph_token: torch.Tensor) -> torch.Tensor:
         """Wait for the o rows that live here; returns o_NHD, zero in padding rows."""
-        return _Leave.apply(ticket, self)
+        return _Leave.apply(graph_token, self)
 
     # For a rank without tokens, which serves a backward phase whose forward it served elsewhere or not at all.
 
@@ -105,16 +105,16 @@ class AttentionCall:
 
     # Forward.
 
-    def _launch_qkv(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, carried_N2GD: torch.Tensor | None) -> None:
+    def _launch_qkv(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
         route = self._routes.forward
-        sent_kv = _behind(carried_N2GD, kv_N2GD)
+        sent_kv = _behind(prefix_N2GD, kv_N2GD)
         self._home_rows = (len(q_NHD), len(sent_kv))
         q = q_NHD.new_empty(route.q_rows, *q_NHD.shape[1:])
         kv = kv_N2GD.new_empty(route.kv_rows, *kv_N2GD.shape[1:])
         self._launch("q,k,v", "forward", Part(q_NHD, q, route.q_to_server), Part(sent_kv, kv, route.kv_to_server))
         self._server = (q, kv)
         if self._pool.backward == "resend":
-            self._home, self._carried = (q_NHD, kv_N2GD), carried_N2GD
+            self._home, self._prefix = (q_NHD, kv_N2GD), prefix_N2GD
 
     def _join_qkv(self) -> None:
         self._join("q,k,v", "forward")
@@ -172,10 +172,10 @@ class AttentionCall:
             moves = (route.q_to_server, route.kv_to_server, route.q_to_server, route.q_to_server)
             rows = (route.q_rows, route.kv_rows, route.q_rows, route.q_rows)
             q, kv, o, lse = self._home
-            home = (q, _behind(self._carried, kv), o, lse)
+            home = (q, _behind(self._prefix, kv), o, lse)
             self._server = tuple(x.new_empty(n, *x.shape[1:]) for x, n in zip(home, rows, strict=True))
             parts += [Part(*part) for part in zip(home, self._server, moves, strict=True)]
-            self._home, self._carried = (), None
+            self._home, self._prefix = (), None
         self._launch("dO" if self._pool.backward == "keep" else "q,k,v,o,dO", "backward", *parts)
         self._gradients = (do,)
 
@@ -230,11 +230,11 @@ class AttentionCall:
         return home
 
 
-def _behind(carried_N2GD: torch.Tensor | None, kv_N2GD: torch.Tensor) -> torch.Tensor:
-    return kv_N2GD if carried_N2GD is None else torch.cat((carried_N2GD, kv_N2GD))
+def _behind(prefix_N2GD: torch.Tensor | None, kv_N2GD: torch.Tensor) -> torch.Tensor:
+    return kv_N2GD if prefix_N2GD is None else torch.cat((prefix_N2GD, kv_N2GD))
 
 
-def _ticket(device: torch.device) -> torch.Tensor:
+def _graph_token(device: torch.device) -> torch.Tensor:
     """A scalar on the rows' device: the autograd engine runs a device's nodes in one thread, in reverse order of
     creation. Its value is never read."""
     return torch.empty((), device=device)
@@ -243,42 +243,42 @@ def _ticket(device: torch.device) -> torch.Tensor:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, carried_N2GD: torch.Tensor | None, call: AttentionCall
+        ctx: Any, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None, call: AttentionCall
     ) -> torch.Tensor:
         ctx.call = call
-        ctx.carried = None if carried_N2GD is None else len(carried_N2GD)
-        carried_N2GD = None if carried_N2GD is None else carried_N2GD.detach()
-        call._launch_qkv(q_NHD.detach().contiguous(), kv_N2GD.detach().contiguous(), carried_N2GD)
-        return _ticket(q_NHD.device)
+        ctx.prefix_rows = None if prefix_N2GD is None else len(prefix_N2GD)
+        prefix_N2GD = None if prefix_N2GD is None else prefix_N2GD.detach()
+        call._launch_qkv(q_NHD.detach().contiguous(), kv_N2GD.detach().contiguous(), prefix_N2GD)
+        return _graph_token(q_NHD.device)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         dq_NHD, dkv_N2GD = ctx.call._join_gradients()
-        if ctx.carried is None:
+        if ctx.prefix_rows is None:
             return dq_NHD, dkv_N2GD, None, None
-        return dq_NHD, dkv_N2GD[ctx.carried :], dkv_N2GD[: ctx.carried], None
+        return dq_NHD, dkv_N2GD[ctx.prefix_rows :], dkv_N2GD[: ctx.prefix_rows], None
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, forward: Any, backward: Any) -> torch.Tensor:
+    def forward(ctx: Any, graph_token: torch.Tensor, forward: Any, backward: Any) -> torch.Tensor:
         ctx.backward_part = backward
         forward()
-        return _ticket(ticket.device)
+        return _graph_token(graph_token.device)
 
     @staticmethod
-    def backward(ctx: Any, *tickets: torch.Tensor) -> Any:
+    def backward(ctx: Any, *graph_tokens: torch.Tensor) -> Any:
         ctx.backward_part()
-        return _ticket(tickets[0].device), None, None
+        return _graph_token(graph_tokens[0].device), None, None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    def forward(ctx: Any, graph_token: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         ctx.call = call
-        return call._join_o(ticket.requires_grad)
+        return call._join_o(graph_token.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, *do_NHD: torch.Tensor) -> Any:
         ctx.call._launch_do(do_NHD[0])
-        return _ticket(do_NHD[0].device), None
+        return _graph_token(do_NHD[0].device), None

@@ -65,14 +65,14 @@ class NanoRoutes:
 
     Attributes:
         q_rows: query rows that live on this rank; rows of a home tensor beyond them are padding and take no part.
-        carried: (first row, one past the last) of the previous nano-batch's rows whose keys and values this one needs
+        prefix: (first row, one past the last) of the previous nano-batch's rows whose keys and values this one needs
             again.
         forward: route of the forward plan.
         backward: route of the backward plan; the same object where gradients are computed by the forward's servers.
     """
 
     q_rows: int
-    carried: tuple[int, int]
+    prefix: tuple[int, int]
     forward: ServerRoute
     backward: ServerRoute
 

@@ -65,10 +65,10 @@ def run_layers(
     """
     run = _Run(layers, routes, pool, checkpoint)
     state = list(hidden)
-    tickets = run.first(state)
+    graph_tokens = run.first(state)
     for layer in range(len(layers)):
-        run.attend(layer, tickets)
-        run.between(layer, state, tickets)
+        run.attend(layer, graph_tokens)
+        run.between(layer, state, graph_tokens)
     return state
 
 
@@ -87,22 +87,22 @@ class _Run:
         self._previous_kv: torch.Tensor | None = None
 
     def first(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
-        tickets = []
+        graph_tokens = []
         for nano, hidden in enumerate(state):
             with self._pool.timeline.compute("pre", 0, nano, "forward"):
                 q, kv = self._checkpoint(partial(self._layers[0].pre, nano=nano), hidden)
-            tickets.append(self._launch(0, nano, q, kv))
-        return tickets
+            graph_tokens.append(self._launch(0, nano, q, kv))
+        return graph_tokens
 
-    def attend(self, layer: int, tickets: list[torch.Tensor]) -> None:
+    def attend(self, layer: int, graph_tokens: list[torch.Tensor]) -> None:
         for nano, call in enumerate(self._calls):
-            tickets[nano] = call.launch_o(call.serve(call.join_qkv(tickets[nano])))
+            graph_tokens[nano] = call.launch_o(call.serve(call.join_qkv(graph_tokens[nano])))
 
-    def between(self, layer: int, state: list[torch.Tensor], tickets: list[torch.Tensor]) -> None:
+    def between(self, layer: int, state: list[torch.Tensor], graph_tokens: list[torch.Tensor]) -> None:
         last = layer + 1 == len(self._layers)
         calls, self._calls = self._calls, []
         for nano, call in enumerate(calls):
-            o = call.join_o(tickets[nano])
+            o = call.join_o(graph_tokens[nano])
             with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
                 # What is recomputed must not hold this object: k,v of the last launch lead back to it by the graph,
                 # in a circle that Python's garbage collector cannot see.
@@ -112,20 +112,20 @@ class _Run:
                     continue
                 post_pre = partial(_post_pre, self._layers[layer], self._layers[layer + 1], nano)
                 state[nano], q, kv = self._checkpoint(post_pre, o, state[nano])
-            tickets[nano] = self._launch(layer + 1, nano, q, kv)
+            graph_tokens[nano] = self._launch(layer + 1, nano, q, kv)
 
     def _launch(self, layer: int, nano: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         routes = self._routes[layer][nano]
-        begin, end = routes.carried
-        carried = None
+        begin, end = routes.prefix
+        prefix = None
         if end > begin:
             # The second half continues a document whose head is in the first: its keys and values are needed again.
             assert self._previous_kv is not None
-            carried = self._previous_kv[begin:end]
+            prefix = self._previous_kv[begin:end]
         self._previous_kv = kv
         call = AttentionCall(self._pool, routes, layer, nano, self._layers[layer].scale)
         self._calls.append(call)
-        return call.launch_qkv(q, kv, carried)
+        return call.launch_qkv(q, kv, prefix)
 
 
 def _post_pre(

@@ -23,10 +23,10 @@ _PATIENCE_S = 30.0
 
 
 class HostFabric:
-    """Landing memory of all ranks in one mapped file; every rank creates it together.
+    """RingPlace memory of all ranks in one mapped file; every rank creates it together.
 
     Args:
-        capacity: bytes of landing memory per rank.
+        capacity: bytes of receive buffer per rank.
         slow_rank: a rank that takes its time before it reads what arrived.
     """
 
@@ -34,8 +34,8 @@ class HostFabric:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         path = [tempfile.mktemp(prefix="distca-fabric-") if self.rank == 0 else ""]
         dist.broadcast_object_list(path)
-        words = 2 * self.ranks * 8
-        self._size = words + capacity
+        slots = 2 * self.ranks * 8
+        self._size = slots + capacity
         if self.rank == 0:
             with open(path[0], "wb") as file:
                 file.truncate(self._size * self.ranks)
@@ -46,23 +46,23 @@ class HostFabric:
             os.unlink(path[0])
         blocks = [memory[rank * self._size : (rank + 1) * self._size] for rank in range(self.ranks)]
         self._arrived = [block[: 8 * self.ranks].view(np.uint64) for block in blocks]
-        self._taken = [block[8 * self.ranks : words].view(np.uint64) for block in blocks]
-        self._landings = [block[words:] for block in blocks]
+        self._consumed = [block[8 * self.ranks : slots].view(np.uint64) for block in blocks]
+        self._receive_buffers = [block[slots:] for block in blocks]
         self._slow = self.rank == slow_rank
-        self.landing = torch.from_numpy(self._landings[self.rank])
+        self.receive_buffer = torch.from_numpy(self._receive_buffers[self.rank])
         self.waits_for_room = 0
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> None:
         for peer, pieces in puts.items():
-            if self._taken[self.rank][peer] < reuses:
+            if self._consumed[self.rank][peer] < reuses:
                 self.waits_for_room += 1
-            self._wait(self._taken[self.rank], peer, reuses)
+            self._wait(self._consumed[self.rank], peer, reuses)
             for piece in pieces:
                 source = piece.source.reshape(-1).view(torch.uint8).numpy()
                 width = piece.row_bytes
                 for row, place, rows in piece.ranges.tolist():
                     at = piece.begin + place * width
-                    self._landings[peer][at : at + rows * width] = source[row * width : (row + rows) * width]
+                    self._receive_buffers[peer][at : at + rows * width] = source[row * width : (row + rows) * width]
             self._arrived[peer][self.rank] = number
 
     def keep(self, parts: Sequence[Part], behind: None) -> Callable[[], None]:
@@ -85,13 +85,13 @@ class HostFabric:
         for peer in peers:
             self._wait(self._arrived[self.rank], peer, number)
 
-    def taken(self, number: int) -> None:
+    def consumed(self, number: int) -> None:
         for peer in range(self.ranks):
-            self._taken[peer][self.rank] = number
+            self._consumed[peer][self.rank] = number
 
-    def _wait(self, words: np.ndarray, peer: int, value: int) -> None:
+    def _wait(self, slots: np.ndarray, peer: int, value: int) -> None:
         end = time.monotonic() + _PATIENCE_S
-        while words[peer] < value:
+        while slots[peer] < value:
             time.sleep(0)
             if time.monotonic() > end:
                 raise TimeoutError(f"Rank {self.rank} waited {_PATIENCE_S:.0f} s for rank {peer}.")

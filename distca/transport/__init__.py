@@ -3,6 +3,6 @@
 from distca.errors import TransportError
 from distca.transport.interface import Handle, Part, Transport
 from distca.transport.row_moves import RowMoves
-from distca.transport.select import choose_transport
+from distca.transport.select import TransportName, choose_transport
 
-__all__ = ["Handle", "Part", "RowMoves", "Transport", "TransportError", "choose_transport"]
+__all__ = ["Handle", "Part", "RowMoves", "Transport", "TransportError", "TransportName", "choose_transport"]

@@ -154,7 +154,7 @@ def push_rows(
 
     Args:
         pieces: (contiguous tensor; [N] int64 its rows to write; address on a peer at which they follow each other).
-        arrived: [P] uint64 addresses of peers' words that get the number when the rows are there.
+        arrived: [P] uint64 addresses of peers' slots that get the number when the rows are there.
         number: the number.
         finished_blocks: [1] int32 zero, used by one stream only.
         most_blocks: blocks of 256 threads, at most.
@@ -167,12 +167,12 @@ def push_rows(
 
 
 def signal(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Write ``value`` to the words at ``addresses`` ([N] uint64) once all earlier work of the stream can be seen."""
+    """Write ``value`` to the slots at ``addresses`` ([N] uint64) once all earlier work of the stream can be seen."""
     _call("distca_signal", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
 def wait_for(addresses: np.ndarray, value: int, stream: torch.cuda.Stream) -> None:
-    """Hold the stream until every word at ``addresses`` ([N] uint64) of this GPU is at least ``value``."""
+    """Hold the stream until every slot at ``addresses`` ([N] uint64) of this GPU is at least ``value``."""
     _call("distca_await", addresses.ctypes.data, len(addresses), value, stream.cuda_stream)
 
 
@@ -212,9 +212,9 @@ def sum_rows(
     _call("distca_sum_rows", *addresses, len(destination_rows), width, _SUM_KINDS[packed.dtype], stream)
 
 
-def addresses_of(base: int, words: Sequence[int]) -> np.ndarray:
-    """[N] uint64 addresses of the 64-bit words with these numbers in the memory at ``base``."""
-    return base + 8 * np.asarray(words, np.uint64)
+def addresses_of(base: int, slots: Sequence[int]) -> np.ndarray:
+    """[N] uint64 addresses of the 64-bit signal slots with these numbers in the memory at ``base``."""
+    return base + 8 * np.asarray(slots, np.uint64)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

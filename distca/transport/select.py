@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NAMES = ("auto", "nvshmem", "nccl", "gloo")
+TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
+"""CopyPolicy for rows to travel, and "auto" for the best that works."""
+NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
 
-BETWEEN_MACHINES = (
-    "between machines rows go by NCCL, because NVSHMEM has not been measured on a network; cad.transport=nvshmem takes "
+BETWEEN_NODES = (
+    "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; cad.transport=nvshmem takes "
     "it all the same"
 )
 
@@ -34,7 +36,7 @@ _started: dict[tuple[int, ...], OneSidedTransport] = {}
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
-    """Return the named transport over ``group``, or with "auto" NVSHMEM where it works inside one machine and else the
+    """Return the named transport over ``group``, or with "auto" NVSHMEM where it works inside one node and else the
     one of the group's backend. Every rank of the group calls it together.
 
     Args:
@@ -49,16 +51,16 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
         raise TransportError(f"cad.transport is '{name}'; it can be {', '.join(NAMES)}.")
     ranks = tuple(dist.get_process_group_ranks(group))
     collective = CollectiveTransport(group)
-    spare = collective if name == "auto" else None
+    fallback = collective if name == "auto" else None
     if name in ("auto", "nvshmem") and ranks in _started:
         # Its memory stays as it is; the group and the name may be others now.
-        _started[ranks].use_spare(spare)
+        _started[ranks].use_fallback(fallback)
         return _started[ranks]
     reason = None
     if name in ("auto", "nvshmem"):
-        reason = why_not_nvshmem_together(group, between_machines=name == "nvshmem")
+        reason = why_not_nvshmem_together(group, between_nodes=name == "nvshmem")
         if reason is None:
-            transport = _nvshmem_transport(group, buffer_gb, spare)
+            transport = _nvshmem_transport(group, buffer_gb, fallback)
             logger.info(
                 "Transport: nvshmem over %d ranks, %.3g GiB of symmetric memory each", transport.ranks, buffer_gb
             )
@@ -97,13 +99,13 @@ def why_not_nvshmem() -> str | None:
     return None
 
 
-def why_not_nvshmem_together(group: dist.ProcessGroup, between_machines: bool) -> str | None:
+def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> str | None:
     """Why the ranks of ``group`` cannot or should not use NVSHMEM among themselves, or None; the same answer on every
     rank.
 
     Args:
         group: the server pool.
-        between_machines: whether it is wanted also where the pool spans several.
+        between_nodes: whether it is wanted also where the pool spans several.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
@@ -114,21 +116,21 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_machines: bool) -
     if own is None and dist.get_backend(group) == "gloo":
         own = "the ranks hold their rows in CPU memory"
     places = _gather((machine_name(), _gpu(torch.cuda.current_device()) if own is None else ""), group)
-    machines = {machine for machine, _ in places}
-    gpus = [gpu for machine, gpu in places if gpu and machine == machine_name()]
+    nodes = {node for node, _ in places}
+    gpus = [gpu for node, gpu in places if gpu and node == machine_name()]
     if own is None:
         own = "several ranks share a GPU" if len(set(gpus)) < len(gpus) else why_no_peer_access(gpus)
     # Gathered once more: what one rank sees of the GPUs need not be what another one sees.
     for rank, reason in zip(ranks, _gather(own, group), strict=True):
         if reason is not None:
             return f"on rank {rank}, {reason}" if rank else reason
-    if len(machines) > 1 and not between_machines:
-        return f"the server pool spans {len(machines)} machines, and {BETWEEN_MACHINES}"
+    if len(nodes) > 1 and not between_nodes:
+        return f"the server pool spans {len(nodes)} nodes, and {BETWEEN_NODES}"
     return None
 
 
 def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
-    """Why GPUs of this machine cannot write into each other's memory, or None.
+    """Why GPUs of this node cannot write into each other's memory, or None.
 
     Args:
         gpus: their names, as :func:`_gpu` gives them; those that this process does not see are left out. By default
@@ -144,7 +146,7 @@ def why_no_peer_access(gpus: Sequence[str] | None = None) -> str | None:
 
 
 def _gpu(index: int) -> str:
-    """The same name for a GPU in every process of a machine, whatever is visible there."""
+    """The same name for a GPU in every process of a node, whatever is visible there."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -154,9 +156,9 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
     return everyone
 
 
-def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float, spare: Transport | None) -> Transport:
+def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> Transport:
     from distca.transport.nvshmem.symmetric_memory import NvshmemFabric
 
-    transport = OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem", spare)
+    transport = OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem", fallback)
     _started[tuple(dist.get_process_group_ranks(group))] = transport
     return transport

@@ -143,7 +143,7 @@ def test_records_are_kept_between_steps_and_never_for_the_last(batches, kept):
     events = []
     run = object.__new__(_Run)  # its order needs no ranks
     run.on_gpu = run._watches = False
-    run._trainer = SimpleNamespace(pool=SimpleNamespace(transport=SimpleNamespace(spared=3)))
+    run._trainer = SimpleNamespace(pool=SimpleNamespace(transport=SimpleNamespace(fallback_exchanges=3)))
     run.garbage = SimpleNamespace(collect=lambda: events.append("collected"))
 
     def step(inputs, record):
@@ -151,8 +151,8 @@ def test_records_are_kept_between_steps_and_never_for_the_last(batches, kept):
         record.loss.append(1.0)
 
     run._step = step
-    record = run.measured(None, 2, batches, lambda record: events.append((len(record.loss), record.spared)))
-    assert len(record.loss) == batches and record.spared == 3
+    record = run.measured(None, 2, batches, lambda record: events.append((len(record.loss), record.fallback_exchanges)))
+    assert len(record.loss) == batches and record.fallback_exchanges == 3
     expected = []
     for done in range(batches + 1):
         expected += ["step"] if done else ["step"] * 2  # warm-up

@@ -17,7 +17,7 @@ from distca.testing.plans import random_plan
 from distca.testing.toy_layers import toy_layers
 from distca.transport import Part
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.intranode import Ways
+from distca.transport.nvshmem.intranode import CopyPolicy
 from distca.transport.nvshmem.symmetric_memory import NvshmemFabric
 from distca.transport.nvshmem.transport import OneSidedTransport
 from distca.transport.select import choose_transport
@@ -47,7 +47,7 @@ def fill_little_memory():
         "kept": {below: _keep(transport, 1000, below) for below in (0, 1 << 40)},
         "sent": {below: _send_only(transport, 30, below, credits=True) for below in (ENGINE, KERNEL)},
         "sent without credits": {below: _send_only(transport, 30, below, credits=False) for below in (ENGINE, KERNEL)},
-        "spared": _spare(transport),
+        "fallback_exchanges": _fallback(transport),
     }
 
 
@@ -56,10 +56,10 @@ def treat_as_far(machine_of):
     rank, world = dist.get_rank(), dist.group.WORLD
     far = [peer for peer, machine in enumerate(machine_of) if machine != machine_of[rank]]
     transport = OneSidedTransport(NvshmemFabric(world, 1 << 28, far), "nvshmem")
-    transports, half = (transport, choose_transport("nccl", world)), transport._fabric._far_peers._half
+    transports, half = (transport, choose_transport("nccl", world)), transport._fabric._internode_peers._half
     answer = {"rows": _compare(transports, 12, None), "rows, one rank late": _compare(transports, 12, 1)}
     if len(machine_of) == 2:
-        transport._fabric._far_peers._half = half
+        transport._fabric._internode_peers._half = half
         # So late that the sender is a round of the ring ahead.
         answer["sent"] = _send_only(transport, 60, ENGINE, credits=True, late=12_000_000)
         answer["sent without credits"] = _send_only(transport, 60, ENGINE, credits=False, late=12_000_000)
@@ -69,11 +69,11 @@ def treat_as_far(machine_of):
     return answer
 
 
-def _spare(transport):
+def _fallback(transport):
     """Exchanges of which some do not fit; returns tensors that differ, and how many exchanges went by NCCL."""
     nccl = choose_transport("nccl", dist.group.WORLD)
-    transport.use_spare(nccl)
-    return _compare((transport, nccl), 12, None), transport.spared
+    transport.use_fallback(nccl)
+    return _compare((transport, nccl), 12, None), transport.fallback_exchanges
 
 
 def _transports():
@@ -84,10 +84,10 @@ def _transports():
 def _choose_way(transport, number):
     """By copy engine or by kernel, signalled together or not: every rank decides for itself."""
     draw = random.Random(1000 * number + dist.get_rank())
-    if transport._fabric._far_peers is not None:
+    if transport._fabric._internode_peers is not None:
         # Half of the staging memory: pieces go whole or in many loads.
-        transport._fabric._far_peers._half = draw.choice((1 << 16, 1 << 20, 1 << 25))
-    transport._fabric.near.ways = Ways(
+        transport._fabric._internode_peers._half = draw.choice((1 << 16, 1 << 20, 1 << 25))
+    transport._fabric.intranode.policy = CopyPolicy(
         push_below_bytes=draw.choice((ENGINE, 1 << 18, KERNEL)),
         push_below_bytes_per_range=0,
         push_blocks=draw.choice((1, 32, 96)),
@@ -213,7 +213,7 @@ def _too_little(transport):
 def _push_more_than_one_launch_takes(transport, pieces):
     """Rows of many widths by the kernel; returns how many bytes arrived wrong."""
     fabric, place, made = transport._fabric, 0, []
-    fabric.near.ways = Ways(push_below_bytes=KERNEL)
+    fabric.intranode.policy = CopyPolicy(push_below_bytes=KERNEL)
     for k in range(pieces):
         # Units of 16, 4 and 1 bytes, no rows, one row, rows out of order.
         rows, width = k % 7, (32, 12, 5, 16, 1, 4)[k % 6]
@@ -229,8 +229,8 @@ def _push_more_than_one_launch_takes(transport, pieces):
     else:
         fabric.arrived(landing.number, [0])
         expected = torch.cat([rows for _, rows in made])
-        wrong = int((fabric.landing[landing.begin : landing.begin + place] != expected).sum())
-    fabric.taken(transport._ring.taken(landing.number))
+        wrong = int((fabric.receive_buffer[landing.begin : landing.begin + place] != expected).sum())
+    fabric.consumed(transport._ring.consumed(landing.number))
     torch.cuda.synchronize()
     return wrong
 
@@ -238,7 +238,7 @@ def _push_more_than_one_launch_takes(transport, pieces):
 def _keep(transport, rows, below):
     """One rank keeps most of its rows: by copy engine or by kernel, in both directions, added to and not; and their
     memory is used again at once. Returns how many values are wrong, and whether the engine copied always or ever."""
-    transport._fabric.near.ways = Ways(keep_from_bytes=below, keep_from_bytes_per_range=0)
+    transport._fabric.intranode.policy = CopyPolicy(keep_from_bytes=below, keep_from_bytes_per_range=0)
     layout = lay_out([rows], 2, rank_of=[0])[0]
     # Rank 1 serves the end of the document; its keys and values come back from both, and are added up at home.
     plan = Plan(layout, Tasks.sorted(*np.array([[0, 0, rows - 8, 0], [0, rows - 8, rows, 1]]).T))
@@ -266,7 +266,7 @@ def _send_only(transport, exchanges, below, credits, late=2_000_000):
     """Rank 0 gives all its rows to a rank 1 that is ``late`` (in clock cycles) with each exchange, and gets nothing
     back; returns how many values arrived wrong."""
     fabric = transport._fabric
-    fabric.near.ways = Ways(push_below_bytes=below, push_below_bytes_per_range=0)
+    fabric.intranode.policy = CopyPolicy(push_below_bytes=below, push_below_bytes_per_range=0)
     plan = Plan(lay_out([1000], 2, rank_of=[0])[0], Tasks.sorted(*np.array([[0, 0, 1000, 1]]).T))
     moves = ServerRoute.of(route(plan, dist.get_rank()), "cuda").q_to_server  # 16 MB an exchange, 43 MB of memory
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -97,10 +97,10 @@ def test_a_sender_waits_for_room(little_memory, below):
 
 
 def test_what_does_not_fit_goes_by_nccl(little_memory):
-    (wrong_0, spared_0), (wrong_1, spared_1) = little_memory["spared"]
+    (wrong_0, by_fallback_0), (wrong_1, by_fallback_1) = little_memory["fallback_exchanges"]
     assert wrong_0 == wrong_1 == 0
     # Three exchanges of each plan.
-    assert spared_0 == spared_1 and 0 < spared_0 < 36
+    assert by_fallback_0 == by_fallback_1 and 0 < by_fallback_0 < 36
 
 
 def test_too_little_memory_is_refused_alike_before_anything_is_sent(little_memory):

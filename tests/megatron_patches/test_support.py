@@ -320,16 +320,14 @@ def _models():
 
     use_cpu()
     from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model import _block_spec
+    from megatron_patches.spec import block_spec
 
     initialize_model_parallel(1, 1, 1)
     results = {}
 
     def build(config=None, spec=None, **arguments):
         config = config or TransformerConfig(**LLAMA)
-        spec = spec or _block_spec(
-            get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"), config, "disaggregated"
-        )
+        spec = spec or block_spec(config)
         named = {"config": config, "transformer_layer_spec": spec, "vocab_size": 16, "max_sequence_length": 32}
         return GPTModel(**named, **{"position_embedding_type": "rope", **arguments})
 

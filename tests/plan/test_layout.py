@@ -103,21 +103,6 @@ def test_a_half_that_two_documents_nearly_fill_holds_both() -> None:
     assert pong.carried_rows.sum() == 0
 
 
-@given(st.data(), lengths, st.integers(1, 5), st.sampled_from((1, 2)))
-def test_capacities_are_filled_in_order(
-    data: st.DataObject, documents: list[int], ranks: int, nano_batches: int
-) -> None:
-    total = sum(documents)
-    capacities = data.draw(st.lists(st.integers(0, 500), min_size=ranks, max_size=ranks))
-    if sum(capacities) < total:
-        with pytest.raises(PlanError, match="capacities"):
-            lay_out(documents, ranks, capacities=capacities)
-        return
-    layouts = lay_out(documents, ranks, nano_batches=nano_batches, capacities=capacities)
-    assert covered(layouts) == [(d, p) for d, length in enumerate(documents) for p in range(length)]
-    assert (sum(layout.q_rows for layout in layouts) <= np.array(capacities)).all()
-
-
 def test_even_dealing_evens_out_the_work_of_the_halves() -> None:
     documents = np.random.default_rng(0).choice([300, 400, 500, 9000, 20000, 60000], size=400)
 
@@ -142,10 +127,6 @@ def test_even_dealing_evens_out_the_work_of_the_halves() -> None:
         ({"lengths": [3], "ranks": 2, "rank_of": [2]}, "names rank 2, but the 2 ranks are 0 to 1"),
         ({"lengths": [3], "ranks": 2, "rank_of": [-1]}, "names rank -1"),
         ({"lengths": [3], "ranks": 2, "rank_of": [0, 1]}, "2 home ranks for 1 documents"),
-        ({"lengths": [3], "ranks": 2, "rank_of": [0], "capacities": [3, 3]}, "not both"),
-        ({"lengths": [3], "ranks": 2, "capacities": [1, 1]}, "3 tokens"),
-        ({"lengths": [3], "ranks": 2, "capacities": [9]}, "capacities must be 2 numbers"),
-        ({"lengths": [3], "ranks": 2, "capacities": [9, -1]}, "capacities must be 2 numbers"),
     ],
 )
 def test_mistakes_are_sentences(arguments: dict, words: str) -> None:

@@ -17,6 +17,7 @@ from distca.plan import (
     plan_at_home,
     plan_micro_batch,
     route,
+    schedule,
     server_seconds,
 )
 from tests.plan.cases import lengths
@@ -100,7 +101,11 @@ def test_resend_plans_the_backward_on_its_own() -> None:
 
 def test_options_reach_the_scheduler() -> None:
     documents = sample_lengths("pretrain", 4 * 131072, 1)
-    whole = plan_micro_batch(documents, 4, LLAMA_8B, links=Links(2), rank_of=np.arange(len(documents)) % 4)
-    assert (whole.nano_batches[0].layout.q.rank == np.arange(len(documents)) % 4).all()
+    homes = np.arange(len(documents)) % 4
+    options = {"links": Links(2), "tolerance": 0.1}
+    made = plan_micro_batch(documents, 4, LLAMA_8B, rank_of=homes, **options)
+    (layout,) = lay_out(documents, 4, rank_of=homes)
+    assert np.array_equal(*(plan.tasks.stop for plan in (made.plans[0], schedule(layout, LLAMA_8B, **options))))
+    assert not np.array_equal(made.plans[0].tasks.stop, schedule(layout, LLAMA_8B).tasks.stop)
     with pytest.raises(PlanError, match="max_received_bytes allows 5"):
         plan_micro_batch([100, 100, 100], 2, LLAMA_8B, max_received_bytes=5)

@@ -77,7 +77,7 @@ def count_wrong(world, fabrics, seed, credits=True):
     exchanges, wrong = list(_exchanges()), [0] * RANKS
     # Rows that nobody has written yet must not pass for right.
     for fabric in fabrics:
-        fabric.landing.fill_(255)
+        fabric.receive_buffer.fill_(255)
 
     def run(rank):
         fabric, draw = fabrics[rank], random.Random(100 * seed + rank)
@@ -86,7 +86,7 @@ def count_wrong(world, fabrics, seed, credits=True):
             fabric.put = lambda number, reuses, puts: put(number, 0, puts)
         transport, under_way = OneSidedTransport(fabric, "simulated"), []
         for parts, expected in exchanges:
-            fabric.near.ways = _any_ways(fabric.near.ways, draw)
+            fabric.intranode.policy = _any_ways(fabric.intranode.policy, draw)
             under_way.append((transport.launch(parts[rank]), parts[rank], expected[rank]))
             world.some_work(draw.choice((0, 0, 3, 300)))
             if len(under_way) == 2:
@@ -127,10 +127,10 @@ def check_rows_are_made_first(world, one, two):
     one.compute_on(stream)
     one.put(1, 0, puts)
     world.all_work()
-    assert not two.landing.any()
+    assert not two.receive_buffer.any()
     begin.append("now")
     two.arrived(1, [0])
-    assert (two.landing[:16].view(torch.float32) == 2).all()
+    assert (two.receive_buffer[:16].view(torch.float32) == 2).all()
 
 
 def check_sources_are_held(world, one):

@@ -20,12 +20,12 @@ def _why_not(machines, asked, linked):
     torch.cuda.device_count = lambda: len(machines)
     torch.cuda.can_device_access_peer = lambda a, b: linked
     dist.get_backend = lambda group: "nccl"
-    return select.why_not_nvshmem_together(dist.group.WORLD, between_machines=asked)
+    return select.why_not_nvshmem_together(dist.group.WORLD, between_nodes=asked)
 
 
 def test_ranks_on_several_machines_use_nccl_unless_nvshmem_is_asked_for():
     said = (
-        "the server pool spans 2 machines, and between machines rows go by NCCL, because NVSHMEM has not been measured "
+        "the server pool spans 2 nodes, and between nodes rows go by NCCL, because NVSHMEM has not been measured "
         "on a network; cad.transport=nvshmem takes it all the same"
     )
     assert run_ranks(2, _why_not, ["one", "two"], False, False) == [said, said]
@@ -43,7 +43,7 @@ def test_doctor_says_the_same(monkeypatch):
     for finding in ("_driver", "_peer_access", "_nvlink"):
         monkeypatch.setattr(f"distca.commands.doctor_transport.{finding}", str)
     monkeypatch.setattr(cuda_ops, "why_not", lambda: None)
-    assert dict(transport_rows())["several machines"].startswith(select.BETWEEN_MACHINES)
+    assert dict(transport_rows())["several machines"].startswith(select.BETWEEN_NODES)
 
 
 def test_doctor_names_what_nvshmem_has_for_networks(monkeypatch):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from distca.data.mixes import MIX_NAMES
 from distca.data.sources.source import DocumentSource
 from distca.errors import DataError
 
-KINDS = ("stdlib", "text", "jsonl", "indexed", "mix")
+SourceKind = Literal["stdlib", "text", "jsonl", "indexed", "mix"]
+KINDS: tuple[str, ...] = get_args(SourceKind)
 MIX_TOKENS = 1 << 26
 
 

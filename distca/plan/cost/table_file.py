@@ -1,6 +1,7 @@
 """Cost tables as files: named after device, kernel and heads, found by them again. numpy only.
 
-Tables of this package lie in ``distca/profile/tables/``; put a file of `distca profile` there and training finds it.
+Tables of this package lie in the folder ``tables`` beside this file; put a file of `distca profile` there and training
+finds it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from distca.errors import PlanError
-from distca.plan import AttentionShape, TableCost
-from distca.plan.cost.model import LinearRate
-from distca.plan.cost.table import LoadFactors, load_table
+from distca.plan.cost.model import AttentionShape, LinearRate
+from distca.plan.cost.table import LoadFactors, TableCost
 
 logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
+_WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
+_SIDES = ("forward", "backward")
 
 
 def table_name(device: str, kernel: str, heads: int, kv_heads: int, head_dim: int) -> str:
@@ -56,19 +58,19 @@ def find_table(
     Raises:
         PlanError: a fitting file is not a usable table.
     """
-    fitting: list[tuple[float, str, dict[str, Any]]] = []
+    fitting: list[tuple[float, Path, dict[str, Any]]] = []
     for path in sorted(folder.glob("*.json")):
         content = _read(path)
         same = content.get("device") == device and content.get("kernel") == kernel
         if same and content["head_dim"] == head_dim and content["heads"] * kv_heads == content["kv_heads"] * heads:
-            fitting.append((abs(np.log(content["heads"] / heads)), path.name, content))
+            fitting.append((abs(np.log(content["heads"] / heads)), path, content))
     if not fitting:
         return None
-    _, name, content = min(fitting, key=lambda found: found[:2])
+    _, path, content = min(fitting, key=lambda found: found[:2])
     scale = heads / content["heads"]
     scaled = "" if scale == 1 else f", seconds scaled by {scale:g} for {heads} heads"
-    logger.info("Attention costs: measured table %s%s", name, scaled)
-    return _scaled(content, AttentionShape(heads, kv_heads, head_dim, content.get("value_bytes", 2)), scale)
+    logger.info("Attention costs: measured table %s%s", path.name, scaled)
+    return _table(path, content, heads, kv_heads)
 
 
 def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int) -> TableCost:
@@ -77,34 +79,64 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int) -> Ta
     Raises:
         PlanError: the file is not a usable table, or one of other heads.
     """
-    table = load_table(path)
-    shape = table.shape
-    if shape.head_dim != head_dim or shape.heads * kv_heads != shape.kv_heads * heads:
-        raise PlanError(
-            f"The cost table {path} was measured for {shape.heads} query heads, {shape.kv_heads} key/value heads and "
-            f"head size {shape.head_dim}, but a rank of this model has {heads}, {kv_heads} and {head_dim}; measure "
-            "these with `distca profile`."
-        )
     content = _read(Path(path))
-    wanted = AttentionShape(heads, kv_heads, head_dim, shape.value_bytes)
-    return _scaled(content, wanted, heads / shape.heads)
+    own = (content["heads"], content["kv_heads"], content["head_dim"])
+    if own[2] != head_dim or own[0] * kv_heads != own[1] * heads:
+        raise PlanError(
+            f"The cost table {path} was measured for {own[0]} query heads, {own[1]} key/value heads and head size "
+            f"{own[2]}, but a rank of this model has {heads}, {kv_heads} and {head_dim}; measure these with "
+            "`distca profile`."
+        )
+    return _table(Path(path), content, heads, kv_heads)
 
 
-def _scaled(content: dict[str, Any], shape: AttentionShape, scale: float) -> TableCost:
-    q_rows, kv_rows = (np.array(content[key], float) for key in ("q_rows", "kv_rows"))
-    forward, backward = (np.array(content[key], float) * scale for key in ("forward_seconds", "backward_seconds"))
-    block, load = content["block"], LoadFactors.of(content)
-    # Seconds per weight are the same for any number of heads.
-    return TableCost(shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content))
+def load_table(path: str | Path) -> TableCost:
+    """Read a cost table, a JSON file that `distca profile` writes.
+
+    It has heads, kv_heads, head_dim, block, q_rows [Q], kv_rows [V], and forward_seconds and backward_seconds [Q][V]
+    per task inside a full batch (null where q_rows > kv_rows). ``load_factors`` (kv_rows, forward, backward: [L] each)
+    may say how much more mixed batches take, ``linear`` (hidden, ffn, forward_s_per_token, backward_s_per_token) what a
+    layer's matrix products do. Other keys describe the node.
+
+    Raises:
+        PlanError: when there is no such file, it lacks a key, or its table is not usable.
+    """
+    content = _read(Path(path))
+    return _table(Path(path), content, content["heads"], content["kv_heads"])
 
 
 def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    wanted = ("heads", "kv_heads", "head_dim", "block", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
-    missing = [key for key in wanted if key not in content]
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"The cost table {path} cannot be read ({error.strerror}).") from None
+    except ValueError as error:
+        raise PlanError(f"The cost table {path} is not JSON ({error}); `distca profile` writes one.") from None
+    if not isinstance(content, dict):
+        raise PlanError(f"The cost table {path} is no JSON object; `distca profile` writes one.")
+    missing = [key for key in _WANTED if key not in content]
     if missing:
         raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
     return content
+
+
+def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> TableCost:
+    """For that many heads: seconds grow with them, since heads are independent of each other."""
+    try:
+        q_rows, kv_rows = (np.asarray(content[key], np.float64) for key in ("q_rows", "kv_rows"))
+        scale = heads / content["heads"]
+        forward, backward = (np.asarray(content[f"{side}_seconds"], np.float64) * scale for side in _SIDES)
+        shape = AttentionShape(heads, kv_heads, content["head_dim"], content.get("value_bytes", 2))
+        block, load = content.get("block", 128), LoadFactors.of(content)
+        # Seconds per weight are the same for any number of heads.
+        return TableCost(shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content))
+    except PlanError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"The cost table {path} has something else where numbers should be ({error}); measure it again with "
+            "`distca profile`."
+        ) from None
 
 
 def _plain(value: Any) -> Any:

@@ -1,12 +1,12 @@
-"""Cutting a band of queries out of one document's piece and dealing it to several receivers.
+"""Cutting consecutive query ranges out of one document's piece, one for each of several receivers.
 
 A range of m query rows that ends at position d costs m rows of q (and o) and up to d rows of k,v, and brings about
 m (d - m/2) query-key pairs. For a wanted number of pairs A the bytes Q m + K d are least where the range's middle lies
 at sqrt(A (Q + K/2) / K): a long document gives its inner rows best, and one long range is cheaper than two short ones.
-So a giver hands over one band [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver,
+So a sender hands over one part [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver,
 short ranges first (which makes the sum of their ends, and so the k,v rows, least).
 
-Array legend: K directions, C receivers, N chosen receivers, G tried places of a band.
+Array legend: K directions, C receivers, N chosen receivers, G tried places of the part.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _PLACES = np.linspace(0.0, 1.0, 13)
 _LEAST_BLOCKS = 8
 """Fewest blocks to hand over where whole documents do not fit the need."""
 _FEW = 8
-"""Bands of more receivers get their sizes corrected three times instead of once: errors add up along the band."""
+"""With more receivers sizes are corrected three times instead of once: errors add up along the ranges."""
 _LONG_CONTEXT = 131_072
-"""From here on, reading a document's keys once more at home is worth looking at when a band's place is chosen."""
+"""From here on, reading a document's keys once more at home is worth looking at when a place is chosen."""
 _NEVER_WASTEFUL = 32
 """Ranges of this many blocks always pay for their cut: checking them is skipped."""
 _SLIVER = 8
-"""A giver keeps nothing shorter than this part of the range beside it."""
+"""A sender keeps nothing shorter than this part of the range next to it."""
 _FINEST = 0.004
 """Cuts are rounded to no more than this part of a server's load."""
 
@@ -65,13 +65,13 @@ class Timer:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A giver's piece and what should leave it.
+class Excess:
+    """A sender's piece and what should leave it.
 
     Attributes:
         start, stop: the piece.
         seconds: [K] what it costs as it is.
-        need: [K] seconds the giver should lose; negative where it is below its limit.
+        need: [K] seconds the sender should lose; negative where it is below its limit.
     """
 
     start: int
@@ -88,7 +88,7 @@ class Receivers:
         rank: [C].
         room: [K, C] seconds they may still gain.
         most_rows: [C] query rows they may get, for their memory; all infinite without a cap.
-        distant: [C] bool, not on the giver's node.
+        distant: [C] bool, not on the sender's node.
         q_price: [C] price of moving one query row there.
         kv_price: (positions [..., N], indices [N]) -> [..., N] price of the k,v rows that a range ending there still
         needs.
@@ -108,14 +108,14 @@ class Receivers:
 
 
 @dataclass(frozen=True)
-class Band:
+class RangeSplit:
     """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece.
 
     Attributes:
         chosen: [N] indices of receivers.
         cuts: [N + 1] int64 positions.
         moved: [K, N] seconds each receiver gains.
-        kept: [K, 2] seconds the giver keeps before and behind the band.
+        kept: [K, 2] seconds the sender keeps before and behind these ranges.
         joined: [K, N + 1] seconds of each range with the rows behind it up to the next cut; last, of the first range
             with the rows before it.
     """
@@ -137,54 +137,54 @@ def least_of(directions: np.ndarray) -> np.ndarray:
     return np.minimum(directions[0], directions[-1])
 
 
-def fit_band(offer: Offer, receivers: Receivers, timer: Timer) -> Band | None:
-    """The cheapest band that relieves the giver of what it needs and fits the receivers; None when no cut pays."""
-    whole = float(area(offer.start, offer.stop))
-    block = timer.block(offer.seconds / (offer.stop - offer.start))
+def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
+    """The cheapest ranges that relieve the sender of its excess and fit the receivers; None when no cut pays."""
+    whole = float(area(excess.start, excess.stop))
+    block = timer.block(excess.seconds / (excess.stop - excess.start))
     # The lowest place of a range has fewest pairs a row: no place holds more rows for that many pairs.
-    most = area(offer.start, offer.start + receivers.most_rows) if receivers.capped else receivers.most_rows
-    size, wanted, least = _first_sizes(offer, receivers, timer, whole)
+    most = area(excess.start, excess.start + receivers.most_rows) if receivers.capped else receivers.most_rows
+    size, wanted, least = _first_sizes(excess, receivers, timer, whole)
     size = np.minimum(size, most)
     chosen, sizes = _choose(size, wanted, receivers.distant)
     if not len(chosen):
         return None
-    low = _place(offer, receivers, chosen, sizes, whole, timer)
-    band = _timed(offer, chosen, _on_blocks(offer, low, sizes, block), timer)
+    low = _place(excess, receivers, chosen, sizes, whole, timer)
+    split = _timed(excess, chosen, _on_blocks(excess, low, sizes, block), timer)
     # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, in the same place.
     for _ in range(1 if len(chosen) <= _FEW else 3):
-        relief = offer.seconds - band.kept.sum(axis=1)
-        if len(band.chosen) == 1 and (relief >= offer.need).all() and not _over(receivers, band).any():
+        relief = excess.seconds - split.kept.sum(axis=1)
+        if len(split.chosen) == 1 and (relief >= excess.need).all() and not _over(receivers, split).any():
             break
-        got = area(band.cuts[:-1], band.cuts[1:])
-        fill = least_of(receivers.room[:, band.chosen] / np.maximum(band.moved, 1e-300))
-        size[band.chosen] = np.minimum(got * fill * 0.999, most[band.chosen])
-        wanted = min(max(float(got.sum() * (offer.need / np.maximum(relief, 1e-300)).max()), least), whole)
+        got = area(split.cuts[:-1], split.cuts[1:])
+        fill = least_of(receivers.room[:, split.chosen] / np.maximum(split.moved, 1e-300))
+        size[split.chosen] = np.minimum(got * fill * 0.999, most[split.chosen])
+        wanted = min(max(float(got.sum() * (excess.need / np.maximum(relief, 1e-300)).max()), least), whole)
         sizes = size[chosen]
         sizes[0] = min(sizes[0], wanted - sizes[1:].sum())
         if sizes[0] <= 0 or sizes.sum() < wanted * (1 - 1e-12):
             chosen, sizes = _choose(size, wanted, receivers.distant)
             if not len(chosen):
                 return None
-            low = _place(offer, receivers, chosen, sizes, whole, timer)
-        band = _timed(offer, chosen, _on_blocks(offer, low, sizes, block), timer)
-    return _without_misfits(offer, receivers, band, timer, block)
+            low = _place(excess, receivers, chosen, sizes, whole, timer)
+        split = _timed(excess, chosen, _on_blocks(excess, low, sizes, block), timer)
+    return _without_misfits(excess, receivers, split, timer, block)
 
 
-def _first_sizes(offer: Offer, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
-    """[C] pairs that fill each receiver, the pairs that should leave the giver, and the fewest worth a cut.
+def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
+    """[C] pairs that fill each receiver, the pairs that should leave the sender, and the fewest worth a cut.
 
     A range costs more per pair than the whole piece, so the rate is that of a range in the piece's middle that fills
     the preferred receiver.
     """
-    middle = 0.5 * (offer.start + offer.stop)
-    per_pair = offer.seconds / whole
+    middle = 0.5 * (excess.start + excess.stop)
+    per_pair = excess.seconds / whole
     size = least_of(receivers.room / per_pair[:, None])
     # Giving more than needed is better than giving nothing.
     least = min(_LEAST_BLOCKS * timer.cost.block * middle, float(size.max()))
-    wanted = min(max(float((offer.need / per_pair).max()), least), whole)
+    wanted = min(max(float((excess.need / per_pair).max()), least), whole)
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
-    start = np.array([max(offer.start, int(middle - rows))])
-    stop = np.minimum(start + rows, offer.stop)
+    start = np.array([max(excess.start, int(middle - rows))])
+    stop = np.minimum(start + rows, excess.stop)
     rate = float((per_pair / (timer.seconds(start, stop)[:, 0] / area(start, stop))).min())
     return size * rate, wanted, least
 
@@ -209,37 +209,37 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.nd
 
 
 def _place(
-    offer: Offer, receivers: Receivers, chosen: np.ndarray, sizes: np.ndarray, whole: float, timer: Timer
+    excess: Excess, receivers: Receivers, chosen: np.ndarray, sizes: np.ndarray, whole: float, timer: Timer
 ) -> float:
     """Low end of the cheapest place for consecutive ranges of those sizes."""
     total = np.cumsum(sizes)
     if total[-1] >= whole * (1 - 1e-12):
-        return float(offer.start)
-    low = offer.start + (_end(offer.start, whole - total[-1]) - offer.start) * _PLACES
-    ends = np.minimum(_end(low[:, None], total), offer.stop)
+        return float(excess.start)
+    low = excess.start + (_end(excess.start, whole - total[-1]) - excess.start) * _PLACES
+    ends = np.minimum(_end(low[:, None], total), excess.stop)
     q_price = receivers.q_price[chosen]
     price = ends @ (q_price - np.append(q_price[1:], 0.0)) - low * q_price[0]
     price += receivers.kv_price(ends, chosen).sum(axis=1)
-    if offer.stop > _LONG_CONTEXT:
+    if excess.stop > _LONG_CONTEXT:
         # Two parts left at home read their keys twice: count that time at the price of the work that leaves.
-        start = np.concatenate((np.full(len(low), offer.start), ends[:, -1]))
-        stop = np.concatenate((low, np.full(len(low), offer.stop)))
+        start = np.concatenate((np.full(len(low), excess.start), ends[:, -1]))
+        stop = np.concatenate((low, np.full(len(low), excess.stop)))
         kept = (timer.seconds(start, stop) / timer.unit[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
-        price *= 1 + (kept - kept.min()) / ((offer.seconds / timer.unit).sum() - kept.min())
+        price *= 1 + (kept - kept.min()) / ((excess.seconds / timer.unit).sum() - kept.min())
     return float(low[price.argmin()])
 
 
-def _on_blocks(offer: Offer, low: float, sizes: np.ndarray, block: int) -> np.ndarray:
+def _on_blocks(excess: Excess, low: float, sizes: np.ndarray, block: int) -> np.ndarray:
     """[N + 1] cuts of ranges of those sizes from ``low`` on: every range rounded down to whole blocks counted from the
-    piece's start, and the first lengthened so that the band keeps its size."""
+    piece's start, and the first lengthened so that together they keep their size."""
     squared = (low + 0.5) ** 2
     edges = [low]
     for pairs in sizes.tolist():
         squared += 2 * pairs
-        edges.append(min(math.sqrt(squared) - 0.5, float(offer.stop)))
-    high = offer.start + math.ceil((edges[-1] - offer.start) / block) * block
-    if high > offer.stop - max(block / 2, (edges[-1] - edges[-2]) / _SLIVER):
-        high = offer.stop
+        edges.append(min(math.sqrt(squared) - 0.5, float(excess.stop)))
+    high = excess.start + math.ceil((edges[-1] - excess.start) / block) * block
+    if high > excess.stop - max(block / 2, (edges[-1] - edges[-2]) / _SLIVER):
+        high = excess.stop
     cuts = [high]
     for begin, end in zip(edges[-2:0:-1], edges[:1:-1], strict=True):
         cuts.append(cuts[-1] - max(int((end - begin) // block), 1) * block)
@@ -248,9 +248,9 @@ def _on_blocks(offer: Offer, low: float, sizes: np.ndarray, block: int) -> np.nd
     lowest = (low + 0.5) ** 2 - (edges[-1] + 0.5) ** 2 + (high + 0.5) ** 2
     rows = bottom - (math.sqrt(max(lowest, 0.25)) - 0.5)
     cuts.append(bottom - max(math.ceil(rows / block), 1) * block)
-    if cuts[-1] < offer.start + max(block / 2, rows / _SLIVER):
-        cuts[-1] = offer.start
-    return np.maximum(np.array(cuts[::-1], np.int64), offer.start)
+    if cuts[-1] < excess.start + max(block / 2, rows / _SLIVER):
+        cuts[-1] = excess.start
+    return np.maximum(np.array(cuts[::-1], np.int64), excess.start)
 
 
 def _end(start: np.ndarray | float, pairs: np.ndarray | float) -> np.ndarray:
@@ -258,66 +258,70 @@ def _end(start: np.ndarray | float, pairs: np.ndarray | float) -> np.ndarray:
     return np.sqrt((np.asarray(start) + 0.5) ** 2 + 2 * np.asarray(pairs)) - 0.5
 
 
-def _timed(offer: Offer, chosen: np.ndarray, cuts: np.ndarray, timer: Timer) -> Band:
+def _timed(excess: Excess, chosen: np.ndarray, cuts: np.ndarray, timer: Timer) -> RangeSplit:
     some = cuts[:-1] < cuts[1:]
     if not some.all():
         chosen, cuts = chosen[some], cuts[np.append(some, True)]
-    edges = np.concatenate(([offer.start], cuts, [offer.stop]))
+    edges = np.concatenate(([excess.start], cuts, [excess.stop]))
     # In the same call: the ranges joined with the rows behind them, and the first with those before it.
     behind = np.concatenate((edges[:-1], edges[1:-2], edges[:1]))
     seconds = timer.seconds(behind, np.concatenate((edges[1:], edges[3:], edges[2:3])))
     count = len(edges) - 1
-    return Band(chosen, cuts, seconds[:, 1 : count - 1], seconds[:, [0, count - 1]], seconds[:, count:])
+    return RangeSplit(chosen, cuts, seconds[:, 1 : count - 1], seconds[:, [0, count - 1]], seconds[:, count:])
 
 
-def _without_misfits(offer: Offer, receivers: Receivers, band: Band, timer: Timer, block: int) -> Band | None:
+def _without_misfits(
+    excess: Excess, receivers: Receivers, split: RangeSplit, timer: Timer, block: int
+) -> RangeSplit | None:
     """Shorten ranges that exceed their room, then give up those that still do or do not pay."""
-    over = _over(receivers, band)
+    over = _over(receivers, split)
     for _ in range(3):
         if not over.any():
             break
-        band = _shortened(offer, receivers, band, over, timer, block)
-        over = _over(receivers, band)
-    while len(band.chosen):
-        rows = band.cuts[1:] - band.cuts[:-1]
+        split = _shortened(excess, receivers, split, over, timer, block)
+        over = _over(receivers, split)
+    while len(split.chosen):
+        rows = split.cuts[1:] - split.cuts[:-1]
         bad = over
         if rows.min() < _NEVER_WASTEFUL * timer.cost.block:
-            bad = over | _wasteful(band)
+            bad = over | _wasteful(split)
         if not bad.any():
-            return band
-        # A band has no holes: what lies on the shorter side of a bad range is given up with it.
+            return split
+        # The ranges are consecutive: what lies on the shorter side of a bad one is given up with it.
         at = int(np.argmax(bad))
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
-        cuts = band.cuts[at + 1 :] if at < len(bad) / 2 else band.cuts[: at + 1]
-        band = _timed(offer, band.chosen[kept], cuts, timer)
-        over = _over(receivers, band)
+        cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
+        split = _timed(excess, split.chosen[kept], cuts, timer)
+        over = _over(receivers, split)
     return None
 
 
-def _shortened(offer: Offer, receivers: Receivers, band: Band, over: np.ndarray, timer: Timer, block: int) -> Band:
-    """The band with the ranges that are ``over`` cut to what fits; the others slide into the place that leaves."""
-    fit = least_of(receivers.room[:, band.chosen] / np.maximum(band.moved, 1e-300))
-    rows = band.cuts[1:] - band.cuts[:-1]
-    most = np.minimum(rows * fit * 0.999, receivers.most_rows[band.chosen])
+def _shortened(
+    excess: Excess, receivers: Receivers, split: RangeSplit, over: np.ndarray, timer: Timer, block: int
+) -> RangeSplit:
+    """The same with the ranges that are ``over`` cut to what fits; the others slide into the place that leaves."""
+    fit = least_of(receivers.room[:, split.chosen] / np.maximum(split.moved, 1e-300))
+    rows = split.cuts[1:] - split.cuts[:-1]
+    most = np.minimum(rows * fit * 0.999, receivers.most_rows[split.chosen])
     rows = np.where(over, (most // block * block).astype(np.int64), rows)
-    # They slide away from the side where the giver keeps rows anyway.
-    if band.cuts[0] == offer.start and band.cuts[-1] < offer.stop:
-        cuts = band.cuts[0] + np.append(0, np.cumsum(rows))
+    # They slide away from the side where the sender keeps rows anyway.
+    if split.cuts[0] == excess.start and split.cuts[-1] < excess.stop:
+        cuts = split.cuts[0] + np.append(0, np.cumsum(rows))
     else:
-        cuts = band.cuts[-1] - np.append(np.cumsum(rows[::-1])[::-1], 0)
-    return _timed(offer, band.chosen, cuts, timer)
+        cuts = split.cuts[-1] - np.append(np.cumsum(rows[::-1])[::-1], 0)
+    return _timed(excess, split.chosen, cuts, timer)
 
 
-def _over(receivers: Receivers, band: Band) -> np.ndarray:
+def _over(receivers: Receivers, split: RangeSplit) -> np.ndarray:
     """[N] bool: ranges that exceed their receiver's time or memory."""
-    over = least_of(receivers.room[:, band.chosen] * (1 + 1e-9) - band.moved) < 0
-    return over | (band.cuts[1:] - band.cuts[:-1] > receivers.most_rows[band.chosen]) if receivers.capped else over
+    over = least_of(receivers.room[:, split.chosen] * (1 + 1e-9) - split.moved) < 0
+    return over | (split.cuts[1:] - split.cuts[:-1] > receivers.most_rows[split.chosen]) if receivers.capped else over
 
 
-def _wasteful(band: Band) -> np.ndarray:
+def _wasteful(split: RangeSplit) -> np.ndarray:
     """[N] bool: ranges whose cut from the rows behind them (and, for the first, before them) costs too much."""
-    added = band.moved - band.joined[:, :-1]
-    added[:, :-1] += band.moved[:, 1:]
-    added[:, -1] += band.kept[:, 1]
-    added[:, 0] += band.kept[:, 0] + band.moved[:, 0] - band.joined[:, -1]
-    return (added > MOST_OVERHEAD * band.moved).all(axis=0)
+    added = split.moved - split.joined[:, :-1]
+    added[:, :-1] += split.moved[:, 1:]
+    added[:, -1] += split.kept[:, 1]
+    added[:, 0] += split.kept[:, 0] + split.moved[:, 0] - split.joined[:, -1]
+    return (added > MOST_OVERHEAD * split.moved).all(axis=0)

@@ -19,8 +19,8 @@ from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler.network_cost import Links
-from distca.plan.scheduler.range_split import Offer, Receivers, Timer, area, fit_band, least_of
-from distca.plan.scheduler.state import Given, Pieces, Pool
+from distca.plan.scheduler.range_split import Excess, Receivers, Timer, area, least_of, split_range
+from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,7 @@ def schedule(
     direction: Direction = "both",
     resend: bool = False,
     links: Links | None = None,
-    speeds: Sequence[float] | np.ndarray | None = None,
-    beside: Sequence[float] | np.ndarray | None = None,
+    other_seconds: Sequence[float] | np.ndarray | None = None,
     max_received_bytes: int | None = None,
 ) -> Plan:
     """Plan one nano-batch.
@@ -76,47 +75,45 @@ def schedule(
         direction: balance the forward, the backward, or each of them with one common set of tasks.
         resend: whether backward resends q, k, v, o (changes what a moved row costs).
         links: prices of bytes between ranks; None prices all pairs alike.
-        speeds: [R] relative speed of every server; None means all equal. A server of speed 0 computes nothing.
-        beside: [R] seconds that every server computes beside attention, in the one direction that is planned: who has
-            less of it gets more attention, so that all are done at the same time. None means all alike.
+        other_seconds: [R] seconds of work other than attention on every server, in the one direction that is planned:
+            a server with less of it gets more attention, so that all are done at the same time. None means all alike.
         max_received_bytes: most bytes of q, k and v rows one server may receive from other ranks for this nano-batch.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
 
     Raises:
-        PlanError: on a negative tolerance, unusable speeds, unusable seconds beside, or a memory cap that even the plan
-            at home exceeds.
+        PlanError: on a negative tolerance, unusable ``other_seconds``, or a memory cap that even the plan at home
+            exceeds.
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
-    if beside is not None and direction == "both":
-        raise PlanError("What servers compute beside attention differs in forward and backward: plan each by itself.")
+    if other_seconds is not None and direction == "both":
+        raise PlanError("other_seconds differ in forward and backward: plan each direction by itself, not both.")
     home = plan_at_home(layout)
     best, lowest, over = home.tasks, np.inf, np.inf
     aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
     for tried, aim in enumerate(aims):
-        pool = Pool(
+        state = SchedulerState(
             home,
             cost,
             direction,
             tolerance=aim,
-            speeds=speeds,
-            beside=beside,
+            other_seconds=other_seconds,
             links=links or Links(),
             max_received_bytes=max_received_bytes,
         )
-        unit = np.maximum(pool.mean, 1e-300)
-        before = pool.slowest
+        unit = np.maximum(state.mean, 1e-300)
+        before = state.slowest
         lowest = min(lowest, float((before / unit).max()))
-        balancer = _Balancer(pool, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
+        balancer = _Balancer(state, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
         # Once one server is left above what the next try aims at, the first tries need not see to the others.
         balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
-        slowest = float((pool.slowest / unit).max())
+        slowest = float((state.slowest / unit).max())
         # Forward and backward run apart: where they share their tasks, the one must not gain less than the other loses.
-        if slowest < lowest and pool.slowest.sum() <= before.sum():
-            best, lowest = pool.tasks(), slowest
-        over = float((pool.slowest / np.maximum(pool.mean, 1e-300)).max()) - 1
+        if slowest < lowest and state.slowest.sum() <= before.sum():
+            best, lowest = state.tasks(), slowest
+        over = float((state.slowest / np.maximum(state.mean, 1e-300)).max()) - 1
         if over <= max(aim, tolerance) + _ENOUGH:
             break
     if over > tolerance + _ENOUGH:
@@ -127,57 +124,57 @@ def schedule(
 class _Balancer:
     """Moves work until no server is above its limit, or none of those that are can give any away."""
 
-    def __init__(self, pool: Pool, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
-        self.pool, self.timer, self.q_bytes, self.kv_bytes = pool, timer, q_bytes, kv_bytes
+    def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
+        self.state, self.timer, self.q_bytes, self.kv_bytes = state, timer, q_bytes, kv_bytes
         self.unit = timer.unit[:, None]
-        self.stuck = np.zeros(pool.layout.ranks, bool)
-        self.near = np.zeros(pool.layout.ranks, bool)
-        self.equal_prices, self.endless = np.ones(pool.layout.ranks), np.full(pool.layout.ranks, np.inf)
+        self.stuck = np.zeros(state.layout.ranks, bool)
+        self.near = np.zeros(state.layout.ranks, bool)
+        self.equal_prices, self.endless = np.ones(state.layout.ranks), np.full(state.layout.ranks, np.inf)
 
     def run(self, at_most: float = np.inf) -> None:
         """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share."""
         room = self._room()
-        giver = self._next(room, None)
-        while giver is not None:
-            document = self._give(giver, room)
+        sender = self._next(room, None)
+        while sender is not None:
+            document = self._move(sender, room)
             if document is None:
-                self.stuck[giver] = True
-                if self.pool.above_share(giver) > at_most + _ENOUGH:
+                self.stuck[sender] = True
+                if self.state.above_target(sender) > at_most + _ENOUGH:
                     return
             else:
                 room = self._room()
-            giver = self._next(room, document)
+            sender = self._next(room, document)
 
     def _room(self) -> np.ndarray:
         """[K, R] seconds that servers are below their limits."""
-        return self.pool.limit - self.pool.load
+        return self.state.limit - self.state.load
 
     def _next(self, room: np.ndarray, document: int | None) -> int | None:
         """The server furthest above its limit; first among those that share ``document``, whose k,v rows its receivers
         now have."""
-        pool = self.pool
+        state = self.state
         excess = -least_of(room / self.unit)
         excess[self.stuck] = 0.0
         if document is not None:
-            near = [rank for rank in pool.homes(document) if excess[rank] > _ENOUGH]
+            near = [rank for rank in state.homes(document) if excess[rank] > _ENOUGH]
             if near:
                 return max(near, key=lambda rank: (excess[rank], -rank))
-        giver = int(pool.order[np.argmax(excess[pool.order])])
-        return giver if excess[giver] > _ENOUGH else None
+        sender = int(state.order[np.argmax(excess[state.order])])
+        return sender if excess[sender] > _ENOUGH else None
 
-    def _give(self, giver: int, room: np.ndarray) -> int | None:
+    def _move(self, sender: int, room: np.ndarray) -> int | None:
         """Give the piece that costs fewest bytes per second of work; returns its document, None when nothing can go."""
-        need = -room[:, giver]
-        pieces = self.pool.pieces_of(giver)
+        need = -room[:, sender]
+        pieces = self.state.pieces_of(sender)
         free = np.maximum(least_of(room / self.unit), 0.0)
-        free[giver] = 0.0
+        free[sender] = 0.0
         price = self._price_per_pair(pieces, need, float(free.max()))
-        if self._give_whole(giver, pieces, price, need, room, free):
+        if self._move_whole(sender, pieces, price, need, room, free):
             return _NO_DOCUMENT
         for best in _cheapest(price):
-            if self._give_band(giver, best, need, room, free):
+            if self._move_part(sender, best, need, room, free):
                 return int(pieces.document[best])
-        moved = self._give_one(giver, pieces, need, room, free) or self._exchange(giver, pieces, need, room, free)
+        moved = self._move_one(sender, pieces, need, room, free) or self._exchange(sender, pieces, need, room, free)
         return _NO_DOCUMENT if moved else None
 
     def _price_per_pair(self, pieces: Pieces, need: np.ndarray, most: float) -> np.ndarray:
@@ -195,8 +192,8 @@ class _Balancer:
         rows = np.minimum(wanted / np.maximum(middle, 0.5), stop - start)
         return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, stop)) / wanted
 
-    def _give_whole(
-        self, giver: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
+    def _move_whole(
+        self, sender: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
     ) -> bool:
         """Hand the cheapest pieces, as long as they are smaller than the need, to one receiver in one step."""
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
@@ -206,105 +203,111 @@ class _Balancer:
         total = np.cumsum(pieces.seconds[:, order], axis=1)
         fits = (total <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
         fits &= np.isfinite(price[order])
-        taken = order[: int(np.argmin(np.append(fits, False)))]
-        return self._hand_over(giver, pieces, taken, receiver)
+        chosen = order[: int(np.argmin(np.append(fits, False)))]
+        return self._hand_over(sender, pieces, chosen, receiver)
 
-    def _give_one(self, giver: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+    def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Where no cut pays: hand over the shortest piece that covers the need, else the longest that fits."""
         receiver = self._one_receiver(free, np.inf)
-        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0) | self.pool.must_be_empty(giver)
+        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
-        if not fits.any() or receiver == giver:
+        if not fits.any() or receiver == sender:
             return False
         rows = pieces.stop - pieces.start
         best = np.argmin(np.where(covers, rows, np.iinfo(np.int64).max)) if covers.any() else np.argmax(fits * rows)
-        return self._hand_over(giver, pieces, np.array([best]), receiver)
+        return self._hand_over(sender, pieces, np.array([best]), receiver)
 
-    def _exchange(self, giver: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+    def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Where nothing fits alone: a whole piece against a slightly smaller one of a receiver, the shortest such
         pair."""
-        order = self.pool.order
+        order = self.state.order
         for receiver in order[np.argsort(-free[order], kind="stable")][:_PARTNERS].tolist():
             if free[receiver] <= 0:
                 break
-            theirs = self.pool.pieces_of(receiver)
+            theirs = self.state.pieces_of(receiver)
             change = pieces.seconds[:, :, None] - theirs.seconds[:, None, :]
             fits = ((change >= need[:, None, None]) & (change <= room[:, receiver, None, None])).all(axis=0)
-            fits &= (self._most_arriving(pieces) <= self.pool.spare_bytes(np.array([receiver])))[:, None]
-            fits &= self._most_arriving(theirs) <= self.pool.spare_bytes(np.array([giver]))
+            fits &= (self._most_arriving(pieces) <= self.state.free_bytes(np.array([receiver])))[:, None]
+            fits &= self._most_arriving(theirs) <= self.state.free_bytes(np.array([sender]))
             if fits.any():
                 rows = (pieces.stop - pieces.start)[:, None] + (theirs.stop - theirs.start)
                 mine, other = divmod(int(np.where(fits, rows, rows.max() + 1).argmin()), rows.shape[1])
-                self._hand_over(giver, pieces, np.array([mine]), receiver)
-                return self._hand_over(receiver, theirs, np.array([other]), giver)
+                self._hand_over(sender, pieces, np.array([mine]), receiver)
+                return self._hand_over(receiver, theirs, np.array([other]), sender)
         return False
 
-    def _hand_over(self, giver: int, pieces: Pieces, taken: np.ndarray, receiver: int) -> bool:
-        part = pieces.take(taken)
-        if self.pool.cap is not None:
-            most = self.pool.spare_bytes(np.array([receiver]))
-            taken = taken[np.cumsum(self._most_arriving(part)) <= most]
-            part = pieces.take(taken)
-        if not len(taken) or receiver == giver:
+    def _hand_over(self, sender: int, pieces: Pieces, chosen: np.ndarray, receiver: int) -> bool:
+        part = pieces.take(chosen)
+        if self.state.cap is not None:
+            most = self.state.free_bytes(np.array([receiver]))
+            chosen = chosen[np.cumsum(self._most_arriving(part)) <= most]
+            part = pieces.take(chosen)
+        if not len(chosen) or receiver == sender:
             return False
-        given = Given(part.document, part.start, part.stop, np.full(len(taken), receiver), part.seconds)
-        self.pool.give(giver, taken, part.take(np.zeros(0, np.int64)), given)
+        moved = MovedRanges(part.document, part.start, part.stop, np.full(len(chosen), receiver), part.seconds)
+        self.state.move(sender, chosen, part.take(np.zeros(0, np.int64)), moved)
         return True
 
     def _most_arriving(self, part: Pieces) -> np.ndarray:
         """[P] most bytes of q, k and v rows that can arrive with each piece."""
-        shape = self.pool.shape
+        shape = self.state.shape
         return (part.stop - part.start) * shape.q_bytes + part.stop * shape.kv_bytes
 
     def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
         """The fullest rank that can take all, else the emptiest."""
-        order = self.pool.order
+        order = self.state.order
         fits = np.where(free[order] >= wanted, free[order], np.inf)
         at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
         return int(order[at])
 
-    def _give_band(self, giver: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        pool = self.pool
-        pieces = pool.pieces_of(giver)
+    def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        state = self.state
+        pieces = state.pieces_of(sender)
         document, start, stop = (int(x[piece]) for x in (pieces.document, pieces.start, pieces.stop))
-        offer = Offer(start, stop, pieces.seconds[:, piece], need)
-        receivers = self._receivers(giver, document, stop, room, free)
+        excess = Excess(start, stop, pieces.seconds[:, piece], need)
+        receivers = self._receivers(sender, document, stop, room, free)
         if not len(receivers.rank):
             return False
-        band = fit_band(offer, receivers, self.timer)
-        if band is None:
+        split = split_range(excess, receivers, self.timer)
+        if split is None:
             return False
-        count = len(band.chosen)
-        given = Given(np.full(count, document), band.cuts[:-1], band.cuts[1:], receivers.rank[band.chosen], band.moved)
-        left = Pieces(np.full(2, document), np.array([start, band.cuts[-1]]), np.array([band.cuts[0], stop]), band.kept)
-        pool.give(giver, np.array([piece]), left, given)
+        count = len(split.chosen)
+        moved = MovedRanges(
+            np.full(count, document), split.cuts[:-1], split.cuts[1:], receivers.rank[split.chosen], split.moved
+        )
+        left = Pieces(
+            np.full(2, document), np.array([start, split.cuts[-1]]), np.array([split.cuts[0], stop]), split.kept
+        )
+        state.move(sender, np.array([piece]), left, moved)
         return True
 
-    def _receivers(self, giver: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
+    def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
         """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
-        pool, nodes = self.pool, self.pool.links.ranks_per_node > 0
+        state, nodes = self.state, self.state.links.ranks_per_node > 0
         usable = free > _LEAST_ROOM
         most_rows = self.endless
-        if pool.cap is not None:
-            spare = pool.cap - pool.received - stop * pool.shape.kv_bytes
-            most_rows = spare // pool.shape.q_bytes
+        if state.cap is not None:
+            free_memory = state.cap - state.received - stop * state.shape.kv_bytes
+            most_rows = free_memory // state.shape.q_bytes
             usable &= most_rows >= self.timer.cost.block
         worth = np.where(usable, free, 0.0)
-        price = np.where(pool.node == pool.node[giver], 1.0, pool.links.network_price) if nodes else self.equal_prices
+        price = (
+            np.where(state.node == state.node[sender], 1.0, state.links.network_price) if nodes else self.equal_prices
+        )
         if nodes:
             worth = worth / price**2
-        sharing, had = pool.sharers(document)
+        sharing, had = state.sharers(document)
         if len(sharing):
             worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
         # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
-        ranks = pool.order[np.argsort(-worth[pool.order], kind="stable")][: int(usable.sum())]
-        network = pool.links.network_price
+        ranks = state.order[np.argsort(-worth[state.order], kind="stable")][: int(usable.sum())]
+        network = state.links.network_price
 
         def kv_price(stops: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-            inside, across = pool.kv_rows(document, ranks[chosen], stops)
+            inside, across = state.kv_rows(document, ranks[chosen], stops)
             return self.kv_bytes * (inside + network * across)
 
-        distant = pool.node[ranks] != pool.node[giver] if nodes else self.near[: len(ranks)]
+        distant = state.node[ranks] != state.node[sender] if nodes else self.near[: len(ranks)]
         q_price = self.q_bytes * price[ranks]
         return Receivers(ranks, room[:, ranks], most_rows[ranks], distant, q_price, kv_price)
 

@@ -13,10 +13,8 @@ from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.metrics import traffic
 from distca.plan.plan import Plan, Tasks
 from distca.plan.scheduler.network_cost import HeldRows, Links
-from distca.plan.scheduler.target_load import Shares, check_speeds
+from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.sorting import order_by
-
-_NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Given:
-    """Ranges that leave a giver. Arrays: document, start, stop, receiver [M] int64; seconds [K, M] at the receiver."""
+class MovedRanges:
+    """Ranges that leave a sender. Arrays: document, start, stop, receiver [M] int64; seconds [K, M] at the receiver."""
 
     document: np.ndarray
     start: np.ndarray
@@ -55,12 +53,12 @@ class Given:
         return zip(*(column.tolist() for column in columns), self.seconds.T, strict=True)
 
 
-class Pool:
+class SchedulerState:
     """All servers while work moves. Array legend: K directions, R ranks, P pieces.
 
     Attributes:
         load: [K, R] seconds.
-        mean: [K] seconds of a server of speed 1 if the work, with what cuts added so far, were spread evenly.
+        mean: [K] seconds of a server if the work, with what cuts added so far, were spread evenly.
         order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so
             that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
@@ -74,8 +72,7 @@ class Pool:
         direction: Direction,
         *,
         tolerance: float,
-        speeds: Sequence[float] | np.ndarray | None,
-        beside: Sequence[float] | np.ndarray | None = None,
+        other_seconds: Sequence[float] | np.ndarray | None,
         links: Links,
         max_received_bytes: int | None,
     ) -> None:
@@ -85,10 +82,9 @@ class Pool:
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         self._seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop)
         self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
-        self._speeds = check_speeds(speeds, layout.ranks)
-        self._shares = Shares(self._speeds, beside)
-        self._above = self._speeds * tolerance
-        self.mean = self.load.sum(axis=1) / self._speeds.sum()
+        self._target = TargetLoad(layout.ranks, other_seconds)
+        self._tolerance = tolerance
+        self.mean = self.load.sum(axis=1) / layout.ranks
         self.order = _canonical_order(tasks, self._bounds)
         self.cap = max_received_bytes
         self.received = _received_at_home(home, cost.shape, max_received_bytes)
@@ -107,39 +103,29 @@ class Pool:
         return HeldRows(self.layout.kv, self.node[self.layout.kv.rank], int(self.node[-1]) + 1)
 
     @property
-    def share(self) -> np.ndarray:
+    def target(self) -> np.ndarray:
         """[K, R] seconds of attention that each server should have."""
-        return self._shares.of(self.mean)
+        return self._target.of(self.mean)
 
     @property
     def slowest(self) -> np.ndarray:
-        """[K] longest time of a server, infinite while one of speed 0 has work; where servers compute other things
-        beside, longest time above its share, and the mean."""
-        # What is left of a load of which everything was given away is rounding.
-        idle = np.where(self.load > _NOTHING * self.mean[:, None], np.inf, 0.0)
-        if self._shares.beside is None:
-            return np.divide(self.load, self._speeds, out=idle, where=self._speeds > 0).max(axis=1)
-        above = np.divide(self.load - self.share, self._speeds, out=idle, where=self._speeds > 0).max(axis=1)
-        return self.mean + np.asarray(above)
+        """[K] longest time of a server; where servers have other work, the mean and the longest time above a target."""
+        if self._target.other_seconds is None:
+            return np.asarray(self.load.max(axis=1))
+        return self.mean + np.asarray((self.load - self.target).max(axis=1))
 
     @property
     def limit(self) -> np.ndarray:
         """[K, R] the most each server may have."""
-        return self.share + self.mean[:, None] * self._above
+        return self.target + self.mean[:, None] * self._tolerance
 
-    def above_share(self, rank: int) -> float:
-        """How far above its share ``rank`` is, as part of what a server of its speed has on average, in its worse
-        direction."""
-        average = self.mean * self._speeds[rank]
-        return float(((self.load[:, rank] - self.share[:, rank]) / np.maximum(average, 1e-300)).max())
+    def above_target(self, rank: int) -> float:
+        """How far above its target ``rank`` is, as part of the mean, in its worse direction."""
+        return float(((self.load[:, rank] - self.target[:, rank]) / np.maximum(self.mean, 1e-300)).max())
 
-    def spare_bytes(self, ranks: np.ndarray) -> np.ndarray:
+    def free_bytes(self, ranks: np.ndarray) -> np.ndarray:
         """[N] bytes that ``ranks`` may still receive; infinite without a cap."""
         return np.full(len(ranks), np.inf) if self.cap is None else self.cap - self.received[ranks]
-
-    def must_be_empty(self, rank: int) -> bool:
-        """Whether ``rank`` has speed 0."""
-        return bool(self._speeds[rank] == 0)
 
     def pieces_of(self, rank: int) -> Pieces:
         """What ``rank`` still computes of its home rows."""
@@ -172,18 +158,18 @@ class Pool:
         near = self._at_node.below(document, self.node[ranks], ends) if self.links.ranks_per_node else ends
         return (near - own)[0] - (near - own)[1], (ends - near)[0] - (ends - near)[1]
 
-    def give(self, giver: int, taken: np.ndarray, left: Pieces, given: Given) -> None:
-        """Replace the giver's pieces ``taken`` [M] by what it keeps of them, ``left``; the rest goes as ``given``
+    def move(self, sender: int, chosen: np.ndarray, left: Pieces, moved: MovedRanges) -> None:
+        """Replace the sender's pieces ``chosen`` [M] by what it keeps of them, ``left``; the rest goes as ``moved``
         says."""
-        pieces = self.pieces_of(giver)
-        lost = pieces.seconds[:, taken].sum(axis=1) - left.seconds.sum(axis=1)
-        self.load[:, giver] -= lost
-        self.mean = self.mean + (given.seconds.sum(axis=1) - lost) / self._speeds.sum()
+        pieces = self.pieces_of(sender)
+        lost = pieces.seconds[:, chosen].sum(axis=1) - left.seconds.sum(axis=1)
+        self.load[:, sender] -= lost
+        self.mean = self.mean + (moved.seconds.sum(axis=1) - lost) / self.layout.ranks
         rest = np.ones(len(pieces.document), bool)
-        rest[taken] = False
-        self._pieces[giver] = pieces.take(rest).with_more(left.take(left.stop > left.start))
-        self._moved.append((given.document, given.start, given.stop, given.receiver))
-        for document, start, stop, receiver, seconds in given:
+        rest[chosen] = False
+        self._pieces[sender] = pieces.take(rest).with_more(left.take(left.stop > left.start))
+        self._moved.append((moved.document, moved.start, moved.stop, moved.receiver))
+        for document, start, stop, receiver, seconds in moved:
             self.load[:, receiver] += seconds
             readers = self._readers.setdefault(document, {})
             if self.cap is not None:
@@ -228,13 +214,10 @@ def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.
 
 def _readers_of_cut_documents(tasks: Tasks) -> dict[int, dict[int, int]]:
     """For every document that lives on several ranks: those ranks, and how far each reads it at home."""
-    first = np.append(True, (tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]))
-    first = np.flatnonzero(first[: len(tasks)])
-    last = np.append(first[1:], len(tasks))[: len(first)] - 1
-    shared = np.bincount(tasks.document[first], minlength=1)[tasks.document[first]] > 1
-    last = last[shared]
+    last = tasks.take(tasks.last_on_server)
+    last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
     readers: dict[int, dict[int, int]] = {}
-    columns = (tasks.document[last], tasks.server[last], tasks.stop[last])
+    columns = (last.document, last.server, last.stop)
     for document, rank, stop in zip(*(column.tolist() for column in columns), strict=True):
         readers.setdefault(document, {})[rank] = stop
     return readers

@@ -13,7 +13,7 @@ from distca.transport import cuda_ops
 
 
 class NvshmemQueue:
-    """:class:`distca.transport.nvshmem.internode.FarQueue` on GPUs; NVSHMEM runs already."""
+    """:class:`distca.transport.nvshmem.internode.InternodeQueue` on GPUs; NVSHMEM runs already."""
 
     create_stream = staticmethod(cuda_ops.create_stream)
     current_stream = staticmethod(cuda_ops.current_stream)
@@ -33,13 +33,13 @@ class NvshmemQueue:
     def quiet(self, stream: torch.cuda.Stream) -> None:
         self._calls.quiet_on_stream(stream.cuda_stream)
 
-    def set_word(self, word: int, number: int, peer: int, stream: torch.cuda.Stream) -> None:
-        self._calls.signal_op_on_stream(word, number, self._set, peer, stream.cuda_stream)
+    def set_signal(self, slot: int, number: int, peer: int, stream: torch.cuda.Stream) -> None:
+        self._calls.signal_op_on_stream(slot, number, self._set, peer, stream.cuda_stream)
 
-    def raise_word(self, word: int, by: int, peer: int, stream: torch.cuda.Stream) -> None:
-        self._calls.signal_op_on_stream(word, by, self._add, peer, stream.cuda_stream)
+    def add_to_signal(self, slot: int, by: int, peer: int, stream: torch.cuda.Stream) -> None:
+        self._calls.signal_op_on_stream(slot, by, self._add, peer, stream.cuda_stream)
 
-    def wait_for_word(self, word: int, number: int, stream: torch.cuda.Stream) -> None:
-        # Not the driver's plain wait, which near peers' words are waited for with: it need not order what a network
-        # card wrote before the word.
-        self._calls.signal_wait_until_on_stream(word, self._at_least, number, stream.cuda_stream)
+    def wait_for_signal(self, slot: int, number: int, stream: torch.cuda.Stream) -> None:
+        # Not the driver's plain wait, as for intra-node peers: it need not order what a network card wrote before
+        # the slot.
+        self._calls.signal_wait_until_on_stream(slot, self._at_least, number, stream.cuda_stream)

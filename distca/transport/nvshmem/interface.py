@@ -19,10 +19,10 @@ class Put:
 
     Attributes:
         source: contiguous tensor whose rows are sent.
-        ranges: [N, 3] int64 on the host: source row, row in the peer's landing memory from ``begin`` on, rows. There
+        ranges: [N, 3] int64 on the host: source row, row in the peer's receive buffer from ``begin`` on, rows. There
             the ranges follow each other.
         rows: [sum of the ranges' rows] int64 on the device: the same as one index of source rows.
-        begin: byte of the peer's landing memory.
+        begin: byte of the peer's receive buffer.
     """
 
     source: torch.Tensor
@@ -45,16 +45,16 @@ class Fabric(Protocol):
     Attributes:
         rank: this rank.
         ranks: size of the pool.
-        landing: [capacity] uint8, this rank's memory that peers write into; as large on every rank.
+        receive_buffer: [capacity] uint8, this rank's memory that peers write into; as large on every rank.
     """
 
     rank: int
     ranks: int
-    landing: torch.Tensor
+    receive_buffer: torch.Tensor
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Any:
-        """After the work queued so far on the current stream: once each peer has taken out exchange ``reuses``, write
-        ``puts`` into its landing memory and tell it that exchange ``number`` arrived. Returns a token for
+        """After the work queued so far on the current stream: once each peer has consumed exchange ``reuses``, write
+        ``puts`` into its receive buffer and tell it that exchange ``number`` arrived. Returns a token for
         :meth:`join`."""
         ...
 
@@ -77,7 +77,7 @@ class Fabric(Protocol):
         """Let the current stream wait until exchange ``number`` arrived from ``peers``."""
         ...
 
-    def taken(self, number: int) -> None:
-        """After the work queued so far on the current stream: tell all peers that this rank took out every exchange up
+    def consumed(self, number: int) -> None:
+        """After the work queued so far on the current stream: tell all peers that this rank consumed every exchange up
         to ``number``."""
         ...

@@ -1,4 +1,4 @@
-"""Rows and signals between a rank and its far peers: those whose memory it cannot map, on other machines.
+"""Rows and signals between a rank and its inter-node peers: those whose memory it cannot map, on other nodes.
 
 NVSHMEM's puts travel by the network, which reads from symmetric memory only and finishes in any order. So an exchange
 goes, on one stream of its own,
@@ -37,11 +37,11 @@ _NOBODY = np.empty(0, np.uint64)
 
 
 def staging_bytes(capacity: int) -> int:
-    """Bytes of staging memory beside so many bytes of landing memory: two halves, each of which holds any row."""
+    """Bytes of staging memory beside so many bytes of receive buffer: two halves, each of which holds any row."""
     return min(_MOST_STAGING, max(_LEAST_STAGING, capacity // 4)) // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
 
 
-class FarQueue(Streams, Protocol):
+class InternodeQueue(Streams, Protocol):
     """And NVSHMEM's calls on them; :class:`distca.transport.nvshmem.host_calls.NvshmemQueue` on GPUs.
 
     Places of a peer are named by the address that they have in this rank's own symmetric memory.
@@ -55,40 +55,40 @@ class FarQueue(Streams, Protocol):
         """Hold the stream until all puts and signals before it are done and can be seen."""
         ...
 
-    def set_word(self, word: int, number: int, peer: int, stream: Any) -> None:
-        """Start writing a number to a word of the peer. Two such writes are ordered by a quiet between them."""
+    def set_signal(self, slot: int, number: int, peer: int, stream: Any) -> None:
+        """Start writing a number to a slot of the peer. Two such writes are ordered by a quiet between them."""
         ...
 
-    def raise_word(self, word: int, by: int, peer: int, stream: Any) -> None:
-        """Start adding to a word of the peer, after earlier work of the stream. In any order they add up alike."""
+    def add_to_signal(self, slot: int, by: int, peer: int, stream: Any) -> None:
+        """Start adding to a slot of the peer, after earlier work of the stream. In any order they add up alike."""
         ...
 
-    def wait_for_word(self, word: int, number: int, stream: Any) -> None:
-        """Hold the stream until a word of this rank is at least the number, and what was quiet before it was written
+    def wait_for_signal(self, slot: int, number: int, stream: Any) -> None:
+        """Hold the stream until a slot of this rank is at least the number, and what was quiet before it was written
         can be seen."""
         ...
 
 
 @dataclass(frozen=True)
-class FarAddresses:
+class InternodeAddresses:
     """Where a rank reads and writes, in its own symmetric memory.
 
     Attributes:
-        landing: first byte of the landing memory.
+        receive_buffer: first byte of the receive buffer.
         staging: first byte of the staging memory, a multiple of 256.
         staging_bytes: its size, a multiple of 512.
-        arrived_there: word in which a peer sees the newest exchange that arrived from this rank.
-        taken_here: first of the words, one a rank: up to which exchange it has taken out what this rank wrote.
-        taken_there: word in which a peer sees up to which exchange this rank has taken out what that peer wrote.
-        arrived_here: first of the words, one a rank: the newest exchange that arrived from it.
+        arrived_there: slot in which a peer sees the newest exchange that arrived from this rank.
+        consumed_here: first of the slots, one a rank: up to which exchange it has consumed what this rank wrote.
+        consumed_there: slot in which a peer sees up to which exchange this rank has consumed what that peer wrote.
+        arrived_here: first of the slots, one a rank: the newest exchange that arrived from it.
     """
 
-    landing: int
+    receive_buffer: int
     staging: int
     staging_bytes: int
     arrived_there: int
-    taken_here: int
-    taken_there: int
+    consumed_here: int
+    consumed_there: int
     arrived_here: int
 
 
@@ -101,7 +101,7 @@ class Slice:
         source: tensor whose rows are sent.
         rows: [N] int64 on the device, which ones.
         staged: byte of the load at which they are packed.
-        lands: byte of the peer's landing memory.
+        lands: byte of the peer's receive buffer.
         size: bytes.
     """
 
@@ -136,8 +136,8 @@ def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[S
         yield load
 
 
-class FarPeers:
-    """What one rank queues for its far peers.
+class InternodePeers:
+    """What one rank queues for its inter-node peers.
 
     Args:
         addresses: where.
@@ -145,13 +145,13 @@ class FarPeers:
         queue: the streams.
     """
 
-    def __init__(self, addresses: FarAddresses, device: torch.device | str, queue: FarQueue) -> None:
+    def __init__(self, addresses: InternodeAddresses, device: torch.device | str, queue: InternodeQueue) -> None:
         self._at, self._queue = addresses, queue
         self._half = addresses.staging_bytes // 2
         self._stream = queue.create_stream(-1)
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # By peer: the newest exchange that it is known to have taken out where this stream is, and up to which exchange
-        # it was told that this rank has taken out.
+        # By peer: the newest exchange that it is known to have consumed where this stream is, and up to which exchange
+        # it was told that this rank has consumed.
         self._room: dict[int, int] = {}
         self._told: dict[int, int] = {}
 
@@ -166,7 +166,7 @@ class FarPeers:
         stream.wait_event(queue.mark(queue.current_stream()))
         for peer in puts:
             if self._room.get(peer, 0) < reuses:
-                queue.wait_for_word(self._at.taken_here + 8 * peer, reuses, stream)
+                queue.wait_for_signal(self._at.consumed_here + 8 * peer, reuses, stream)
                 self._room[peer] = reuses
         packed = queue.mark(stream)
         for k, load in enumerate(cut_into_loads(puts, self._half)):
@@ -177,22 +177,22 @@ class FarPeers:
             self._put(load, staging)
         queue.quiet(stream)
         for peer in puts:
-            queue.set_word(self._at.arrived_there, number, peer, stream)
+            queue.set_signal(self._at.arrived_there, number, peer, stream)
         held = tuple(tensor for pieces in puts.values() for piece in pieces for tensor in (piece.source, piece.rows))
         return Sent([packed], held, tuple(puts), reuses), queue.mark(stream)
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
         """On the current stream: see :meth:`distca.transport.nvshmem.interface.Fabric.arrived`."""
         for peer in peers:
-            self._queue.wait_for_word(self._at.arrived_here + 8 * peer, number, self._queue.current_stream())
+            self._queue.wait_for_signal(self._at.arrived_here + 8 * peer, number, self._queue.current_stream())
 
-    def taken(self, number: int, peers: Sequence[int]) -> None:
-        """On the current stream: see :meth:`distca.transport.nvshmem.interface.Fabric.taken`. Words are raised and not
-        set: two signals with no quiet between them leave the right number also if the later one is faster."""
+    def consumed(self, number: int, peers: Sequence[int]) -> None:
+        """On the current stream: see :meth:`distca.transport.nvshmem.interface.Fabric.consumed`. Slots are added to,
+        not set: two signals with no quiet between them leave the right number also if the later one is faster."""
         for peer in peers:
             by = number - self._told.get(peer, 0)
             if by:
-                self._queue.raise_word(self._at.taken_there, by, peer, self._queue.current_stream())
+                self._queue.add_to_signal(self._at.consumed_there, by, peer, self._queue.current_stream())
                 self._told[peer] = number
 
     def finish(self, patience_s: float = 5.0) -> None:
@@ -214,4 +214,6 @@ class FarPeers:
     def _put(self, load: list[Slice], staging: int) -> None:
         """Start copying a packed load."""
         for each in load:
-            self._queue.put(self._at.landing + each.lands, staging + each.staged, each.size, each.peer, self._stream)
+            self._queue.put(
+                self._at.receive_buffer + each.lands, staging + each.staged, each.size, each.peer, self._stream
+            )

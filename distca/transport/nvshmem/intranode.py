@@ -1,4 +1,4 @@
-"""What a rank writes to near peers, whose memory it maps: rows, signals; and copies of the rows that it keeps.
+"""What a rank writes to intra-node peers, whose memory it maps: rows, signals; and copies of the rows that it keeps.
 
 Large things are copied by copy engines, which take no multiprocessor from the computation beside them; what is small or
 scattered is written by one launch of a kernel. An exchange goes, on a stream of its own kind,
@@ -7,7 +7,7 @@ scattered is written by one launch of a kernel. An exchange goes, on a stream of
 
 A stream that turns from a copy to a signal and back stops the engines for a while, so that is done once for all peers,
 or once for several hundred MiB. Receivers wait for all their senders anyway. In return a peer that is late to make room
-holds up the rows of the peers beside it. It does that only when it is a whole round of the landing memory behind, and
+holds up the rows of the peers beside it. It does that only when it is a whole round of the receive buffer behind, and
 then those peers soon wait for its own rows.
 """
 
@@ -27,8 +27,8 @@ from distca.transport.nvshmem.interface import Put
 
 
 @dataclass(frozen=True)
-class Ways:
-    """Which way rows are written. Changes speed only, may differ between ranks and may change between exchanges.
+class CopyPolicy:
+    """By which means rows are written. Changes speed only, may differ between ranks and may change between exchanges.
 
     Attributes:
         push_below_bytes: what one rank sends to another is written by a kernel if it is smaller in all,
@@ -40,7 +40,7 @@ class Ways:
     """
 
     # Up to about 16 MiB to a peer a kernel is as fast as the engines, which need time to start
-    # (benchmarks/transport.py --ways), but it takes multiprocessors from the computation beside it.
+    # (benchmarks/results/transport_ways.json), but it takes multiprocessors from the computation beside it.
     push_below_bytes: int = 8 << 20
     push_below_bytes_per_range: int = 128 << 10
     push_blocks: int = 96
@@ -57,7 +57,7 @@ class Sent:
         events: that come when they are done.
         held: their tensors, which live until they were waited for.
         peers: who had to make room first,
-        reuses: by taking out this exchange; 0 for none.
+        reuses: by consuming this exchange; 0 for none.
     """
 
     events: list[torch.cuda.Event]
@@ -101,18 +101,18 @@ class Addresses:
     """Where a rank reads and writes. Array legend: R ranks; an entry of a rank's own is not used.
 
     Attributes:
-        landings: [R] first byte of each rank's landing memory.
-        taken_here: [R] uint64, own words: up to which exchange each rank has taken out what this rank wrote.
-        arrived_there: [R] uint64, each rank's word: the newest exchange that arrived from this rank.
+        receive_buffers: [R] first byte of each rank's receive buffer.
+        consumed_here: [R] uint64, own words: up to which exchange each rank has consumed what this rank wrote.
+        arrived_there: [R] uint64, each rank's slot: the newest exchange that arrived from this rank.
     """
 
-    landings: Sequence[int]
-    taken_here: np.ndarray
+    receive_buffers: Sequence[int]
+    consumed_here: np.ndarray
     arrived_there: np.ndarray
 
 
-class NearPeers:
-    """What one rank queues for its near peers, and rows that it keeps.
+class IntranodePeers:
+    """What one rank queues for its intra-node peers, and rows that it keeps.
 
     Args:
         addresses: where.
@@ -120,17 +120,17 @@ class NearPeers:
         queue: the streams.
 
     Attributes:
-        ways: how.
+        policy: how rows are copied.
     """
 
     def __init__(self, addresses: Addresses, device: torch.device | str, queue: Queue = cuda_ops) -> None:
-        self.ways = Ways()
+        self.policy = CopyPolicy()
         self._at, self._queue = addresses, queue
         self._streams: dict[str, Any] = {}
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        # By peer: the newest exchange that it is known to have taken out where its next write is queued; the stream of
+        # By peer: the newest exchange that it is known to have consumed where its next write is queued; the stream of
         # its last write, and when that one is done.
-        self._room = dict.fromkeys(range(len(addresses.landings)), 0)
+        self._room = dict.fromkeys(range(len(addresses.receive_buffers)), 0)
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
@@ -172,12 +172,12 @@ class NearPeers:
 
     def _is_long(self, part: Part) -> bool:
         ranges = len(part.moves.keep_ranges)
-        least = max(self.ways.keep_from_bytes, ranges * self.ways.keep_from_bytes_per_range)
+        least = max(self.policy.keep_from_bytes, ranges * self.policy.keep_from_bytes_per_range)
         return ranges > 0 and len(part.moves.keep_source) * row_bytes(part.source) >= least
 
     def _is_small(self, pieces: list[Put]) -> bool:
         ranges = sum(len(piece.ranges) for piece in pieces)
-        limit = max(self.ways.push_below_bytes, ranges * self.ways.push_below_bytes_per_range)
+        limit = max(self.policy.push_below_bytes, ranges * self.policy.push_below_bytes_per_range)
         return bool(pieces) and sum(piece.bytes for piece in pieces) < limit
 
     def _groups(self, puts: dict[int, list[Put]]) -> Iterator[dict[int, list[Put]]]:
@@ -187,7 +187,7 @@ class NearPeers:
         for peer, pieces in puts.items():
             group[peer] = pieces
             size += sum(piece.bytes for piece in pieces)
-            if size >= self.ways.signal_after_bytes:
+            if size >= self.policy.signal_after_bytes:
                 yield group
                 group, size = {}, 0
         if group:
@@ -197,8 +197,8 @@ class NearPeers:
         stream = self._stream("copy")
         self._begin(puts, stream, reuses, ready)
         for peer, pieces in puts.items():
-            landing = self._at.landings[peer]
-            call = [(put.source.data_ptr(), landing + put.begin, put.ranges, put.row_bytes) for put in pieces]
+            buffer = self._at.receive_buffers[peer]
+            call = [(put.source.data_ptr(), buffer + put.begin, put.ranges, put.row_bytes) for put in pieces]
             several = sum(len(put.ranges) for put in pieces) > 1
             self._queue.copy_rows(call, several, stream)
         self._queue.signal(self._at.arrived_there[list(puts)], number, stream)
@@ -209,24 +209,24 @@ class NearPeers:
         # The stream waits for room, not the kernel, whose blocks would spin on multiprocessors.
         self._begin(puts, stream, reuses, ready)
         pieces = [
-            (put.source, put.rows, self._at.landings[peer] + put.begin + int(put.ranges[0, 1]) * put.row_bytes)
+            (put.source, put.rows, self._at.receive_buffers[peer] + put.begin + int(put.ranges[0, 1]) * put.row_bytes)
             for peer, pieces in puts.items()
             for put in pieces
         ]
-        words = self._at.arrived_there[list(puts)]
-        self._queue.push_rows(pieces, words, number, self._finished_blocks, self.ways.push_blocks, stream)
+        slots = self._at.arrived_there[list(puts)]
+        self._queue.push_rows(pieces, slots, number, self._finished_blocks, self.policy.push_blocks, stream)
         return self._end(puts, stream)
 
     def _begin(self, puts: dict[int, list[Put]], stream: Any, reuses: int, ready: Any) -> None:
         """Let a stream wait for the rows, for the peers' room, and for earlier writes to them that took another way:
-        the word of arrivals only tells the newest exchange, so they must arrive in order."""
+        the slot of arrivals only tells the newest exchange, so they must arrive in order."""
         stream.wait_event(ready)
         for peer in puts:
             if peer in self._last and self._last[peer][0] is not stream:
                 stream.wait_event(self._last[peer][1])
         late = [peer for peer in puts if self._room[peer] < reuses]
         if late:
-            self._queue.wait_for(self._at.taken_here[late], reuses, stream)
+            self._queue.wait_for(self._at.consumed_here[late], reuses, stream)
             self._room.update(dict.fromkeys(late, reuses))
 
     def _end(self, puts: dict[int, list[Put]], stream: Any) -> Any:

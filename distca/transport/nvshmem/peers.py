@@ -1,4 +1,4 @@
-"""What a rank writes in one exchange: to near peers by copy engine or kernel, to far peers by NVSHMEM's puts."""
+"""What a rank writes in one exchange: inside its node by copy engine or kernel, to other nodes by NVSHMEM's puts."""
 
 from __future__ import annotations
 
@@ -10,52 +10,56 @@ import torch
 
 from distca.transport.interface import Part
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.internode import FarPeers
-from distca.transport.nvshmem.intranode import NearPeers, Sent
+from distca.transport.nvshmem.internode import InternodePeers
+from distca.transport.nvshmem.intranode import IntranodePeers, Sent
 
 
 @dataclass(frozen=True)
-class SentFar(Sent):
-    """Writes of which some go to far peers. The sources may be written again once ``events`` came, before those writes
-    are done.
+class SentInternode(Sent):
+    """Writes of which some go to inter-node peers. The sources may be written again once ``events`` came, before those
+    writes are done.
 
     Attributes:
-        near: those to near peers.
-        written: comes when those to far peers are done.
+        intranode: those to intra-node peers.
+        written: comes when those to inter-node peers are done.
     """
 
-    near: Sent
+    intranode: Sent
     written: Any
 
     def wait(self) -> None:
-        """Let the current stream wait for all of them, also for those to far peers."""
+        """Let the current stream wait for all of them, also for those to inter-node peers."""
         super().wait()
         torch.cuda.current_stream().wait_event(self.written)
 
 
 class Peers:
-    """Shares a rank's writes out to near and far peers.
+    """Shares a rank's writes out to intra-node and inter-node peers.
 
     Args:
-        near: writes to peers whose memory this rank maps.
-        far: writes to the others; None where there are none.
-        far_peers: who they are.
+        intranode: writes to peers whose memory this rank maps.
+        internode: writes to the others; None where there are none.
+        internode_peers: who they are.
     """
 
-    def __init__(self, near: NearPeers, far: FarPeers | None, far_peers: Collection[int]) -> None:
-        self._near, self._far, self._far_peers = near, far, frozenset(far_peers)
+    def __init__(
+        self, intranode: IntranodePeers, internode: InternodePeers | None, internode_peers: Collection[int]
+    ) -> None:
+        self._intranode, self._internode, self._internode_peers = intranode, internode, frozenset(internode_peers)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
         """See :meth:`distca.transport.nvshmem.interface.Fabric.put`."""
-        far = {peer: pieces for peer, pieces in puts.items() if peer in self._far_peers}
-        if self._far is None or not far:
-            return self._near.put(number, reuses, puts)
+        internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
+        if self._internode is None or not internode:
+            return self._intranode.put(number, reuses, puts)
         # First, as they take longest.
-        packed, written = self._far.put(number, reuses, far)
-        near = self._near.put(number, reuses, {peer: puts[peer] for peer in puts if peer not in far})
-        return SentFar(packed.events + near.events, packed.held + near.held, tuple(puts), reuses, near, written)
+        packed, written = self._internode.put(number, reuses, internode)
+        intranode = self._intranode.put(number, reuses, {peer: puts[peer] for peer in puts if peer not in internode})
+        return SentInternode(
+            packed.events + intranode.events, packed.held + intranode.held, tuple(puts), reuses, intranode, written
+        )
 
     def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
-        """See :meth:`distca.transport.nvshmem.interface.Fabric.keep`. Kept rows wait for copies to near peers only, as
-        those alone share the engines with them."""
-        return self._near.keep(parts, behind.near if isinstance(behind, SentFar) else behind)
+        """See :meth:`distca.transport.nvshmem.interface.Fabric.keep`. Kept rows wait for copies to intra-node peers
+        only, as those alone share the engines with them."""
+        return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)

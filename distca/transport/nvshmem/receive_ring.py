@@ -2,10 +2,10 @@
 
 Exchanges are numbered 1, 2, 3, ... alike on all ranks, and all ranks give an exchange the same place, so a sender knows
 where its rows go without asking. Places follow each other round a ring. A place is free again once the receiver has
-taken out every older exchange that lay there; senders wait for that, on their stream, by the number of the newest such
+consumed every older exchange that lay there; senders wait for that, on their stream, by the number of the newest such
 exchange (its credit).
 
-An exchange whose place is not free is refused, by all ranks or by none: some may have taken out the exchange before it
+An exchange whose place is not free is refused, by all ranks or by none: some may have consumed the exchange before it
 and others not (in a pipeline ranks that only serve join at other times), so that one counts as under way on all.
 """
 
@@ -21,14 +21,14 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Landing:
+class RingPlace:
     """The place of one exchange.
 
     Attributes:
         number: of the exchange, from 1.
-        begin: first byte in the landing memory; a multiple of 256.
+        begin: first byte in the receive buffer; a multiple of 256.
         offsets: where each of its parts begins, in bytes from ``begin``; multiples of 256.
-        reuses: newest exchange whose rows must have been taken out before new ones are written; 0 for none.
+        reuses: newest exchange whose rows must have been consumed before new ones are written; 0 for none.
     """
 
     number: int
@@ -37,11 +37,11 @@ class Landing:
     reuses: int
 
 
-class LandingRing:
+class ReceiveRing:
     """Gives exchanges their places; pure bookkeeping on the host, the same on every rank.
 
     Args:
-        capacity: bytes of landing memory.
+        capacity: bytes of receive buffer.
         setting: what a user sets to get more, for the error.
     """
 
@@ -52,9 +52,9 @@ class LandingRing:
         self._number = 0
         self._reused = 0
         self._lying: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
-        self._not_taken: set[int] = set()
+        self._not_consumed: set[int] = set()
 
-    def place(self, sizes: tuple[int, ...]) -> Landing:
+    def place(self, sizes: tuple[int, ...]) -> RingPlace:
         """The place of the next exchange, whose parts take ``sizes`` bytes on the rank that receives most. Of the
         exchanges before it none but the newest may be under way.
 
@@ -65,15 +65,15 @@ class LandingRing:
         begin, reuses = self._next_place(size)
         if not self._is_free(size, reuses):
             raise TransportError(self._too_small(size))
-        assert self._not_taken <= {self._number}, f"{sorted(self._not_taken)} of {self._number} are under way"
+        assert self._not_consumed <= {self._number}, f"{sorted(self._not_consumed)} of {self._number} are under way"
         self._number += 1
         self._reused = reuses
         while self._lying and self._lying[0][0] <= reuses:
             self._lying.popleft()
         self._lying.append((self._number, begin, begin + size))
-        self._not_taken.add(self._number)
+        self._not_consumed.add(self._number)
         self._next = begin + size
-        return Landing(self._number, begin, tuple(offsets), reuses)
+        return RingPlace(self._number, begin, tuple(offsets), reuses)
 
     def why_not(self, sizes: tuple[int, ...]) -> str | None:
         """The sentence with which :meth:`place` would refuse an exchange, or None; the same on every rank."""
@@ -90,10 +90,10 @@ class LandingRing:
     def _is_free(self, size: int, reuses: int) -> bool:
         return size <= self.capacity and (reuses < self._number or not self._number)
 
-    def taken(self, number: int) -> int:
-        """Note that the rows of an exchange were taken out; returns up to which exchange all were."""
-        self._not_taken.remove(number)
-        return min(self._not_taken, default=self._number + 1) - 1
+    def consumed(self, number: int) -> int:
+        """Note that the rows of an exchange were consumed; returns up to which exchange all were."""
+        self._not_consumed.remove(number)
+        return min(self._not_consumed, default=self._number + 1) - 1
 
     def _too_small(self, size: int) -> str:
         # Three times the largest covers what is left over where places wrap around.

@@ -1,14 +1,14 @@
 """NVSHMEM: symmetric memory that peers write into, by copy engine where they map it, else by NVSHMEM's puts.
 
 NVSHMEM gives every rank a block of memory at a known place and the addresses under which its peers' blocks can be
-reached over NVLink. To these near peers rows are copied by the GPUs' copy engines, and streams signal to each other by
-writing and waiting for 64-bit words, so that a transfer takes no multiprocessor from the matrix products beside it.
-Only what is too small or too scattered for a copy engine is written by a kernel of a few blocks
-(:mod:`distca.transport.nvshmem.intranode`). Peers on other machines have no such address: to these far peers NVSHMEM's
-own calls carry rows and signals (:mod:`distca.transport.nvshmem.internode`).
+reached over NVLink. To these intra-node peers rows are copied by the GPUs' copy engines, and streams signal to each
+other by writing and waiting for 64-bit signal slots, so that a transfer takes no multiprocessor from matrix products
+beside it. Only what is too small or too scattered for a copy engine is written by a kernel of a few blocks
+(:mod:`distca.transport.nvshmem.intranode`). Peers on other nodes have no such address: to these inter-node peers
+NVSHMEM's own calls carry rows and signals (:mod:`distca.transport.nvshmem.internode`).
 
-The block: [ranks] words "newest exchange that arrived from rank r", [ranks] words "up to here rank r has taken out",
-the landing memory, and where there are far peers the place in which rows for them are packed.
+The block: [ranks] slots "newest exchange that arrived from rank r", [ranks] slots "up to here rank r has consumed",
+the receive buffer, and where there are inter-node peers the place in which rows for them are packed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from distca.transport import cuda_ops
 from distca.transport.interface import Part
 from distca.transport.nvshmem.host_calls import NvshmemQueue
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.internode import FarAddresses, FarPeers, staging_bytes
-from distca.transport.nvshmem.intranode import Addresses, NearPeers, Sent
+from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers, staging_bytes
+from distca.transport.nvshmem.intranode import Addresses, IntranodePeers, Sent
 from distca.transport.nvshmem.peers import Peers
 
 _PAGE = 4096
@@ -42,47 +42,47 @@ class NvshmemFabric:
 
     Args:
         group: the server pool; created once per process, by all ranks together.
-        capacity: bytes of landing memory.
-        far: peers to which rows go by NVSHMEM's calls even where their memory is mapped, for tests on one machine.
+        capacity: bytes of receive buffer.
+        internode: peers to which rows go by NVSHMEM's calls even where their memory is mapped, for tests on one node.
 
     Attributes:
-        near: queues this rank's writes to near peers.
+        intranode: queues this rank's writes to intra-node peers.
 
     Raises:
-        TransportError: NVSHMEM cannot be initialised, or a peer's memory on the same machine cannot be mapped.
+        TransportError: NVSHMEM cannot be initialised, or a peer's memory on the same node cannot be mapped.
     """
 
-    def __init__(self, group: dist.ProcessGroup, capacity: int, far: Collection[int] = ()) -> None:
+    def __init__(self, group: dist.ProcessGroup, capacity: int, internode: Collection[int] = ()) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        mine = (machine_name(), Process.here(), bool(far))
+        mine = (machine_name(), Process.here(), bool(internode))
         everyone = [mine] * self.ranks
         dist.all_gather_object(everyone, mine, group=group)
-        machines = [machine for machine, _, _ in everyone]
-        one_machine = len(set(machines)) == 1
-        has_far = not one_machine or any(asked for _, _, asked in everyone)
-        self._layout = layout = _Layout.of(self.ranks, capacity, staging_bytes(capacity) if has_far else 0)
-        _initialize(group, layout.bytes, one_machine)
+        nodes = [node for node, _, _ in everyone]
+        one_node = len(set(nodes)) == 1
+        has_internode = not one_node or any(asked for _, _, asked in everyone)
+        self._layout = layout = _Layout.of(self.ranks, capacity, staging_bytes(capacity) if has_internode else 0)
+        _initialize(group, layout.bytes, one_node)
         self._memory = _symmetric_memory(group, layout)
-        self.landing = self._memory[layout.landing : layout.landing + capacity]
-        self._words = self._memory[: 2 * self.ranks * 8].view(torch.int64)
+        self.receive_buffer = self._memory[layout.receive_buffer : layout.receive_buffer + capacity]
+        self._signals = self._memory[: 2 * self.ranks * 8].view(torch.int64)
         # Its own, so that the watchdog never waits behind anything.
         self._looking = cuda_ops.create_stream(0)
         self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)
         processes = [process for _, process, _ in everyone]
         self._watchdog = Watchdog(dist.get_process_group_ranks(group), self.rank, processes, self._missing)
-        bases = _addresses_of_blocks(self._memory, machines, group)
-        self._far = frozenset(far) | {peer for peer, address in enumerate(bases) if not address}
-        # Words of this rank that peers write, and words of near peers that this rank writes.
+        bases = _addresses_of_blocks(self._memory, nodes, group)
+        self._internode = frozenset(internode) | {peer for peer, address in enumerate(bases) if not address}
+        # Slots of this rank that peers write, and slots of intra-node peers that this rank writes.
         self._arrived_here = cuda_ops.addresses_of(bases[self.rank], range(self.ranks))
-        near = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._far]
-        self._taken_there = np.array([address + layout.taken(self.rank) for address in near], np.uint64)
-        self.near = NearPeers(layout.addresses(bases, self.rank), self.landing.device)
-        self._far_peers = None
-        if self._far:
-            own = layout.far_addresses(bases[self.rank], self.rank)
-            self._far_peers = FarPeers(own, self.landing.device, NvshmemQueue())
-            atexit.register(self._far_peers.finish)
-        self._peers = Peers(self.near, self._far_peers, self._far)
+        intranode = [bases[peer] for peer in range(self.ranks) if peer != self.rank and peer not in self._internode]
+        self._consumed_there = np.array([address + layout.consumed(self.rank) for address in intranode], np.uint64)
+        self.intranode = IntranodePeers(layout.addresses(bases, self.rank), self.receive_buffer.device)
+        self._internode_peers = None
+        if self._internode:
+            own = layout.internode_addresses(bases[self.rank], self.rank)
+            self._internode_peers = InternodePeers(own, self.receive_buffer.device, NvshmemQueue())
+            atexit.register(self._internode_peers.finish)
+        self._peers = Peers(self.intranode, self._internode_peers, self._internode)
 
     def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
         return self._peers.put(number, reuses, puts)
@@ -91,27 +91,27 @@ class NvshmemFabric:
         return self._peers.keep(parts, behind)
 
     def join(self, token: Sent) -> None:
-        # Not token.wait(), which waits until rows for far peers are there as well.
+        # Not token.wait(), which waits until rows for inter-node peers are there as well.
         for event in token.events:
             torch.cuda.current_stream().wait_event(event)
         if token.peers and token.reuses:
-            self._watch(token.peers, token.reuses, "room that is taken by")
+            self._watch(token.peers, token.reuses, "room that is held by")
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
         if not peers:
             return
-        near = [peer for peer in peers if peer not in self._far]
-        if near:
-            cuda_ops.wait_for(self._arrived_here[near], number, torch.cuda.current_stream())
-        if self._far_peers is not None:
-            self._far_peers.arrived(number, [peer for peer in peers if peer in self._far])
+        intranode = [peer for peer in peers if peer not in self._internode]
+        if intranode:
+            cuda_ops.wait_for(self._arrived_here[intranode], number, torch.cuda.current_stream())
+        if self._internode_peers is not None:
+            self._internode_peers.arrived(number, [peer for peer in peers if peer in self._internode])
         self._watch(peers, number, "rows of")
 
-    def taken(self, number: int) -> None:
-        if len(self._taken_there):
-            cuda_ops.signal(self._taken_there, number, torch.cuda.current_stream())
-        if self._far_peers is not None:
-            self._far_peers.taken(number, sorted(self._far))
+    def consumed(self, number: int) -> None:
+        if len(self._consumed_there):
+            cuda_ops.signal(self._consumed_there, number, torch.cuda.current_stream())
+        if self._internode_peers is not None:
+            self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
         event = torch.cuda.Event()
@@ -119,13 +119,13 @@ class NvshmemFabric:
         self._watchdog.note(Wait(event, tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
-        """Peers whose word is below what a wait asks for; called by the watchdog's thread."""
-        with torch.cuda.device(self.landing.device), torch.cuda.stream(self._looking):
-            self._seen.copy_(self._words, non_blocking=True)
+        """Peers whose slot is below what a wait asks for; called by the watchdog's thread."""
+        with torch.cuda.device(self.receive_buffer.device), torch.cuda.stream(self._looking):
+            self._seen.copy_(self._signals, non_blocking=True)
             self._looking.synchronize()
-        words = self._seen.tolist()
+        slots = self._seen.tolist()
         first = 0 if wait.what == "rows of" else self.ranks
-        return [peer for peer in wait.peers if words[first + peer] < wait.number]
+        return [peer for peer in wait.peers if slots[first + peer] < wait.number]
 
 
 @dataclass(frozen=True)
@@ -134,50 +134,50 @@ class _Layout:
 
     Attributes:
         ranks: R.
-        landing: the landing memory.
-        staging: the place in which rows for far peers are packed,
-        staging_bytes: and its size; 0 where no rank has far peers.
+        receive_buffer: the receive buffer.
+        staging: the place in which rows for inter-node peers are packed,
+        staging_bytes: and its size; 0 where no rank has inter-node peers.
         bytes: of the whole.
     """
 
     ranks: int
-    landing: int
+    receive_buffer: int
     staging: int
     staging_bytes: int
     bytes: int
 
     @staticmethod
     def of(ranks: int, capacity: int, staging_bytes: int) -> _Layout:
-        landing = _whole_pages(2 * ranks * 8)
-        staging = landing + _whole_pages(capacity)
-        return _Layout(ranks, landing, staging, staging_bytes, staging + staging_bytes)
+        receive_buffer = _whole_pages(2 * ranks * 8)
+        staging = receive_buffer + _whole_pages(capacity)
+        return _Layout(ranks, receive_buffer, staging, staging_bytes, staging + staging_bytes)
 
     def arrived(self, rank: int) -> int:
-        """The word: newest exchange that arrived from ``rank``."""
+        """The slot: newest exchange that arrived from ``rank``."""
         return 8 * rank
 
-    def taken(self, rank: int) -> int:
-        """The word: up to here ``rank`` has taken out."""
+    def consumed(self, rank: int) -> int:
+        """The slot: up to here ``rank`` has consumed."""
         return 8 * (self.ranks + rank)
 
     def addresses(self, bases: Sequence[int], rank: int) -> Addresses:
-        """For near peers, whose blocks begin at ``bases``."""
+        """For intra-node peers, whose blocks begin at ``bases``."""
         return Addresses(
-            landings=[base + self.landing for base in bases],
-            taken_here=cuda_ops.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
+            receive_buffers=[base + self.receive_buffer for base in bases],
+            consumed_here=cuda_ops.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
             arrived_there=np.array([base + self.arrived(rank) for base in bases], np.uint64),
         )
 
-    def far_addresses(self, base: int, rank: int) -> FarAddresses:
-        """For far peers: all in the rank's own block, which begins at ``base``."""
-        return FarAddresses(
-            landing=base + self.landing,
+    def internode_addresses(self, base: int, rank: int) -> InternodeAddresses:
+        """For inter-node peers: all in the rank's own block, which begins at ``base``."""
+        return InternodeAddresses(
+            receive_buffer=base + self.receive_buffer,
             staging=base + self.staging,
             staging_bytes=self.staging_bytes,
             arrived_here=base + self.arrived(0),
             arrived_there=base + self.arrived(rank),
-            taken_here=base + self.taken(0),
-            taken_there=base + self.taken(rank),
+            consumed_here=base + self.consumed(0),
+            consumed_there=base + self.consumed(rank),
         )
 
 
@@ -186,30 +186,28 @@ def _whole_pages(size: int) -> int:
 
 
 def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor:
-    """[layout.bytes] uint8, the block of this rank; words are zero on all ranks when this returns."""
+    """[layout.bytes] uint8, the block of this rank; slots are zero on all ranks when this returns."""
     import nvshmem.core
 
     memory: torch.Tensor = nvshmem.core.bytetensor((layout.bytes,), release=True, except_on_del=False)
-    memory[: layout.landing].zero_()
+    memory[: layout.receive_buffer].zero_()
     torch.cuda.synchronize()
     dist.barrier(group)
     return memory
 
 
-def _addresses_of_blocks(memory: torch.Tensor, machines: Sequence[str], group: dist.ProcessGroup) -> list[int]:
+def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist.ProcessGroup) -> list[int]:
     """Where every rank's block can be reached from here; 0 where it cannot.
 
     Raises:
-        TransportError: it cannot though it is on this machine.
+        TransportError: it cannot though it is on this node.
     """
     from nvshmem import bindings
 
     rank, names = dist.get_rank(group), dist.get_process_group_ranks(group)
     base = memory.data_ptr()
-    bases = [base if peer == rank else int(bindings.ptr(base, peer)) for peer in range(len(machines))]
-    unreachable = [
-        names[peer] for peer, address in enumerate(bases) if not address and machines[peer] == machines[rank]
-    ]
+    bases = [base if peer == rank else int(bindings.ptr(base, peer)) for peer in range(len(nodes))]
+    unreachable = [names[peer] for peer, address in enumerate(bases) if not address and nodes[peer] == nodes[rank]]
     if unreachable:
         raise TransportError(
             f"Rank {names[rank]} cannot map the memory of ranks {unreachable}: their GPUs have no peer access. "
@@ -218,17 +216,17 @@ def _addresses_of_blocks(memory: torch.Tensor, machines: Sequence[str], group: d
     return bases
 
 
-def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_machine: bool) -> None:
+def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> None:
     """Start NVSHMEM over the ranks of ``group``; once per process."""
-    if not one_machine and os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none":
+    if not one_node and os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none":
         raise TransportError(
-            "NVSHMEM_REMOTE_TRANSPORT is 'none', but the server pool spans several machines. Unset it, or set "
+            "NVSHMEM_REMOTE_TRANSPORT is 'none', but the server pool spans several nodes. Unset it, or set "
             "cad.transport=nccl."
         )
     # Read by NVSHMEM when it starts. 16 MiB are its own.
     os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes + (16 << 20))
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast memory, which nothing here uses
-    if one_machine:
+    if one_node:
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
     import nvshmem.core
     from cuda.core import Device
@@ -244,7 +242,7 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_machine: bool) ->
         nvshmem.core.init(device=device, uid=uid, rank=rank, nranks=ranks, initializer_method="uid")
     except Exception as error:
         where = dist.get_global_rank(group, rank)
-        network = "" if one_machine else " `distca doctor` says what there is for it between machines."
+        network = "" if one_node else " `distca doctor` says what there is for it between nodes."
         raise TransportError(
             f"NVSHMEM does not start on rank {where}: {error}. Set cad.transport=nccl.{network}"
         ) from error

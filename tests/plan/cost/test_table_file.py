@@ -68,6 +68,9 @@ def test_incomplete_tables_are_refused(tmp_path):
     path.write_text(json.dumps(content))
     with pytest.raises(PlanError, match="lacks q_rows"):
         find_table("NVIDIA H200", "flash4", 32, 8, 128, folder=tmp_path)
+    path.write_text("{")
+    with pytest.raises(PlanError, match="is not JSON"):
+        find_table("NVIDIA H200", "flash4", 32, 8, 128, folder=tmp_path)
 
 
 def test_shipped_tables_are_found_by_their_names():

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.plan import analytic_cost, area_cost
-from distca.plan.scheduler.range_split import Offer, Receivers, Timer, area, fit_band
+from distca.plan.scheduler.range_split import Excess, Receivers, Timer, area, split_range
 
 LLAMA_8B = analytic_cost(32, 8, 128)
 
@@ -21,7 +21,7 @@ def offered(start: int, stop: int, share: float, rooms: list[float], cost=LLAMA_
         lambda stops, chosen: stops,
     )
     timer = Timer(cost, "both", seconds)
-    return Offer(start, stop, seconds, share * seconds), receivers, timer
+    return Excess(start, stop, seconds, share * seconds), receivers, timer
 
 
 @given(
@@ -33,41 +33,41 @@ def offered(start: int, stop: int, share: float, rooms: list[float], cost=LLAMA_
     st.sampled_from((np.inf, 5000.0)),
 )
 def test_a_band_lies_in_its_piece_and_fits_everyone(start, rows, share, rooms, cost, most_rows) -> None:
-    offer, receivers, timer = offered(start, start + rows, share, sorted(rooms, reverse=True), cost, most_rows)
-    band = fit_band(offer, receivers, timer)
-    if band is None:
+    excess, receivers, timer = offered(start, start + rows, share, sorted(rooms, reverse=True), cost, most_rows)
+    split = split_range(excess, receivers, timer)
+    if split is None:
         return
-    assert offer.start <= band.cuts[0] and band.cuts[-1] <= offer.stop
-    assert (np.diff(band.cuts) > 0).all()
-    assert len(set(band.chosen.tolist())) == len(band.chosen) == len(band.cuts) - 1
-    assert (band.moved <= receivers.room[:, band.chosen] * (1 + 1e-9)).all()
-    assert (np.diff(band.cuts) <= receivers.most_rows[band.chosen]).all()
-    edges = np.concatenate(([offer.start], band.cuts, [offer.stop]))
+    assert excess.start <= split.cuts[0] and split.cuts[-1] <= excess.stop
+    assert (np.diff(split.cuts) > 0).all()
+    assert len(set(split.chosen.tolist())) == len(split.chosen) == len(split.cuts) - 1
+    assert (split.moved <= receivers.room[:, split.chosen] * (1 + 1e-9)).all()
+    assert (np.diff(split.cuts) <= receivers.most_rows[split.chosen]).all()
+    edges = np.concatenate(([excess.start], split.cuts, [excess.stop]))
     seconds = timer.seconds(edges[:-1], edges[1:])
-    np.testing.assert_allclose(band.moved, seconds[:, 1:-1])
-    np.testing.assert_allclose(band.kept, seconds[:, [0, -1]])
+    np.testing.assert_allclose(split.moved, seconds[:, 1:-1])
+    np.testing.assert_allclose(split.kept, seconds[:, [0, -1]])
 
 
 def test_a_long_document_meets_the_need_with_its_inner_rows() -> None:
-    offer, receivers, timer = offered(0, 100_000, 0.05, [0.2])
-    band = fit_band(offer, receivers, timer)
-    assert band is not None
-    assert (offer.seconds - band.kept.sum(axis=1) >= offer.need).all()
-    middle = band.cuts.mean()
+    excess, receivers, timer = offered(0, 100_000, 0.05, [0.2])
+    split = split_range(excess, receivers, timer)
+    assert split is not None
+    assert (excess.seconds - split.kept.sum(axis=1) >= excess.need).all()
+    middle = split.cuts.mean()
     # (Q + K/2) / K is 4.5 here, and the pairs are 5 % of the document's.
     best = np.sqrt(4.5 * 0.05 * float(area(0, 100_000)))
     assert abs(middle / best - 1) < 0.15
 
 
 def test_every_receiver_gets_one_range_and_the_short_ones_come_first() -> None:
-    offer, receivers, timer = offered(0, 100_000, 0.5, [0.2, 0.2, 0.15, 0.12])
-    band = fit_band(offer, receivers, timer)
-    assert band is not None
-    assert len(band.chosen) == 3
-    assert (offer.seconds - band.kept.sum(axis=1) >= 0.49 * offer.seconds).all()
-    assert (np.diff(band.moved[0]) > -0.02 * offer.seconds[0]).all()
+    excess, receivers, timer = offered(0, 100_000, 0.5, [0.2, 0.2, 0.15, 0.12])
+    split = split_range(excess, receivers, timer)
+    assert split is not None
+    assert len(split.chosen) == 3
+    assert (excess.seconds - split.kept.sum(axis=1) >= 0.49 * excess.seconds).all()
+    assert (np.diff(split.moved[0]) > -0.02 * excess.seconds[0]).all()
 
 
 def test_a_cut_that_costs_more_than_it_brings_is_refused() -> None:
-    offer, receivers, timer = offered(90_000, 90_400, 0.5, [0.6])
-    assert fit_band(offer, receivers, timer) is None
+    excess, receivers, timer = offered(90_000, 90_400, 0.5, [0.6])
+    assert split_range(excess, receivers, timer) is None

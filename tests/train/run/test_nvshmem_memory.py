@@ -9,7 +9,7 @@ from distca.plan import route
 from distca.plan.cost.analytic import analytic_cost
 from distca.plan.micro_batch import plan_micro_batch
 from distca.train.config.cli import parse_run_config
-from distca.transport.nvshmem.receive_ring import LandingRing
+from distca.transport.nvshmem.receive_ring import ReceiveRing
 
 TOKENS, LAYERS = 131_072, 3
 
@@ -50,14 +50,14 @@ def _run(ring, plans, config):
     for layer in range(LAYERS):
         for what in (o, qkv):
             for n in (0, 1):
-                ring.taken(under_way[n])
+                ring.consumed(under_way[n])
                 if what is o or layer + 1 < LAYERS:
                     under_way[n] = place(*what[n])
     under_way = [place(*do[n]) for n in (1, 0)][::-1]
     for layer in range(LAYERS):
         for what in (gradients, do):
             for n in (1, 0):
-                ring.taken(under_way[n])
+                ring.consumed(under_way[n])
                 if what is gradients or layer + 1 < LAYERS:
                     under_way[n] = place(*what[n])
 
@@ -74,9 +74,9 @@ def test_the_default_holds_the_exchanges_of_real_plans(ranks, backward):
         for seed in range(3):
             lengths = sample_long_context(mix, TOKENS * ranks, TOKENS, seed=seed)
             plans = plan_micro_batch(lengths, ranks, cost, nano_batches=2, resend=backward == "resend")
-            _run(LandingRing(capacity, "THE_SETTING"), plans, config)
+            _run(ReceiveRing(capacity, "THE_SETTING"), plans, config)
             try:
-                _run(LandingRing(capacity // 8, "THE_SETTING"), plans, config)
+                _run(ReceiveRing(capacity // 8, "THE_SETTING"), plans, config)
             except TransportError:
                 refused += 1
     assert refused > 0 or ranks == 2, "an eighth of it would do as well"

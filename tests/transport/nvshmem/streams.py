@@ -1,9 +1,9 @@
 """Streams of several ranks in one process, which go on in any order that their events and waits allow.
 
 Stands in for :mod:`distca.transport.cuda_ops`, with the ranks' threads as the streams that they compute on: the order
-of operations that :class:`distca.transport.nvshmem.intranode.NearPeers` queues on GPUs is tested here in many
-interleavings. So is that of :class:`distca.transport.nvshmem.internode.FarPeers`, on a network that delivers what it is
-given in any order, piece by piece.
+of operations that :class:`distca.transport.nvshmem.intranode.IntranodePeers` queues on GPUs is tested here in many
+interleavings. So is that of :class:`distca.transport.nvshmem.internode.InternodePeers`, on a network that delivers what
+it is given in any order, piece by piece.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from distca.transport import cuda_ops
-from distca.transport.nvshmem.internode import FarAddresses, FarPeers
-from distca.transport.nvshmem.intranode import Addresses, NearPeers
+from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers
+from distca.transport.nvshmem.intranode import Addresses, IntranodePeers
 from distca.transport.nvshmem.peers import Peers
 
 PATIENCE_S = 20.0
@@ -167,15 +167,15 @@ class Queue:
             stream.operations.append(lambda address=address: write(address, value) or True)
 
     def wait_for(self, addresses, value, stream):
-        words = addresses.tolist()
-        stream.operations.append(lambda: all(read(address) >= value for address in words))
+        slots = addresses.tolist()
+        stream.operations.append(lambda: all(read(address) >= value for address in slots))
 
     def _copy(self, source, to, size, stream):
         stream.operations.append(lambda: bool(ctypes.memmove(to, source, size)) or True)
 
 
-class FarQueue(Queue):
-    """What a rank queues for far peers, whose places it names by addresses in its own memory."""
+class InternodeQueue(Queue):
+    """What a rank queues for inter-node peers, whose places it names by addresses in its own memory."""
 
     def __init__(self, world, rank):
         super().__init__(world)
@@ -200,16 +200,16 @@ class FarQueue(Queue):
 
         stream.operations.append(is_quiet)
 
-    def set_word(self, word, number, peer, stream):
-        there = self._there(word, peer)
+    def set_signal(self, slot, number, peer, stream):
+        there = self._there(slot, peer)
         self._send(stream, lambda: [lambda: write(there, number) or True])
 
-    def raise_word(self, word, by, peer, stream):
-        there = self._there(word, peer)
+    def add_to_signal(self, slot, by, peer, stream):
+        there = self._there(slot, peer)
         self._send(stream, lambda: [lambda: write(there, read(there) + by) or True])
 
-    def wait_for_word(self, word, number, stream):
-        stream.operations.append(lambda: read(word) >= number)
+    def wait_for_signal(self, slot, number, stream):
+        stream.operations.append(lambda: read(slot) >= number)
 
     def _there(self, address, peer):
         return address - self._world.bases[self._rank] + self._world.bases[peer]
@@ -222,36 +222,36 @@ class FarQueue(Queue):
 
 
 class Fabric:
-    """A rank's memory and its peers', reached through a :class:`NearPeers`, those of ``far`` through a
-    :class:`FarPeers`."""
+    """A rank's memory and its peers', reached through a :class:`IntranodePeers`, those of ``far`` through a
+    :class:`InternodePeers`."""
 
     def __init__(self, world, rank, far=()):
         self.rank, self.ranks, self._world = rank, world.ranks, world
-        words, bases = 16 * world.ranks, world.bases
-        self.landing = world.memory[rank][words : words + world.capacity]
+        slots, bases = 16 * world.ranks, world.bases
+        self.receive_buffer = world.memory[rank][slots : slots + world.capacity]
         self._arrived_here = cuda_ops.addresses_of(bases[rank], range(self.ranks))
         near = [peer for peer in range(self.ranks) if peer not in far]
-        self._taken_there = [bases[peer] + 8 * (self.ranks + rank) for peer in near]
+        self._consumed_there = [bases[peer] + 8 * (self.ranks + rank) for peer in near]
         addresses = Addresses(
-            [0 if peer in far else base + words for peer, base in enumerate(bases)],
+            [0 if peer in far else base + slots for peer, base in enumerate(bases)],
             cuda_ops.addresses_of(bases[rank], range(self.ranks, 2 * self.ranks)),
             np.array([0 if peer in far else base + 8 * rank for peer, base in enumerate(bases)], np.uint64),
         )
         self.near_queue = Queue(world)
-        self.near = NearPeers(addresses, "cpu", self.near_queue)
+        self.intranode = IntranodePeers(addresses, "cpu", self.near_queue)
         base = bases[rank]
-        own = FarAddresses(
-            landing=base + words,
-            staging=base + words + world.capacity,
+        own = InternodeAddresses(
+            receive_buffer=base + slots,
+            staging=base + slots + world.capacity,
             staging_bytes=world.staging,
             arrived_here=base,
             arrived_there=base + 8 * rank,
-            taken_here=base + 8 * self.ranks,
-            taken_there=base + 8 * (self.ranks + rank),
+            consumed_here=base + 8 * self.ranks,
+            consumed_there=base + 8 * (self.ranks + rank),
         )
-        self.far_queue, self._far = FarQueue(world, rank), far
-        self._far_peers = FarPeers(own, "cpu", self.far_queue) if far else None
-        self._peers = Peers(self.near, self._far_peers, far)
+        self.far_queue, self._internode = InternodeQueue(world, rank), far
+        self._internode_peers = InternodePeers(own, "cpu", self.far_queue) if far else None
+        self._peers = Peers(self.intranode, self._internode_peers, far)
 
     def compute_on(self, stream):
         """Make a Stream the rank's current one."""
@@ -268,14 +268,14 @@ class Fabric:
             self._world.until(lambda event=event: event.done)
 
     def arrived(self, number, peers):
-        words = self._arrived_here[list(peers)].tolist()
-        self._world.until(lambda: all(read(word) >= number for word in words))
+        slots = self._arrived_here[list(peers)].tolist()
+        self._world.until(lambda: all(read(slot) >= number for slot in slots))
 
-    def taken(self, number):
-        for address in self._taken_there:
+    def consumed(self, number):
+        for address in self._consumed_there:
             write(address, number)
-        if self._far_peers is not None:
-            self._far_peers.taken(number, self._far)
+        if self._internode_peers is not None:
+            self._internode_peers.consumed(number, self._internode)
 
 
 def read(address):
@@ -283,5 +283,5 @@ def read(address):
 
 
 def write(address, value):
-    # As on GPUs nothing holds a word back from falling: it must be written in order.
+    # As on GPUs nothing holds a slot back from falling: it must be written in order.
     ctypes.c_uint64.from_address(address).value = value

@@ -1,4 +1,4 @@
-"""Rows and signals for far peers: right however late and in whatever order a network delivers them."""
+"""Rows and signals for inter-node peers: right however late and in whatever order a network delivers them."""
 
 import ctypes
 import time
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.internode import FarAddresses, FarPeers, cut_into_loads, staging_bytes
+from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers, cut_into_loads, staging_bytes
 from tests.transport.exchanges import (
     RANKS,
     check_rows_are_made_first,
@@ -101,13 +101,13 @@ class Lazy:
             ctypes.memmove(to, source, size)
         self.travelling.clear()
 
-    def set_word(self, word, number, peer, stream):
+    def set_signal(self, slot, number, peer, stream):
         self.at_signal()
 
 
 @st.composite
 def _puts(draw):
-    """(landing bytes, {peer: pieces}) that lie behind each other, of rows up to as wide as a half."""
+    """(receive_buffer bytes, {peer: pieces}) that lie behind each other, of rows up to as wide as a half."""
     puts, place = {}, 0
     for peer in range(draw(st.integers(1, 3))):
         puts[peer] = []
@@ -131,7 +131,9 @@ def test_rows_are_there_when_they_are_signalled(first, second):
     expected = torch.zeros(size, dtype=torch.uint8)
     signals = []
     queue = Lazy(memory, lambda: signals.append(torch.equal(memory[:size], expected)))
-    far = FarPeers(FarAddresses(memory.data_ptr(), memory.data_ptr() + size, 2 * HALF, 0, 0, 0, 0), "cpu", queue)
+    far = InternodePeers(
+        InternodeAddresses(memory.data_ptr(), memory.data_ptr() + size, 2 * HALF, 0, 0, 0, 0), "cpu", queue
+    )
     for number, (_, puts) in enumerate((first, second), 1):
         for pieces in puts.values():
             for put in pieces:
@@ -178,14 +180,14 @@ def test_staging_memory_is_two_aligned_halves(capacity):
 def test_a_peer_without_room_is_not_written_to():
     world = World(RANKS, 1000, 0, staging=2 * HALF)
     fabrics = _fabrics(world, MACHINES["all far"])
-    fabrics[1].taken(3)
+    fabrics[1].consumed(3)
     sent = fabrics[0].put(5, 3, one_row([1, 2]))
     assert (sent.peers, sent.reuses) == ((1, 2), 3)
     world.some_work(300)
-    assert not fabrics[2].landing.any()
-    fabrics[2].taken(3)
+    assert not fabrics[2].receive_buffer.any()
+    fabrics[2].consumed(3)
     fabrics[2].arrived(5, [0])
-    assert (fabrics[2].landing[:16].view(torch.float32) == 1).all()
+    assert (fabrics[2].receive_buffer[:16].view(torch.float32) == 1).all()
 
 
 def test_rows_are_packed_once_they_are_made():
@@ -210,7 +212,7 @@ def test_what_was_taken_is_told_in_steps_that_add_up():
     world = World(2, 1000, 0, staging=2 * HALF)
     one, two = (Fabric(world, rank, [1 - rank]) for rank in range(2))
     for number in (1, 1, 4, 9):
-        one.taken(number)
+        one.consumed(number)
     sent = two.put(10, 9, {0: []})
     two.join(sent)
     assert streams.read(world.bases[1] + 8 * 2) == 9
@@ -230,13 +232,13 @@ def test_sources_are_free_once_packed_and_kept_rows_wait_for_no_network():
     sent = one.put(1, 0, puts)
     one.join(sent)
     puts[1][0].source.zero_()
-    assert not sent.written.done and not sent.near.events
-    one.near.keep = lambda parts, behind: behind
-    assert one.keep((), sent) is sent.near
+    assert not sent.written.done and not sent.intranode.events
+    one.intranode.keep = lambda parts, behind: behind
+    assert one.keep((), sent) is sent.intranode
     held_up.append("no longer")
     two.arrived(1, [0])
     world.until(lambda: sent.written.done)
-    assert (two.landing[:16].view(torch.float32) == 1).all()
+    assert (two.receive_buffer[:16].view(torch.float32) == 1).all()
 
 
 def test_a_rank_that_ends_lets_its_signals_arrive_but_waits_for_no_lost_peer():
@@ -244,11 +246,11 @@ def test_a_rank_that_ends_lets_its_signals_arrive_but_waits_for_no_lost_peer():
     one, two = (Fabric(world, rank, [1 - rank]) for rank in range(2))
     delivers = []
 
-    def slow(word, number, peer, stream):
+    def slow(slot, number, peer, stream):
         effects = [lambda: bool(delivers), lambda: streams.write(world.bases[1], number) or True]
         stream.operations.append(lambda: world.send(0, effects, ordered=True) or True)
 
-    one.far_queue.set_word = slow
+    one.far_queue.set_signal = slow
     two.join(one.put(1, 0, one_row([1])))
     assert _finish(world, one, 0.2) >= 0.2
     delivers.append("again")
@@ -261,7 +263,7 @@ def test_a_rank_that_ends_waits_for_what_its_computation_still_tells():
     fabric = Fabric(world, 0, [1])
     stream, begin = late_stream(world, lambda: None)
     fabric.compute_on(stream)
-    fabric.taken(1)
+    fabric.consumed(1)
     assert _finish(world, fabric, 0.2) >= 0.2
     begin.append("now")
     assert _finish(world, fabric, PATIENCE_S) < PATIENCE_S
@@ -272,5 +274,5 @@ def _finish(world, fabric, patience_s):
     """Seconds that it takes."""
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        world.until(pool.submit(fabric._far_peers.finish, patience_s).done)
+        world.until(pool.submit(fabric._internode_peers.finish, patience_s).done)
     return time.monotonic() - began

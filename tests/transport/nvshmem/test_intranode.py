@@ -39,20 +39,20 @@ def test_a_peer_without_room_is_not_written_to_whichever_stream_comes_next(below
     """By engine, then by kernel, and the other way round: only the first one's stream waits for room."""
     world = World(RANKS, 1000, 0)
     fabrics = [Fabric(world, rank) for rank in range(RANKS)]
-    near = fabrics[0].near
-    near.ways = replace(near.ways, push_below_bytes=below[0], push_below_bytes_per_range=0)
-    fabrics[1].taken(3)
+    near = fabrics[0].intranode
+    near.policy = replace(near.policy, push_below_bytes=below[0], push_below_bytes_per_range=0)
+    fabrics[1].consumed(3)
     first = near.put(5, 3, one_row([1, 2]))
-    near.ways = replace(near.ways, push_below_bytes=below[1])
+    near.policy = replace(near.policy, push_below_bytes=below[1])
     second = near.put(6, 3, one_row([2]))
     assert first.reuses == second.reuses == 3
     world.some_work(300)
-    assert not fabrics[2].landing.any()
-    fabrics[2].taken(3)
+    assert not fabrics[2].receive_buffer.any()
+    fabrics[2].consumed(3)
     fabrics[2].arrived(6, [0])
     fabrics[1].arrived(5, [0])
     fabrics[0].join(second)
-    assert (fabrics[2].landing[:16].view(torch.float32) == 1).all()
+    assert (fabrics[2].receive_buffer[:16].view(torch.float32) == 1).all()
 
 
 def test_a_peer_that_gets_no_rows_is_signalled_all_the_same():
@@ -67,7 +67,7 @@ def test_rows_are_sent_once_they_are_made(below):
     """By engine and by kernel."""
     world = World(2, 1000, 0)
     one, two = (Fabric(world, rank) for rank in range(2))
-    one.near.ways = replace(one.near.ways, push_below_bytes=below, push_below_bytes_per_range=0)
+    one.intranode.policy = replace(one.intranode.policy, push_below_bytes=below, push_below_bytes_per_range=0)
     check_rows_are_made_first(world, one, two)
 
 
@@ -78,7 +78,7 @@ def test_sources_are_held_while_they_are_sent():
 
 def _kept_by_engine(fabric):
     """A part of four rows, all of which stay."""
-    fabric.near.ways = replace(fabric.near.ways, keep_from_bytes=0, keep_from_bytes_per_range=0)
+    fabric.intranode.policy = replace(fabric.intranode.policy, keep_from_bytes=0, keep_from_bytes_per_range=0)
     moves = ServerRoute.of(route(plan_at_home(lay_out([4], 1)[0]), 0), "cpu").q_to_server
     return Part(torch.ones(4, 4), torch.zeros(4, 4), moves)
 
@@ -104,7 +104,7 @@ def test_kept_rows_are_copied_behind_those_for_peers():
     one.keep([part], one.put(2, 1, one_row([1])))
     world.all_work()
     assert not part.destination.any()
-    two.taken(1)
+    two.consumed(1)
     world.all_work()
     assert part.destination.all()
 

@@ -1,11 +1,11 @@
-"""Places in landing memory: never two exchanges in one place at a time, the same on every rank, refusals."""
+"""Places in receive buffer: never two exchanges in one place at a time, the same on every rank, refusals."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.errors import TransportError
-from distca.transport.nvshmem.receive_ring import LandingRing
+from distca.transport.nvshmem.receive_ring import ReceiveRing
 
 GIB = 2**30
 
@@ -16,7 +16,7 @@ GIB = 2**30
     data=st.data(),
 )
 def test_a_place_is_given_again_only_after_it_was_emptied(capacity, sizes, data):
-    ring = LandingRing(capacity * 256, "THE SETTING")
+    ring = ReceiveRing(capacity * 256, "THE SETTING")
     lying, under_way, taken = {}, [], 0
     for number, parts in enumerate(sizes, 1):
         try:
@@ -35,19 +35,19 @@ def test_a_place_is_given_again_only_after_it_was_emptied(capacity, sizes, data)
         assert end <= capacity * 256
         overlapped = [n for n, (a, b) in lying.items() if a < end and landing.begin < b]
         assert landing.reuses >= max(overlapped, default=0)
-        assert landing.reuses <= taken, "it would wait for rows that this rank itself has yet to take out"
+        assert landing.reuses <= taken, "it would wait for rows that this rank itself has yet to consume"
         lying[number] = (landing.begin, end)
         under_way.append(number)
         while len(under_way) > 1 or (under_way and data.draw(st.booleans())):
             out = data.draw(st.sampled_from(under_way[:-1] or under_way))
             under_way.remove(out)
-            taken = ring.taken(out)
+            taken = ring.consumed(out)
             assert taken == min(under_way, default=number + 1) - 1
 
 
 @given(sizes=st.lists(st.integers(0, 3000), max_size=60), data=st.data())
 def test_ranks_that_take_out_at_other_times_refuse_the_same(sizes, data):
-    rings = [LandingRing(40 * 64, "THE SETTING") for _ in range(2)]
+    rings = [ReceiveRing(40 * 64, "THE SETTING") for _ in range(2)]
     late: list[list[int]] = [[], []]
     for size in sizes:
         reasons = [ring.why_not((size,)) for ring in rings]
@@ -59,11 +59,11 @@ def test_ranks_that_take_out_at_other_times_refuse_the_same(sizes, data):
         for ring, numbers in zip(rings, late, strict=True):
             numbers.append(places[0].number)
             while len(numbers) > 1 or (numbers and data.draw(st.booleans())):
-                ring.taken(numbers.pop(0))
+                ring.consumed(numbers.pop(0))
 
 
 def test_what_does_not_fit_names_the_setting_and_a_size_that_does():
-    ring = LandingRing(GIB, "THE_SETTING")
+    ring = ReceiveRing(GIB, "THE_SETTING")
     ring.place((GIB // 2,))
     with pytest.raises(TransportError) as error:
         ring.place((GIB * 3 // 4,))
@@ -71,11 +71,11 @@ def test_what_does_not_fit_names_the_setting_and_a_size_that_does():
     assert "an exchange of 0.75 GiB does not fit beside that before it of 0.5; set THE_SETTING to 2.75 or more" in str(
         error.value
     )
-    larger = LandingRing(GIB * 11 // 4, "THE_SETTING")
+    larger = ReceiveRing(GIB * 11 // 4, "THE_SETTING")
     larger.place((GIB // 2,))
     larger.place((GIB * 3 // 4,))
 
 
 def test_an_exchange_larger_than_the_memory_is_refused_though_nothing_is_under_way():
     with pytest.raises(TransportError, match="does not fit beside that before it of 0;"):
-        LandingRing(1024, "THE_SETTING").place((2000,))
+        ReceiveRing(1024, "THE_SETTING").place((2000,))

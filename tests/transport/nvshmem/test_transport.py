@@ -39,11 +39,11 @@ def _parts(moves, seed, rank):
     return tuple(parts)
 
 
-def _compare(capacity, seeds, spare=None):
+def _compare(capacity, seeds, fallback=None):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     fabric = HostFabric(capacity)
     collective = CollectiveTransport(dist.group.WORLD)
-    one_sided = OneSidedTransport(fabric, "host", None if spare is None else _Counted(collective, spare))
+    one_sided = OneSidedTransport(fabric, "host", None if fallback is None else _Counted(collective, fallback))
     pending, differing = [], 0
     for number, moves in enumerate(_exchanges(rank, ranks, seeds)):
         expected, parts = (_parts(moves, number, rank) for _ in range(2))
@@ -68,7 +68,7 @@ def test_the_same_rows_as_by_all_to_all(ranks):
 
 
 class _Counted:
-    """A spare transport that counts what it is given."""
+    """A fallback transport that counts what it is given."""
 
     name = "all-to-all"
 
@@ -80,17 +80,17 @@ class _Counted:
         return self._transport.launch(parts)
 
 
-def _compare_with_spare(capacity, seeds):
-    spared = []
-    return _compare(capacity, seeds, spared), spared
+def _compare_with_fallback(capacity, seeds):
+    fallback_exchanges = []
+    return _compare(capacity, seeds, fallback_exchanges), fallback_exchanges
 
 
-def test_what_the_memory_cannot_hold_goes_by_the_spare_transport_on_all_ranks_alike():
+def test_what_the_memory_cannot_hold_goes_by_the_fallback_transport_on_all_ranks_alike():
     # Room for the smaller exchanges only, and sometimes for one beside another.
-    ((wrong_0, spared_0), (wrong_1, spared_1)) = run_ranks(2, _compare_with_spare, 4000, 60)
+    ((wrong_0, by_fallback_0), (wrong_1, by_fallback_1)) = run_ranks(2, _compare_with_fallback, 4000, 60)
     assert wrong_0 == wrong_1 == 0
-    assert spared_0 == spared_1 and 20 < len(spared_0) < 115
-    assert len(run_ranks(2, _compare_with_spare, 1 << 20, 10)[0][1]) == 0
+    assert by_fallback_0 == by_fallback_1 and 20 < len(by_fallback_0) < 115
+    assert len(run_ranks(2, _compare_with_fallback, 1 << 20, 10)[0][1]) == 0
 
 
 def test_one_rank_alone():

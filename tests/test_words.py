@@ -1,0 +1,6 @@
+from distca.words import format_bytes
+
+
+def test_format_bytes() -> None:
+    texts = [format_bytes(count) for count in (0, 1023, 1536, 2**30, 5 * 2**40, 2**60)]
+    assert texts == ["0 B", "1,023 B", "1.5 KiB", "1.0 GiB", "5.0 TiB", "1,048,576.0 TiB"]
