@@ -1,4 +1,4 @@
-"""Write docs/settings.md and docs/environment.md from the code that they describe: ``python docs/write_settings.py``."""
+"""Write docs/settings.md and docs/environment.md from the code: ``python docs/write_settings.py``."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ TP_SIZE=2 STEPS=20 bash pretrain_llama.sh
 
 {markdown()}
 
-A variable that one of the scripts does not take, a misspelling (`TP`, `NUM_NODES`, an underscore more or less) and anything
-else that starts with `DISTCA_` or `EXPERIMENT_` is refused with what to do instead, not ignored.
+A variable that one of the scripts does not take, a misspelling (`TP`, `NUM_NODES`, an underscore more or less) and
+anything else that starts with `DISTCA_` or `EXPERIMENT_` is refused with what to do instead, not ignored.
 """
 
 
