@@ -1,5 +1,6 @@
 """The package: what a wheel holds, and that planning and ``import distca`` need numpy only."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -7,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import distca
+from distca.train.launch.installation import CPU_TORCH
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,12 +67,14 @@ def test_every_folder_of_modules_is_a_package() -> None:
             assert (module.parent / "__init__.py").exists(), f"{module.parent} needs an __init__.py"
 
 
-def test_pinned_versions_agree() -> None:
+def test_versions_that_are_named_twice_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert "megatron-core==0.16.1" in project["dependencies"]
-    # The launcher and CI install the same torch, one that the package accepts.
-    launcher = (ROOT / "pretrain_llama.sh").read_text()
-    (version,) = [line.split("=")[1].split()[0] for line in launcher.splitlines() if line.startswith("CPU_TORCH=")]
-    assert f"torch=={version}" in (ROOT / ".ci" / "run").read_text()
+    # CI tests the oldest Megatron-Core that the package accepts.
+    (megatron,) = [entry for entry in project["dependencies"] if entry.startswith("megatron-core")]
+    (oldest,) = re.findall(r"^oldest=(\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert megatron.startswith(f"megatron-core>={oldest},<")
+    # The launchers install a torch that the package accepts, the one that the guide names.
+    assert f"pip install {CPU_TORCH} " in (ROOT / "README.Installation.md").read_text()
+    version = CPU_TORCH.removeprefix("torch==")
     (lowest,) = [entry for entry in project["dependencies"] if entry.startswith("torch>=")]
     assert tuple(map(int, version.split("."))) >= tuple(map(int, lowest.removeprefix("torch>=").split(".")))

@@ -17,7 +17,7 @@ RUN_3D = ROOT / "benchmarks" / "example-3d-parallel" / "run3d.sh"
 RUN_4D = ROOT / "benchmarks" / "example-4d-parallel" / "run4d.sh"
 # It starts no ranks either; the real one takes over where a test sets REAL_PYTHON.
 STAND_IN = f"""
-if [[ -n $REAL_PYTHON ]]; then exec {shlex.quote(sys.executable)} "$@"; fi
+if [[ -n $REAL_PYTHON || "$*" == *benchmarks.throughput.launch* ]]; then exec {shlex.quote(sys.executable)} "$@"; fi
 if [[ $1 == - ]]; then exit 0; fi
 if [[ -n $STAYS && "$1 $2" == "-m torch.distributed.run" ]]; then
     trap 'echo told; echo told >> "$STAYS"; exit 1' TERM
@@ -46,7 +46,8 @@ def run(script, *arguments, **variables):
 
 def copied(script, folder):
     """The script in a copy of what it needs, so that its logs go there."""
-    for path in (ROOT / "launch_ranks.sh", ROOT / "benchmarks" / "launch.sh", script):
+    sources = [*(ROOT / "distca").rglob("*.py"), *(ROOT / "benchmarks" / "throughput").glob("*.py")]
+    for path in (*sources, ROOT / "benchmarks" / "__init__.py", ROOT / "scripts" / "python.sh", script):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)

@@ -1,0 +1,168 @@
+"""What the environment asks of a launcher: given variables, the settings that they set, and what is refused.
+
+It needs the standard library only, because mistakes are refused before anything is installed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
+
+from distca.errors import LaunchError
+from distca.train.config.variables import VARIABLES, Launcher, Values, Variable
+
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def read(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's variables that are given; an empty one is not.
+
+    Raises:
+        LaunchError: a variable that this launcher does not take, a misspelling of one, or a value that cannot be.
+    """
+    taken = {variable.name for variable in VARIABLES if variable.sets(launcher) is not None}
+    given = {name: value for name, value in environment.items() if value}
+    for name in given:
+        if name not in taken:
+            _refuse_unknown(name, given[name], launcher)
+    for name in taken & given.keys():
+        check_value(name, given[name], _BY_NAME[name].allowed(launcher))
+    return {variable.name: given[variable.name] for variable in VARIABLES if variable.name in given.keys() & taken}
+
+
+def check_value(name: str, value: str, values: Values) -> None:
+    """Refuse a value that a variable cannot have.
+
+    Raises:
+        LaunchError: it cannot.
+    """
+    if not re.fullmatch(values.pattern, value, re.DOTALL):
+        raise LaunchError(f"{name} is '{value}'; it must be {values.words}.")
+
+
+def refuse_twice(launcher: Launcher, values: Mapping[str, str], arguments: Iterable[str]) -> None:
+    """Refuse what a variable and an argument both set.
+
+    Args:
+        launcher: who reads the variables.
+        values: given variables, from :func:`read`.
+        arguments: the user's own.
+
+    Raises:
+        LaunchError: on the first such variable.
+    """
+    named = settings_among(arguments)
+    for name in values:
+        for setting in _BY_NAME[name].sets(launcher) or ():
+            option = f"--{setting.removeprefix('--')}"
+            if option in named:
+                raise LaunchError(
+                    f"{name} and {option} are both given, and say the same thing twice.", "keep one of them."
+                )
+
+
+def settings_among(arguments: Iterable[str]) -> set[str]:
+    """The options that a command line gives, with their dashes."""
+    return {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+
+
+def settings(launcher: Launcher, values: Mapping[str, str]) -> list[str]:
+    """The dotted settings that variables set, as arguments."""
+    words: list[str] = []
+    for name, value in values.items():
+        for setting in _BY_NAME[name].sets(launcher) or ():
+            if not setting.startswith("--"):
+                words += [f"--{setting}", _BY_NAME[name].written(value)]
+    return words
+
+
+def help_text(launcher: Launcher) -> str:
+    """The launcher's variables for a terminal, one a line."""
+    taken = [variable for variable in VARIABLES if variable.sets(launcher) is not None]
+    width = max(len(variable.name) for variable in taken) + 2
+    lines = [
+        f"  {variable.name:{width}}{variable.meaning} ({variable.allowed(launcher).words}; default: {variable.default})"
+        for variable in taken
+    ]
+    return "\n".join([f"environment variables of {launcher.value}:", *lines])
+
+
+def markdown() -> str:
+    """All variables as a table of docs/environment.md."""
+    lines = ["| variable | what it is | values | default | sets in training | sets in benchmarks |", "|---" * 6 + "|"]
+    for variable in VARIABLES:
+        benchmarks = _cell(variable.benchmarks) + (" (run4d.sh only)" if variable.stages else "")
+        several = ", several in benchmarks" if variable.listed else ""
+        cells = (f"`{variable.name}`", variable.meaning, variable.values.words + several, variable.default)
+        lines.append(f"| {' | '.join((*cells, _cell(variable.training), benchmarks))} |")
+    return "\n".join(lines)
+
+
+def _cell(sets: tuple[str, ...] | None) -> str:
+    if sets is None:
+        return "refused"
+    return ", ".join(f"`{setting}`" for setting in sets) or "the launcher itself"
+
+
+def _refuse_unknown(name: str, value: str, launcher: Launcher) -> None:
+    """Refuse a variable that somebody seems to have meant for a launcher; all others are none of ours."""
+    variable = _meant(name)
+    if variable is None:
+        if _bare(name) == "DP":
+            raise LaunchError(
+                f"There is no variable {name}: all ranks that other parallelism leaves are data parallel.",
+                f"unset {name}.",
+            )
+        if name.startswith("EXPERIMENT_"):
+            ours = " and ".join(known for known in _BY_NAME if known.startswith("EXPERIMENT_"))
+            raise LaunchError(f"There is no variable {name}.", f"unset it; {ours} exist in {Launcher.TRAINING.value}.")
+        if name.startswith("DISTCA_"):
+            raise LaunchError(f"There is no variable {name}; none of ours starts with DISTCA_.", f"unset {name}.")
+        return
+    if variable.sets(launcher) is not None:
+        raise LaunchError(
+            f"There is no variable {name}; did you mean {variable.name}?",
+            f"unset {name}, or rename it to {variable.name}.",
+        )
+    instead = variable.instead
+    if not instead:
+        (setting,) = variable.training or variable.benchmarks or ()
+        instead = f"append --{setting} {variable.written(value) if value in '01' else value}"
+    script = launcher.value.rpartition("/")[2]
+    raise LaunchError(
+        f"{name} is not a variable of {script}.", f"{instead.replace('{value}', value)}, or unset {name}."
+    )
+
+
+# Words around a name that change nothing: NUM_STEPS, TP_DEGREE, CONTEXT_LEN.
+_BEFORE = ("NUM", "MAX", "TRAIN", "ENABLE", "USE")
+_AFTER = ("SIZE", "DEGREE", "LEN", "LENGTH")
+# Short names are alike by chance (MODE, NODE), and a prefix makes a variable somebody else's (PET_MASTER_ADDR).
+_LONG_ENOUGH, _CLOSE = 8, 0.85
+
+
+def _meant(name: str) -> Variable | None:
+    """The variable that a name means: its own, another way to write it, or nearly it."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    squeezed = name.replace("_", "")
+    for variable in VARIABLES:
+        if squeezed in (known.replace("_", "") for known in (variable.name, *variable.also)):
+            return variable
+    for variable in VARIABLES:
+        known = variable.name.replace("_", "")
+        near = min(len(squeezed), len(known)) >= _LONG_ENOUGH and squeezed[0] == known[0]
+        if _bare(name) == _bare(variable.name) or (near and SequenceMatcher(None, squeezed, known).ratio() > _CLOSE):
+            return variable
+    return None
+
+
+def _bare(name: str) -> str:
+    """A name without underscores, plural and the words around it."""
+    words = name.split("_")
+    if len(words) > 1 and words[0] in _BEFORE:
+        words = words[1:]
+    if len(words) > 1 and words[-1] in _AFTER:
+        words = words[:-1]
+    return re.sub("E?S?$", "", "".join(words))

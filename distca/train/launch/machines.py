@@ -1,0 +1,161 @@
+"""Where ranks run: on this machine or several through torchrun, or on the nodes of a Slurm job through srun."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from distca.errors import LaunchError
+from distca.train.config.environment import check_value
+from distca.train.config.variables import COUNT, Launcher, Values
+from distca.train.launch.say import say
+from distca.words import count
+
+_CPU_RANKS = 4  # on a machine without GPUs
+# What Slurm says and is counted with.
+_COUNTED = {
+    "SLURM_STEP_NUM_TASKS": COUNT,
+    "SLURM_JOB_NUM_NODES": COUNT,
+    "SLURM_JOB_ID": Values("[1-9][0-9]{0,17}", "a whole number of at least 1 and at most 18 digits"),
+}
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The ranks to start.
+
+    Attributes:
+        starter: the program that starts them.
+        nodes: machines.
+        gpus: of each machine; 0 takes CPU ranks.
+        node: number of this machine; with Slurm 0.
+        first: address of the first machine; empty where there is only one.
+        port: on it; empty where the starter finds one.
+    """
+
+    starter: Literal["srun", "torchrun"]
+    nodes: int
+    gpus: int
+    node: int
+    first: str
+    port: str
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.gpus or _CPU_RANKS
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def check_divisible(self, sizes: Mapping[str, int]) -> None:
+        """Refuse ranks that cannot be divided by the product of ``sizes``, given by the variables' names.
+
+        Raises:
+            LaunchError: it does not divide them.
+        """
+        product = 1
+        for size in sizes.values():
+            product *= size
+        if self.world_size % product:
+            ranks = f"The {count(self.world_size, 'rank')} ({count(self.nodes, 'node')} × {self.ranks_per_node})"
+            raise LaunchError(
+                f"{ranks} cannot be divided by {' × '.join(sizes)} = {product}.",
+                f"change {', '.join(sizes)}, NNODES or GPUS_PER_NODE.",
+            )
+
+
+def find_machines(launcher: Launcher, values: Mapping[str, str], environment: Mapping[str, str]) -> Machines:
+    """The machines that variables and Slurm name.
+
+    Args:
+        launcher: who asks, for its messages.
+        values: the launcher's variables.
+        environment: all variables, with Slurm's.
+
+    Raises:
+        LaunchError: machines that contradict each other, or of which something is missing.
+    """
+    if environment.get("SLURM_JOB_ID"):
+        return _of_slurm(launcher.value, values, environment)
+    nodes, node, here = int(values.get("NNODES", 1)), int(values.get("NODE_RANK", 0)), gpus_here()
+    gpus = int(values.get("GPUS_PER_NODE", here))
+    if gpus > here:
+        raise LaunchError(
+            f"GPUS_PER_NODE is {gpus}, but this machine has {count(here, 'GPU')}.", "lower or unset GPUS_PER_NODE."
+        )
+    if nodes == 1:
+        return Machines("torchrun", 1, gpus, 0, "", "")
+    if not {"MASTER_ADDR", "NODE_RANK"} <= values.keys():
+        raise LaunchError(
+            f"NNODES is {nodes} outside Slurm, but MASTER_ADDR and NODE_RANK are not both set.",
+            "start the script on each machine, with the first one's address and the machine's own number in them.",
+        )
+    if node >= nodes:
+        raise LaunchError(f"NODE_RANK is {node}, but NNODES is {nodes}; numbers start at 0.")
+    return Machines("torchrun", nodes, gpus, node, values["MASTER_ADDR"], values.get("MASTER_PORT", "29500"))
+
+
+def _of_slurm(script: str, values: Mapping[str, str], environment: Mapping[str, str]) -> Machines:
+    for name, allowed in _COUNTED.items():
+        if environment.get(name):
+            check_value(name, environment[name], allowed)
+    start_it = f"use sbatch {script}, or bash {script} inside salloc"
+    tasks, names = int(environment.get("SLURM_STEP_NUM_TASKS") or 1), environment.get("SLURM_JOB_NODELIST")
+    if tasks > 1:
+        raise LaunchError(f"srun started this script {tasks} times, but it starts the ranks itself.", f"{start_it}.")
+    if not shutil.which("scontrol"):
+        raise LaunchError(
+            "This is a Slurm job, but Slurm's scontrol is not on PATH.",
+            "add the folder of Slurm's commands to PATH, or unset SLURM_JOB_ID to use this machine alone.",
+        )
+    if not names:
+        raise LaunchError(
+            "This is a Slurm job, but SLURM_JOB_NODELIST does not name its machines.",
+            f"{start_it}, or unset SLURM_JOB_ID to use this machine alone.",
+        )
+    nodes = int(environment.get("SLURM_JOB_NUM_NODES") or 1)
+    if int(values.get("NNODES", nodes)) != nodes:
+        raise LaunchError(
+            f"NNODES is {values['NNODES']}, but the Slurm job has {count(nodes, 'node')}.",
+            f"unset NNODES, or ask Slurm for --nodes={values['NNODES']}.",
+        )
+    gpus = int(values["GPUS_PER_NODE"]) if "GPUS_PER_NODE" in values else _gpus_of_job(environment)
+    shown = subprocess.run(["scontrol", "show", "hostnames", names], stdout=subprocess.PIPE, text=True)
+    if shown.returncode or not shown.stdout:
+        raise LaunchError("scontrol does not name the job's machines.")
+    port = values.get("MASTER_PORT", str(20_000 + int(environment["SLURM_JOB_ID"]) % 20_000))
+    return Machines("srun", nodes, gpus, 0, shown.stdout.splitlines()[0], port)
+
+
+def _gpus_of_job(environment: Mapping[str, str]) -> int:
+    """GPUs of a node. Inside salloc this may be a login node, so Slurm's own count, which may read h100:8, is first."""
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        said = environment.get(name)
+        if said:
+            if not re.fullmatch("0|[1-9][0-9]{0,8}", said.rpartition(":")[2]):
+                raise LaunchError(
+                    f"{name} is '{said}', which names no number of GPUs.",
+                    "set GPUS_PER_NODE to the GPUs of a machine, 0 for CPU ranks.",
+                )
+            return int(said.rpartition(":")[2])
+    here = gpus_here()
+    if not here:
+        say(
+            "Slurm names no GPUs for this job and this machine has none, so ranks run on CPUs; if the job's machines "
+            "have GPUs, set GPUS_PER_NODE."
+        )
+    return here
+
+
+def gpus_here() -> int:
+    """GPUs of this machine; 0 where there is no driver."""
+    try:
+        shown = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return 0
+    return sum(line.startswith("GPU ") for line in shown.stdout.splitlines())

@@ -1,0 +1,100 @@
+"""``pretrain_llama.sh``: its variables and arguments → ranks of pretrain_llama.py."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from distca.errors import LaunchError
+from distca.train.config import environment
+from distca.train.config.variables import Launcher
+from distca.train.launch import start
+from distca.train.launch.installation import ROOT, find_python, install
+from distca.train.launch.machines import Machines, find_machines
+from distca.train.launch.say import leave, report, say
+from distca.words import count
+
+
+def launch(arguments: list[str]) -> int:
+    """Check everything, install what is missing, train; the exit code."""
+    values = environment.read(Launcher.TRAINING, os.environ)
+    machines = find_machines(Launcher.TRAINING, values, os.environ)
+    machines.check_divisible({name: int(values.get(name, 1)) for name in ("TP_SIZE", "PP_SIZE")})
+    environment.refuse_twice(Launcher.TRAINING, values, arguments)
+    options = [*_configuration(values, machines.gpus, arguments), *environment.settings(Launcher.TRAINING, values)]
+    dry, script = values.get("DRY_RUN") == "1", str(ROOT / "pretrain_llama.py")
+    python = find_python()
+    if not python and dry:
+        venv = ROOT / ".venv"
+        say(f"DistCA's dependencies are missing; a run would install them into {venv} first, and check the settings.")
+    elif not python:
+        python = install(machines.gpus > 0)
+    profiler = _profiler(values, machines)
+    if python and not {"-h", "--help"}.isdisjoint(arguments):
+        sys.stdout.write(environment.help_text(Launcher.TRAINING) + "\n\n")
+        sys.stdout.flush()
+        return subprocess.call([python, script, "--help"])
+    if python:
+        # Once and here, so that a mistake is one sentence and not a failure report of every rank.
+        code = subprocess.call([python, script, "--check", str(machines.world_size), *options, *arguments])
+        if code:
+            return code
+    words = start.command(machines, python or "python", [script, *options, *arguments], os.environ, profiler=profiler)
+    if dry:
+        sys.stdout.write(shlex.join(words) + "\n")
+        return 0
+    if profiler:
+        Path("runs/nsys").mkdir(parents=True, exist_ok=True)
+    return _run(words, values, machines)
+
+
+def _configuration(values: Mapping[str, str], gpus: int, arguments: list[str]) -> list[str]:
+    if {"MODEL", "CONFIG"} <= values.keys():
+        raise LaunchError("MODEL and CONFIG are both set, and each names a configuration.", "keep one of them.")
+    if "--config" in environment.settings_among(arguments):
+        return []
+    path = values.get("CONFIG") or str(ROOT / configuration(values.get("MODEL") or ("8b-cut" if gpus else "tiny")))
+    if not Path(path).is_file():
+        raise LaunchError(f"There is no configuration file {path}.", f"look into {ROOT / 'configs'}.")
+    return ["--config", path]
+
+
+def configuration(model: str) -> str:
+    """The configuration of a MODEL, from the project's folder."""
+    return "configs/tiny.yaml" if model == "tiny" else f"configs/llama-{model}.yaml"
+
+
+def _profiler(values: Mapping[str, str], machines: Machines) -> list[str]:
+    if values.get("ENABLE_NSYS") != "1":
+        return []
+    if not shutil.which("nsys"):
+        raise LaunchError("ENABLE_NSYS is 1, but nsys is not on PATH.", "install Nsight Systems, or unset ENABLE_NSYS.")
+    part = "rank%q{SLURM_PROCID}" if machines.starter == "srun" else f"node{machines.node}"
+    report_file = f"runs/nsys/{values.get('NAME', 'distca')}-{part}"
+    return ["nsys", "profile", "--trace=cuda,nvtx,osrt", "--force-overwrite=true", f"--output={report_file}"]
+
+
+def _run(words: list[str], values: Mapping[str, str], machines: Machines) -> int:
+    ranks = count(machines.world_size, f"{'GPU' if machines.gpus else 'CPU'} rank")
+    given = " ".join(f"{name}={value}" for name, value in values.items())
+    said = f"Starting {ranks} on {count(machines.nodes, 'node')} through {machines.starter}."
+    say(f"{said} From the environment: {given}." if given else said)
+    run = start.Ranks(words).run()
+    # The starter's report of a failure is long, and what to do about it should come last.
+    if run.status not in (0, 2):
+        report(
+            f"The run was stopped by {run.stopped_by.name}."
+            if run.stopped_by
+            else f"The run ended early, with exit code {run.status}; the log above names the rank and the step.",
+            "RESUME=latest goes on from the last checkpoint, if one was saved (checkpoint.save_every).",
+        )
+    return run.status
+
+
+if __name__ == "__main__":
+    leave(lambda: launch(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""Write docs/settings.md and docs/environment.md from the code: ``python docs/write_settings.py``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from distca.train.config.environment import markdown
+from distca.train.config.schema import RunConfig
+from distca.words import takes
+
+DOCS = Path(__file__).parent
+_WRITTEN = "<!-- Written by docs/write_settings.py from {}; change it there. -->"
+
+
+def settings_page() -> str:
+    """Every dotted setting with its type, default and meaning: one section a group."""
+    return "\n".join(
+        [
+            "# Settings",
+            "",
+            _WRITTEN.format("distca/train/config/schema.py"),
+            "",
+            "A run is one YAML file and dotted settings, which win over the file:",
+            "",
+            "```bash",
+            "bash pretrain_llama.sh --config configs/tiny.yaml --train.steps 20 --optimizer.warmup_steps 5",
+            "```",
+            "",
+            "In YAML `train.steps` is `steps` below `train`. A setting that does not exist, or values that cannot work "
+            "together,",
+            "stop the run before it starts, with a sentence that says what to change. The usual settings can also be",
+            "[environment variables](environment.md).",
+            *_section(RunConfig, "", "The run"),
+            "",
+        ]
+    )
+
+
+def environment_page() -> str:
+    """Every environment variable of the launchers."""
+    return f"""# Environment variables
+
+{_WRITTEN.format("distca/train/config/variables.py")}
+
+`pretrain_llama.sh` (training) and the benchmarks `run3d.sh` and `run4d.sh` read these. An empty variable counts as not
+given; of a variable and its [setting](settings.md) only one may be given.
+
+```bash
+TP_SIZE=2 STEPS=20 bash pretrain_llama.sh
+```
+
+{markdown()}
+
+A variable that one of the scripts does not take, a misspelling (`TP`, `NUM_NODES`, an underscore more or less) and
+anything else that starts with `DISTCA_` or `EXPERIMENT_` is refused with what to do instead, not ignored.
+"""
+
+
+def _section(kind: Any, prefix: str, title: str) -> list[str]:
+    """A group's own settings, and below them the groups in it."""
+    hints, meanings = get_type_hints(kind), _meanings(kind)
+    lines = ["", f"## {title}", "", _sentence(inspect.getdoc(kind) or ""), ""]
+    lines += ["| setting | takes | default | meaning |", "|---|---|---|---|"]
+    groups = []
+    for item in fields(kind):
+        hint = hints[item.name]
+        if is_dataclass(hint):
+            groups += _section(hint, f"{prefix}{item.name}.", f"`{prefix}{item.name}`")
+        else:
+            cells = (f"`{prefix}{item.name}`", takes(hint), f"`{_yaml(item.default)}`", meanings[item.name])
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines + groups
+
+
+def _sentence(docstring: str) -> str:
+    return " ".join(docstring.partition("Attributes:")[0].split())
+
+
+def _meanings(kind: Any) -> dict[str, str]:
+    """Descriptions of a dataclass's fields, from the Attributes of its docstring."""
+    listed = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", listed, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _yaml(value: object) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+PAGES = {"settings.md": settings_page, "environment.md": environment_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Run the tests; what follows goes to pytest: bash tests/run.sh tests/plan -k routes
+# What is missing is installed into .venv beside the project's folders first, with what development needs.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+# shellcheck source=scripts/python.sh
+source scripts/python.sh
+python=$(run_module distca.train.launch.installation dev)
+# The tests start processes of their own; more threads than cores only get in each other's way.
+OMP_NUM_THREADS=1 exec "$python" -m pytest "$@"
