@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from distca.runtime import AttentionPool, LayerRoutes, NanoRoutes
 from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
 from megatron_patches.stage_transfers import Neighbours, StageTransfer
 from megatron_patches.training_step import DeviceBatch, finalize_gradients, loss_and_tokens
+
+# Earlier versions of megatron ask for the type of the model.
+_MODEL_TYPE = (ModelType.encoder_or_decoder,) if "model_type" in signature(backward_step).parameters else ()
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class _Stage:
             self._inputs.pop(micro_batch),
             self._outputs.pop(micro_batch),
             gradient,
-            ModelType.encoder_or_decoder,
+            *_MODEL_TYPE,
             self._config,
         )
         self._pool.timeline.close()
