@@ -184,7 +184,7 @@ def build_model(
 
 
 def _is_no_deprecation(record: logging.LogRecord) -> bool:
-    """Newer versions of megatron say of every GPTModel that HybridModel follows it; no user can do anything about it."""
+    """Newer versions of megatron say of every GPTModel that HybridModel follows it, which no user can change."""
     return "DEPRECATED" not in record.getMessage()
 
 

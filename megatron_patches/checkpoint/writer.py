@@ -20,8 +20,11 @@ from torch.distributed import checkpoint
 
 
 class TorchWriter:
-    """megatron's ``torch_dist`` format, version 1. To be wrapped in a ``FullyParallelSaveStrategyWrapper``: in place of a
-    strategy of any other class newer versions of megatron silently take their own."""
+    """megatron's ``torch_dist`` format, version 1.
+
+    To be wrapped in a ``FullyParallelSaveStrategyWrapper``: in place of a strategy of any other class newer versions of
+    megatron silently take their own.
+    """
 
     backend, version = "torch_dist", 1
     can_handle_sharded_objects = True

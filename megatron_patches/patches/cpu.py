@@ -6,10 +6,7 @@ although nothing in a dense GPT needs it. Here those questions get CPU answers. 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,7 +42,6 @@ def use_cpu() -> None:
     """Make megatron-core run on CPUs in this process, from now on; harmless to call again."""
     if _entered:
         return
-    _do_without_triton()
     from megatron.core.tensor_parallel import random as megatron_random
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
@@ -62,15 +58,3 @@ def use_cpu() -> None:
     mode = _CudaMeansCpu()
     mode.__enter__()
     _entered.append(mode)
-
-
-def _do_without_triton() -> None:
-    """Let megatron-core be imported where Triton is missing, as it is beside torch for CPUs.
-
-    Newer versions import these kernels, of mixtures of experts on GPUs, with every model. Kernels that are None stand in
-    for them; a module named triton must not, because torch would take it for the real one.
-    """
-    if find_spec("triton") is None:
-        kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")
-        kernels.GLOBAL_BLOCK_SIZE = kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
-        sys.modules.setdefault(kernels.__name__, kernels)
