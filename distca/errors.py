@@ -45,7 +45,7 @@ class SupportError(DistcaError):
 class VersionError(DistcaError):
     """A package that is needed is missing, or of a version that is not supported."""
 
-    next_step = "install a supported version of what is named into the environment that this runs in."
+    next_step = "install such a version into the environment that this runs in."
 
 
 class ConfigError(DistcaError):

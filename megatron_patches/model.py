@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Literal, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.fused_loss import fuse_loss
 from megatron_patches.patches.fused_rope import fuse_rotation
 from megatron_patches.patches.fused_swiglu import fuse_swiglu
+from megatron_patches.patches.log_lines import drop_log_lines
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.patches.rms_norm import RMSNorm
 from megatron_patches.patches.wgrad_accumulation import accumulate_weight_gradients_in_products
@@ -153,7 +153,7 @@ def build_model(
         spec = _block_spec(spec, config, attention)
     if attention == "packed":
         fuse_rotation(config)
-    logging.getLogger(GPTModel.__module__).addFilter(_is_no_deprecation)
+    drop_log_lines()
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -181,11 +181,6 @@ def build_model(
             if isinstance(module, PackedAttention):
                 module.kernel, module.timeline = kernel, timeline
     return model
-
-
-def _is_no_deprecation(record: logging.LogRecord) -> bool:
-    """Newer versions of megatron say of every GPTModel that HybridModel follows it, which no user can change."""
-    return "DEPRECATED" not in record.getMessage()
 
 
 def _block_spec(layer: ModuleSpec, config: TransformerConfig, attention: Attention) -> TransformerBlockSubmodules:
