@@ -42,6 +42,12 @@ class SupportError(DistcaError):
     next_step = "change the field that is named, or train this model without core attention disaggregation."
 
 
+class VersionError(DistcaError):
+    """A package that is needed is missing, or of a version that is not supported."""
+
+    next_step = "install such a version into the environment that this runs in."
+
+
 class ConfigError(DistcaError):
     """A setting that no run can be started with."""
 

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Literal
 
@@ -41,6 +40,7 @@ from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.fused_rope import fuse_rotation
 from megatron_patches.patches.fused_swiglu import fuse_swiglu
 from megatron_patches.patches.gpt_forward import patch_forward
+from megatron_patches.patches.log_lines import drop_log_lines
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.patches.wgrad_accumulation import accumulate_weight_gradients_in_products
 from megatron_patches.pipeline_schedule import run_ticks
@@ -48,8 +48,7 @@ from megatron_patches.plan_options import Level, attention_shape, plan_options
 from megatron_patches.spec import block_spec
 from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
 from megatron_patches.training_step import ForwardStep, run_schedule, wrap_for_data_parallel
-
-logger = logging.getLogger(__name__)
+from megatron_patches.versions import check_version
 
 _BUFFERED = {"keep": 4.5, "resend": 5.0}
 """NVSHMEM's memory in q, k and v rows of a rank's tokens. Two exchanges are under way at a time, each of up to the rows
@@ -109,6 +108,8 @@ class CAD:
         nvshmem_buffer_gb: float = 0.0,
         recompute: Literal["none", "all"] = "none",
     ) -> None:
+        check_version()
+        drop_log_lines()
         _check_groups()
         support.check_config(config)
         if recompute == "all" and not disaggregate:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
 from megatron_patches.stage_transfers import Neighbours, StageTransfer
 from megatron_patches.step import Batch
 from megatron_patches.training_step import ForwardStep
+
+# Earlier versions of Megatron ask for the type of the model.
+_MODEL_TYPE = (ModelType.encoder_or_decoder,) if "model_type" in signature(backward_step).parameters else ()
 
 
 def run_ticks(
@@ -187,7 +191,7 @@ class _Stage:
             self._inputs.pop(micro_batch),
             self._outputs.pop(micro_batch),
             gradient,
-            ModelType.encoder_or_decoder,
+            *_MODEL_TYPE,
             self._config,
         )
         self._pool.timeline.close()

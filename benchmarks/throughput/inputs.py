@@ -7,14 +7,14 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from distca.train.data.pipeline_inputs import with_equal_rows
+from distca.train.data.prefetch import Ahead, StepInputs, make_step_inputs, on_device
 
 from benchmarks.baselines import CpGroups, Mode, Work, groups_of, prepare
 from benchmarks.throughput.batches import Batches, Replay
 from distca.data.batch import rank_batch
 from distca.device.host_to_device import Upload, uploading
 from distca.plan import AttentionShape
-from distca.train.data.pipeline_inputs import with_equal_rows
-from distca.train.data.prefetch import Ahead, StepInputs, make_step_inputs, on_device
 from distca.train.run.builder import Trainer
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from distca.train.data.prefetch import Ahead, StepInputs
 
 from benchmarks.baselines import CpGroups, Mode, Work
 from benchmarks.throughput.batches import Batches
@@ -20,7 +21,6 @@ from benchmarks.throughput.gpu_state import GpuState
 from benchmarks.throughput.inputs import inputs_ahead
 from benchmarks.throughput.settings import Cell, Settings
 from distca.train.config.schema import RunConfig
-from distca.train.data.prefetch import Ahead, StepInputs
 from distca.train.run.builder import Trainer, build_trainer
 from distca.train.run.gc_control import SteadyGarbage
 from megatron_patches.world import World

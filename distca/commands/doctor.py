@@ -10,11 +10,11 @@ from rich.table import Table
 
 import distca
 from distca.commands.options import check_least
+from megatron_patches import versions
 
 # Distribution names under which each package may be installed.
 _PACKAGES = {
     "numpy": ("numpy",),
-    "megatron-core": ("megatron-core",),
     "flash-attn-4": ("flash-attn-4",),
     "transformer-engine": ("transformer-engine",),
 }
@@ -38,7 +38,11 @@ def doctor(head_dim: int = 128) -> None:
 
 
 def _versions() -> list[tuple[str, str]]:
-    rows = [("distca", distca.__version__), ("Python", platform.python_version())]
+    rows = [
+        ("distca", distca.__version__),
+        ("Python", platform.python_version()),
+        ("megatron-core", versions.why_not_supported() or str(versions.installed_version())),
+    ]
     return rows + [(name, _version(names)) for name, names in _PACKAGES.items()]
 
 

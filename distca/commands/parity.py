@@ -31,7 +31,9 @@ def parity(output: str | None = None, max_ranks: int = 4) -> None:
 
     from distca.log import console
     from distca.testing.ranks import run_ranks
+    from megatron_patches.versions import check_version
 
+    check_version()
     gpus = torch.cuda.device_count()
     most = min(max_ranks, gpus) if gpus else max_ranks
     worlds = [(ranks, tp) for ranks, tp in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)) if ranks <= most]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 
-from distca.data.sources.indexed import megatron_module, sidecar, without_suffix
+from distca.data.sources.index_file import Index
+from distca.data.sources.indexed import sidecar, without_suffix
 from distca.data.sources.source import DocumentSource
 from distca.data.tokenizer import Tokenizer
 from distca.errors import DataError, system_words
@@ -60,15 +59,14 @@ def convert(
         advanced: called with the number of bytes done since the last call.
 
     Raises:
-        DataError: if an output file exists or cannot be written, a document cannot be read or tokenized, no token comes
-            out, or megatron-core is missing.
+        DataError: if an output file exists or cannot be written, a document cannot be read or tokenized, or no token
+            comes out.
     """
     prefix = check_output(output)
-    module = megatron_module("Writing")
     try:
         with _folder_beside(prefix) as folder:
             partial = str(Path(folder, Path(prefix).name))
-            done = _write(module, source, tokenizer, tokenizer_name, partial, advanced)
+            done = _write(source, tokenizer, tokenizer_name, partial, advanced)
             _refuse_existing(prefix)
             for made, file in zip(_files(partial), _files(prefix), strict=True):
                 made.rename(file)
@@ -121,35 +119,31 @@ def _unwritable(prefix: str, error: OSError) -> DataError:
 
 
 def _write(
-    module: Any,
     source: DocumentSource,
     tokenizer: Tokenizer,
     tokenizer_name: str,
     prefix: str,
     advanced: Callable[[int], None],
 ) -> Converted:
-    """Write the three files at ``prefix`` with megatron-core's ``module``; OSError where that fails."""
-    import torch
-
-    builder = module.IndexedDatasetBuilder(f"{prefix}.bin", dtype=_dtype(tokenizer.vocabulary))
-    documents = tokens = empty = 0
-    with closing(builder.data_file):
+    """Write the three files at ``prefix``; OSError where that fails."""
+    dtype = _dtype(tokenizer.vocabulary)
+    lengths: list[int] = []
+    empty = 0
+    with Path(f"{prefix}.bin").open("wb") as file:
         for first, batch in _batches(source):
             for ids in _encode(tokenizer, source, first, batch):
                 if len(ids):
-                    builder.add_item(torch.from_numpy(ids))
-                    builder.end_document()
-                    documents += 1
-                    tokens += len(ids)
+                    file.write(ids.astype(dtype).tobytes())
+                    lengths.append(len(ids))
                 else:
                     empty += 1
             advanced(sum(map(len, batch)))
-    if documents == 0:
+    if not lengths:
         raise DataError(
             f"The tokenizer {tokenizer_name} turned all {empty} documents into no token; nothing was written."
         )
-    builder.finalize(f"{prefix}.idx")
-    done = Converted(tokenizer_name, tokenizer.vocabulary, documents, tokens, empty)
+    Index.of_documents(lengths, dtype).write(Path(f"{prefix}.idx"))
+    done = Converted(tokenizer_name, tokenizer.vocabulary, len(lengths), sum(lengths), empty)
     sidecar(prefix).write_text(json.dumps(asdict(done), indent=2) + "\n", encoding="utf-8")
     return done
 

@@ -6,6 +6,7 @@ parallel, pipeline and data-parallel ranks that can hold the model.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 
+from distca.errors import VersionError
 from megatron_patches.checkpoint.optimizer_state import keep_parts
 from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
+from megatron_patches.versions import installed_version
 
 
 def save_checkpoint(
@@ -39,7 +42,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:
-    """Restore what :func:`save_checkpoint` wrote; returns its ``extra``."""
+    """Restore what :func:`save_checkpoint` wrote; returns its ``extra``.
+
+    Raises:
+        VersionError: it was written with a newer megatron-core, of a format that this one does not know.
+    """
+    _check_readable(path)
     _allocate_state(optimizer.optimizer)
     with torch.no_grad():  # megatron copies into float32 weights themselves
         state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
@@ -50,6 +58,17 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
     return extra
+
+
+def _check_readable(path: Path) -> None:
+    """Newer versions of megatron write what all ranks have alike among the tensors, without the file that older ones,
+    which have a module more, look for; the newer ones read both."""
+    older = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
+    if older and not (path / "common.pt").exists():
+        raise VersionError(
+            f"{path} was saved with a newer megatron-core than {installed_version()}, which cannot read it; go on with "
+            "that one."
+        )
 
 
 def _keep_own_groups(loaded: dict[str, Any], own: dict[str, Any]) -> None:

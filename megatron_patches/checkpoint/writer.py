@@ -1,6 +1,6 @@
 """Writes the tensors of a checkpoint with torch's own writer, in the format that megatron's loader reads.
 
-megatron's writer (0.16.1) starts a process that imports the training script again, copies all tensors into pinned
+megatron's writer starts a process that imports the training script again, copies all tensors into pinned
 memory at once, and writes them in forked processes. A process that uses a GPU should not be forked, and where such a
 child dies the training waits for it for ever. Here nothing is forked: this process copies one tensor after the other
 and writes it.
@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -20,16 +19,16 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint
 
 
-class TorchWriter(SaveShardedStrategy):
-    """megatron's ``torch_dist`` format, version 1."""
+class TorchWriter:
+    """megatron's ``torch_dist`` format, version 1.
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
+    To be wrapped in a ``FullyParallelSaveStrategyWrapper``: in place of a strategy of any other class newer versions of
+    megatron silently take their own.
+    """
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """They are written beside the tensors."""
-        return True
+    backend, version = "torch_dist", 1
+    can_handle_sharded_objects = True
+    """Earlier versions of megatron ask for it; objects are written beside the tensors."""
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Write this rank's tensors and objects; every rank calls it, and all are written when it returns.

@@ -10,8 +10,6 @@ from distca.data.convert import check_output, convert
 from distca.data.tokenizer import ByteTokenizer
 from distca.errors import DataError
 
-pytest.importorskip("megatron.core.datasets.indexed_dataset")
-
 
 class Words:
     """A tokenizer that drops documents without words: every word's id is its length."""
@@ -49,6 +47,15 @@ def test_what_is_written_reads_back(tmp_path, folder):
         "tokens": 24,
         "empty": 0,
     }
+
+
+@pytest.mark.parametrize("vocabulary", [256, 257, 65537])
+def test_megatron_reads_what_is_written(tmp_path, folder, vocabulary):
+    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    convert(open_source("text", folder), Words(vocabulary), "words", str(tmp_path / "out"))
+    dataset = megatron.IndexedDataset(str(tmp_path / "out"))
+    assert [ids.tolist() for ids in dataset] == [[3, 5], [1, 2, 3, 4]]
+    assert dataset.document_indices.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("vocabulary", "bytes_per_token"), [(256, 1), (257, 2), (65536, 2), (65537, 4)])

@@ -39,8 +39,8 @@ def _mlps(tp):
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.mlp import MLP
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
     from megatron_patches.groups import initialize_model_parallel
     from megatron_patches.model import transformer_config
@@ -49,7 +49,7 @@ def _mlps(tp):
 
     initialize_model_parallel(tp, 1, 1)
     config = transformer_config(ParityShape(), torch.float64, cpu_initialization=True)
-    submodules = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.mlp.submodules
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     results = []
     for fused in (False, True):
         torch.manual_seed(2)

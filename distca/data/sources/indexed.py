@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
-import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from distca.data.sources.index_file import Index, read_index
 from distca.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_INTEGER_CODES = (1, 2, 3, 4, 5, 8)  # 6 and 7 are floating-point types
-
 
 class Indexed:
-    """A .bin/.idx pair, read through megatron-core's IndexedDataset with memory-mapped files.
+    """A .bin/.idx pair, read from memory-mapped files.
 
     Attributes:
         lengths: [D] int64 tokens per document. Empty documents are left out and counted in a log line.
@@ -37,10 +31,11 @@ class Indexed:
         self._prefix = without_suffix(prefix)
         _check_files(self._prefix)
         self.vocabulary = _vocabulary(self._prefix, vocabulary)
-        self._dataset = _open(self._prefix)
-        ends = np.cumsum(self._dataset.sequence_lengths, dtype=np.int64)
+        self._index = read_index(Path(f"{self._prefix}.idx"))
+        self._tokens = _open_tokens(self._prefix, self._index)
+        ends = np.cumsum(self._index.lengths, dtype=np.int64)
         self._sequence_start = np.concatenate(([0], ends))
-        borders = self._sequence_start[self._dataset.document_indices]
+        borders = self._sequence_start[self._index.borders]
         lengths = np.diff(borders)
         kept = np.flatnonzero(lengths > 0)
         if len(kept) == 0:
@@ -65,8 +60,7 @@ class Indexed:
             low = max(begin, self._sequence_start[sequence])
             high = min(end, self._sequence_start[sequence + 1])
             if high > low:
-                offset = int(low - self._sequence_start[sequence])
-                parts.append(self._dataset.get(sequence, offset, int(high - low)).astype(np.int64))
+                parts.append(self._part(sequence, int(low - self._sequence_start[sequence]), int(high - low)))
         tokens = np.concatenate(parts)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             outside = tokens.max() if tokens.min() >= 0 else tokens.min()
@@ -75,6 +69,11 @@ class Indexed:
                 f"{self.vocabulary} ids; set data.vocabulary to that of the tokenizer the file was made with."
             )
         return tokens
+
+    def _part(self, sequence: int, start: int, count: int) -> np.ndarray:
+        """[count] int64 tokens of one sequence."""
+        offset = int(self._index.offsets[sequence]) + start * self._index.dtype.itemsize
+        return np.frombuffer(self._tokens, self._index.dtype, count, offset).astype(np.int64)
 
     def where(self, document: int) -> str:
         """The .bin file and the number of one document among those that hold tokens."""
@@ -99,26 +98,16 @@ def _check_files(prefix: str) -> None:
     if len(present) == 1:
         missing = tokens if present == [index] else index
         raise DataError(f"{present[0]} exists but {missing} does not; both are needed, so copy or convert again.")
-    _check_sizes(index, tokens)
 
 
-def _check_sizes(index: Path, tokens: Path) -> None:
-    """Compare the counts in the index header with the file sizes, before anything is memory-mapped."""
-    with index.open("rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise DataError(f"{index} is not an index of Megatron's .bin/.idx format.")
-    _, version, code, sequences, borders = _HEADER.unpack(header)
-    if version != 1:
-        raise DataError(f"{index} has format version {version}; only version 1 can be read.")
-    if code not in _INTEGER_CODES:
-        raise DataError(f"{index} names number type {code}, which is no integer type, so {tokens} holds no token ids.")
-    if index.stat().st_size < _HEADER.size + 12 * sequences + 8 * borders:
-        raise DataError(
-            f"{index} is cut off: it announces {sequences} sequences but ends before; copy or convert again."
-        )
-    if sequences == 0 or tokens.stat().st_size == 0:
+def _open_tokens(prefix: str, index: Index) -> np.memmap:
+    tokens = Path(f"{prefix}.bin")
+    present = tokens.stat().st_size
+    if len(index.lengths) == 0 or present == 0:  # which cannot be mapped
         raise DataError(f"{tokens} holds no document with tokens.")
+    if present < index.bytes:
+        raise DataError(f"{tokens} is cut off: {present:,} bytes instead of {index.bytes:,}; copy or convert again.")
+    return np.memmap(tokens, np.uint8, mode="r")
 
 
 def _vocabulary(prefix: str, given: int | None) -> int:
@@ -143,35 +132,3 @@ def _vocabulary(prefix: str, given: int | None) -> int:
     vocabulary = given if given is not None else recorded
     assert vocabulary is not None
     return vocabulary
-
-
-def megatron_module(doing: str) -> Any:
-    """megatron-core's module of indexed datasets; ``doing`` it is why the module is wanted.
-
-    Raises:
-        DataError: where it cannot be imported.
-    """
-    try:
-        with warnings.catch_warnings():
-            # megatron-core says once per module that Transformer Engine and Apex are missing; data needs neither.
-            warnings.simplefilter("ignore")
-            from megatron.core.datasets import indexed_dataset
-    except ImportError as error:
-        raise DataError(f"{doing} .bin/.idx files needs megatron-core, which did not import ({error}).") from error
-    return indexed_dataset
-
-
-def _open(prefix: str) -> Any:
-    module = megatron_module("Reading")
-    try:
-        dataset = module.IndexedDataset(prefix)
-    except (AssertionError, ValueError) as error:
-        raise DataError(f"{prefix}.idx cannot be read: {str(error) or 'its counts contradict each other'}.") from error
-    index = dataset.index
-    needed = int((index.sequence_pointers + index.sequence_lengths.astype(np.int64) * index.dtype_size).max())
-    present = Path(f"{prefix}.bin").stat().st_size
-    if np.diff(index.document_indices).min(initial=0) < 0 or index.document_indices.min(initial=0) < 0:
-        raise DataError(f"{prefix}.idx cannot be read: its documents are not in order.")
-    if present < needed:
-        raise DataError(f"{prefix}.bin is cut off: {present:,} bytes instead of {needed:,}; copy or convert again.")
-    return dataset

@@ -28,6 +28,9 @@ _REPEATED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     ("`torch.distributed", FutureWarning),
     ("`load_state_dict` is deprecated", FutureWarning),
     ("Please use DTensor instead", FutureWarning),
+    # What all ranks have alike of a checkpoint, newer versions of megatron-core read on each rank by itself.
+    ("torch.distributed is disabled, unavailable or uninitialized", UserWarning),
+    ("The argument order of load has been changed", UserWarning),
     # One hardware queue would start kernels in the order of their calls, so that megatron-core's tensor-parallel
     # collectives in backward begin before the matrix product they should hide behind. It would also put the streams of
     # attention's transfers, the server and the other half into that one queue, where each waits for the others.

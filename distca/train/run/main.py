@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from distca.data.corpus import Corpus
-from distca.errors import ConfigError, DataError, PlanError
+from distca.errors import ConfigError, DataError, DistcaError, PlanError, VersionError
 from distca.log import die, setup_logging
 from distca.train.config.cli import files_first, parse_run_config
 from distca.train.config.schema import RunConfig
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
             _check(parse_run_config(files_first(arguments[2:])), int(arguments[1]))
         else:
             _run(parse_run_config(files_first(arguments)))
-    except (ConfigError, DataError, PlanError) as error:
+    except DistcaError as error:
         die(error)
 
 
@@ -54,7 +54,9 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
     """Everything that can be refused without torch, process groups or tokens."""
     from distca.train.checkpoint.checkpoints import check_fits
     from distca.train.data.corpus import open_corpus, open_sampler
+    from megatron_patches.versions import check_version
 
+    check_version()
     validate(config, world_size)
     corpus = open_corpus(config)
     if len(corpus.train) and corpus.train.lengths.max() < 2:
@@ -98,7 +100,7 @@ def _run(config: RunConfig) -> None:
         die(error)
     except DataError as error:
         die(error, everywhere=True)  # in a document that only this rank reads
-    except (ConfigError, PlanError):
+    except (ConfigError, PlanError, VersionError):
         raise
     except Exception:
         companions.explain_failure()
@@ -115,6 +117,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         DataError: in a document, on the rank that reads it.
         KernelError, TransportError: what the settings ask for cannot run here.
         CheckpointError: a checkpoint cannot be written.
+        VersionError: a newer megatron-core saved the checkpoint to resume; alike on all ranks.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in _run

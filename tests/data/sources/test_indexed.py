@@ -106,6 +106,7 @@ def test_damaged_files_are_sentences(tmp_path):
     borders = struct.pack("<4q", 0, 2, 2, 1)  # the last one must be the number of sequences
     refused(good[:-32] + borders, "cannot be read: its counts contradict each other")
     refused(good[:-32] + struct.pack("<4q", 0, 2, 1, 3), "its documents are not in order")
+    refused(good[:34] + struct.pack("<i", -3) + good[38:], "it holds negative lengths or offsets")
     index.write_bytes(good)
     tokens.write_bytes(tokens.read_bytes()[:-4])
     with pytest.raises(DataError, match=r"d\.bin is cut off: 32 bytes instead of 36"):

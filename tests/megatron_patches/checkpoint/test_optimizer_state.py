@@ -48,15 +48,16 @@ def _optimizer_states(optimizer: Any) -> list[torch.Tensor]:
 
 def _save_and_load(line: list[str], folder: Path) -> None:
     """Save as megatron does and as we do, then load both."""
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     from megatron_patches.checkpoint import save_load as subject
-    from megatron_patches.patches.cpu import use_cpu
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the state was gathered")
 
-    use_cpu()
     run = StepByStep(parse_run_config(line))
     run.run(run.inputs())
     trainer = run.trainer

@@ -13,10 +13,12 @@ class _Knot:
 
 
 def test_collects_only_when_asked():
+    gc.collect()
+    immortal = gc.get_freeze_count()  # which Python 3.12 sets aside by itself
     with SteadyGarbage() as garbage:
         garbage.collect()
         aside = gc.get_freeze_count()
-        assert aside > 0
+        assert aside > immortal
         knot = weakref.ref(_Knot())
         rubbish = [[] for _ in range(10_000)]  # would start an automatic collection several times
         assert knot() is not None
@@ -30,7 +32,7 @@ def test_collects_only_when_asked():
     gc.collect()
     assert frozen < time.perf_counter() - began
     assert len(rubbish) == 10_000
-    assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert gc.isenabled() and gc.get_freeze_count() <= immortal
 
 
 def test_automatic_collection_returns_after_an_error():

@@ -1,0 +1,18 @@
+"""Import megatron-core where Triton is missing, as it is beside torch for CPUs."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+
+def do_without_triton() -> None:
+    """Put a module without kernels in place of megatron's that newer versions import with every model, although only
+    mixtures of experts on GPUs run them. A module named triton must not stand in: torch would take it for the real one.
+    """
+    if find_spec("triton") is None:
+        kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        kernels.GLOBAL_BLOCK_SIZE = kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
+        sys.modules.setdefault(kernels.__name__, kernels)

@@ -1,0 +1,112 @@
+"""Imports go one way: a package imports only what is below it, and Megatron-Core only where it is known.
+
+Imports are read from the sources, those inside functions and for type checkers too.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the bottom to the top; no row imports from its own, but each package from itself.
+ROWS = (
+    ("distca.errors", "distca.log", "distca.words"),
+    ("distca.plan",),
+    ("distca.cluster", "distca.device"),
+    ("distca.attention", "distca.data", "distca.ops", "distca.transport"),
+    ("distca.runtime", "distca.testing"),
+    ("distca.profile",),
+    ("megatron_patches",),
+    ("distca.commands", "distca.train"),
+)
+KNOWS_MEGATRON = {"megatron_patches", "distca.commands", "distca.train"}
+# With what they import of ours.
+NUMPY_ONLY = {"distca", "distca.errors", "distca.plan"}
+
+
+def package_of(module: str) -> str:
+    """distca.plan of distca.plan.scheduler.state; megatron_patches as a whole."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "distca" else parts[0]
+
+
+def imports_of(path: Path, module: str) -> Iterator[str]:
+    """Full names of the modules that a file imports; the name of a package's member may be among them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            # `from distca import plan` imports distca.plan.
+            whole = node.module == "distca"
+            yield from (f"distca.{alias.name}" if whole else str(node.module) for alias in node.names)
+
+
+def all_imports(root: Path = ROOT) -> list[tuple[str, str]]:
+    """(module, module that it imports), of all that is installed."""
+    found = []
+    for folder in ("distca", "megatron_patches"):
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found += [(module, imported) for imported in imports_of(path, module)]
+    return found
+
+
+def not_downward(imports: list[tuple[str, str]]) -> list[str]:
+    """Imports among ours that lead up or aside."""
+    height = {package: row for row, packages in enumerate(ROWS) for package in packages}
+    wrong = []
+    for module, imported in imports:
+        above, below = package_of(module), package_of(imported)
+        if below.split(".")[0] not in ("distca", "megatron_patches") or above == below:
+            continue
+        if below not in height:  # a member of distca itself, such as its version
+            continue
+        if above not in height or height[above] <= height[below]:
+            wrong.append(f"{module} imports {imported}")
+    return wrong
+
+
+def test_every_package_has_its_place() -> None:
+    placed = {package for row in ROWS for package in row}
+    there = {f"distca.{path.stem}" for path in (ROOT / "distca").iterdir() if path.suffix == ".py" or path.is_dir()}
+    there -= {"distca.__init__", "distca.__pycache__", "distca.py"}
+    assert there - placed == set() and placed - there == {"megatron_patches"}
+
+
+def test_imports_lead_down() -> None:
+    assert not_downward(all_imports()) == []
+
+
+def test_megatron_is_imported_only_where_it_is_known() -> None:
+    known = {(module, name) for module, name in all_imports() if name.split(".")[0] in ("megatron", "megatron_patches")}
+    assert {module for module, _ in known if package_of(module) not in KNOWS_MEGATRON} == set()
+    assert "megatron_patches" in {package_of(module) for module, _ in known}, "or the test sees nothing"
+
+
+def test_planning_imports_numpy_only() -> None:
+    imports = [name for module, name in all_imports() if package_of(module) in NUMPY_ONLY]
+    foreign = {name for name in imports if name.split(".")[0] not in sys.stdlib_module_names}
+    assert {package_of(name) for name in foreign} - NUMPY_ONLY == {"numpy"}
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def later():\n    from distca.train.run import main\n", "distca.plan.x imports distca.train.run"),
+        ("from distca import transport\n", "distca.plan.x imports distca.transport"),
+        ("import megatron_patches.model\n", "distca.plan.x imports megatron_patches.model"),
+        ("if TYPE_CHECKING:\n    from distca.runtime import AttentionPool\n", "distca.plan.x imports distca.runtime"),
+    ],
+)
+def test_an_import_upward_is_found(tmp_path: Path, source: str, said: str) -> None:
+    (tmp_path / "distca" / "plan").mkdir(parents=True)
+    (tmp_path / "distca" / "plan" / "x.py").write_text(source)
+    assert not_downward(all_imports(tmp_path)) == [said]
