@@ -32,11 +32,10 @@ from megatron.core.utils import unwrap_model
 from rich.console import Console
 from rich.table import Table
 
+from distca import StepDocuments
 from distca.commands.versions import hardware, versions
 from distca.data.mixes import sample_long_context
 from distca.log import setup_logging
-from distca.plan.micro_batch import plan_micro_batch
-from distca.runtime import NanoRoutes
 from distca.train.config.cli import parse_run_config
 from distca.train.metrics.plots import write_timeline
 from distca.train.run.builder import Trainer, build_trainer
@@ -45,9 +44,9 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.receive_ring import RingPlace
 from distca.transport.nvshmem.transport import OneSidedTransport
 from distca.transport.select import choose_transport
-from megatron_patches.batch_context import DisaggregatedMicroBatch
 from megatron_patches.groups import server_pool_group
-from megatron_patches.training_step import DeviceBatch
+from megatron_patches.step import Batch, make_step
+from megatron_patches.training_step import summed_loss_step
 from megatron_patches.world import join_world, leave_world
 
 MODES = ("nvshmem", "nccl", "one stream", "signal only")
@@ -109,7 +108,7 @@ def _config(arguments: argparse.Namespace) -> Any:
 
 def _transports(trainer: Trainer) -> dict[str, Transport]:
     """One for each mode; where there is no NVSHMEM (a rehearsal on CPUs) all of them are the trainer's."""
-    usual = trainer.pool.transport
+    usual = trainer.cad.pool.transport
     if not isinstance(usual, OneSidedTransport):
         return dict.fromkeys(MODES, usual)
     usual.use_fallback(None)  # each mode's rows travel by its own transport or not at all
@@ -141,23 +140,15 @@ def _case(
     return figures
 
 
-def _batch(trainer: Trainer, mix: str, tokens: int, step: int, nano_batches: int) -> tuple[DeviceBatch, float]:
+def _batch(trainer: Trainer, mix: str, tokens: int, step: int, nano_batches: int) -> tuple[Batch, float]:
     """A planned micro-batch of random tokens, and the MiB that move in a layer's forward."""
-    planning, device = trainer.planning, trainer.world.device
-    lengths = sample_long_context(cast(Any, mix), tokens * planning.ranks, tokens, seed=step)
-    plan = plan_micro_batch(lengths, planning.ranks, planning.cost, nano_batches=nano_batches)
-    routes, previous = [], None
-    for nano in plan.nano_batches:
-        routes.append(NanoRoutes.of(nano.forward, nano.backward, planning.rank, device, previous))
-        previous = nano.layout
-    rows = [each.q_rows for each in routes]
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(trainer.vocabulary, (1, sum(rows)), generator=generator).to(device)
-    positions = torch.arange(sum(rows), device=device)  # any do: only time is measured
-    mask = torch.ones(sum(rows), dtype=torch.bool, device=device)
-    by_layer = [tuple(routes)] * planning.layers.most
-    batch = DeviceBatch(ids, ids, mask, positions, DisaggregatedMicroBatch(by_layer, rows, 1))
-    return batch, plan.bytes_moved.total / 2**20
+    cad = trainer.cad
+    lengths = sample_long_context(cast(Any, mix), tokens * cad.options.ranks, tokens, seed=step)
+    random = np.random.default_rng(step)
+    documents = [[random.integers(0, trainer.vocabulary, length) for length in lengths]]
+    options = replace(cad.options, nano_batches=nano_batches)
+    made = make_step(StepDocuments(documents), options, cad.stage, cad.rank, cad.device)
+    return made.batches[0], made.balance.bytes_moved / 2**20
 
 
 @contextmanager
@@ -170,25 +161,24 @@ def _over(trainer: Trainer, transport: Transport) -> Iterator[None]:
     block.pool = usual
 
 
-def _step(trainer: Trainer, batch: DeviceBatch) -> tuple[float, float]:
+def _step(trainer: Trainer, batch: Batch) -> tuple[float, float]:
     """Seconds of forward and of backward, the largest over ranks."""
-    clock, model = trainer.pool.timeline.clock, cast(Any, trainer.model)
-    unwrap_model(model).rotary_pos_emb.set_positions(batch.positions)
+    clock, model = trainer.cad.pool.timeline.clock, cast(Any, trainer.model)
     dist.barrier()
     with model.no_sync():
         begin = clock.now()
-        loss = model(batch.tokens, None, batch.micro_batch, labels=batch.labels, loss_mask=batch.loss_mask)
+        loss, _ = summed_loss_step(iter((batch,)), model)
         middle = clock.now()
         loss.backward()
     took = torch.tensor([clock.seconds(begin, middle), clock.seconds(middle, clock.now())], device=batch.tokens.device)
-    trainer.pool.timeline.serve_seconds()
+    trainer.cad.pool.timeline.serve_seconds()
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return float(took[0]), float(took[1])
 
 
 def _timeline(trainer: Trainer, transports: dict[str, Transport], arguments: argparse.Namespace) -> None:
     batch, _ = _batch(trainer, "prolong", arguments.tokens[-1], 1, 2)
-    timeline, world = trainer.pool.timeline, trainer.world
+    timeline, world = trainer.cad.pool.timeline, trainer.world
     with _over(trainer, transports["nvshmem"]):
         timeline.start_recording()
         _step(trainer, batch)

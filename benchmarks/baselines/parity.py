@@ -1,4 +1,4 @@
-"""Hold baselines against unmodified megatron-core on one rank: same weights, same tokens, same loss and gradients; and
+"""Hold baselines against unmodified Megatron-Core on one rank: same weights, same tokens, same loss and gradients; and
 their core attention alone against direct attention in float64."""
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from benchmarks.baselines.groups import CpGroups
 from benchmarks.baselines.mode import Mode
 from benchmarks.baselines.prepare import prepare
 from benchmarks.baselines.rows import expand
+from distca import CAD
 from distca.attention import Kernel
 from distca.data.batch import rank_batch
+from distca.device.host_to_device import uploading
 from distca.plan import AttentionShape
-from distca.runtime.timeline import Timeline
 from distca.testing.reference_attention import packed_attention, relative_error
 from megatron_patches.groups import initialize_model_parallel
 from megatron_patches.parity.harness import (
     Difference,
     Outcome,
     ParityCase,
-    RandomDocuments,
-    build,
+    attached,
+    case_documents,
     difference,
     gather_shares,
-    run_stock,
-    to_device_batch,
+    run_unmodified,
 )
-from megatron_patches.parity.weights import load_full_weights
-from megatron_patches.training_step import DeviceBatch, run_micro_batches, wrap_for_data_parallel
+from megatron_patches.step import Batch, packed_batches
+from megatron_patches.training_step import run_schedule, sum_over_ranks, summed_loss_step
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,10 @@ class BaselineCase:
     group_of: tuple[tuple[int, ...], ...]
 
 
-def differences(
-    cases: list[BaselineCase], dtype: torch.dtype, device: torch.device, kernel: Kernel
-) -> list[Difference]:
-    """How far each baseline is from stock megatron-core. Every rank calls it together."""
+def differences(cases: list[BaselineCase], dtype: torch.dtype, device: torch.device, kernel: str) -> list[Difference]:
+    """How far each baseline is from unmodified Megatron-Core. Every rank calls it together."""
     # References first, so that megatron's groups change their sizes only once.
-    references = [run_stock(each.case, dtype, device) for each in cases]
+    references = [run_unmodified(each.case, dtype, device) for each in cases]
     found = []
     tp = 0
     for each, (reference, weights) in zip(cases, references, strict=True):
@@ -66,30 +64,29 @@ def _run(
     groups: CpGroups,
     dtype: torch.dtype,
     device: torch.device,
-    kernel: Kernel,
+    kernel: str,
     weights: dict[str, torch.Tensor],
 ) -> Outcome:
-    case = each.case
-    gpt = build(case, dtype, "packed", kernel=kernel, timeline=Timeline(device)).to(device)
-    load_full_weights(gpt, weights, parallel_state.get_tensor_model_parallel_rank())
-    model = wrap_for_data_parallel(gpt, distributed_optimizer=False)
-    total, tokens = run_micro_batches(model, _batches(each, groups, device))
+    cad, gpt = attached(each.case, dtype, device, kernel, weights, disaggregate=False)
+    model = cad.data_parallel(gpt, distributed_optimizer=False)
+    model.zero_grad_buffer()
+    total, tokens = sum_over_ranks(run_schedule(model, _batches(each, cad, groups), summed_loss_step), device)
     gradients = {name: gather_shares(name, p.main_grad, weights[name].shape) for name, p in gpt.named_parameters()}
     return Outcome((total / tokens).item(), gradients, [])
 
 
-def _batches(each: BaselineCase, groups: CpGroups, device: torch.device) -> list[DeviceBatch]:
-    case, mode = each.case, each.mode
-    documents = RandomDocuments(case)
-    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+def _batches(each: BaselineCase, cad: CAD, groups: CpGroups) -> tuple[Batch, ...]:
+    options, mode = cad.options, each.mode
     group = groups.of(mode.degree) if mode.degree > 1 else None
-    shape = AttentionShape(case.shape.heads // case.tp, case.shape.kv_heads // case.tp, case.shape.resolved_head_dim)
-    batches = []
-    for micro_batch, group_of in zip(documents.micro_batches, each.group_of, strict=True):
-        made = prepare(mode, micro_batch.lengths, np.array(group_of), ranks, group, rank, shape, device)
-        rows = rank_batch(documents, micro_batch, (made.layout,), rank, align=case.tp, chunks=case.tp)
-        batches.append(to_device_batch(rows, made.attention, device))  # type: ignore[arg-type]
-    return batches
+    rows, attention = [], []
+    with uploading(cad.device) as upload:
+        for documents, group_of in zip(case_documents(each.case), each.group_of, strict=True):
+            lengths = np.array([len(document) for document in documents])
+            shape, homes = options.cost.shape, np.array(group_of)
+            made = prepare(mode, lengths, homes, options.ranks, group, cad.rank, shape, upload)
+            rows.append(rank_batch(documents, (made.layout,), cad.rank, align=options.align, chunks=options.align))
+            attention.append(made.attention)
+        return packed_batches(rows, attention, options, upload)
 
 
 def attention_errors(

@@ -1,97 +1,71 @@
-"""A baseline's step inputs, made in the background one step ahead, as DistCA's are."""
+"""Steps of a mode, made in the background one ahead: DistCA's by its face, a baseline's here."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Generator, Iterator
 
 import numpy as np
-from distca.train.data.pipeline_inputs import with_equal_rows
-from distca.train.data.prefetch import Ahead, StepInputs, make_step_inputs, on_device
 
 from benchmarks.baselines import CpGroups, Mode, Work, groups_of, prepare
 from benchmarks.throughput.batches import Batches, Replay
+from distca import StepDocuments
 from distca.data.batch import rank_batch
-from distca.device.host_to_device import Upload, uploading
-from distca.plan import AttentionShape
+from distca.device.host_to_device import uploading
+from distca.plan import AttentionShape, StepPlan
+from distca.plan.step import StepBalance
 from distca.train.run.builder import Trainer
+from megatron_patches.step import Step, StepsAhead, packed_batches
 
 
-def inputs_ahead(mode: Mode, trainer: Trainer, batches: Batches, first: int, groups: CpGroups, work: Work) -> Ahead:
-    """Step inputs of a mode, beginning with global batch ``first``. Every rank calls it together."""
-    planning = trainer.planning
-    replay = Replay(batches.global_batches, first, bins=mode.method != "distca")
-    make: Callable[[], StepInputs]
+def steps_ahead(
+    mode: Mode, trainer: Trainer, batches: Batches, first: int, groups: CpGroups, work: Work
+) -> Generator[Step, None, None]:
+    """Steps of a mode, beginning with global batch ``first``. Every rank calls it together."""
+    documents = _documents(batches, first, bins=mode.method != "distca")
     if mode.method == "distca":
-        make = partial(make_step_inputs, planning, batches.documents, replay)  # type: ignore[arg-type]
-    else:
-        make = _Baseline(mode, trainer, batches, groups, work, replay).make
-    return Ahead(make, planning.device)
+        return trainer.cad.plan_ahead(documents)
+    return iter(StepsAhead(documents, _Baseline(mode, trainer, batches, groups, work).make, trainer.world.device))
+
+
+def _documents(batches: Batches, first: int, bins: bool) -> Iterator[StepDocuments]:
+    replay = Replay(batches.global_batches, first, bins)
+    while True:
+        micro_batches = replay.next()
+        chosen = [batches.documents.choose(each.documents) for each in micro_batches]
+        yield StepDocuments(chosen, [each.rank_of for each in micro_batches])
 
 
 class _Baseline:
-    def __init__(
-        self, mode: Mode, trainer: Trainer, batches: Batches, groups: CpGroups, work: Work, replay: Replay
-    ) -> None:
-        self._mode, self._planning, self._replay, self._work = mode, trainer.planning, replay, work
-        self._documents, self._bins = batches.documents, batches.bins
-        self._room = trainer.config.data.tokens_per_rank
+    def __init__(self, mode: Mode, trainer: Trainer, batches: Batches, groups: CpGroups, work: Work) -> None:
+        self._mode, self._cad, self._work = mode, trainer.cad, work
+        self._bins, self._room = batches.bins, trainer.config.data.tokens_per_rank
         self._group = groups.of(mode.degree) if mode.degree > 1 else None
         self._shape = shape_of(trainer)
 
-    def make(self) -> StepInputs:
-        """Deal, lay out and load the next global batch."""
-        with uploading(self._planning.device) as upload:
-            return self._make(upload)
-
-    def _make(self, upload: Upload) -> StepInputs:
-        planning, ready = self._planning, []
+    def make(self, documents: StepDocuments) -> Step:
+        """Deal, lay out and load a global batch."""
+        options, rank = self._cad.options, self._cad.rank
+        rows, attention, layouts, lengths = [], [], [], []
         bytes_moved, planning_ms = 0, 0.0
-        micro_batches = self._replay.next()
-        for micro_batch in micro_batches:
-            began = time.perf_counter()
-            assert micro_batch.rank_of is not None
-            group_of = groups_of(
-                self._mode, micro_batch.lengths, micro_batch.rank_of, self._bins, planning.ranks, self._room, self._work
-            )
-            made = prepare(
-                self._mode,
-                micro_batch.lengths,
-                group_of,
-                planning.ranks,
-                self._group,
-                planning.rank,
-                self._shape,
-                upload,
-            )
-            planning_ms += (time.perf_counter() - began) * 1e3
-            bytes_moved += made.bytes_moved * planning.stages
-            rows = rank_batch(
-                self._documents,
-                micro_batch,
-                (made.layout,),
-                planning.rank,
-                align=planning.chunks,
-                chunks=planning.chunks,
-            )
-            ready.append((rows, made.attention))
-        columns = [rows for rows, _ in ready]
-        if planning.stages > 1:
-            columns = with_equal_rows(columns)
-        unplanned = np.zeros((1, planning.pool_ranks))
-        return StepInputs(
-            tuple(on_device(upload, rows, each) for rows, (_, each) in zip(columns, ready, strict=True)),
-            None,
-            unplanned,
-            unplanned,
-            unplanned,
-            bytes_moved,
-            np.concatenate([micro_batch.lengths for micro_batch in micro_batches]),
-            {},
-            planning_ms,
-            0,
-        )
+        assert documents.homes is not None
+        with uploading(self._cad.device) as upload:
+            for micro_batch, bin_of in zip(documents.micro_batches, documents.homes, strict=True):
+                assert bin_of is not None
+                began = time.perf_counter()
+                lengths.append(np.array([len(document) for document in micro_batch]))
+                group_of = groups_of(self._mode, lengths[-1], bin_of, self._bins, options.ranks, self._room, self._work)
+                made = prepare(self._mode, lengths[-1], group_of, options.ranks, self._group, rank, self._shape, upload)
+                planning_ms += (time.perf_counter() - began) * 1e3
+                bytes_moved += made.bytes_moved * options.stages
+                layouts.append((made.layout,))
+                attention.append(made.attention)
+                rows.append(rank_batch(micro_batch, layouts[-1], rank, align=options.align, chunks=options.align))
+            ready = packed_batches(rows, attention, options, upload)
+        unplanned = np.zeros((1, options.pool_ranks))
+        plan = StepPlan(options, tuple(lengths), tuple(documents.homes), tuple(layouts), (), ())
+        balance = StepBalance(unplanned, unplanned, unplanned, bytes_moved)
+        return Step(documents, plan, balance, None, ready, planning_ms)
 
 
 def shape_of(trainer: Trainer) -> AttentionShape:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from distca.train.data.prefetch import Ahead, StepInputs
 
 from benchmarks.baselines import CpGroups, Mode, Work
 from benchmarks.throughput.batches import Batches
 from benchmarks.throughput.busy import Traced, trace
 from benchmarks.throughput.gpu_state import GpuState
-from benchmarks.throughput.inputs import inputs_ahead
+from benchmarks.throughput.inputs import steps_ahead
 from benchmarks.throughput.settings import Cell, Settings
 from distca.train.config.schema import RunConfig
 from distca.train.run.builder import Trainer, build_trainer
 from distca.train.run.gc_control import SteadyGarbage
+from megatron_patches.step import Step
+from megatron_patches.training_step import sum_over_ranks, summed_loss_step
 from megatron_patches.world import World
 
 _KEPT_EVERY = 10  # measured batches, which is what a time limit costs a mode at most
@@ -110,16 +111,16 @@ def measure_mode(
     run = _Run(trainer, world, advance)
     with SteadyGarbage() as garbage:
         run.garbage = garbage
-        inputs = inputs_ahead(mode, trainer, batches, 0, groups(), work)
+        steps = steps_ahead(mode, trainer, batches, 0, groups(), work)
         record = run.measured(
-            inputs, settings.warm_up, settings.batches, lambda so_far: keep(_of_all_ranks(so_far, world))
+            steps, settings.warm_up, settings.batches, lambda so_far: keep(_of_all_ranks(so_far, world))
         )
-        inputs.close()
+        steps.close()
         if settings.traced and run.on_gpu:
-            inputs = inputs_ahead(mode, trainer, batches, settings.warm_up, groups(), work)
-            record.traced = trace(partial(run.steps, inputs, settings.traced))
-            inputs.close()
-    del run, trainer, inputs
+            steps = steps_ahead(mode, trainer, batches, settings.warm_up, groups(), work)
+            record.traced = trace(partial(run.steps, steps, settings.traced))
+            steps.close()
+    del run, trainer, steps
     _free(world)
     return _of_all_ranks(record, world)
 
@@ -138,15 +139,17 @@ class _Run:
         self._device, self._watches = world.device, self.on_gpu and world.rank == 0
         self.garbage = SteadyGarbage()
 
-    def measured(self, inputs: Ahead, warm_up: int, batches: int, keep: Callable[[RankRecord], None]) -> RankRecord:
+    def measured(
+        self, steps: Iterator[Step], warm_up: int, batches: int, keep: Callable[[RankRecord], None]
+    ) -> RankRecord:
         for _ in range(warm_up):
-            self._step(inputs, RankRecord())
+            self._step(steps, RankRecord())
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         record = RankRecord()
         with GpuState() if self._watches else nullcontext() as state:
             for done in range(1, batches + 1):
-                self._step(inputs, record)
+                self._step(steps, record)
                 if done % _KEPT_EVERY == 0 and done < batches:
                     self._keep_so_far(record, keep)
         if state is not None:
@@ -160,46 +163,37 @@ class _Run:
         keep(record)
         self.garbage.collect()
 
-    def steps(self, inputs: Ahead, count: int) -> None:
+    def steps(self, steps: Iterator[Step], count: int) -> None:
         for _ in range(count):
-            self._step(inputs, RankRecord())
+            self._step(steps, RankRecord())
 
-    def _step(self, ahead: Ahead, record: RankRecord) -> None:
+    def _step(self, steps: Iterator[Step], record: RankRecord) -> None:
         # As in distca.train.run.loop; the loss on the host is the step's one synchronisation.
         trainer = self._trainer
         dist.barrier()
         began, cpu = time.perf_counter(), time.process_time()
-        inputs, waited_ms = ahead.take()
-        total, tokens = self._forward_backward(inputs)
-        ahead.start()
+        step = next(steps)
+        reports = trainer.cad.forward_backward(step, summed_loss_step, trainer.model)
+        total, tokens = sum_over_ranks(reports, self._device)
         self.garbage.collect()
-        grad_norm, _ = trainer.optimizer.step()  # type: ignore[attr-defined]
+        grad_norm, _ = trainer.optimizer.step()
         loss = (total / tokens).item()
         record.seconds.append(time.perf_counter() - began)
         record.cpu_s.append(time.process_time() - cpu)
-        served = trainer.pool.timeline.take_serves()
+        served = trainer.cad.pool.timeline.take_serves()
         record.attention_s.append(float(sum(sum(seconds) for seconds in served.values())))
-        record.planned_s.append(float(inputs.seconds_after[:, trainer.planning.pool_rank].sum()))
+        record.planned_s.append(float(step.balance.seconds_after[:, trainer.cad.pool_rank].sum()))
         record.loss.append(loss)
         record.grad_norm.append(grad_norm)
-        record.plan_ms.append(inputs.planning_ms)
-        record.wait_ms.append(waited_ms)
-        copies = trainer.planning.layers.most * trainer.config.parallel.tp
-        record.bytes_moved.append(copies * inputs.bytes_moved)
-        record.rows.append(sum(batch.tokens.shape[1] for batch in inputs.batches))
-        self._advance({"loss": loss, "tokens_per_s": int(inputs.lengths.sum()) / record.seconds[-1]})
-
-    def _forward_backward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        from megatron_patches.pipeline_schedule import run_ticks
-        from megatron_patches.training_step import run_micro_batches
-
-        model = cast("Any", self._trainer.model)
-        if inputs.pipeline is None:
-            return run_micro_batches(model, inputs.batches)
-        return run_ticks(model, inputs.batches, inputs.pipeline.plan, inputs.pipeline.routes, self._trainer.pool)
+        record.plan_ms.append(step.planning_ms)
+        record.wait_ms.append(step.waited_ms)
+        copies = trainer.layers * trainer.config.parallel.tp
+        record.bytes_moved.append(copies * step.balance.bytes_moved)
+        record.rows.append(sum(batch.tokens.shape[1] for batch in step.batches))
+        self._advance({"loss": loss, "tokens_per_s": step.plan.tokens / record.seconds[-1]})
 
     def _note_memory(self, record: RankRecord) -> None:
-        pool = self._trainer.pool.transport
+        pool = self._trainer.cad.pool.transport
         record.fallback_exchanges = getattr(pool, "fallback_exchanges", 0)
         if not self.on_gpu:
             return

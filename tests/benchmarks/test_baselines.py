@@ -26,7 +26,6 @@ def _differences(wanted, tp=1, kv_heads=2):
     use_cpu()
     from benchmarks.baselines.mode import parse_mode
     from benchmarks.baselines.parity import BaselineCase, differences
-    from distca.attention.reference import ReferenceKernel
     from megatron_patches.parity.harness import ParityCase, ParityShape
 
     cases = [
@@ -35,7 +34,7 @@ def _differences(wanted, tp=1, kv_heads=2):
         )
         for mode, lengths, group_of in wanted
     ]
-    found = differences(cases, torch.float32, CPU, ReferenceKernel())
+    found = differences(cases, torch.float32, CPU, "reference")
     return [(each.mode.name, each.case.micro_batches, result) for each, result in zip(cases, found, strict=True)]
 
 
