@@ -1,0 +1,1 @@
+"""Scripts to begin with."""
