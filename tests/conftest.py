@@ -1,9 +1,13 @@
-"""For all tests. Importing megatron_patches first lets Megatron-Core be imported without Triton."""
+"""No deadline per example: on a shared machine hypothesis would otherwise report its neighbours as flaky tests. Ranks are
+forked from a process that has imported Megatron-Core already, which takes longer than most of what they do."""
 
+import torch
 from hypothesis import settings
 
-import megatron_patches  # noqa: F401
+from distca.testing.ranks import preload
 
-# No deadline per example: on a shared machine hypothesis would otherwise report its neighbours as flaky tests.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+if not torch.cuda.is_available():
+    preload("megatron_patches.parity.suite", "distca.train.run.main", "distca.train.run.loop", "distca.train.run.builder")

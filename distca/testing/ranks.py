@@ -18,6 +18,15 @@ import torch.distributed as dist
 from distca.transport.nccl_priority import nccl_goes_first
 
 
+_preloaded = ["torch", "torch.distributed", "numpy"]
+
+
+def preload(*modules: str) -> None:
+    """Import ``modules`` once, in the process that ranks are forked from, so that no rank has to; to be called before
+    the first :func:`run_ranks`. They must not start threads or use a GPU when they are imported."""
+    _preloaded.extend(modules)
+
+
 class RankFailure(RuntimeError):
     """A rank raised or died; the message holds its traceback."""
 
@@ -41,7 +50,7 @@ def run_ranks(
         RankFailure: a rank raised, died (also after it returned) or took too long; the others are ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    context.set_forkserver_preload(_preloaded)
     with tempfile.TemporaryDirectory(prefix="distca-ranks-") as folder:
         store = os.path.join(folder, "store")
         processes, pipes = [], []
