@@ -54,7 +54,7 @@ def all_modes(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[P
     ]
 
 
-def model_cases(tp: int) -> list[ParityCase]:
+def model_cases(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[ParityCase]:
     """Models that are no LLaMA: what megatron's configuration can ask of a dense layer beyond one."""
     gelu = {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False, "bias_activation_fusion": False}
     models: list[dict[str, Any]] = [
@@ -68,12 +68,12 @@ def model_cases(tp: int) -> list[ParityCase]:
     ]
     levels: tuple[Recompute, ...] = ("none", MLP, "all")
     cases = [
-        ParityCase(micro_batches=LENGTHS, tp=tp, backward=BACKWARDS[number % 2], recompute=level, config=config)
+        ParityCase(micro_batches=lengths, tp=tp, backward=BACKWARDS[number % 2], recompute=level, config=config)
         for number, config in enumerate(models)
         for level in (levels if len(config) == 1 else levels[:2])
     ]
     wide_heads = ParityShape(heads=3, kv_heads=1) if tp == 1 else ParityShape(resolved_head_dim=20)
-    return [*cases, ParityCase(micro_batches=LENGTHS, tp=tp, shape=wide_heads)]
+    return [*cases, ParityCase(micro_batches=lengths, tp=tp, shape=wide_heads)]
 
 
 def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = None) -> list[ParityCase]:

@@ -7,6 +7,7 @@ import inspect
 import textwrap
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +154,15 @@ def test_what_would_be_lost_is_refused(field, value):
 def test_fields_that_count_together(fields, said):
     refused = _refusal(check_config, _changed(**fields))
     assert (refused is None) if said is None else refused.startswith(said)
+
+
+def test_a_block_is_not_disaggregated_with_what_is_refused():
+    from megatron_patches.block import disaggregate
+
+    for fields in ({"hidden_dropout": 0.1}, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}):
+        block = SimpleNamespace(config=_changed(**fields))
+        with pytest.raises(SupportError):
+            disaggregate(block, None, recompute_segments=True)
 
 
 def test_latent_attention_is_refused():
