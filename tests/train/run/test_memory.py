@@ -26,7 +26,7 @@ from distca.train.run.memory import (
     predict_memory,
 )
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 MODES = {"off": ["--cad.enabled", "false"], "on": []}
 
 
