@@ -29,6 +29,7 @@ from distca.attention.warm_up import warm_up
 from distca.cluster.agreement import Agreement
 from distca.data.batch import Document
 from distca.errors import PlanError, SupportError
+from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
@@ -49,12 +50,6 @@ from megatron_patches.spec import block_spec
 from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
 from megatron_patches.training_step import ForwardStep, run_schedule, wrap_for_data_parallel
 from megatron_patches.versions import check_version
-
-_BUFFERED = {"keep": 4.5, "resend": 5.0}
-"""NVSHMEM's memory in q, k and v rows of a rank's tokens. Two exchanges are under way at a time, each of up to the rows
-of a nano-batch that the busiest rank receives; *resend* sends o and dO as well. Real plans without stages, of both
-mixes in their long-context versions, fit for 2 to 16 ranks (tests/train/run/test_nvshmem_memory.py)."""
-_LEAST_BUFFER_GB = 0.25
 
 
 class CAD:
@@ -285,8 +280,7 @@ class CAD:
         )
         if self.device.type == "cuda":
             warm_up(kernel, shape.heads, shape.kv_heads, shape.head_dim, dtype, self.device)
-        row = shape.q_bytes + shape.kv_bytes
-        buffer = buffer or max(_BUFFERED[backward] * self._tokens_per_rank * row / 2**30, _LEAST_BUFFER_GB)
+        buffer = buffer or receive_buffer_gb(shape, self._tokens_per_rank, resend=backward == "resend")
         transport = choose_transport(transport_name, server_pool_group(), buffer)
         return AttentionPool(transport, kernel, Timeline(self.device), backward)
 

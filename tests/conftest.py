@@ -10,4 +10,6 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 if not torch.cuda.is_available():
-    preload("megatron_patches.parity.suite", "distca.train.run.main", "distca.train.run.loop", "distca.train.run.builder")
+    preload(
+        "megatron_patches.parity.suite", "distca.train.run.main", "distca.train.run.loop", "distca.train.run.builder"
+    )

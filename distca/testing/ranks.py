@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from distca.transport.nccl_priority import nccl_goes_first
 
-
 _preloaded = ["torch", "torch.distributed", "numpy"]
 
 

@@ -20,7 +20,7 @@ SETTINGS = {
     "checkpoint.save_every": 2,
     "optimizer.lr": 1e-3,
     "optimizer.min_lr": 1e-3,
-    "cad.deterministic": "true",  # learned speeds of servers are not in a checkpoint
+    "cad.deterministic": "true",
 }
 
 

@@ -1,14 +1,11 @@
 """What each level of recomputation computes again, that transfers stay where they are, and what is refused."""
 
-import warnings
-
 import pytest
-import torch
 
 from distca.errors import SupportError
 from distca.testing.ranks import run_ranks
+from tests.megatron_patches import small_cases
 
-CPU = torch.device("cpu")
 MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2))
 HALVES = 2
 
@@ -33,40 +30,30 @@ class _Counted:
 
 def _run(levels):
     """Per level of recomputation: calls of each part in one step, and the order of transfers and computation."""
-    warnings.filterwarnings("ignore")
-    from megatron_patches.patches.cpu import use_cpu
-
-    use_cpu()
-    from distca.runtime import AttentionPool
-    from distca.runtime.timeline import Timeline
-    from distca.transport import choose_transport
-    from megatron_patches.groups import initialize_model_parallel, server_pool_group
-    from megatron_patches.parity import harness as parity
-    from megatron_patches.training_step import run_micro_batches, wrap_for_data_parallel
+    small_cases.on_cpu()
+    from megatron_patches import api
+    from megatron_patches.parity.harness import ParityCase
+    from megatron_patches.training_step import summed_loss_step
 
     results = {}
     for level in levels:
-        case = parity.ParityCase(micro_batches=MICRO_BATCHES, recompute=level)
-        initialize_model_parallel(1, 1, case.seed)
-        kernel, timeline, calls = _Counted(), Timeline(CPU), {"mlp": 0, "qkv": 0}
-        pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, timeline, case.backward)
-        gpt = parity.build(case, torch.float32, "disaggregated", pool=pool)
+        kernel, calls = _Counted(), {"mlp": 0, "qkv": 0}
+        api.choose_kernel = lambda *_, kernel=kernel, **__: kernel
+        cad, model, step = small_cases.ready(ParityCase(micro_batches=MICRO_BATCHES, recompute=level))
 
         def count(part, calls=calls):
             calls[part] += 1
 
-        for layer in gpt.decoder.layers:
+        for layer in model.module.decoder.layers:
             layer.mlp.register_forward_hook(lambda *_, count=count: count("mlp"))
             layer.self_attention.linear_qkv.register_forward_hook(lambda *_, count=count: count("qkv"))
-        model = wrap_for_data_parallel(gpt, distributed_optimizer=False)
-        batches = [batch for batch, _ in parity._batches(case, pool, CPU)]
-        timeline.start_recording()
-        run_micro_batches(model, batches)
+        cad.pool.timeline.start_recording()
+        cad.forward_backward(step, summed_loss_step, model)
         trained = dict(calls)
         model.eval()
-        run_micro_batches(model, batches, forward_only=True)
+        cad.forward_backward(step, summed_loss_step, model, forward_only=True)
         validated = {part: calls[part] - trained[part] for part in calls}
-        results[level] = (trained, validated, kernel.calls, timeline.order)
+        results[level] = (trained, validated, kernel.calls, cad.pool.timeline.order)
     return results
 
 

@@ -1,8 +1,6 @@
 """Gradients that are reduced during backward equal those reduced after it, with nested backwards and many buckets."""
 
-import warnings
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
+from tests.megatron_patches import small_cases
 
 MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2), (1,))
 CPU = torch.device("cpu")
@@ -19,13 +18,7 @@ def _gradients(monkeypatch, case, overlap, distributed_optimizer, products=True)
     """Of three global batches: the loss, all gradients by name, and how many touches the first reduction was before."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
-    from distca.attention.reference import ReferenceKernel
-    from distca.runtime import AttentionPool
-    from distca.runtime.timeline import Timeline
-    from distca.transport import choose_transport
     from megatron_patches import training_step
-    from megatron_patches.groups import initialize_model_parallel, server_pool_group
-    from megatron_patches.parity import harness as parity
 
     events = []
     start, ready = Group.start_grad_sync, Group.register_grad_ready
@@ -34,22 +27,24 @@ def _gradients(monkeypatch, case, overlap, distributed_optimizer, products=True)
     monkeypatch.setattr(training_step, "_overlaps_reduction", lambda: overlap)
     monkeypatch.setattr(training_step, "_BUCKET_PARAMETERS", 1000)
 
-    monkeypatch.setattr(
-        parity, "transformer_config", partial(parity.transformer_config, accumulate_in_products=products)
+    cad, model, planned = small_cases.ready(
+        case, distributed_optimizer=distributed_optimizer, fuse_accumulation=products
     )
-    initialize_model_parallel(case.tp, 1, case.seed)
-    pool = AttentionPool(choose_transport("auto", server_pool_group()), ReferenceKernel(), Timeline(CPU), case.backward)
-    gpt = parity.build(case, torch.float32, "disaggregated", pool=pool)
-    model = training_step.wrap_for_data_parallel(gpt, distributed_optimizer)
-    batches = [batch for batch, _ in parity._batches(case, pool, CPU)]
     steps = []
-    for step in range(3):
+    for number in range(3):
         events.clear()
         # Another order of micro-batches in each step, so that the last one is never the same.
-        loss, _ = training_step.run_micro_batches(model, batches[step:] + batches[:step])
+        step = replace(planned, batches=planned.batches[number:] + planned.batches[:number])
+        loss, _ = _loss_and_tokens(cad, model, step)
         first = events.index("start")
         steps.append((loss, _reduced(model, distributed_optimizer), events[first:].count("touch")))
     return steps
+
+
+def _loss_and_tokens(cad, model, step):
+    from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+
+    return sum_over_ranks(cad.forward_backward(step, summed_loss_step, model), CPU)
 
 
 def _reduced(model, distributed_optimizer):
@@ -74,10 +69,7 @@ def _reduced(model, distributed_optimizer):
 
 
 def _compare(cases):
-    warnings.filterwarnings("ignore")
-    from megatron_patches.patches.cpu import use_cpu
-
-    use_cpu()
+    small_cases.on_cpu()
     from megatron_patches.parity import harness as parity
 
     results = []
@@ -111,10 +103,7 @@ def test_overlapped_reduction_changes_no_bit():
 
 def _accumulated(cases):
     """Every case with weight gradients added up in the matrix products, and with megatron's own adding."""
-    warnings.filterwarnings("ignore")
-    from megatron_patches.patches.cpu import use_cpu
-
-    use_cpu()
+    small_cases.on_cpu()
     from megatron_patches.parity import harness as parity
 
     results = []
@@ -146,35 +135,17 @@ class _HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _model_and_batches(case):
-    """A wrapped model on the ranks that call this, and the case's micro-batches."""
-    warnings.filterwarnings("ignore")
-    from megatron_patches.patches.cpu import use_cpu
-
-    use_cpu()
-    from distca.attention.reference import ReferenceKernel
-    from distca.runtime import AttentionPool
-    from distca.runtime.timeline import Timeline
-    from distca.transport import choose_transport
-    from megatron_patches import training_step
-    from megatron_patches.groups import initialize_model_parallel, server_pool_group
+def _ready(**case):
+    small_cases.on_cpu()
     from megatron_patches.parity import harness as parity
 
-    initialize_model_parallel(1, 1, 1)
-    case = parity.ParityCase(**case)
-    pool = AttentionPool(choose_transport("auto", server_pool_group()), ReferenceKernel(), Timeline(CPU), case.backward)
-    model = training_step.wrap_for_data_parallel(
-        parity.build(case, torch.float32, "disaggregated", pool=pool), distributed_optimizer=False
-    )
-    return model, [batch for batch, _ in parity._batches(case, pool, CPU)]
+    return small_cases.ready(parity.ParityCase(**case))
 
 
 def _host_reads(recompute):
-    model, batches = _model_and_batches({"micro_batches": MICRO_BATCHES, "recompute": recompute})
-    from megatron_patches import training_step
-
+    ready = _ready(micro_batches=MICRO_BATCHES, recompute=recompute)
     with _HostReads() as reads:
-        training_step.run_micro_batches(model, batches)
+        _loss_and_tokens(*ready)
     with reads:
         torch.ones(()).item()
     return reads.count - 1
@@ -188,18 +159,18 @@ def test_the_host_reads_no_number_of_a_step():
 
 def _gradients_of_two_steps(micro_batches):
     """(loss, tokens, gradients) of the same step twice, without an optimizer in between."""
-    model, batches = _model_and_batches({"micro_batches": micro_batches})
+    cad, model, step = _ready(micro_batches=micro_batches)
     from megatron_patches.parity import harness as parity
-    from megatron_patches.training_step import run_micro_batches, wrap_for_data_parallel
+    from megatron_patches.training_step import wrap_for_data_parallel
 
     narrow = wrap_for_data_parallel(
-        parity.build(parity.ParityCase(micro_batches=micro_batches), torch.bfloat16, "stock"), False
+        parity.unmodified(parity.ParityCase(micro_batches=micro_batches), torch.bfloat16), False
     )
     for parameter in narrow.parameters():
         assert parameter.dtype == torch.bfloat16 and parameter.main_grad.dtype == torch.float32
     steps = []
     for _ in range(2):
-        figures = run_micro_batches(model, batches)
+        figures = _loss_and_tokens(cad, model, step)
         steps.append((*figures, [p.main_grad.clone() for p in model.module.parameters()]))
         for parameter in model.module.parameters():
             parameter.grad = None  # which an optimizer does

@@ -102,12 +102,11 @@ class _Rotate(torch.autograd.Function):
 def allocate_as_on_gpus(patch: Any) -> None:
     """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
     from distca.ops import output_loss
-    from distca.train.run import builder
     from distca.transport.collective import CollectiveTransport
-    from megatron_patches import layer
+    from megatron_patches import api, layer
     from megatron_patches.patches import fused_rope, fused_swiglu, rms_norm, wgrad_accumulation
 
-    patch(builder, "choose_kernel", lambda *_, **__: LeanKernel())
+    patch(api, "choose_kernel", lambda *_, **__: LeanKernel())
     patch(rms_norm.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
     patch(rms_norm.RMSNorm, "fill", lambda self, x, out: out.zero_())
     patch(fused_swiglu, "swiglu", _Swiglu.apply)

@@ -20,11 +20,11 @@ CASES = [
 
 def _live(command_lines: list[list[str]], steps: int) -> list[list[int]]:
     """By run: bytes that are alive at the end of each step."""
-    from distca.train.run import builder
+    from megatron_patches import api
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    builder.choose_kernel = lambda *_, **__: LeanKernel()  # in fewer operations
+    api.choose_kernel = lambda *_, **__: LeanKernel()  # in fewer operations
     # Collections would free some of what should have been free without them.
     gc.disable()
     return [_measure(line, steps) for line in command_lines]
@@ -32,10 +32,10 @@ def _live(command_lines: list[list[str]], steps: int) -> list[list[int]]:
 
 def _measure(line: list[str], steps: int) -> list[int]:
     run, found = StepByStep(parse_run_config(line)), []
-    inputs = run.inputs()
+    step = run.step()
     with LiveBytes(peak=False) as live:
         for _ in range(steps):
-            run.run(inputs)
+            run.run(step)
             run.trainer.optimizer.step()
             found.append(live.now())
     run.close()

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.plan.cost.model import AttentionShape
+from distca.plan.receive_buffer import receive_buffer_gb
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -258,18 +261,13 @@ class RunConfig:
 
     @property
     def resolved_nvshmem_buffer_gb(self) -> float:
-        """cad.nvshmem_buffer_gb, with 0 resolved.
-
-        Two exchanges are under way at a time, each of up to the rows of a nano-batch that the busiest rank receives.
-        Real plans without stages, of both mixes in their long-context versions, fit for 2 to 16 ranks (tests/train/
-        test_nvshmem_memory.py); *resend* sends o and dO as well.
-        """
+        """cad.nvshmem_buffer_gb, with 0 resolved."""
         if self.cad.nvshmem_buffer_gb:
             return self.cad.nvshmem_buffer_gb
-        model, value_bytes = self.model, 2 if self.train.precision == "bf16" else 4
-        heads = (model.heads + 2 * model.kv_heads) // self.parallel.tp
-        qkv = self.data.tokens_per_rank * heads * model.resolved_head_dim * value_bytes
-        return max((5.0 if self.resolved_backward == "resend" else 4.5) * qkv / 2**30, 0.25)
+        model, tp = self.model, self.parallel.tp
+        value_bytes = 2 if self.train.precision == "bf16" else 4
+        shape = AttentionShape(model.heads // tp, model.kv_heads // tp, model.resolved_head_dim, value_bytes)
+        return receive_buffer_gb(shape, self.data.tokens_per_rank, resend=self.resolved_backward == "resend")
 
     @property
     def resolved_warmup_steps(self) -> int:

@@ -120,7 +120,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         level=settings.level,
         cost_table=settings.cost_table,
         deterministic=settings.deterministic,
-        nvshmem_buffer_gb=config.resolved_nvshmem_buffer_gb,
+        nvshmem_buffer_gb=settings.nvshmem_buffer_gb,
         recompute="all" if config.train.recompute == "all" else "none",
     )
     if parallel.pp > 1 and not settings.enabled:

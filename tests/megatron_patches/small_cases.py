@@ -1,0 +1,36 @@
+"""Parity cases set up through the public face, on the gloo ranks that call this."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+    from megatron_patches.api import CAD
+    from megatron_patches.parity.harness import ParityCase
+    from megatron_patches.step import Step
+
+
+def on_cpu() -> None:
+    """Let Megatron-Core run here; every function of a rank calls it first."""
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+
+
+def ready(
+    case: ParityCase, *, distributed_optimizer: bool = False, fuse_accumulation: bool = True
+) -> tuple[CAD, DistributedDataParallel, Step]:
+    """The case's face, its model in Megatron's DDP in float32, and its step."""
+    import torch
+
+    from megatron_patches.parity import harness
+
+    cpu = torch.device("cpu")
+    weights = {name: p.detach() for name, p in harness.unmodified(case, torch.float32).named_parameters()}
+    cad, model = harness.attached(case, torch.float32, cpu, "reference", weights, reduced=fuse_accumulation)
+    ddp = cad.data_parallel(model, distributed_optimizer=distributed_optimizer)
+    return cad, ddp, cad.plan_step(harness.case_documents(case))
