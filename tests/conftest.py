@@ -1,5 +1,8 @@
-"""No deadline per example: on a shared machine hypothesis would otherwise report its neighbours as flaky tests. Ranks are
-forked from a process that has imported Megatron-Core already, which takes longer than most of what they do."""
+"""Settings of all tests.
+
+No deadline per example: on a shared machine hypothesis would otherwise report its neighbours as flaky tests. Ranks are
+forked from a process that has imported Megatron-Core already, which takes longer than most of what they do.
+"""
 
 import torch
 from hypothesis import settings
