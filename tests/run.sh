@@ -7,5 +7,6 @@ cd "$root"
 # shellcheck source=scripts/python.sh
 source scripts/python.sh
 python=$(run_module distca.train.launch.installation dev)
+PATH=$(dirname "$(command -v "$python")"):$PATH
 # The tests start processes of their own; more threads than cores only get in each other's way.
 OMP_NUM_THREADS=1 exec "$python" -m pytest "$@"

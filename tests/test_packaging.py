@@ -35,6 +35,15 @@ def test_planning_needs_numpy_only() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_launching_needs_the_standard_library_only() -> None:
+    """It runs before anything is installed; -S leaves installed packages out."""
+    modules = "distca.train.launch.pretrain, distca.train.launch.installation, benchmarks.throughput.launch"
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", f"import {modules}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_wheel_holds_every_package_and_its_data(tmp_path: Path) -> None:
     # A copy: building leaves files beside setup.py.
     source = tmp_path / "source"

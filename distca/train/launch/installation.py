@@ -34,10 +34,9 @@ def find_python(extra: str = "") -> str | None:
     """A Python with everything, and with the modules of an extra; None where neither the active one nor .venv has it.
     It is used as it is."""
     modules = _MODULES + _MODULES_OF_EXTRA.get(extra, [])
-    for python in ("python", str(_venv_python())):
-        if _succeeds(python, "-", *modules, source=_HAS_MODULES):
-            return python
-    return None
+    if _succeeds("python", "-", *modules, source=_HAS_MODULES):
+        return "python"
+    return _activate() if _succeeds(str(_venv_python()), "-", *modules, source=_HAS_MODULES) else None
 
 
 def install(gpus: bool, extra: str = "") -> str:
@@ -62,7 +61,14 @@ def install(gpus: bool, extra: str = "") -> str:
     extras = ",".join(name for name in ("gpu" if gpus else "", extra) if name)
     doing = f"installing DistCA{f' with {extras}' if extras else ''}"
     _step(doing, log, *pip, "-e", f"{ROOT}[{extras}]" if extras else str(ROOT))
-    return python
+    return _activate()
+
+
+def _activate() -> str:
+    """Put .venv's programs first on PATH, for the ranks too; its Python."""
+    folder = _venv_python().parent
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return str(_venv_python())
 
 
 def _venv_python() -> Path:

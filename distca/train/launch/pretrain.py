@@ -27,6 +27,7 @@ def launch(arguments: list[str]) -> int:
     machines.check_divisible({name: int(values.get(name, 1)) for name in ("TP_SIZE", "PP_SIZE")})
     environment.refuse_twice(Launcher.TRAINING, values, arguments)
     options = [*_configuration(values, machines.gpus, arguments), *environment.settings(Launcher.TRAINING, values)]
+    profiler = _profiler(values, machines)
     dry, script = values.get("DRY_RUN") == "1", str(ROOT / "pretrain_llama.py")
     python = find_python()
     if not python and dry:
@@ -34,7 +35,6 @@ def launch(arguments: list[str]) -> int:
         say(f"DistCA's dependencies are missing; a run would install them into {venv} first, and check the settings.")
     elif not python:
         python = install(machines.gpus > 0)
-    profiler = _profiler(values, machines)
     if python and not {"-h", "--help"}.isdisjoint(arguments):
         sys.stdout.write(environment.help_text(Launcher.TRAINING) + "\n\n")
         sys.stdout.flush()
