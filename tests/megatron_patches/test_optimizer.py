@@ -35,7 +35,7 @@ def _optimizer(seed: int, settings: OptimizerConfig, steps: int, warmup: int) ->
     from megatron_patches.parity import harness as parity
     from megatron_patches.training_step import wrap_for_data_parallel
 
-    gpt = parity.build(parity.ParityCase(micro_batches=((5,),), seed=seed), torch.float32, "stock")
+    gpt = parity.unmodified(parity.ParityCase(micro_batches=((5,),), seed=seed), torch.float32)
     model = wrap_for_data_parallel(gpt, settings.distributed)
     return model, build_optimizer(model, settings, steps, warmup, torch.float32)
 
@@ -78,9 +78,6 @@ def _train_both(folder: Path) -> list[Any]:
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from megatron_patches.groups import initialize_model_parallel
-
-    initialize_model_parallel(1, 1, 1)
     return [_train(folder / str(distributed), distributed) for distributed in (True, False)]
 
 

@@ -59,7 +59,7 @@ def _save_and_load(line: list[str], folder: Path) -> None:
         raise AssertionError("the state was gathered")
 
     run = StepByStep(parse_run_config(line))
-    run.run(run.inputs())
+    run.run(run.step())
     trainer = run.trainer
     trainer.optimizer.step()
     keep, gather = subject.keep_parts, DistributedOptimizer.get_parameter_state_dp_zero

@@ -24,7 +24,7 @@ def _save(line: list[str], folder: Path) -> tuple[list[int], int]:
 
     use_cpu()
     run = StepByStep(parse_run_config(line))
-    run.run(run.inputs())
+    run.run(run.step())
     run.trainer.optimizer.step()
     if dist.get_rank() == 0:
         folder.mkdir()
@@ -57,7 +57,7 @@ def _save_too_much(line: list[str], folder: Path) -> str:
 
     use_cpu()
     run = StepByStep(parse_run_config(line))
-    run.run(run.inputs())
+    run.run(run.step())
     run.trainer.optimizer.step()
     # Files cannot grow further, as on a full disk, in the second rank only.
     if dist.get_rank() == 1:
