@@ -37,7 +37,8 @@ def build(config, vocabulary=VOCABULARY, tokens_per_rank=TOKENS_PER_RANK):
         config, cad.block_spec(), vocabulary, max_sequence_length=0, position_embedding_type="rope", rotary_base=500000,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
-    return cad, cad.data_parallel(cad.attach(model).to(cad.device))
+    model = cad.data_parallel(cad.attach(model).to(cad.device))
+    return cad, model
 
 
 def forward_step(batches, model):

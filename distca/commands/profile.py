@@ -38,7 +38,7 @@ def profile(
     kernel: KernelName = "auto",
     ranks: int | None = None,
 ) -> None:
-    """Measure this machine and write one cost table (JSON), which `distca plan --cost_table` reads.
+    """Measure this machine and write one cost table (JSON), for cad.cost_table and `distca plan --cost_table`.
 
     One device: seconds of the attention kernel per CA-task inside full batches, how well their sum predicts mixed
     batches, and seconds per token of the linear layers. Several: bandwidth and latency between them. Started by

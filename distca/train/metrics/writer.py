@@ -18,10 +18,7 @@ Keys that other parts of the project read, where a step has them:
                         each phase lasts as long as its slowest rank (what imbalance_after plans)
     bytes_moved         bytes that all ranks sent for attention in the step
     plan_ms             milliseconds of planning (in the background, one step ahead)
-    server_speed_min    on GPUs: the slowest server's learned speed, of any kind of phase, against the mean;
-    server_speed_max    the fastest one's
-    reach_cost          what was learned to be added to far-reaching tasks' cost (distca.plan.cost_correction), mean
-                        over kinds
+    plan_wait_ms        milliseconds that the step waited for its plan
     peak_memory_gb      on GPUs: largest allocated device memory of any rank, GiB; with pipeline stages also of each
                         stage's ranks, as peak_memory_gb_stage_0, peak_memory_gb_stage_1 ...
     predicted_memory_gb the same as predicted from the settings (distca.train.run.memory), also by stage
