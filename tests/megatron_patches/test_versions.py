@@ -70,7 +70,10 @@ def test_no_run_starts_with_another_version(
         train([*line, "--data.source", "stdlib"])
     assert ended.value.code == 2
     shown = capfd.readouterr().err
-    assert "error: megatron-core is 0.21.0; versions >=0.16.1,<0.20 are supported.\nnext step: install such a version" in shown
+    assert (
+        "error: megatron-core is 0.21.0; versions >=0.16.1,<0.20 are supported.\nnext step: install such a version"
+        in shown
+    )
     assert "Traceback" not in shown
 
 
