@@ -51,7 +51,7 @@ _SERVED_BY = {
         cross_entropy_fusion_impl""",
     "megatron's schedules, optimizer and checkpoints, or ours in their place": """
         pipeline_model_parallel_size pipeline_model_parallel_comm_backend pipeline_dtype variable_seq_lengths
-        num_layers_in_last_pipeline_stage overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync
+        overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync
         use_ring_exchange_p2p deallocate_pipeline_outputs timers barrier_with_L1_time finalize_model_grads_func
         grad_scale_func no_sync_func grad_sync_func param_sync_func use_te_rng_tracker""",
     "nobody in training": """
@@ -84,7 +84,7 @@ class _Limit:
 _NO_EXPERTS = "there are no mixtures of experts here"
 _NO_GRAPHS = "exchanges with the core-attention servers cannot be captured in CUDA graphs"
 _SENDS_TWICE = "tensors that are exchanged with the servers are not offloaded"
-_LAST_STAGE = "stages have equally many layers but for the last one (num_layers_in_last_pipeline_stage)"
+_EQUAL_STAGES = "all stages have equally many layers"
 _TRANSFORMER_ENGINE = "Transformer Engine's modules are not served"
 
 _LIMITS = {
@@ -239,10 +239,11 @@ _LIMITS = {
     "virtual_pipeline_model_parallel_size": _Limit(
         "a rank has one pipeline stage", (None,), "microbatch_group_size_per_vp_stage"
     ),
-    "pipeline_model_parallel_layout": _Limit(_LAST_STAGE, (None,)),
-    "num_layers_in_first_pipeline_stage": _Limit(_LAST_STAGE, (None,)),
-    "account_for_embedding_in_pipeline_split": _Limit(_LAST_STAGE, (False,)),
-    "account_for_loss_in_pipeline_split": _Limit(_LAST_STAGE, (False,)),
+    "pipeline_model_parallel_layout": _Limit(_EQUAL_STAGES, (None,)),
+    "num_layers_in_first_pipeline_stage": _Limit(_EQUAL_STAGES, (None,)),
+    "num_layers_in_last_pipeline_stage": _Limit(_EQUAL_STAGES, (None,)),
+    "account_for_embedding_in_pipeline_split": _Limit(_EQUAL_STAGES, (False,)),
+    "account_for_loss_in_pipeline_split": _Limit(_EQUAL_STAGES, (False,)),
     "cuda_graph_impl": _Limit(
         _NO_GRAPHS,
         ("none",),

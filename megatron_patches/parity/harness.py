@@ -8,7 +8,7 @@ public face, as a training script uses it: CAD, its block spec and schedule, Meg
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -202,13 +202,33 @@ def run_disaggregated(
     ddp = cad.data_parallel(model, distributed_optimizer=False)
     step = cad.plan_step(case_documents(case))
     forward_step = summed_loss_step if summed_loss else token_losses_step
-    total, tokens = sum_over_ranks(cad.forward_backward(step, forward_step, ddp), device)
-    first = cad.stage * (case.shape.layers // case.pp)
+    return outcome_of(case, cad, model, cad.forward_backward(step, forward_step, ddp), weights)
+
+
+def outcome_of(
+    case: ParityCase, cad: CAD, model: GPTModel, reports: Sequence[torch.Tensor], weights: dict[str, torch.Tensor]
+) -> Outcome:
+    """What a step of the case computed, the same on every rank; every rank calls it.
+
+    Args:
+        case: the case.
+        cad: the face.
+        model: this rank's part, with the gradients of the step.
+        reports: [summed loss, target tokens] of every micro-batch on the last stage.
+        weights: of the whole model, for names and shapes.
+    """
+    total, tokens = sum_over_ranks(reports, cad.device)
     gradients = {}
     for name, parameter in model.named_parameters():
-        whole = _name_in_whole(name, first, tied=case.tie_embeddings and cad.stage > 0)
+        whole = name_in_whole(case, cad, name)
         gradients[whole] = gather_shares(whole, parameter.main_grad, weights[whole].shape, case.gated)
     return Outcome((total / tokens).item(), _of_all_stages(gradients), [])
+
+
+def load_weights(case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str, torch.Tensor]) -> None:
+    """Copy this rank's shares of the whole model's ``weights`` into its part of it."""
+    own = {name: weights[name_in_whole(case, cad, name)] for name, _ in model.named_parameters()}
+    load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank(), case.gated)
 
 
 def document_losses(
@@ -268,9 +288,7 @@ def attached(
     model = cad.attach(build_gpt(_shape(case), case.shape.vocabulary, config, cad.block_spec())).to(
         device=device, dtype=dtype
     )
-    first, tied = cad.stage * (case.shape.layers // case.pp), case.tie_embeddings and cad.stage > 0
-    own = {name: weights[_name_in_whole(name, first, tied=tied)] for name, _ in model.named_parameters()}
-    load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank(), case.gated)
+    load_weights(case, cad, model, weights)
     return cad, model
 
 
@@ -310,10 +328,11 @@ def _draw_vectors(model: GPTModel) -> None:
                 parameter += 0.3 * torch.randn_like(parameter)
 
 
-def _name_in_whole(name: str, first: int, *, tied: bool) -> str:
+def name_in_whole(case: ParityCase, cad: CAD, name: str) -> str:
     """A parameter's name in the model without pipeline stages."""
-    if tied and name == "output_layer.weight":
+    if case.tie_embeddings and cad.stage > 0 and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
+    first = cad.stage * (case.shape.layers // case.pp)
     return re.sub(r"decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{int(match[1]) + first}", name)
 
 

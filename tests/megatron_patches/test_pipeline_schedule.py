@@ -72,7 +72,7 @@ def _over_little_memory(capacity):
     case = parity.ParityCase(micro_batches=MICRO_BATCHES, pp=2, shape=parity.ParityShape(layers=4))
     reference, weights = parity.run_unmodified(case, torch.float32, CPU)
     candidate = parity.run_disaggregated(case, torch.float32, CPU, "reference", weights)
-    return parity.difference(candidate, reference), made[0].spared
+    return parity.difference(candidate, reference), made[0].fallback_exchanges
 
 
 @pytest.mark.parametrize("capacity", [12_000, 16_000, 1 << 20])

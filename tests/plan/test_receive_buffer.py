@@ -10,14 +10,14 @@ from distca.plan import AttentionShape, analytic_cost, route
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
 from distca.plan.plan import Plan
 from distca.plan.receive_buffer import receive_buffer_gb
-from distca.transport.nvshmem.receive_ring import LandingRing
+from distca.transport.nvshmem.receive_ring import ReceiveRing
 
 TOKENS, LAYERS = 131_072, 3
 SHAPE = AttentionShape(32, 8, 128)
 Exchange = tuple[list[int], list[int]]  # rows, and bytes of a row
 
 
-def _run(ring: LandingRing, plans: MicroBatchPlan) -> None:
+def _run(ring: ReceiveRing, plans: MicroBatchPlan) -> None:
     """All exchanges of a forward and a backward, as runtime/ping_pong.py and its backward launch and join them."""
     q, kv, lse, resend = SHAPE.q_bytes, SHAPE.kv_bytes, 4 * SHAPE.heads, plans.resend
 
@@ -43,14 +43,14 @@ def _run(ring: LandingRing, plans: MicroBatchPlan) -> None:
     for layer in range(LAYERS):
         for what in (o, qkv):
             for n in (0, 1):
-                ring.taken(under_way[n])
+                ring.consumed(under_way[n])
                 if what is o or layer + 1 < LAYERS:
                     under_way[n] = place(*what[n])
     under_way = [place(*do[n]) for n in (1, 0)][::-1]
     for layer in range(LAYERS):
         for what in (gradients, do):
             for n in (1, 0):
-                ring.taken(under_way[n])
+                ring.consumed(under_way[n])
                 if what is gradients or layer + 1 < LAYERS:
                     under_way[n] = place(*what[n])
 
@@ -66,9 +66,9 @@ def test_it_holds_the_exchanges_of_real_plans(ranks: int, resend: bool) -> None:
         for seed in range(3):
             lengths = sample_long_context(mix, TOKENS * ranks, TOKENS, seed=seed)
             plans = plan_micro_batch(lengths, ranks, cost, nano_batches=2, resend=resend)
-            _run(LandingRing(capacity, "THE_SETTING"), plans)
+            _run(ReceiveRing(capacity, "THE_SETTING"), plans)
             try:
-                _run(LandingRing(capacity // 8, "THE_SETTING"), plans)
+                _run(ReceiveRing(capacity // 8, "THE_SETTING"), plans)
             except TransportError:
                 refused += 1
     assert refused > 0 or ranks == 2, "an eighth of it would do as well"

@@ -1,0 +1,62 @@
+"""The example's functions, which README quotes, against unmodified Megatron-Core; and the whole script once."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from distca.testing.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = ((700, 13, 1, 90, 41), (333, 333, 2))
+
+
+def _differences(layouts):
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    from examples import own_training_loop as example
+    from megatron_patches.groups import initialize_model_parallel
+    from megatron_patches.parity import harness
+
+    device, sizes = torch.device("cpu"), example.SHAPE
+    shape = harness.ParityShape(
+        layers=sizes["num_layers"],
+        hidden=sizes["hidden_size"],
+        ffn=sizes["ffn_hidden_size"],
+        heads=sizes["num_attention_heads"],
+        kv_heads=sizes["num_query_groups"],
+        resolved_head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+        rope_base=500000,
+        vocabulary=example.VOCABULARY,
+    )
+    cases = [harness.ParityCase(micro_batches=LENGTHS, tp=tp, pp=pp, shape=shape) for tp, pp in layouts]
+    reference, weights = harness.run_unmodified(cases[0], torch.float32, device)
+    found = []
+    for case in cases:
+        initialize_model_parallel(case.tp, case.pp, case.seed)
+        cad, model = example.build(example.config_of(case.tp, case.pp))
+        gpt = model.module
+        harness.load_weights(case, cad, gpt, weights)
+        for step in cad.plan_ahead([harness.case_documents(case)]):
+            reports = cad.forward_backward(step, example.forward_step, model)
+            found.append(harness.difference(harness.outcome_of(case, cad, gpt, reports, weights), reference))
+    return found
+
+
+def test_its_losses_and_gradients_are_megatrons():
+    for difference in run_ranks(4, _differences, [(2, 1), (1, 2)])[0]:
+        assert max(difference.loss, difference.gradient) <= 1e-5, difference
+
+
+def test_it_trains_on_cpu_ranks():
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["examples/own_training_loop.py", "--pp", "2", "--steps", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 1: loss" in done.stdout and "step 2: loss" in done.stdout
