@@ -32,8 +32,8 @@ from transport_timing import beside_ms, steady, timed, wire
 from distca.commands.versions import hardware, versions
 from distca.data.mixes import Mix
 from distca.transport import Transport, gather_scatter
+from distca.transport.collective import nccl_goes_first
 from distca.transport.cuda_ops import row_bytes
-from distca.transport.nccl_priority import nccl_goes_first
 from distca.transport.select import choose_transport
 
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.attention import choose_kernel
-from distca.attention.warm_up import warm_up
+from distca.attention.select import warm_up
 from distca.cluster.agreement import Agreement
 from distca.data.batch import Document
 from distca.errors import PlanError, SupportError
@@ -34,22 +34,18 @@ from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
 from megatron_patches import support
-from megatron_patches.block import disaggregate_block
+from megatron_patches.block import block_spec, disaggregate_block
 from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
-from megatron_patches.patches.fused_rope import fuse_rotation
-from megatron_patches.patches.fused_swiglu import fuse_swiglu
+from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
 from megatron_patches.patches.gpt_forward import patch_forward
-from megatron_patches.patches.log_lines import drop_log_lines
 from megatron_patches.patches.position_rotary import use_position_rotary
-from megatron_patches.patches.wgrad_accumulation import accumulate_weight_gradients_in_products
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
-from megatron_patches.spec import block_spec
 from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
 from megatron_patches.training_step import ForwardStep, run_schedule, wrap_for_data_parallel
-from megatron_patches.versions import check_version
+from megatron_patches.versions import check_version, drop_log_lines
 
 
 class CAD:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from distca.attention import Kernel, TaskBatch
-from distca.attention.differentiable import Timer, core_attention
+from distca.attention.kernel import Timer, core_attention
 from distca.runtime import LayerRoutes
 
 

@@ -6,6 +6,7 @@ here says how far that was tested.
 
 from __future__ import annotations
 
+import logging
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,3 +49,23 @@ def check_version() -> None:
     """
     if reason := why_not_supported():
         raise VersionError(f"megatron-core is {reason}.")
+
+
+_DROPPED = {
+    # HybridModel follows it.
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    # It makes the same one itself.
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    # Of checkpoints that earlier versions wrote.
+    "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
+}
+
+
+def drop_log_lines() -> None:
+    """Keep these lines out of the log, from now on; harmless to call again."""
+    for name in _DROPPED:
+        logging.getLogger(name).addFilter(_is_kept)
+
+
+def _is_kept(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_DROPPED[record.name])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from distca.cluster.health import Companions
 from distca.device.host_memory import keep_freed_memory
-from distca.transport.nccl_priority import nccl_goes_first
+from distca.transport.collective import nccl_goes_first
 
 # Long enough for slow file systems, short enough that a dead rank ends the others.
 _TIMEOUT = timedelta(minutes=10)

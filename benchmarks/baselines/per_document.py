@@ -21,7 +21,7 @@ from benchmarks.baselines.groups import CpGroup
 from benchmarks.baselines.layouts import Pieces
 from benchmarks.baselines.rows import Picked, expand
 from distca.attention import Kernel, TaskBatch
-from distca.attention.differentiable import Timer
+from distca.attention.kernel import Timer
 from distca.device.host_to_device import Destination
 from megatron_patches.batch_context import PackedMicroBatch
 

@@ -21,7 +21,7 @@ from benchmarks.throughput.inputs import steps_ahead
 from benchmarks.throughput.settings import Cell, Settings
 from distca.train.config.schema import RunConfig
 from distca.train.run.builder import Trainer, build_trainer
-from distca.train.run.gc_control import SteadyGarbage
+from distca.train.run.loop import SteadyGarbage
 from megatron_patches.step import Step
 from megatron_patches.training_step import sum_over_ranks, summed_loss_step
 from megatron_patches.world import World

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from distca.data.shuffle import shuffled
+from distca.data.sampler import shuffled
 from distca.data.sources.source import DocumentSource
 from distca.errors import DataError
 

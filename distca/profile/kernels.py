@@ -9,8 +9,8 @@ import numpy as np
 
 from distca.plan import AttentionShape, TableCost, analytic_cost
 from distca.plan.cost.table import LoadFactors
+from distca.profile.calibration import smoothed
 from distca.profile.grid import Grid, Point
-from distca.profile.smoothing import smoothed
 from distca.profile.timing import Samples, TimedServer
 from distca.runtime.device_routes import ServerRoute
 

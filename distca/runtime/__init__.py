@@ -2,6 +2,6 @@
 
 from distca.runtime.device_routes import LayerRoutes, NanoRoutes
 from distca.runtime.ping_pong import SplitLayer, run_layers
-from distca.runtime.server_pool import AttentionPool
+from distca.runtime.server import AttentionPool
 
 __all__ = ["AttentionPool", "LayerRoutes", "NanoRoutes", "SplitLayer", "run_layers"]

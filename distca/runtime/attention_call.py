@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from distca.runtime.device_routes import NanoRoutes
-from distca.runtime.server import fill_repeats, fold_repeats, serve_backward, serve_forward
-from distca.runtime.server_pool import AttentionPool
+from distca.runtime.server import AttentionPool, fill_repeats, fold_repeats, serve_backward, serve_forward
 from distca.transport import Handle, Part, RowMoves
 from distca.transport.gather_scatter import move_rows
 

@@ -9,7 +9,7 @@ import torch
 from distca.runtime.attention_call import AttentionCall
 from distca.runtime.device_routes import LayerRoutes
 from distca.runtime.ping_pong import run_layers
-from distca.runtime.server_pool import AttentionPool
+from distca.runtime.server import AttentionPool
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 
 from distca.runtime.attention_call import AttentionCall
 from distca.runtime.device_routes import LayerRoutes
-from distca.runtime.server_pool import AttentionPool
+from distca.runtime.server import AttentionPool
 
 
 class SplitLayer(Protocol):

@@ -1,14 +1,20 @@
-"""The in-place attention server: runs this rank's fused batch of CA-tasks on the rows that arrived.
+"""The server pool as one rank sees it, and its in-place attention server, which runs this rank's fused batch of
+CA-tasks on the rows that arrived.
 
 Shape suffixes as in attention/kernel.py; k and v travel together as kv_S2GD.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 from distca.attention import Kernel
 from distca.runtime.device_routes import ServerRoute
+from distca.runtime.timeline import Timeline
+from distca.transport import Transport
 
 
 def fill_repeats(kv_S2GD: torch.Tensor, route: ServerRoute) -> None:
@@ -54,3 +60,21 @@ def serve_backward(
         return torch.empty_like(q_THD), torch.empty_like(kv_S2GD)
     dq, dk, dv = kernel.backward(do_THD, q_THD, kv_S2GD[:, 0], kv_S2GD[:, 1], o_THD, lse_TH, route.batch, scale)
     return dq, torch.stack((dk, dv), dim=1)
+
+
+@dataclass(frozen=True)
+class AttentionPool:
+    """All ranks that serve core attention to each other.
+
+    Attributes:
+        transport: moves rows between them.
+        kernel: computes CA-tasks on this rank.
+        timeline: records what this rank does when.
+        backward: "keep": servers keep q, k, v, o and log-sum-exp of their tasks, home ranks send only dO. "resend":
+            home ranks keep them and send them again with dO, to the servers that the backward plan names.
+    """
+
+    transport: Transport
+    kernel: Kernel
+    timeline: Timeline
+    backward: Literal["keep", "resend"] = "keep"

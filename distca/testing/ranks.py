@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.transport.nccl_priority import nccl_goes_first
+from distca.transport.collective import nccl_goes_first
 
 _preloaded = ["torch", "torch.distributed", "numpy"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -92,3 +93,14 @@ class CollectiveHandle:
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """[rows, bytes per row]: one wire format for every dtype, also those that gloo does not know."""
     return rows.view(-1).view(torch.uint8).view(len(rows), row_bytes(rows))
+
+
+def nccl_goes_first() -> None:
+    """Let kernels of NCCL start before computation that is queued too; call it before any process group is made.
+
+    A GPU gives its multiprocessors to kernels of equal priority as they come, and a long document's core attention
+    occupies all of them for up to seconds. A collective that begins just before it on one rank and just after it on
+    another then spins on the first until the second is through, on multiprocessors that its attention lacks. Where the
+    variable is set already, it stays.
+    """
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

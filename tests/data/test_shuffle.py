@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distca.data.shuffle import shuffled
+from distca.data.sampler import shuffled
 from distca.errors import DataError
 
 

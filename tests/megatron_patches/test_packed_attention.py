@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distca.attention import TaskBatch
-from distca.attention.differentiable import core_attention
+from distca.attention.kernel import core_attention
 from distca.attention.reference import ReferenceKernel
 from distca.runtime.timeline import Timeline
 from megatron_patches.batch_context import PackedMicroBatch

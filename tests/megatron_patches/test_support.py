@@ -329,8 +329,8 @@ def _models():
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
+    from megatron_patches.block import block_spec
     from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.spec import block_spec
 
     initialize_model_parallel(1, 1, 1)
     results = {}

@@ -45,7 +45,7 @@ def _mlps(tp):
     from megatron_patches.groups import initialize_model_parallel
     from megatron_patches.model import transformer_config
     from megatron_patches.parity.harness import ParityShape
-    from megatron_patches.patches.fused_swiglu import fuse_swiglu
+    from megatron_patches.patches.fused_ops import fuse_swiglu
 
     initialize_model_parallel(tp, 1, 1)
     config = transformer_config(ParityShape(), torch.float64, cpu_initialization=True)

@@ -3,9 +3,8 @@ import pytest
 
 from distca.plan import AttentionShape, TableCost, analytic_cost
 from distca.plan.cost.table import LoadFactors
-from distca.profile.calibration import LENGTHS, load_factors
+from distca.profile.calibration import LENGTHS, load_factors, smoothed
 from distca.profile.grid import Grid
-from distca.profile.smoothing import smoothed
 from distca.profile.validation import random_batch
 
 SHAPE = AttentionShape(32, 8, 128)

@@ -104,7 +104,10 @@ def allocate_as_on_gpus(patch: Any) -> None:
     from distca.ops import output_loss
     from distca.transport.collective import CollectiveTransport
     from megatron_patches import api, layer
-    from megatron_patches.patches import fused_rope, fused_swiglu, rms_norm, wgrad_accumulation
+    from megatron_patches.patches import fused_ops as fused_rope
+    from megatron_patches.patches import fused_ops as fused_swiglu
+    from megatron_patches.patches import fused_ops as wgrad_accumulation
+    from megatron_patches.patches import rms_norm
 
     patch(api, "choose_kernel", lambda *_, **__: LeanKernel())
     patch(rms_norm.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))

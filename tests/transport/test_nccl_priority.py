@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from distca.transport.nccl_priority import nccl_goes_first
+from distca.transport.collective import nccl_goes_first
 
 
 @pytest.mark.parametrize("given, expected", [(None, "1"), ("0", "0")])

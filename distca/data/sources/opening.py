@@ -54,7 +54,7 @@ def open_source(
         mixes = f" to one of {', '.join(MIX_NAMES)}" if kind == "mix" else ""
         raise DataError(f"The document source {kind!r} needs a path; set data.path{mixes}.")
     if kind == "text":
-        from distca.data.sources.text_folder import open_text_folder
+        from distca.data.sources.text import open_text_folder
 
         return open_text_folder(path)
     if kind == "jsonl":
@@ -71,7 +71,7 @@ def open_source(
 
 
 def _open_stdlib(path: str | None) -> DocumentSource:
-    from distca.data.sources.stdlib import open_stdlib
+    from distca.data.sources.text import open_stdlib
 
     if path is not None:
         raise DataError(

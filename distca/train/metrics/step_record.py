@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,6 @@ from distca.plan.step import StepBalance
 from distca.train.metrics.flops import mfu, model_flops, peak_flops
 from distca.train.metrics.phase_table import PhaseTable, measured_phases
 from distca.train.metrics.progress import RunSummary
-from distca.train.metrics.running_stats import RunningMeans
 from distca.train.run.builder import Trainer
 from distca.train.run.memory import GIB, predict_memory
 
@@ -171,3 +171,55 @@ def _memory_gb(device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         return peak / 2**30
     return float(psutil.Process().memory_info().rss) / 2**30
+
+
+@dataclass
+class _Column:
+    first: float
+    last: float
+    largest: float
+    total: float = 0.0
+    count: int = 0
+
+
+class RunningMeans:
+    """Figures by name; steps may lack some.
+
+    Attributes:
+        steps: how many were added.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._columns: dict[str, _Column] = {}
+
+    def add(self, values: Mapping[str, object]) -> None:
+        """Take in a step; what is no number does not count."""
+        self.steps += 1
+        for key, value in values.items():
+            if isinstance(value, int | float):
+                column = self._columns.setdefault(key, _Column(value, value, value))
+                column.last, column.largest = value, max(column.largest, value)
+                column.total += value
+                column.count += 1
+
+    def first(self, key: str) -> float | None:
+        """Of the first step that has it; None where no step has."""
+        return self._columns[key].first if key in self._columns else None
+
+    def last(self, key: str) -> float | None:
+        """Of the newest step that has it."""
+        return self._columns[key].last if key in self._columns else None
+
+    def largest(self, key: str) -> float | None:
+        """Of all steps."""
+        return self._columns[key].largest if key in self._columns else None
+
+    def mean(self, key: str, *, but_first: bool = False) -> float | None:
+        """Over the steps that have it; ``but_first`` leaves out the first of them if there are others."""
+        if key not in self._columns:
+            return None
+        column = self._columns[key]
+        if but_first and column.count > 1:
+            return (column.total - column.first) / (column.count - 1)
+        return column.total / column.count

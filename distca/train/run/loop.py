@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +20,11 @@ from distca.errors import DivergedError
 from distca.train.checkpoint import checkpoints
 from distca.train.config.schema import RunConfig
 from distca.train.data.corpus import dealt, open_sampler
-from distca.train.metrics.phase_plot import plot_phases
-from distca.train.metrics.plots import plot_balance, write_timeline
+from distca.train.metrics.plots import plot_balance, plot_phases, write_timeline
 from distca.train.metrics.progress import StepProgress, print_summary
 from distca.train.metrics.step_record import StepRecorder
 from distca.train.metrics.writer import MetricsWriter
 from distca.train.run.builder import Trainer
-from distca.train.run.gc_control import SteadyGarbage
 from distca.train.run.run_folder import Checkpoint, RunFolder
 
 if TYPE_CHECKING:
@@ -182,3 +182,31 @@ def _diverged(step: int, loss: float, grad_norm: float, config: RunConfig) -> Di
         f"optimizer.clip_grad {optimizer.clip_grad:g} and optimizer.warmup_steps {config.resolved_warmup_steps}; "
         "what follows could only be worse, so the run ends here."
     )
+
+
+class SteadyGarbage:
+    """Turns automatic collection off while it is entered; :meth:`collect` is then called once per step.
+
+    What lives after the first step (modules, the model, the data) is set aside and never looked at again, so a
+    collection looks at the objects of a step only and takes about a millisecond.
+    """
+
+    def __init__(self) -> None:
+        self._frozen = False
+
+    def __enter__(self) -> SteadyGarbage:
+        gc.disable()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        gc.unfreeze()
+        gc.enable()
+
+    def collect(self) -> None:
+        """Collect everything that was created since the first call."""
+        gc.collect()
+        if not self._frozen:
+            gc.freeze()
+            self._frozen = True

@@ -18,15 +18,17 @@ would empty it without letting this one wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from distca.transport import cuda_ops
+from distca.transport.interface import Part
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.intranode import Sent, Streams
+from distca.transport.nvshmem.intranode import IntranodePeers, Sent, Streams
 
 _ALIGNMENT = 256
 _MOST_STAGING = 64 << 20
@@ -42,7 +44,7 @@ def staging_bytes(capacity: int) -> int:
 
 
 class InternodeQueue(Streams, Protocol):
-    """And NVSHMEM's calls on them; :class:`distca.transport.nvshmem.host_calls.NvshmemQueue` on GPUs.
+    """And NVSHMEM's calls on them; :class:`distca.transport.nvshmem.internode.NvshmemQueue` on GPUs.
 
     Places of a peer are named by the address that they have in this rank's own symmetric memory.
     """
@@ -217,3 +219,87 @@ class InternodePeers:
             self._queue.put(
                 self._at.receive_buffer + each.lands, staging + each.staged, each.size, each.peer, self._stream
             )
+
+
+class NvshmemQueue:
+    """:class:`distca.transport.nvshmem.internode.InternodeQueue` on GPUs; NVSHMEM runs already."""
+
+    create_stream = staticmethod(cuda_ops.create_stream)
+    current_stream = staticmethod(cuda_ops.current_stream)
+    mark = staticmethod(cuda_ops.mark)
+    push_rows = staticmethod(cuda_ops.push_rows)
+
+    def __init__(self) -> None:
+        from nvshmem import bindings
+
+        self._calls = bindings
+        self._set, self._add = int(bindings.Signal_op.SIGNAL_SET), int(bindings.Signal_op.SIGNAL_ADD)
+        self._at_least = int(bindings.Cmp_type.CMP_GE)
+
+    def put(self, to: int, source: int, size: int, peer: int, stream: torch.cuda.Stream) -> None:
+        self._calls.putmem_nbi_on_stream(to, source, size, peer, stream.cuda_stream)
+
+    def quiet(self, stream: torch.cuda.Stream) -> None:
+        self._calls.quiet_on_stream(stream.cuda_stream)
+
+    def set_signal(self, slot: int, number: int, peer: int, stream: torch.cuda.Stream) -> None:
+        self._calls.signal_op_on_stream(slot, number, self._set, peer, stream.cuda_stream)
+
+    def add_to_signal(self, slot: int, by: int, peer: int, stream: torch.cuda.Stream) -> None:
+        self._calls.signal_op_on_stream(slot, by, self._add, peer, stream.cuda_stream)
+
+    def wait_for_signal(self, slot: int, number: int, stream: torch.cuda.Stream) -> None:
+        # Not the driver's plain wait, as for intra-node peers: it need not order what a network card wrote before
+        # the slot.
+        self._calls.signal_wait_until_on_stream(slot, self._at_least, number, stream.cuda_stream)
+
+
+@dataclass(frozen=True)
+class SentInternode(Sent):
+    """Writes of which some go to inter-node peers. The sources may be written again once ``events`` came, before those
+    writes are done.
+
+    Attributes:
+        intranode: those to intra-node peers.
+        written: comes when those to inter-node peers are done.
+    """
+
+    intranode: Sent
+    written: Any
+
+    def wait(self) -> None:
+        """Let the current stream wait for all of them, also for those to inter-node peers."""
+        super().wait()
+        torch.cuda.current_stream().wait_event(self.written)
+
+
+class Peers:
+    """Shares a rank's writes out to intra-node and inter-node peers.
+
+    Args:
+        intranode: writes to peers whose memory this rank maps.
+        internode: writes to the others; None where there are none.
+        internode_peers: who they are.
+    """
+
+    def __init__(
+        self, intranode: IntranodePeers, internode: InternodePeers | None, internode_peers: Collection[int]
+    ) -> None:
+        self._intranode, self._internode, self._internode_peers = intranode, internode, frozenset(internode_peers)
+
+    def put(self, number: int, reuses: int, puts: dict[int, list[Put]]) -> Sent:
+        """See :meth:`distca.transport.nvshmem.interface.Fabric.put`."""
+        internode = {peer: pieces for peer, pieces in puts.items() if peer in self._internode_peers}
+        if self._internode is None or not internode:
+            return self._intranode.put(number, reuses, puts)
+        # First, as they take longest.
+        packed, written = self._internode.put(number, reuses, internode)
+        intranode = self._intranode.put(number, reuses, {peer: puts[peer] for peer in puts if peer not in internode})
+        return SentInternode(
+            packed.events + intranode.events, packed.held + intranode.held, tuple(puts), reuses, intranode, written
+        )
+
+    def keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent | None:
+        """See :meth:`distca.transport.nvshmem.interface.Fabric.keep`. Kept rows wait for copies to intra-node peers
+        only, as those alone share the engines with them."""
+        return self._intranode.keep(parts, behind.intranode if isinstance(behind, SentInternode) else behind)

@@ -28,11 +28,9 @@ from distca.cluster.stream_watchdog import Process, Wait, Watchdog
 from distca.errors import TransportError
 from distca.transport import cuda_ops
 from distca.transport.interface import Part
-from distca.transport.nvshmem.host_calls import NvshmemQueue
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers, staging_bytes
+from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers, NvshmemQueue, Peers, staging_bytes
 from distca.transport.nvshmem.intranode import Addresses, IntranodePeers, Sent
-from distca.transport.nvshmem.peers import Peers
 
 _PAGE = 4096
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distca.data import open_source
-from distca.data.sources import stdlib
+from distca.data.sources import text as stdlib
 from distca.errors import DataError
 
 

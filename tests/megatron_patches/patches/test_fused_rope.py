@@ -6,8 +6,8 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from megatron.core.transformer import TransformerConfig, attention
 
 from distca.testing.reference_attention import relative_error
-from megatron_patches.patches import fused_rope
-from megatron_patches.patches.fused_rope import fuse_rotation
+from megatron_patches.patches import fused_ops as fused_rope
+from megatron_patches.patches.fused_ops import fuse_rotation
 
 
 @pytest.mark.parametrize("rows, heads, groups, dim", [(7, 4, 2, 8), (1, 3, 3, 4), (0, 4, 1, 8)])

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from megatron_patches.patches.log_lines import _DROPPED, drop_log_lines
+from megatron_patches.versions import _DROPPED, drop_log_lines
 
 
 @pytest.mark.parametrize("name", _DROPPED)

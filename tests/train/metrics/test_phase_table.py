@@ -10,8 +10,8 @@ import pytest
 from matplotlib.image import imread
 
 from distca.plan import PlanOptions, area_cost
-from distca.train.metrics.phase_plot import plot_phases
 from distca.train.metrics.phase_table import PhaseTable, levels, measured_phases
+from distca.train.metrics.plots import plot_phases
 
 PACKED = PlanOptions(1, area_cost(), stages=3, disaggregate=False)
 DISAGGREGATED = PlanOptions(1, area_cost(), stages=3, resend=True)

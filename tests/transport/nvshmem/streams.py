@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from distca.transport import cuda_ops
-from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers
+from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers, Peers
 from distca.transport.nvshmem.intranode import Addresses, IntranodePeers
-from distca.transport.nvshmem.peers import Peers
 
 PATIENCE_S = 20.0
 

@@ -1,9 +1,10 @@
-"""Documents that are files, one each, whose bytes are the tokens."""
+"""Text files, one document each: a folder of them, or the Python files of this interpreter's standard library."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,64 @@ import numpy as np
 
 from distca.data.sources.source import BYTE_VOCABULARY
 from distca.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_SUFFIXES = (
+    ".txt .text .md .rst .tex .org .html .htm .xml .csv .tsv .log"
+    " .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .scala .js .ts .go .rs .rb .php .swift .cs .lua .jl .r .sh .sql"
+    " .yaml .yml .toml .ini .cfg"
+)
+TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
+
+
+def open_text_folder(path: str) -> FileBytes:
+    """The text files below ``path``, as bytes, in the order of their relative path.
+
+    A text file is one whose name ends, in either case, in one of TEXT_SUFFIXES. Hidden files and folders (names that
+    begin with a dot) and links are left out. If ``path`` is a file it is the only document, whatever its name.
+
+    Raises:
+        DataError: if ``path`` does not exist or holds no text file with content.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        return FileBytes([folder], str(folder))
+    if not folder.is_dir():
+        raise DataError(f"data.path {path!r} does not exist.")
+    files = list(walk(folder, lambda name: name.startswith(".")))
+    texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and not file.name.startswith(".")]
+    if not texts:
+        raise DataError(
+            f"The folder {path!r} holds no text file: none of its {len(files)} files has a known text suffix such as "
+            ".txt, .md or .py; set data.path to another folder."
+        )
+    if len(texts) < len(files):
+        logger.info("%s: left out %d hidden files or files without a text suffix", path, len(files) - len(texts))
+    return FileBytes(texts, f"The folder {path!r}")
+
+
+_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+
+
+def open_stdlib() -> FileBytes:
+    """The .py files of the running interpreter's standard library, as bytes, in the order of their relative path.
+
+    Installed packages are left out. The documents are the same wherever the same Python build runs; another version or
+    distribution of Python has other files.
+
+    Raises:
+        DataError: if this interpreter comes without source files.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in walk(folder, _NOT_STDLIB.__contains__) if file.suffix == ".py"]
+    if not files:
+        raise DataError(
+            f"This Python comes without the source of its standard library ({folder} has no .py files); "
+            "set data.source to text and data.path to a folder of text files."
+        )
+    return FileBytes(files, f"The standard library ({folder})")
+
 
 logger = logging.getLogger(__name__)
 

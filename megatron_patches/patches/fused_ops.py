@@ -1,0 +1,107 @@
+"""Fused operations in Megatron-Core's own layers.
+
+The rotation of q and k with the split of their projection, where attention stays at home: Megatron's layers ask
+Transformer Engine for it (``fused_single_qkv_rope``), which few have installed, and get the kernel that disaggregated
+layers run, so that all modes rotate alike. SwiGLU in one pass. Weight gradients that the matrix product itself adds up
+in float32: Megatron's linear layers ask for that by ``gradient_accumulation_fusion`` and call a CUDA extension of Apex,
+for which torch's own product with a float32 result stands in.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer.mlp import MLP
+
+from distca.ops.discard_output import forget_until_backward
+from distca.ops.output_loss import add_product
+from distca.ops.rotary import Rotation, split_and_rotate
+from distca.ops.swiglu import fill_swiglu, swiglu
+
+_KEPT = "distca_rotation"
+
+
+def fuse_rotation(config: TransformerConfig) -> None:
+    """Let the layers that are built with ``config`` split their QKV projection and rotate q and k in one pass."""
+    attention.apply_fused_qkv_rotary_pos_emb = _split_and_rotate
+    attention.HAVE_FUSED_QKV_ROPE = True
+    config.fused_single_qkv_rope = True
+
+
+def _split_and_rotate(
+    mixed: torch.Tensor, angles: torch.Tensor, _: torch.Tensor, sizes: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of one layer, as megatron's layers call for them.
+
+    Args:
+        mixed: [rows, 1, groups, (heads / groups + 2) x head_dim].
+        angles: [rows, 1, 1, head_dim], the same of q and of k.
+        sizes: columns of q, k and v in a group.
+
+    Returns:
+        [rows, 1, heads, head_dim], and twice [rows, 1, groups, head_dim].
+    """
+    # Cosines and sines are those of all layers; they live as long as the micro-batch's angles.
+    rotation = getattr(angles, _KEPT, None)
+    if rotation is None:
+        rotation = Rotation.of(angles)
+        setattr(angles, _KEPT, rotation)
+    assert sum(sizes) == mixed.shape[3]
+    q_NHD, kv_N2GD = split_and_rotate(mixed.flatten(1), rotation, mixed.shape[2])
+    k_NGD, v_NGD = kv_N2GD.unbind(1)  # backward puts both gradients together at once
+    return q_NHD[:, None], k_NGD[:, None], v_NGD[:, None]
+
+
+class SwigluMLP(MLP):
+    """megatron's MLP; what its first layer puts out is kept for backward, and SwiGLU is computed from it again.
+    megatron warns of classes that it does not know when it builds one, so :func:`fuse_swiglu` turns built ones into it.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        """[rows, 1, hidden] of the normalised rows, and no bias."""
+        assert per_token_scale is None  # of mixtures of experts
+        gate_and_up, _ = self.linear_fc1(hidden_states)
+        activated = swiglu(gate_and_up)
+        output, _ = self.linear_fc2(activated)
+        forget_until_backward(activated, partial(fill_swiglu, gate_and_up.detach()), output)
+        return output, None
+
+
+def fuse_swiglu(model: torch.nn.Module) -> None:
+    """Let every MLP whose activation is a plain SwiGLU compute it in one pass; all others stay megatron's."""
+    for module in model.modules():
+        if type(module) is MLP and _is_swiglu(module.config):
+            module.__class__ = SwigluMLP
+
+
+def _is_swiglu(config: TransformerConfig) -> bool:
+    return (
+        config.gated_linear_unit
+        and config.activation_func is torch.nn.functional.silu
+        and not config.add_bias_linear
+        and not config.activation_func_fp8_input_store
+        and config.activation_func_clamp_value is None
+        and not config.glu_linear_offset
+    )
+
+
+class _Products:
+    """Stands in for the extension's module."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(rows: torch.Tensor, d_out: torch.Tensor, main_grad: torch.Tensor) -> None:
+        """main_grad += d_outᵀ @ rows. rows: [N, in], d_out: [N, out], main_grad: [out, in] float32."""
+        add_product(main_grad, d_out.t(), rows)
+
+
+def accumulate_weight_gradients_in_products() -> None:
+    """Let ``gradient_accumulation_fusion`` work without Apex; to be called before the model is built."""
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = _Products
+        layers._grad_accum_fusion_available = True
