@@ -73,19 +73,19 @@ class OptionError(DistcaError):
 class CheckpointError(DistcaError):
     """A checkpoint that could not be written; raised on every rank."""
 
-    next_step = "make room or let output point elsewhere; RESUME=latest goes on from the last checkpoint before."
+    next_step = "make room or let the output folder be elsewhere; then resume from the last checkpoint before."
 
 
 class DamagedCheckpointError(ConfigError):
     """A checkpoint that is not any more what was saved."""
 
-    next_step = "RESUME=latest (checkpoint.resume latest) then takes the checkpoint before it."
+    next_step = "resume again; the checkpoint before it is then taken."
 
 
 class DivergedError(ConfigError):
     """A loss or gradient that is no number any more; raised on every rank before anything of the step is saved."""
 
-    next_step = "lower optimizer.lr or raise optimizer.warmup_steps; RESUME=latest goes on from the last checkpoint."
+    next_step = "lower the learning rate or warm up longer, and resume from the last checkpoint."
 
 
 def system_words(error: OSError) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 from benchmarks.throughput.settings import Settings, parse
-from distca.errors import ConfigError, DataError, PlanError
+from distca.errors import DistcaError
 from distca.log import die, setup_logging
+from distca.train.config.names import with_settings
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -38,13 +39,8 @@ def main() -> None:
 
             limit_links(settings.link_channels)
         apart = _run(settings)
-    except (ConfigError, DataError, PlanError) as error:
-        die(error)
-    except ValueError as error:
-        # Named, because importing their modules imports torch.
-        if type(error).__name__ not in ("KernelError", "TransportError"):
-            raise
-        die(error)
+    except DistcaError as error:
+        die(with_settings(str(error)), error.next_step)
     if apart:
         logger.error("Losses or gradients of these modes differ from the first mode's: %s", "; ".join(apart))
         raise SystemExit(1)

@@ -29,7 +29,7 @@ def choose_kernel(
     dtype: torch.dtype,
     head_dim: int,
     deterministic: bool = False,
-    setting: str = "cad.kernel",
+    setting: str = "`kernel`",
 ) -> Kernel:
     """Return the named kernel, or with "auto" the fastest that can run here.
 

@@ -111,7 +111,7 @@ class Corpus:
         cut = int((source.lengths > context_length).sum())
         if cut:
             logger.info(
-                "split %d of %d documents that are longer than data.context_length %d into documents of that length",
+                "split %d of %d documents that are longer than `context_length` %d into documents of that length",
                 cut,
                 len(source.lengths),
                 context_length,
@@ -120,20 +120,20 @@ class Corpus:
 
 def _check_settings(context_length: int, longer: str, validation_fraction: float) -> None:
     if context_length < 1:
-        raise DataError(f"data.context_length is at least 1 token, not {context_length}.")
+        raise DataError(f"`context_length` is at least 1 token, not {context_length}.")
     if longer not in ("error", "split"):
-        raise DataError(f"data.longer is 'error' or 'split', not {longer!r}.")
+        raise DataError(f"`longer` is 'error' or 'split', not {longer!r}.")
     if not 0 <= validation_fraction < 1:
-        raise DataError(f"data.validation_fraction is at least 0 and less than 1, not {validation_fraction}.")
+        raise DataError(f"`validation_fraction` is at least 0 and less than 1, not {validation_fraction}.")
 
 
 def _check_lengths(lengths: np.ndarray, context_length: int) -> None:
     longest = int(lengths.argmax())
     if lengths[longest] > context_length:
         raise DataError(
-            f"Document {longest} has {int(lengths[longest]):,} tokens, more than data.context_length {context_length:,}"
+            f"Document {longest} has {int(lengths[longest]):,} tokens, more than `context_length` {context_length:,}"
             f" ({int((lengths > context_length).sum()):,} of {len(lengths):,} documents are longer); raise "
-            "data.context_length, or set data.longer to split to cut such documents."
+            "`context_length`, or set `longer` to split to cut such documents."
         )
 
 
@@ -143,7 +143,7 @@ def _chosen(documents: int, fraction: float, seed: int) -> np.ndarray:
     count = max(1, round(documents * fraction)) if fraction > 0 else 0
     if count >= documents:
         raise DataError(
-            f"data.validation_fraction {fraction} of {documents} documents leaves none for training; lower it, or set "
+            f"`validation_fraction` {fraction} of {documents} documents leaves none for training; lower it, or set "
             "it to 0 for no validation."
         )
     chosen[shuffled(documents, seed)[:count]] = True

@@ -113,10 +113,10 @@ class Sampler:
         if state.get("lengths", own["lengths"]) != own["lengths"] and state["tokens"] == own["tokens"]:
             raise DataError(
                 f"The {own['documents']} documents are in another order than when the checkpoint was saved, or cut "
-                "otherwise: resuming would repeat or skip some; restore data.path and the other data settings, or "
+                "otherwise: resuming would repeat or skip some; restore `path` and the other data settings, or "
                 "start a new run."
             )
-        for name, setting in (("documents", "data.path"), ("tokens", "data.path"), ("seed", "data.seed")):
+        for name, setting in (("documents", "`path`"), ("tokens", "`path`"), ("seed", "`seed`")):
             if state[name] != own[name]:
                 raise DataError(
                     f"The saved sampler had {name} {state[name]}, now it is {own[name]}: resuming would repeat or skip "
@@ -127,18 +127,18 @@ class Sampler:
         self._order = shuffled(len(self._lengths), self._seed, self._epoch)
 
     def _check(self, ranks: int, tokens_per_rank: int) -> None:
-        counts = {"ranks": ranks, "data.tokens_per_rank": tokens_per_rank, "train.micro_batches": self._micro_batches}
+        counts = {"ranks": ranks, "`tokens_per_rank`": tokens_per_rank, "`micro_batches`": self._micro_batches}
         for name, count in counts.items():
             if count < 1:
                 raise DataError(f"{name} is at least 1, not {count}.")
         if len(self._lengths) == 0:
-            raise DataError("There is no document to train on; set data.path to a source that has some.")
+            raise DataError("There is no document to train on; set `path` to a source that has some.")
         longest = int(self._lengths.max())
         if longest > self._capacity:
             room = "one rank" if self._whole else f"a micro-batch of {ranks} ranks × {tokens_per_rank:,} tokens"
             raise DataError(
                 f"A document of {longest:,} tokens does not fit into {room}, which holds {self._capacity:,} tokens; "
-                "raise data.tokens_per_rank, or lower data.context_length and set data.longer to split."
+                "raise `tokens_per_rank`, or lower `context_length` and set `longer` to split."
             )
 
     def _fill(self) -> MicroBatch:
@@ -207,6 +207,6 @@ def shuffled(count: int, *entropy: int) -> np.ndarray:
         DataError: on a negative seed.
     """
     if min(entropy) < 0:
-        raise DataError(f"A seed is 0 or more, not {min(entropy)}; change data.seed.")
+        raise DataError(f"A seed is 0 or more, not {min(entropy)}; change `seed`.")
     keys = np.random.PCG64(list(entropy)).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64)

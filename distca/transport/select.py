@@ -27,7 +27,7 @@ NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
 
 BETWEEN_NODES = (
-    "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; cad.transport=nvshmem takes "
+    "between nodes rows go by NCCL, because NVSHMEM has not been measured on a network; `transport` nvshmem takes "
     "it all the same"
 )
 
@@ -48,7 +48,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
         TransportError: the name is unknown or that transport cannot be used here; the message says why.
     """
     if name not in NAMES:
-        raise TransportError(f"cad.transport is '{name}'; it can be {', '.join(NAMES)}.")
+        raise TransportError(f"`transport` is '{name}'; it can be {', '.join(NAMES)}.")
     ranks = tuple(dist.get_process_group_ranks(group))
     collective = CollectiveTransport(group)
     fallback = collective if name == "auto" else None
@@ -67,11 +67,11 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
             return transport
         if name == "nvshmem":
             raise TransportError(
-                f"cad.transport=nvshmem cannot be used here: {reason}. Set cad.transport=auto to take another."
+                f"`transport` nvshmem cannot be used here: {reason}. Set `transport` to auto to take another."
             )
     if name not in ("auto", collective.name):
         raise TransportError(
-            f"cad.transport={name} cannot be used here: the ranks talk over {collective.name}. Set cad.transport=auto."
+            f"`transport` {name} cannot be used here: the ranks talk over {collective.name}. Set `transport` to auto."
         )
     logger.info(
         "Transport: %s over %d ranks%s",

@@ -21,8 +21,8 @@ def test_a_document_that_is_too_long_is_refused_with_the_settings_to_change(coun
     with pytest.raises(DataError) as error:
         Corpus(counting_source([5, 70, 66]), 64)
     assert str(error.value) == (
-        "Document 1 has 70 tokens, more than data.context_length 64 (2 of 3 documents are longer); raise "
-        "data.context_length, or set data.longer to split to cut such documents."
+        "Document 1 has 70 tokens, more than `context_length` 64 (2 of 3 documents are longer); raise "
+        "`context_length`, or set `longer` to split to cut such documents."
     )
 
 
@@ -73,12 +73,12 @@ def test_reading_touches_only_what_is_asked_for(counting_source):
 @pytest.mark.parametrize(
     ("arguments", "setting"),
     [
-        ({"context_length": 0}, "data.context_length"),
-        ({"context_length": 9, "longer": "drop"}, "data.longer"),
-        ({"context_length": 9, "validation_fraction": 1.0}, "data.validation_fraction"),
-        ({"context_length": 9, "validation_fraction": -0.1}, "data.validation_fraction"),
+        ({"context_length": 0}, "`context_length`"),
+        ({"context_length": 9, "longer": "drop"}, "`longer`"),
+        ({"context_length": 9, "validation_fraction": 1.0}, "`validation_fraction`"),
+        ({"context_length": 9, "validation_fraction": -0.1}, "`validation_fraction`"),
         ({"context_length": 9, "validation_fraction": 0.9}, "leaves none for training"),
-        ({"context_length": 9, "seed": -1, "validation_fraction": 0.1}, "data.seed"),
+        ({"context_length": 9, "seed": -1, "validation_fraction": 0.1}, "`seed`"),
     ],
 )
 def test_settings_out_of_range_are_named(counting_source, arguments, setting):

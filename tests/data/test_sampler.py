@@ -125,15 +125,13 @@ def test_a_document_longer_than_a_micro_batch_is_refused():
         Sampler(np.array([5, 4097]), 4, 1024, 1, 0)
     assert str(error.value) == (
         "A document of 4,097 tokens does not fit into a micro-batch of 4 ranks × 1,024 tokens, which holds 4,096 "
-        "tokens; raise data.tokens_per_rank, or lower data.context_length and set data.longer to split."
+        "tokens; raise `tokens_per_rank`, or lower `context_length` and set `longer` to split."
     )
     assert len(Sampler(np.array([5, 4096]), 4, 1024, 1, 0).next()) == 1
 
 
 def test_a_whole_document_longer_than_a_rank_is_refused():
-    with pytest.raises(
-        DataError, match=r"A document of 1,025 tokens does not fit into one rank.*data\.tokens_per_rank"
-    ):
+    with pytest.raises(DataError, match=r"A document of 1,025 tokens does not fit into one rank.*`tokens_per_rank`"):
         Sampler(np.array([5, 1025]), 4, 1024, 1, 0, whole=True)
     assert Sampler(np.array([5, 1025]), 4, 1024, 1, 0).next()[0].tokens <= 4096
 
@@ -143,8 +141,8 @@ def test_a_whole_document_longer_than_a_rank_is_refused():
     [
         ([], (1, 8, 1, 0), "no document to train on"),
         ([1], (0, 8, 1, 0), "ranks is at least 1, not 0"),
-        ([1], (1, 0, 1, 0), "data.tokens_per_rank is at least 1, not 0"),
-        ([1], (1, 8, 0, 0), "train.micro_batches is at least 1, not 0"),
+        ([1], (1, 0, 1, 0), "`tokens_per_rank` is at least 1, not 0"),
+        ([1], (1, 8, 0, 0), "`micro_batches` is at least 1, not 0"),
     ],
 )
 def test_impossible_settings_are_named(lengths, arguments, message):

@@ -20,5 +20,5 @@ def test_the_order_is_the_same_for_every_numpy():
 
 
 def test_a_negative_seed_is_refused():
-    with pytest.raises(DataError, match=r"not -3; change data\.seed"):
+    with pytest.raises(DataError, match=r"not -3; change `seed`"):
         shuffled(4, -3)

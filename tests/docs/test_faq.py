@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from distca.train.config.names import with_settings
 from tests.docs.pages import ROOT
 
 ANY = "…"
@@ -23,7 +24,7 @@ def messages(path: Path) -> Iterator[str]:
 
 def test_messages_are_the_codes() -> None:
     files = [path for folder in ("distca", "megatron_patches") for path in (ROOT / folder).rglob("*.py")]
-    said = "\n".join(message for path in files for message in messages(path))
+    said = with_settings("\n".join(message for path in files for message in messages(path)))
     page = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
     quoted = re.findall("^> (.*)$", page, re.MULTILINE)
     assert len(quoted) >= 20

@@ -26,7 +26,7 @@ def _why_not(machines, asked, linked):
 def test_ranks_on_several_machines_use_nccl_unless_nvshmem_is_asked_for():
     said = (
         "the server pool spans 2 nodes, and between nodes rows go by NCCL, because NVSHMEM has not been measured "
-        "on a network; cad.transport=nvshmem takes it all the same"
+        "on a network; `transport` nvshmem takes it all the same"
     )
     assert run_ranks(2, _why_not, ["one", "two"], False, False) == [said, said]
     assert run_ranks(2, _why_not, ["one", "two"], True, False) == [None, None]

@@ -66,7 +66,7 @@ class Indexed:
             outside = tokens.max() if tokens.min() >= 0 else tokens.min()
             raise DataError(
                 f"{self._prefix}.bin holds token id {outside} in document {document}, but the vocabulary has "
-                f"{self.vocabulary} ids; set data.vocabulary to that of the tokenizer the file was made with."
+                f"{self.vocabulary} ids; set `vocabulary` to that of the tokenizer the file was made with."
             )
         return tokens
 
@@ -94,7 +94,7 @@ def _check_files(prefix: str) -> None:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     present = [file for file in (index, tokens) if file.is_file()]
     if not present:
-        raise DataError(f"Neither {index} nor {tokens} exists; data.path is the path of both without the suffix.")
+        raise DataError(f"Neither {index} nor {tokens} exists; `path` is the path of both without the suffix.")
     if len(present) == 1:
         missing = tokens if present == [index] else index
         raise DataError(f"{present[0]} exists but {missing} does not; both are needed, so copy or convert again.")
@@ -121,12 +121,12 @@ def _vocabulary(prefix: str, given: int | None) -> int:
             ) from None
     if recorded is None and given is None:
         raise DataError(
-            f"The vocabulary of {prefix}.bin is not known ({sidecar(prefix).name} is missing); set data.vocabulary to "
+            f"The vocabulary of {prefix}.bin is not known ({sidecar(prefix).name} is missing); set `vocabulary` to "
             "the number of ids of the tokenizer it was made with."
         )
     if recorded is not None and given is not None and given < recorded:
         raise DataError(
-            f"data.vocabulary is {given}, but {prefix}.bin was made with {recorded} token ids; set it to {recorded} "
+            f"`vocabulary` is {given}, but {prefix}.bin was made with {recorded} token ids; set it to {recorded} "
             "or more."
         )
     vocabulary = given if given is not None else recorded

@@ -45,7 +45,7 @@ class JsonLines:
                 else:
                     empty += 1
         if not lines:
-            raise DataError(f"data.path {path!r} holds no document with text ({empty} lines have an empty text).")
+            raise DataError(f"`path` {path!r} holds no document with text ({empty} lines have an empty text).")
         if empty:
             logger.info("%s: left out %d empty documents", path, empty)
         columns = np.array(lines, dtype=np.int64).T
@@ -89,10 +89,10 @@ def _files(path: str) -> list[Path]:
     if given.is_file():
         return [given]
     if not given.is_dir():
-        raise DataError(f"data.path {path!r} does not exist.")
+        raise DataError(f"`path` {path!r} does not exist.")
     files = sorted(given.glob("*.jsonl"))
     if not files:
-        raise DataError(f"The folder {path!r} holds no .jsonl file; set data.path to a file or a folder that has some.")
+        raise DataError(f"The folder {path!r} holds no .jsonl file; set `path` to a file or a folder that has some.")
     return files
 
 

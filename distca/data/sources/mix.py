@@ -53,7 +53,7 @@ class Mix(RandomTokens):
         try:
             lengths = sample_mix(mix, tokens, seed, context=max_length)
         except MixError as error:
-            raise DataError(f"The document source 'mix' with data.path {mix!r} cannot be drawn: {error}") from None
+            raise DataError(f"The document source 'mix' with `path` {mix!r} cannot be drawn: {error}") from None
         if len(lengths) == 0:
             raise DataError("The document source 'mix' was asked for 0 tokens, so it has no document.")
         super().__init__(lengths, vocabulary or BYTE_VOCABULARY, seed)

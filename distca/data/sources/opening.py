@@ -42,17 +42,17 @@ def open_source(
         DataError: if the source cannot be opened; the message says what to change.
     """
     if kind not in KINDS:
-        raise DataError(f"There is no document source {kind!r}; data.source is one of {', '.join(KINDS)}.")
+        raise DataError(f"There is no document source {kind!r}; `source` is one of {', '.join(KINDS)}.")
     vocabulary = vocabulary or None
     if vocabulary is not None and vocabulary < 0:
-        raise DataError(f"data.vocabulary is the number of token ids, at least 1, not {vocabulary}.")
+        raise DataError(f"`vocabulary` is the number of token ids, at least 1, not {vocabulary}.")
     if kind in ("stdlib", "text", "jsonl"):
         _check_bytes(kind, path, tokenizer, vocabulary)
     if kind == "stdlib":
         return _open_stdlib(path)
     if path is None:
         mixes = f" to one of {', '.join(MIX_NAMES)}" if kind == "mix" else ""
-        raise DataError(f"The document source {kind!r} needs a path; set data.path{mixes}.")
+        raise DataError(f"The document source {kind!r} needs a path; set `path`{mixes}.")
     if kind == "text":
         from distca.data.sources.text import open_text_folder
 
@@ -76,7 +76,7 @@ def _open_stdlib(path: str | None) -> DocumentSource:
     if path is not None:
         raise DataError(
             f"The document source 'stdlib' reads the running Python's own source files and takes no path, but "
-            f"data.path is {path!r}; for a folder of files set data.source to text."
+            f"`path` is {path!r}; for a folder of files set `source` to text."
         )
     return open_stdlib()
 
@@ -85,12 +85,12 @@ def _check_bytes(kind: str, path: str | None, tokenizer: str, vocabulary: int | 
     if tokenizer != "bytes":
         place = f" --path {path}" if path else ""
         raise DataError(
-            f"The document source {kind!r} reads bytes as tokens, but data.tokenizer is {tokenizer!r}; tokenize once "
+            f"The document source {kind!r} reads bytes as tokens, but `tokenizer` is {tokenizer!r}; tokenize once "
             f"with `distca data convert --source {kind}{place} --tokenizer {tokenizer} --output PREFIX`, then set "
-            "data.source to indexed and data.path to PREFIX."
+            "`source` to indexed and `path` to PREFIX."
         )
     if vocabulary not in (None, 256):
         raise DataError(
-            f"The document source {kind!r} reads bytes, so its vocabulary is 256, but data.vocabulary is {vocabulary}; "
-            "leave data.vocabulary unset."
+            f"The document source {kind!r} reads bytes, so its vocabulary is 256, but `vocabulary` is {vocabulary}; "
+            "leave `vocabulary` unset."
         )

@@ -36,13 +36,13 @@ def open_text_folder(path: str) -> FileBytes:
     if folder.is_file():
         return FileBytes([folder], str(folder))
     if not folder.is_dir():
-        raise DataError(f"data.path {path!r} does not exist.")
+        raise DataError(f"`path` {path!r} does not exist.")
     files = list(walk(folder, lambda name: name.startswith(".")))
     texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES and not file.name.startswith(".")]
     if not texts:
         raise DataError(
             f"The folder {path!r} holds no text file: none of its {len(files)} files has a known text suffix such as "
-            ".txt, .md or .py; set data.path to another folder."
+            ".txt, .md or .py; set `path` to another folder."
         )
     if len(texts) < len(files):
         logger.info("%s: left out %d hidden files or files without a text suffix", path, len(files) - len(texts))
@@ -66,7 +66,7 @@ def open_stdlib() -> FileBytes:
     if not files:
         raise DataError(
             f"This Python comes without the source of its standard library ({folder} has no .py files); "
-            "set data.source to text and data.path to a folder of text files."
+            "set `source` to text and `path` to a folder of text files."
         )
     return FileBytes(files, f"The standard library ({folder})")
 

@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from distca.data.corpus import Corpus
 from distca.errors import ConfigError, DataError, DistcaError, PlanError, VersionError
 from distca.log import die, setup_logging
 from distca.train.config.cli import files_first, parse_run_config
+from distca.train.config.names import with_settings
 from distca.train.config.schema import RunConfig
 from distca.train.config.validate import validate
 from distca.train.run.run_folder import (
@@ -47,7 +48,12 @@ def main(argv: list[str] | None = None) -> None:
         else:
             _run(parse_run_config(files_first(arguments)))
     except DistcaError as error:
-        die(error)
+        _die(error)
+
+
+def _die(error: DistcaError, everywhere: bool = False) -> NoReturn:
+    """End with the error's sentence, in which parameters of lower layers are named by their settings."""
+    die(with_settings(str(error)), error.next_step, everywhere)
 
 
 def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | None]:
@@ -97,9 +103,9 @@ def _run(config: RunConfig) -> None:
         run_on(replace(world, companions=companions), config, corpus)
         companions.part()
     except (KernelError, TransportError, CheckpointError) as error:
-        die(error)
+        _die(error)
     except DataError as error:
-        die(error, everywhere=True)  # in a document that only this rank reads
+        _die(error, everywhere=True)  # in a document that only this rank reads
     except (ConfigError, PlanError, VersionError):
         raise
     except Exception:

@@ -102,7 +102,7 @@ class ReceiveRing:
         return (
             f"{self._setting} gives {self.capacity / _GIB:.3g} GiB of symmetric memory per rank, but an exchange of "
             f"{size / _GIB:.3g} GiB does not fit beside that before it of {before / _GIB:.3g}; "
-            f"set {self._setting} to {needed / _GIB + 0.005:.2f} or more, or lower data.tokens_per_rank."
+            f"set {self._setting} to {needed / _GIB + 0.005:.2f} or more, or lower `tokens_per_rank`."
         )
 
 

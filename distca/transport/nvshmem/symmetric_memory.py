@@ -209,7 +209,7 @@ def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist
     if unreachable:
         raise TransportError(
             f"Rank {names[rank]} cannot map the memory of ranks {unreachable}: their GPUs have no peer access. "
-            "Set cad.transport=nccl."
+            "Set `transport` to nccl."
         )
     return bases
 
@@ -219,7 +219,7 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
     if not one_node and os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none":
         raise TransportError(
             "NVSHMEM_REMOTE_TRANSPORT is 'none', but the server pool spans several nodes. Unset it, or set "
-            "cad.transport=nccl."
+            "`transport` to nccl."
         )
     # Read by NVSHMEM when it starts. 16 MiB are its own.
     os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes + (16 << 20))
@@ -242,5 +242,5 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
         where = dist.get_global_rank(group, rank)
         network = "" if one_node else " `distca doctor` says what there is for it between nodes."
         raise TransportError(
-            f"NVSHMEM does not start on rank {where}: {error}. Set cad.transport=nccl.{network}"
+            f"NVSHMEM does not start on rank {where}: {error}. Set `transport` to nccl.{network}"
         ) from error

@@ -19,7 +19,7 @@ from distca.transport.nvshmem.receive_ring import ReceiveRing, RingPlace
 
 logger = logging.getLogger(__name__)
 
-SETTING = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb)"
+SETTING = "`nvshmem_buffer_gb`"
 
 
 class OneSidedTransport:

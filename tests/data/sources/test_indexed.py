@@ -49,12 +49,12 @@ def test_the_suffix_may_be_given(tmp_path):
 
 def test_the_vocabulary_comes_from_the_sidecar_or_the_setting(tmp_path):
     prefix = build(tmp_path / "d", vocabulary=None)
-    with pytest.raises(DataError, match=r"vocabulary of .* is not known \(d\.json is missing\); set data\.vocabulary"):
+    with pytest.raises(DataError, match=r"vocabulary of .* is not known \(d\.json is missing\); set `vocabulary`"):
         open_source("indexed", prefix)
     assert open_source("indexed", prefix, vocabulary=77).vocabulary == 77
     prefix = build(tmp_path / "e")
     assert open_source("indexed", prefix, vocabulary=77).vocabulary == 77
-    with pytest.raises(DataError, match=r"data\.vocabulary is 9, but .* made with 10 token ids; set it to 10 or more"):
+    with pytest.raises(DataError, match=r"`vocabulary` is 9, but .* made with 10 token ids; set it to 10 or more"):
         open_source("indexed", prefix, vocabulary=9)
 
 
@@ -68,9 +68,7 @@ def test_a_damaged_sidecar_is_a_sentence(tmp_path):
 def test_an_id_outside_the_vocabulary_is_a_sentence(tmp_path):
     source = open_source("indexed", build(tmp_path / "d", vocabulary=None), vocabulary=9)
     assert source.read(1, 0, 3).tolist() == [6, 7, 8]
-    with pytest.raises(
-        DataError, match=r"token id 9 in document 1, but the vocabulary has 9 ids; set data\.vocabulary"
-    ):
+    with pytest.raises(DataError, match=r"token id 9 in document 1, but the vocabulary has 9 ids; set `vocabulary`"):
         source.read(1, 0, 4)
 
 

@@ -68,7 +68,7 @@ def test_documents_are_found_by_file_and_line(tmp_path):
 
 
 def test_missing_and_empty_paths_are_sentences(tmp_path):
-    with pytest.raises(DataError, match=r"data\.path '.*nowhere' does not exist"):
+    with pytest.raises(DataError, match=r"`path` '.*nowhere' does not exist"):
         open_source("jsonl", str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"holds no \.jsonl file"):
         open_source("jsonl", str(tmp_path))

@@ -45,7 +45,7 @@ def test_lengths_respect_the_limit_and_the_default_vocabulary_is_256():
 
 
 def test_an_unknown_mix_is_a_sentence():
-    with pytest.raises(DataError, match=r"data\.path 'nothing-like-it' cannot be drawn: There is no mix"):
+    with pytest.raises(DataError, match=r"`path` 'nothing-like-it' cannot be drawn: There is no mix"):
         open_source("mix", "nothing-like-it")
 
 

@@ -13,13 +13,13 @@ def test_an_unknown_kind_is_refused_with_the_known_ones():
     with pytest.raises(DataError) as error:
         open_source("parquet", "x")
     assert str(error.value) == (
-        "There is no document source 'parquet'; data.source is one of stdlib, text, jsonl, indexed, mix."
+        "There is no document source 'parquet'; `source` is one of stdlib, text, jsonl, indexed, mix."
     )
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "indexed", "mix"])
 def test_a_source_without_a_path_is_refused(kind):
-    with pytest.raises(DataError, match=r"needs a path; set data\.path"):
+    with pytest.raises(DataError, match=r"needs a path; set `path`"):
         open_source(kind)
 
 
@@ -31,18 +31,18 @@ def test_another_tokenizer_than_bytes_points_to_the_conversion(kind):
 
 def test_another_vocabulary_than_256_is_refused_for_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match=r"vocabulary is 256, but data\.vocabulary is 300"):
+    with pytest.raises(DataError, match=r"vocabulary is 256, but `vocabulary` is 300"):
         open_source("text", str(tmp_path), vocabulary=300)
     assert open_source("text", str(tmp_path), vocabulary=0).vocabulary == 256
 
 
 def test_a_negative_vocabulary_is_refused():
-    with pytest.raises(DataError, match=r"data\.vocabulary.*not -1"):
+    with pytest.raises(DataError, match=r"`vocabulary`.*not -1"):
         open_source("mix", "pretrain", vocabulary=-1)
 
 
 def test_stdlib_takes_no_path():
-    with pytest.raises(DataError, match=r"takes no path, but data\.path is 'x'"):
+    with pytest.raises(DataError, match=r"takes no path, but `path` is 'x'"):
         open_source("stdlib", "x")
 
 

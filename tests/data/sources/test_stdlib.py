@@ -43,5 +43,5 @@ def test_lengths_are_real_and_varied(source):
 
 def test_a_python_without_source_files_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(stdlib.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(DataError, match=r"no \.py files.*set data\.source to text"):
+    with pytest.raises(DataError, match=r"no \.py files.*set `source` to text"):
         open_source("stdlib")

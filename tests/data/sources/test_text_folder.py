@@ -36,7 +36,7 @@ def test_one_file_is_one_document(tmp_path):
 
 
 def test_a_missing_path_is_a_sentence(tmp_path):
-    with pytest.raises(DataError, match=r"^data\.path '.*nowhere' does not exist\.$"):
+    with pytest.raises(DataError, match=r"^`path` '.*nowhere' does not exist\.$"):
         open_source("text", str(tmp_path / "nowhere"))
 
 

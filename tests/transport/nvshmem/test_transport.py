@@ -133,4 +133,4 @@ def _too_little_memory():
 def test_too_little_memory_is_refused_on_all_ranks_alike_before_anything_is_sent():
     one, two = run_ranks(2, _too_little_memory)
     assert one == two
-    assert one.startswith("EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb) gives")
+    assert one.startswith("`nvshmem_buffer_gb` gives")

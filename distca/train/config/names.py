@@ -1,0 +1,31 @@
+"""Names of settings in messages: lower layers name their own parameters, in backquotes, and know no settings."""
+
+from __future__ import annotations
+
+import re
+
+SETTINGS = {
+    "backward": "cad.backward",
+    "context_length": "data.context_length",
+    "cost_table": "cad.cost_table",
+    "kernel": "cad.kernel",
+    "level": "cad.level",
+    "longer": "data.longer",
+    "micro_batches": "train.micro_batches",
+    "nvshmem_buffer_gb": "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb)",
+    "path": "data.path",
+    "seed": "data.seed",
+    "source": "data.source",
+    "tokenizer": "data.tokenizer",
+    "tokens_per_rank": "data.tokens_per_rank",
+    "tolerance": "cad.tolerance",
+    "transport": "cad.transport",
+    "validation_fraction": "data.validation_fraction",
+    "vocabulary": "data.vocabulary",
+}
+"""The setting that a run gives each parameter of a lower layer by."""
+
+
+def with_settings(message: str) -> str:
+    """The message with the names of settings in place of parameters in backquotes."""
+    return re.sub("`([a-z_]+)`", lambda found: SETTINGS.get(found[1], found[0]), message)
