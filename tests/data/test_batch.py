@@ -80,7 +80,7 @@ def test_a_rank_reads_its_own_tokens_and_one_more_per_cut(counting_source, case)
     layouts = lay_out(lengths, ranks, nano_batches=nano_batches, rank_of=rank_of)
     for rank in range(ranks):
         source = counting_source(lengths)
-            rank_batch(everything(Corpus(source, 50).train), layouts, rank)
+        rank_batch(everything(Corpus(source, 50).train), layouts, rank)
         own = [
             (int(document), position)
             for layout in layouts
