@@ -120,10 +120,12 @@ def test_ticks_train_as_1f1b_does(tmp_path: Path) -> None:
 
 def _batch(rows: int) -> RankBatch:
     numbers = np.arange(1, rows + 1)
-    return RankBatch(numbers, numbers, np.ones(rows, bool), numbers, (rows,))
+    return RankBatch(numbers, numbers, np.ones(rows, bool), numbers, np.full(rows, rows), (rows,))
 
 
 def test_padding_to_equal_rows_adds_no_loss() -> None:
+    from megatron_patches.step import with_equal_rows
+
     short, long = with_equal_rows([_batch(3), _batch(5)])
     assert short.tokens.tolist() == [1, 2, 3, 0, 0] and short.loss_mask.tolist() == [True] * 3 + [False] * 2
     assert short.labels.tolist() == short.positions.tolist() == [1, 2, 3, 0, 0]

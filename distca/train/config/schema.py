@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.models.rope import RopeScaling
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -22,11 +24,15 @@ class ModelConfig:
         heads: query heads.
         kv_heads: key and value heads; must divide heads.
         head_dim: width of one head; 0 means hidden / heads.
-        vocabulary: rows of the embedding and the output layer; 0 means the vocabulary of the data.
+        vocabulary: token ids that the embedding and the output layer know; 0 means the vocabulary of the data. Rows
+            that parallel.tp needs beyond them are never predicted.
+        qkv_bias: the projections of q, k and v have a bias (Qwen2).
+        qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
         rope_base: base of the rotary frequencies.
         norm_epsilon: epsilon of RMSNorm.
         tie_embeddings: use the embedding's weights as the output layer's.
         init_std: standard deviation of the weights at the start.
+        rope_scaling: how rotary positions are stretched.
     """
 
     layers: int = 4
@@ -36,10 +42,13 @@ class ModelConfig:
     kv_heads: int = 2
     head_dim: int = 0
     vocabulary: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
     rope_base: float = 500000.0
     norm_epsilon: float = 1e-5
     tie_embeddings: bool = False
     init_std: float = 0.02
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
 
     @property
     def resolved_head_dim(self) -> int:
