@@ -68,6 +68,7 @@ class ModelDescription:
         qkv_bias: the projections of q, k and v have a bias.
         qk_norm: query and key heads are normed before the rotation.
         positions: max_position_embeddings.
+        dtype: of the weights, as config.json has it; None where it does not say.
     """
 
     family: str
@@ -85,6 +86,17 @@ class ModelDescription:
     qkv_bias: bool
     qk_norm: bool
     positions: int
+    dtype: str | None = None
+
+
+def architecture(family: str) -> str:
+    """The class of a family's models in transformers."""
+    return _FAMILIES[family].architecture
+
+
+def family_of(qkv_bias: bool, qk_norm: bool) -> str | None:
+    """The family whose layers have these and no more; None where there is none."""
+    return {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}.get((qkv_bias, qk_norm))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -160,6 +172,7 @@ class _Reader:
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             positions=positions,
+            dtype=self._given("dtype") or self._given("torch_dtype"),
         )
         if heads % description.kv_heads:
             raise self._error(

@@ -46,7 +46,7 @@ class RopeScaling:
 
     def problems(self) -> list[str]:
         """What cannot work, in words, each beginning with the field's name; empty where all is well."""
-        found = []
+        found: list[str] = []
         if self.kind == "none":
             return found
         if self.factor < 1:

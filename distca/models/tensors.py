@@ -63,8 +63,8 @@ class TensorFiles:
         kind = self._slice(name).get_dtype()
         if kind not in DTYPES:
             raise ModelError(
-                f"{self.folder} has {name} of type {kind}, but quantised weights cannot be trained; use the folder they "
-                "were made from."
+                f"{self.folder} has {name} of type {kind}, but quantised weights cannot be trained; use the folder "
+                "they were made from."
             )
         return DTYPES[kind]
 
@@ -99,7 +99,9 @@ class TensorFiles:
                 found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 names = {str(tensor): str(file) for tensor, file in found.items()}
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                raise ModelError(f"{index} cannot be read; it must say in weight_map which file has a tensor.") from None
+                raise ModelError(
+                    f"{index} cannot be read; it must say in weight_map which file has a tensor."
+                ) from None
             for file in names.values():
                 if Path(file).name != file:
                     raise ModelError(f"{index} names {file!r}, which is no file of that folder.")

@@ -55,7 +55,9 @@ def _case_errors(path, tp, pp, disaggregate):
             ours, theirs = whole[: len(mine)][mine, : folders.VOCABULARY], theirs[rows.positions[mine]]
             if len(ours):
                 errors.append(float((ours - theirs).norm() / theirs.norm()))
-    errors.append(_loss_error(sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), cad.device)[0], reference))
+    errors.append(
+        _loss_error(sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), cad.device)[0], reference)
+    )
     errors.append(_loss_error(sum_over_ranks(cad.forward_backward(step, _unfused, ddp), cad.device)[0], reference))
     worst = torch.tensor(max(errors))
     dist.all_reduce(worst, dist.ReduceOp.MAX)

@@ -209,12 +209,18 @@ class CheckpointConfig:
         save_every: steps between checkpoints; 0 saves none on the way.
         save_at_end: also save after the last step.
         resume: folder of a run to go on with, or latest for the run of this name that saved last.
+        init_from: a Hugging Face folder (config.json and safetensors) to begin with: its weights, its shape in place of
+            model's settings, of which only the rotary ones may differ, and its tokenizer. A run that resumes takes its
+            own weights.
+        export: an empty folder, into which the last step's weights are written as a Hugging Face folder.
         keep: newest checkpoints that stay on disk.
     """
 
     save_every: int = 0
     save_at_end: bool = True
     resume: str | None = None
+    init_from: str | None = None
+    export: str | None = None
     keep: int = 2
 
 

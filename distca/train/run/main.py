@@ -53,11 +53,13 @@ def main(argv: list[str] | None = None) -> None:
 def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | None]:
     """Everything that can be refused without torch, process groups or tokens."""
     from distca.train.checkpoint.checkpoints import check_fits
+    from distca.train.checkpoint.folders import check_folders
     from distca.train.data.corpus import open_corpus, open_sampler
     from megatron_patches.versions import check_version
 
     check_version()
     validate(config, world_size)
+    check_folders(config)
     corpus = open_corpus(config)
     if len(corpus.train) and corpus.train.lengths.max() < 2:
         raise DataError("No document has more than one token, so there is no next token to learn; change data.path.")
