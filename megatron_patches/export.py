@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,18 @@ from megatron.core.utils import unwrap_model
 
 from distca.errors import CheckpointError
 from distca.models.description import ModelDescription
-from distca.models.folder import ShardWriter, count_shards, finish
-from distca.models.layout import expected_shapes
+from distca.models.folder import ExportedModel, ShardWriter, count_shards, finish
 from megatron_patches.weights import Slot, slots
 
 
-def export_weights(
-    model: DistributedDataParallel | GPTModel,
-    described: ModelDescription,
-    fields: Mapping[str, Any],
-    dtype: torch.dtype,
-    folder: Path,
-    source: Path | None = None,
-    advance: Callable[[int], object] = lambda size: None,
-) -> None:
+def export_weights(model: DistributedDataParallel | GPTModel, exported: ExportedModel, folder: Path) -> None:
     """Write the model's folder; every rank calls it. Each stage's first rank writes its stage's files, and holds one
     file at a time in host memory.
 
     Args:
-        model: with all weights on this rank's device.
-        described: what config.json says.
-        fields: the content of config.json.
-        dtype: of the tensors.
+        model: with all weights of its share on this rank's device.
+        exported: what the folder is to be.
         folder: an empty one, which all ranks see.
-        source: the folder that training began with, for what comes along; None where there was none.
-        advance: called with the bytes of each parameter.
 
     Raises:
         CheckpointError: on every rank, if one cannot write.
@@ -47,37 +34,13 @@ def export_weights(
     problem: str | None = None
     file_of: dict[str, str] = {}
     if parallel_state.get_data_parallel_rank() == 0:
-        own = _own_slots(unwrap_model(model), described)
-        first, files = _numbers(own, described, dtype)
-        writer = ShardWriter(folder, first, files)
-        writes = parallel_state.get_tensor_model_parallel_rank() == 0
-        for slot, tensors in _whole_tensors(own, dtype, writes):
-            try:
-                if writes and problem is None:
-                    for name, tensor in zip(slot.names, tensors, strict=True):
-                        writer.add(name, tensor)
-                        advance(tensor.numel() * tensor.element_size())
-            except Exception as error:  # the others wait in collectives, which this rank has to go on with
-                problem = f"rank {dist.get_rank()}: {error}"
-        try:
-            if writes and problem is None:
-                writer.flush()
-        except Exception as error:
-            problem = f"rank {dist.get_rank()}: {error}"
-        file_of = writer.file_of
+        problem, file_of = _write_stage(unwrap_model(model), exported, folder)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (problem, file_of))
     problem = next((said for said, _ in everyone if said), None)
     if problem is None and dist.get_rank() == 0:
         try:
-            total = sum(torch.Size(shape).numel() for shape in expected_shapes(described).values()) * dtype.itemsize
-            finish(
-                folder,
-                {name: file for _, files_of in everyone for name, file in files_of.items()},
-                total,
-                fields,
-                source,
-            )
+            finish(folder, {name: file for _, files in everyone for name, file in files.items()}, exported)
         except OSError as error:
             problem = f"rank 0: {error}"
     said = [problem]
@@ -86,23 +49,36 @@ def export_weights(
         raise CheckpointError(f"{folder} could not be written ({said[0]}).")
 
 
+def _write_stage(gpt: GPTModel, exported: ExportedModel, folder: Path) -> tuple[str | None, dict[str, str]]:
+    """What went wrong, if anything, and the file of every tensor that this rank wrote."""
+    own = _own_slots(gpt, exported.model)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    counts: list[Any] = [None] * group.size()
+    mine = count_shards(exported, [name for _, slot in own for name in slot.names])
+    dist.all_gather_object(counts, mine, group=group)
+    writer = ShardWriter(folder, 1 + sum(counts[: group.rank()]), sum(counts))
+    writes = parallel_state.get_tensor_model_parallel_rank() == 0
+    problem: str | None = None
+    for slot, tensors in _whole_tensors(own, getattr(torch, exported.dtype), writes):
+        if writes and problem is None:
+            try:
+                for name, tensor in zip(slot.names, tensors, strict=True):
+                    writer.add(name, tensor)
+            except Exception as error:  # others wait in collectives, which this rank has to go on with
+                problem = f"rank {dist.get_rank()}: {error}"
+    if problem is None:
+        try:
+            writer.flush()
+        except Exception as error:
+            problem = f"rank {dist.get_rank()}: {error}"
+    return problem, writer.file_of
+
+
 def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
     """This stage's parameters; of tied weights the first stage's only."""
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
     copy = gpt.output_layer.weight if copied and gpt.post_process else None
     return [(parameter.detach(), slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
-
-
-def _numbers(
-    own: Sequence[tuple[torch.Tensor, Slot]], described: ModelDescription, dtype: torch.dtype
-) -> tuple[int, int]:
-    """Number of this stage's first file, and files of all stages."""
-    shapes = expected_shapes(described)
-    sizes = [torch.Size(shapes[name]).numel() * dtype.itemsize for _, slot in own for name in slot.names]
-    group = parallel_state.get_pipeline_model_parallel_group()
-    counts: list[Any] = [None] * group.size()
-    dist.all_gather_object(counts, count_shards(sizes), group=group)
-    return 1 + sum(counts[: group.rank()]), sum(counts)
 
 
 def _whole_tensors(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distca.errors import ModelError, VersionError, system_words
 from distca.models.description import CONFIG, ModelDescription, architecture
+from distca.models.layout import expected_shapes
 from distca.models.tensors import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 2 << 30
 """Of one file at most, unless one tensor alone has more; so much is in host memory at a time."""
+
+VALUE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 COMPANIONS = (
     "tokenizer.json",
@@ -115,6 +120,24 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
     return there
 
 
+@dataclass(frozen=True)
+class ExportedModel:
+    """A folder to be written.
+
+    Attributes:
+        model: what it describes.
+        fields: content of its config.json.
+        dtype: of its tensors, such as "bfloat16".
+        source: the folder that training began with, for tokenizer, chat template and generation settings; None where
+            there was none.
+    """
+
+    model: ModelDescription
+    fields: Mapping[str, Any]
+    dtype: str
+    source: Path | None = None
+
+
 class ShardWriter:
     """Writes tensors into numbered files, each as soon as it is full.
 
@@ -154,31 +177,33 @@ class ShardWriter:
         self._number, self._held, self._bytes = self._number + 1, {}, 0
 
 
-def count_shards(sizes: list[int]) -> int:
-    """Files that a writer makes of tensors of these bytes, in this order."""
+def count_shards(exported: ExportedModel, names: Iterable[str]) -> int:
+    """Files that a writer makes of tensors of these names, in this order."""
+    shapes, value_bytes = expected_shapes(exported.model), VALUE_BYTES[exported.dtype]
     files = held = 0
-    for size in sizes:
+    for name in names:
+        size = math.prod(shapes[name]) * value_bytes
         if not files or held + size > SHARD_BYTES:
             files, held = files + 1, 0
         held += size
     return files
 
 
-def finish(
-    folder: Path, file_of: Mapping[str, str], total: int, fields: Mapping[str, Any], source: Path | None
-) -> None:
+def finish(folder: Path, file_of: Mapping[str, str], exported: ExportedModel) -> None:
     """Write everything but tensors, config.json last, without which a folder is none.
 
     Args:
         folder: with the files of tensors.
         file_of: by tensor, its file.
-        total: bytes of all tensors.
-        fields: of config.json.
-        source: the folder that training began with, for what comes along.
+        exported: what the folder is to be.
     """
     if set(file_of.values()) != {SINGLE}:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        values = sum(math.prod(shape) for shape in expected_shapes(exported.model).values())
+        index = {
+            "metadata": {"total_size": values * VALUE_BYTES[exported.dtype]},
+            "weight_map": dict(sorted(file_of.items())),
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    if source is not None:
-        copy_companions(source, folder)
-    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    if exported.source is not None:
+        copy_companions(exported.source, folder)
+    (folder / CONFIG).write_text(json.dumps(exported.fields, indent=2) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distca.errors import VersionError
 from distca.models.description import describe_folder, read_config
-from distca.models.folder import check_empty, config_fields
+from distca.models.folder import ExportedModel, check_empty, config_fields
 from distca.models.layout import EMBEDDING
 from distca.models.tensors import TensorFiles
 from distca.train.config.initial import description_of
@@ -44,6 +44,7 @@ def check_folders(config: RunConfig) -> None:
         folder = Path(settings.init_from)
         TensorFiles(folder, "numpy").check(describe_folder(folder))
     if settings.export:
+        description_of(config, 1)
         check_empty(Path(settings.export), "checkpoint.export")
 
 
@@ -69,19 +70,16 @@ def load_initial_weights(gpt: GPTModel, folder: Path) -> None:
     logger.info("Weights from %s: %s on this rank in %.1f s", folder, format_bytes(sum(read)), seconds)
 
 
-def export(trainer: Trainer, folder: Path) -> None:
-    """Write the weights as a Hugging Face folder, in the type of the one that the run began with, else in their own;
-    every rank calls it.
+def exported(config: RunConfig, vocabulary: int) -> ExportedModel:
+    """What is written of a run beside its weights.
+
+    Args:
+        config: the run.
+        vocabulary: token ids of the model.
 
     Raises:
-        CheckpointError: on every rank, if one cannot write.
+        ModelError: transformers has no such model.
     """
-    import torch
-
-    from megatron_patches.export import export_weights
-
-    config, began = trainer.config, time.perf_counter()
-    logger.info("Writing %s", folder)
     source = Path(config.checkpoint.init_from) if config.checkpoint.init_from else None
     if source is not None and not source.is_dir():
         logger.warning("%s is gone, so no tokenizer comes along.", source)
@@ -89,10 +87,23 @@ def export(trainer: Trainer, folder: Path) -> None:
     dtype = "bfloat16" if config.train.precision == "bf16" else "float32"
     first: dict[str, Any] = {}
     if source is not None:
-        first, dtype = read_config(source), TensorFiles(source).dtype(EMBEDDING)
-    described = description_of(config, trainer.vocabulary)
-    fields = config_fields(described, dtype, first)
-    export_weights(trainer.model, described, fields, getattr(torch, dtype), folder, source)
+        first, dtype = read_config(source), TensorFiles(source, "numpy").dtype(EMBEDDING)
+    described = description_of(config, vocabulary)
+    return ExportedModel(described, config_fields(described, dtype, first), dtype, source)
+
+
+def export(trainer: Trainer, folder: Path) -> None:
+    """Write the weights as a Hugging Face folder, in the type of the one that the run began with, else in their own;
+    every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, if one cannot write.
+    """
+    from megatron_patches.export import export_weights
+
+    began = time.perf_counter()
+    logger.info("Writing %s", folder)
+    export_weights(trainer.model, exported(trainer.config, trainer.vocabulary), folder)
     if trainer.world.rank == 0:
         size = sum(file.stat().st_size for file in folder.iterdir())
         logger.info("Wrote %s: %s in %.1f s", folder, format_bytes(size), time.perf_counter() - began)

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from distca.errors import ConfigError
+from distca.errors import ConfigError, ModelError
 from distca.models.description import ModelDescription, describe_folder, family_of
 from distca.train.config.schema import ModelConfig, RunConfig
 
@@ -63,11 +63,18 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
     Args:
         config: a validated run.
         vocabulary: token ids of the model.
+
+    Raises:
+        ModelError: transformers has no such model.
     """
     model, scaling = config.model, config.model.rope_scaling
     first = _first(config)
     family = first.family if first is not None else family_of(model.qkv_bias, model.qk_norm)
-    assert family is not None, "validate refuses it"
+    if family is None:
+        raise ModelError(
+            "No model of transformers that is served has both model.qkv_bias and model.qk_norm, so this one cannot be "
+            "exported; set one of them to false, or leave out checkpoint.export."
+        )
     positions = max(config.data.context_length, first.positions if first is not None else 0)
     if scaling.kind == "yarn":
         positions = max(positions, round(scaling.original_length * scaling.factor))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from distca.data.mixes import MIX_NAMES
 from distca.errors import ConfigError
-from distca.models.description import family_of
 from distca.train.config.cli import RunConfig, known_settings
 from distca.words import count
 
@@ -120,11 +119,6 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
         if size % tp:
             problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
     problems += [f"model.rope_scaling.{problem}" for problem in model.rope_scaling.problems()]
-    if config.checkpoint.export and family_of(model.qkv_bias, model.qk_norm) is None:
-        problems.append(
-            "checkpoint.export is given, but no architecture of transformers has model.qkv_bias and model.qk_norm; set "
-            "one of them to false, or leave out the first."
-        )
     if config.train.precision == "fp32" and config.cad.kernel in ("flash4", "torch"):
         problems.append(
             f"cad.kernel {config.cad.kernel} computes in bf16, but train.precision is fp32; "
