@@ -19,8 +19,8 @@ COMMANDS: dict[str, str | dict[str, str]] = {
     "plan": "distca.commands.plan:plan",
     "data": {"convert": "distca.commands.data:convert", "describe": "distca.commands.data:describe"},
     "checkpoint": {
-        "import": "distca.commands.checkpoint:import_weights",
-        "export": "distca.commands.checkpoint:export_weights",
+        "import": "distca.train.checkpoint.command:import_weights",
+        "export": "distca.train.checkpoint.command:export_weights",
     },
     "profile": "distca.commands.profile:profile",
     "parity": "distca.commands.parity:parity",

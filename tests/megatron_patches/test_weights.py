@@ -35,7 +35,7 @@ def _case_errors(path, tp, pp, disaggregate):
     from megatron_patches.step import StepDocuments
     from megatron_patches.training_step import sum_over_ranks, summed_loss_step
 
-    cad, ddp = _model(path, tp, pp, disaggregate)
+    _, cad, ddp = _model(path, tp, pp, disaggregate)
     documents = folders.documents()
     homes = None if disaggregate else [np.arange(len(documents)) % cad.options.ranks] * 2
     step = cad.plan_step(StepDocuments([documents, documents[::-1]], homes))
@@ -82,7 +82,7 @@ def _model(path, tp, pp, disaggregate, dtype=torch.float32):
     files = TensorFiles(path)
     files.check(described)
     load_weights(model, described, files)
-    return cad, cad.data_parallel(model, distributed_optimizer=False)
+    return described, cad, cad.data_parallel(model, distributed_optimizer=False)
 
 
 def _logits_step(batches, model):
@@ -131,3 +131,77 @@ def test_logits_and_losses_equal_those_of_transformers(root, ranks, layouts):
     (errors, *_) = run_ranks(ranks, _errors, str(root), layouts, timeout=280)
     assert len(errors) == len(folders.CASES) * 2 * len(layouts)
     assert max(errors.values()) <= TOLERANCE, {name: error for name, error in errors.items() if error > TOLERANCE}
+
+
+def _round_trips(root, target, layouts):
+    """Read each folder in bfloat16 and write it again."""
+    warnings.filterwarnings("ignore")
+    import torch.distributed as dist
+
+    from distca.models.description import read_config
+    from distca.models.folder import ExportedModel
+    from megatron_patches.export import export_weights
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    for tp, pp in layouts:
+        for path in sorted(Path(root).iterdir()):
+            folder = Path(target) / f"{path.name}, {tp}, {pp}"
+            if dist.get_rank() == 0:
+                folder.mkdir()
+            dist.barrier()
+            described, _, ddp = _model(path, tp, pp, True, torch.bfloat16)
+            export_weights(ddp, ExportedModel(described, read_config(path), "bfloat16", path), folder)
+
+
+def _tensors(folder):
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), (8, [(2, 2)])])
+def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, tmp_path):
+    root, target = tmp_path / "from", tmp_path / "to"
+    target.mkdir()
+    for name in ("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3"):
+        folders.write_folder(name, root / name, torch.bfloat16)
+    run_ranks(ranks, _round_trips, str(root), str(target), layouts, timeout=200)
+    assert len(list(target.iterdir())) == len(list(root.iterdir())) * len(layouts)
+    for folder in target.iterdir():
+        source = root / folder.name.rsplit(", ", 2)[0]
+        before, after = _tensors(source), _tensors(folder)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+        assert (folder / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+        theirs, ours = folders.loaded(source), folders.loaded(folder)
+        assert type(ours) is type(theirs)
+        for expected, got in zip(folders.logits(theirs), folders.logits(ours), strict=True):
+            assert torch.equal(expected, got)
+
+
+def _unwritable(root, target):
+    """The sentence of a rank that cannot write; on all ranks."""
+    warnings.filterwarnings("ignore")
+    from distca.errors import CheckpointError
+    from distca.models.folder import ExportedModel
+    from megatron_patches.export import export_weights
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    described, _, ddp = _model(Path(root), 2, 1, True)
+    try:
+        export_weights(ddp, ExportedModel(described, {}, "float32"), Path(target))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence_on_every_rank(tmp_path):
+    folders.write_folder("llama", tmp_path / "from")
+    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "missing"))
+    assert len(set(said)) == 1 and said[0].startswith(f"{tmp_path / 'missing'} could not be written (rank 0: ")

@@ -114,7 +114,7 @@ VARIABLES: tuple[Variable, ...] = (
         training=("checkpoint.init_from",),
         benchmarks=None,
         instead="let weights be drawn anew without it",
-        also=("HF_MODEL", "PRETRAINED", "MODEL_PATH", "INIT_CHECKPOINT"),
+        also=("HF_MODEL", "INIT_CHECKPOINT"),
     ),
     Variable(
         name="NAME",
