@@ -26,7 +26,7 @@ def export_weights(model: DistributedDataParallel | GPTModel, exported: Exported
     Args:
         model: with all weights of its share on this rank's device.
         exported: what the folder is to be.
-        folder: an empty one, which all ranks see.
+        folder: an empty one, which all ranks see; made where it is missing.
 
     Raises:
         CheckpointError: on every rank, if one cannot write.

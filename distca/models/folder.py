@@ -172,6 +172,7 @@ class ShardWriter:
                 "A model's folder needs the package safetensors: pip install 'distca[models]'."
             ) from None
         name = SINGLE if self._files == 1 else f"model-{self._number:05d}-of-{self._files:05d}.safetensors"
+        self._folder.mkdir(parents=True, exist_ok=True)
         save_file(self._held, self._folder / name, metadata={"format": "pt"})
         self.file_of |= dict.fromkeys(self._held, name)
         self._number, self._held, self._bytes = self._number + 1, {}, 0

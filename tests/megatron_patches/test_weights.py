@@ -203,5 +203,6 @@ def _unwritable(root, target):
 
 def test_a_folder_that_cannot_be_written_is_a_sentence_on_every_rank(tmp_path):
     folders.write_folder("llama", tmp_path / "from")
-    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "missing"))
-    assert len(set(said)) == 1 and said[0].startswith(f"{tmp_path / 'missing'} could not be written (rank 0: ")
+    (tmp_path / "file").write_text("")
+    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "file"))
+    assert len(set(said)) == 1 and said[0].startswith(f"{tmp_path / 'file'} could not be written (rank 0: ")

@@ -100,7 +100,7 @@ def test_a_folder_of_pickles_only(folder: Path) -> None:
     for file in (*folder.glob("*.safetensors"), folder / INDEX):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"anything")
-    with pytest.raises(ModelError, match="has neither .* is never read: it may run code"):
+    with pytest.raises(ModelError, match=r"has neither .* is never read: it may run code"):
         _check(folder)
 
 
@@ -137,7 +137,7 @@ def test_code_stays_behind(tmp_path: Path) -> None:
 def test_a_folder_to_write_is_empty(tmp_path: Path) -> None:
     check_empty(tmp_path / "new" / "folder", "--output")
     assert (tmp_path / "new" / "folder").is_dir()
-    with pytest.raises(ModelError, match="--output is .*, which is not empty"):
+    with pytest.raises(ModelError, match=r"--output is .*, which is not empty"):
         check_empty(tmp_path, "--output")
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot be made or read"):
