@@ -36,7 +36,7 @@ class PositionRotary(torch.nn.Module):
     ) -> None:
         super().__init__()
         # No buffer: checkpoints keep stock megatron's keys, and a cast of the model leaves it as it is.
-        self._inv_freq, self._interpolation, self._by_length = [inv_freq], interpolation, by_length
+        self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
         self._angles: torch.Tensor | None = None
 
     @staticmethod
@@ -69,13 +69,11 @@ class PositionRotary(torch.nn.Module):
                 )
             angles = positions[:, None] * self._by_length(lengths)
         else:
-            if self._inv_freq[0].device != positions.device:
-                self._inv_freq[0] = self._inv_freq[0].to(positions.device)
-            inv_freq = self._inv_freq[0]
-            scaled = positions.to(inv_freq.dtype)
+            self._inv_freq = self._inv_freq.to(positions.device)
+            scaled = positions.to(self._inv_freq.dtype)
             if self._interpolation is not None:
                 scaled *= 1 / self._interpolation  # as megatron rounds it
-            angles = torch.outer(scaled, inv_freq)
+            angles = torch.outer(scaled, self._inv_freq)
         self._angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:

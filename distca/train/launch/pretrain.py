@@ -28,12 +28,13 @@ def launch(arguments: list[str]) -> int:
     environment.refuse_twice(Launcher.TRAINING, values, arguments)
     options = [*_configuration(values, machines.gpus, arguments), *environment.settings(Launcher.TRAINING, values)]
     dry, script = values.get("DRY_RUN") == "1", str(ROOT / "pretrain_llama.py")
-    python = find_python()
+    extra = "models" if "INIT_FROM" in values else ""
+    python = find_python(extra)
     if not python and dry:
         venv = ROOT / ".venv"
         say(f"DistCA's dependencies are missing; a run would install them into {venv} first, and check the settings.")
     elif not python:
-        python = install(machines.gpus > 0)
+        python = install(machines.gpus > 0, extra)
     profiler = _profiler(values, machines)
     if python and not {"-h", "--help"}.isdisjoint(arguments):
         sys.stdout.write(environment.help_text(Launcher.TRAINING) + "\n\n")

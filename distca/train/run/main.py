@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from distca.data.corpus import Corpus
-from distca.errors import ConfigError, DataError, DistcaError, PlanError, VersionError
+from distca.errors import ConfigError, DataError, DistcaError, ModelError, PlanError, VersionError
 from distca.log import die, setup_logging
 from distca.train.config.cli import files_first, parse_run_config
 from distca.train.config.schema import RunConfig
@@ -100,8 +100,8 @@ def _run(config: RunConfig) -> None:
         companions.part()
     except (KernelError, TransportError, CheckpointError) as error:
         die(error)
-    except DataError as error:
-        die(error, everywhere=True)  # in a document that only this rank reads
+    except (DataError, ModelError) as error:
+        die(error, everywhere=True)  # in a document or a file that only this rank reads
     except (ConfigError, PlanError, VersionError):
         raise
     except Exception:
@@ -116,7 +116,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
 
     Raises:
         ConfigError, PlanError: as :func:`main` reports them, alike on all ranks.
-        DataError: in a document, on the rank that reads it.
+        DataError, ModelError: in a document or a file of checkpoint.init_from, on the rank that reads it.
         KernelError, TransportError: what the settings ask for cannot run here.
         CheckpointError: a checkpoint cannot be written.
         VersionError: a newer megatron-core saved the checkpoint to resume; alike on all ranks.

@@ -227,7 +227,10 @@ def test_what_fits_is_accepted(first: Path, tmp_path: Path) -> None:
     [
         ({"checkpoint__export": "{root}/first"}, "checkpoint.export is {root}/first, which is not empty"),
         ({"checkpoint__init_from": "{root}/texts"}, "{root}/texts/config.json cannot be read"),
-        ({"data__source": "mix", "data__path": "pretrain", "data__vocabulary": 260}, "but the data uses 260 tokens"),
+        (
+            {"data__source": "mix", "data__path": "pretrain", "data__vocabulary": 260},
+            "but the data uses 260 tokens; it is that of checkpoint.init_from, so use the tokenizer of",
+        ),
     ],
 )
 def test_mistakes_are_sentences_before_anything_is_built(first: Path, settings: dict[str, object], said: str) -> None:
