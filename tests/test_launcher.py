@@ -122,7 +122,8 @@ def test_a_folder_to_begin_with_says_the_shape(machine: Machine) -> None:
     command = machine.dry(INIT_FROM="folder")
     assert has_pair(command, "--config", str(ROOT / "configs" / "from-folder-tiny.yaml"))
     assert has_pair(command, "--checkpoint.init_from", "folder")
-    assert has_pair(machine.dry(INIT_FROM="folder", CONFIG="configs/tiny.yaml"), "--config", "configs/tiny.yaml")
+    tiny = ROOT / "configs" / "tiny.yaml"
+    assert has_pair(machine.dry(INIT_FROM="folder", CONFIG=str(tiny)), "--config", str(tiny))
     machine.gpus(2)
     assert has_pair(machine.dry(INIT_FROM="folder"), "--config", str(ROOT / "configs" / "from-folder.yaml"))
     argument = machine.dry("--checkpoint.init_from", "folder")
