@@ -5,9 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.data import Corpus, MicroBatch, Sampler, rank_batch
+from distca.data import Corpus, Sampler, rank_batch
 from distca.errors import DataError
 from distca.plan import lay_out
+
+
+def everything(documents):
+    return documents.choose(np.arange(len(documents)))
 
 
 def nano_rows_of(batch, chunks):
@@ -40,11 +44,10 @@ def cases(draw):
 def test_all_ranks_together_hold_every_document_exactly_once(counting_source, case):
     lengths, ranks, nano_batches, rank_of, chunks, align = case
     documents = Corpus(counting_source(lengths), 50).train
-    micro_batch = MicroBatch(np.arange(len(lengths)), np.array(lengths), rank_of)
     layouts = lay_out(lengths, ranks, nano_batches=nano_batches, rank_of=rank_of)
     seen: list[tuple[int, int, int, int]] = []
     for rank in range(ranks):
-        batch = rank_batch(documents, micro_batch, layouts, rank, align=align, chunks=chunks)
+        batch = rank_batch(everything(documents), layouts, rank, align=align, chunks=chunks)
         assert len(batch.nano_rows) == nano_batches
         assert sum(batch.nano_rows) == len(batch.tokens)
         for layout, columns in zip(layouts, nano_rows_of(batch, chunks), strict=True):
@@ -77,8 +80,7 @@ def test_a_rank_reads_its_own_tokens_and_one_more_per_cut(counting_source, case)
     layouts = lay_out(lengths, ranks, nano_batches=nano_batches, rank_of=rank_of)
     for rank in range(ranks):
         source = counting_source(lengths)
-        micro_batch = MicroBatch(np.arange(len(lengths)), np.array(lengths), rank_of)
-        rank_batch(Corpus(source, 50).train, micro_batch, layouts, rank)
+        rank_batch(everything(Corpus(source, 50).train), layouts, rank)
         own = [
             (int(document), position)
             for layout in layouts
@@ -91,9 +93,8 @@ def test_a_rank_reads_its_own_tokens_and_one_more_per_cut(counting_source, case)
 def test_chunks_interleave_ping_and_pong(counting_source):
     """One document of 8 rows on one rank, two tensor-parallel ranks: each chunk holds half of ping and half of pong."""
     documents = Corpus(counting_source([8]), 8).train
-    micro_batch = MicroBatch(np.array([0]), np.array([8]), None)
     layouts = lay_out([8], 1, nano_batches=2)
-    batch = rank_batch(documents, micro_batch, layouts, 0, align=2, chunks=2)
+    batch = rank_batch(everything(documents), layouts, 0, align=2, chunks=2)
     assert batch.nano_rows == (4, 4)
     assert batch.positions.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert batch.tokens.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
@@ -103,9 +104,8 @@ def test_chunks_interleave_ping_and_pong(counting_source):
 
 def test_a_rank_without_tokens_gets_padding_only(counting_source):
     documents = Corpus(counting_source([3]), 8).train
-    micro_batch = MicroBatch(np.array([0]), np.array([3]), np.array([0]))
     layouts = lay_out([3], 2, nano_batches=2, rank_of=[0])
-    batch = rank_batch(documents, micro_batch, layouts, 1, align=4, chunks=2)
+    batch = rank_batch(everything(documents), layouts, 1, align=4, chunks=2)
     assert batch.nano_rows == (4, 4)
     assert not batch.tokens.any()
     assert not batch.loss_mask.any()
@@ -113,7 +113,7 @@ def test_a_rank_without_tokens_gets_padding_only(counting_source):
 
 def test_types(counting_source):
     documents = Corpus(counting_source([3]), 8).train
-    batch = rank_batch(documents, MicroBatch(np.array([0]), np.array([3]), None), lay_out([3], 1), 0)
+    batch = rank_batch(everything(documents), lay_out([3], 1), 0)
     assert [c.dtype for c in (batch.tokens, batch.labels, batch.positions)] == [np.int64] * 3
     assert batch.loss_mask.dtype == bool
 
@@ -122,13 +122,22 @@ def test_a_document_repeated_in_a_micro_batch_is_read_for_each(counting_source):
     documents = Corpus(counting_source([3, 4]), 8).train
     micro_batch = Sampler(documents.lengths, 1, 14, 1, 0).next()[0]
     assert sorted(micro_batch.documents.tolist()) == [0, 0, 1, 1]
-    batch = rank_batch(documents, micro_batch, lay_out(micro_batch.lengths, 1), 0)
+    batch = rank_batch(documents.choose(micro_batch.documents), lay_out(micro_batch.lengths, 1), 0)
     assert sorted(batch.tokens.tolist()) == sorted([0, 1, 2] * 2 + [1000, 1001, 1002, 1003] * 2)
 
 
 @pytest.mark.parametrize(("align", "chunks"), [(1, 2), (4, 3), (0, 1), (2, 0)])
 def test_rows_that_cannot_be_shared_evenly_are_refused(counting_source, align, chunks):
     documents = Corpus(counting_source([3]), 8).train
-    micro_batch = MicroBatch(np.array([0]), np.array([3]), None)
     with pytest.raises(DataError, match="not a multiple"):
-        rank_batch(documents, micro_batch, lay_out([3], 1), 0, align=align, chunks=chunks)
+        rank_batch(everything(documents), lay_out([3], 1), 0, align=align, chunks=chunks)
+
+
+def test_every_row_knows_the_length_of_its_document() -> None:
+    documents = [np.arange(3), np.arange(7)]
+    for rank in range(2):
+        rows = rank_batch(documents, lay_out([3, 7], 2), rank, align=4)
+        assert len(rows.lengths) == len(rows.tokens) == 8
+        owned = [(3, position) for position in range(3)] + [(7, position) for position in range(7)]
+        mine = owned[rank * 5 : rank * 5 + 5]
+        assert list(zip(rows.lengths.tolist(), rows.positions.tolist(), strict=True)) == [*mine, (0, 0), (0, 0), (0, 0)]

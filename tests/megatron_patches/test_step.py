@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.data.batch import rank_batch
+from distca.data.batch import RankBatch, rank_batch
 from distca.plan import PlanOptions, area_cost
 
 LENGTHS = ((40, 3, 1, 21), (30, 31, 2, 1), (66,))
@@ -113,3 +113,31 @@ def test_the_next_step_is_made_from_when_one_is_queued_and_the_steps_end() -> No
             assert started.wait(10)
     assert notes == [0, 1, 2] and [number for number, _ in made] == [0, 1, 2]
     assert all(name.startswith("distca-planning") for _, name in made)
+
+
+def _rows(number: int) -> RankBatch:
+    numbers = np.arange(1, number + 1)
+    return RankBatch(numbers, numbers, np.ones(number, bool), numbers, np.full(number, number), (number,))
+
+
+def test_padding_to_equal_rows_adds_no_loss() -> None:
+    from megatron_patches.step import with_equal_rows
+
+    short, long = with_equal_rows([_rows(3), _rows(5)])
+    assert short.tokens.tolist() == [1, 2, 3, 0, 0] and short.loss_mask.tolist() == [True] * 3 + [False] * 2
+    assert short.labels.tolist() == short.positions.tolist() == [1, 2, 3, 0, 0]
+    assert short.nano_rows == long.nano_rows == (5,)
+    assert np.array_equal(long.tokens, _rows(5).tokens)
+
+
+@pytest.mark.parametrize("disaggregate", [True, False])
+def test_lengths_of_documents_are_there_where_positions_need_them(disaggregate: bool) -> None:
+    from megatron_patches.step import StepDocuments, make_step
+
+    documents = StepDocuments([[list(range(5)), list(range(3))]], None if disaggregate else [np.array([0, 1])])
+    for lengths in (False, True):
+        step = make_step(documents, _options(1, disaggregate), 0, 0, "cpu", lengths=lengths)
+        found = step.batches[0].attention.document_lengths
+        assert (found is not None) == lengths
+        if found is not None:
+            assert found.shape == step.batches[0].tokens[0].shape and set(found.tolist()) <= {0, 3, 5}

@@ -18,70 +18,66 @@ CASES = {
 }
 
 
-def _config(attention, recompute, layers):
+def _config(attention, recompute, layers, qk_norm):
     settings = {f"model.{name}": value for name, value in SHAPE.items()}
-    settings |= {"model.layers": layers, "train.recompute": recompute, "train.precision": "bf16"}
+    settings |= {
+        "model.layers": layers,
+        "model.qk_norm": str(qk_norm).lower(),
+        "train.recompute": recompute,
+        "train.precision": "bf16",
+    }
     settings |= {"data.tokens_per_rank": ROWS, "cad.ping_pong": "false"}
     settings |= {"cad.enabled": "false"} if attention == "packed" else {"cad.backward": attention}
     return parse_run_config([text for name, value in settings.items() for text in (f"--{name}", str(value))])
 
 
-def _counted(cases, layers):
+def _counted(cases, layers, qk_norm):
     """Bytes that are alive after the forward pass, by case."""
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from distca.attention import TaskBatch
-    from distca.attention.reference import ReferenceKernel
-    from distca.plan.cost.analytic import area_cost
-    from distca.plan.micro_batch import plan_micro_batch
-    from distca.runtime import AttentionPool, NanoRoutes
-    from distca.runtime.timeline import Timeline
-    from distca.transport import choose_transport
-    from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
-    from megatron_patches.groups import initialize_model_parallel, server_pool_group
-    from megatron_patches.model import build_model, transformer_config
+    from distca import CAD
+    from megatron_patches.groups import initialize_model_parallel
+    from megatron_patches.model import build_gpt, transformer_config
     from megatron_patches.patches.rms_norm import RMSNorm
 
     RMSNorm.forward = lambda self, x: LeanNorm.apply(x, self.weight)
     initialize_model_parallel(1, 1, 1)
-    plan = plan_micro_batch(np.array([ROWS]), 1, area_cost(32, 8, 8), nano_batches=1).nano_batches[0]
     found = []
     for attention, recompute in cases:
-        timeline, kernel = Timeline(torch.device("cpu")), ReferenceKernel()
-        backward = "resend" if attention == "resend" else "keep"
-        pool = AttentionPool(choose_transport("auto", server_pool_group()), kernel, timeline, backward)
-        shape = _config(attention, recompute, layers).model
+        shape = _config(attention, recompute, layers, qk_norm).model
         config = transformer_config(shape, torch.bfloat16, recompute_mlp=recompute == "mlp", cpu_initialization=True)
-        model = build_model(
-            shape,
-            shape.vocabulary,
+        cad = CAD(
             config,
-            "packed" if attention == "packed" else "disaggregated",
-            pool=pool,
-            kernel=kernel,
-            timeline=timeline,
-            recompute_segments=recompute == "all",
+            tokens_per_rank=ROWS,
+            disaggregate=attention != "packed",
+            ping_pong=False,
+            backward="resend" if attention == "resend" else "keep",
+            kernel="reference",
+            recompute="all" if recompute == "all" else "none",
         )
-        borders = np.array([0, ROWS])
-        micro_batch = PackedMicroBatch(TaskBatch.of(borders, borders, "cpu"), ROWS)
-        if attention != "packed":
-            routes = NanoRoutes.of(plan.forward, plan.backward, 0, "cpu")
-            micro_batch = DisaggregatedMicroBatch([(routes,)] * shape.layers, [ROWS], 1)
-        tokens, mask = torch.zeros(1, ROWS, dtype=torch.int64), torch.ones(ROWS, dtype=torch.bool)
-        model.rotary_pos_emb.set_positions(torch.arange(ROWS))
+        model = cad.attach(build_gpt(shape, shape.vocabulary, config, cad.block_spec()))
+        (batch,) = cad.plan_step([[np.zeros(ROWS, np.int64)]]).batches
         live = LiveBytes()
         with live:
-            loss = model(tokens, None, micro_batch, labels=tokens, loss_mask=mask)
+            loss = model(
+                batch.tokens,
+                batch.positions,
+                batch.attention,
+                labels=batch.labels,
+                loss_mask=batch.loss_mask,
+                summed_loss=True,
+            )
         found.append(live.now())
         del loss
     return found
 
 
-def test_bytes_that_one_more_layer_keeps_of_a_token():
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_bytes_that_one_more_layer_keeps_of_a_token(qk_norm):
     cases = [(attention, recompute) for attention, levels in CASES.items() for recompute in levels]
-    (few,), (many,) = (run_ranks(1, _counted, cases, layers) for layers in (2, 3))
+    (few,), (many,) = (run_ranks(1, _counted, cases, layers, qk_norm) for layers in (2, 3))
     for (attention, recompute), before, after in zip(cases, few, many, strict=True):
-        (less,), (more,) = (predict_memory(_config(attention, recompute, layers), 1, 512) for layers in (2, 3))
+        (less,), (more,) = (predict_memory(_config(attention, recompute, layers, qk_norm), 1, 512) for layers in (2, 3))
         predicted = (more.activations - less.activations) / ROWS
         assert (after - before) / ROWS == pytest.approx(predicted, rel=0.02), (attention, recompute)
