@@ -28,6 +28,12 @@ class MixError(DistcaError):
     """A mix of document lengths, or a size, that cannot be sampled."""
 
 
+class ModelError(DistcaError):
+    """A model's folder that cannot be used, or holds a model that is not served."""
+
+    next_step = "give the folder of a model that is served, or correct what is named."
+
+
 class KernelError(DistcaError):
     """A core-attention kernel that was asked for cannot run here."""
 

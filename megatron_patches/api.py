@@ -133,6 +133,7 @@ class CAD:
             recompute_segments=self._recompute_segments,
         )
         self._agreement: Agreement | None = None
+        self._lengths = False
         accumulate_weight_gradients_in_products()
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
@@ -173,7 +174,7 @@ class CAD:
             SupportError: a part of the model that is not served.
         """
         support.check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
-        use_position_rotary(model)
+        self._lengths = use_position_rotary(model).needs_lengths
         patch_forward(model)
         fuse_swiglu(model)
         if self._disaggregate:
@@ -207,7 +208,7 @@ class CAD:
         if not isinstance(documents, StepDocuments):
             documents = StepDocuments(documents)
         self._check_room(documents)
-        return make_step(documents, self.options, self._stage, self._rank, self.device)
+        return make_step(documents, self.options, self._stage, self._rank, self.device, lengths=self._lengths)
 
     def plan_ahead(
         self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1

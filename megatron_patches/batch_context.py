@@ -7,7 +7,7 @@ its place reaches them without changing a signature.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,11 +25,13 @@ class DisaggregatedMicroBatch:
         nano_rows: padded home rows of each nano-batch.
         chunks: tensor-parallel ranks that share the sequence; the micro-batch's rows are ordered so that each of their
             contiguous shares holds its part of every nano-batch.
+        document_lengths: [rows] int64 tokens of each row's document, where the model's positions need them.
     """
 
     routes: LayerRoutes
     nano_rows: Sequence[int]
     chunks: int
+    document_lengths: torch.Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,12 @@ class PackedMicroBatch:
     Attributes:
         batch: borders of this rank's tasks.
         rows: rows that belong to documents; rows beyond them are padding.
+        document_lengths: as of :class:`DisaggregatedMicroBatch`.
     """
 
     batch: TaskBatch
     rows: int
+    document_lengths: torch.Tensor | None = field(default=None, kw_only=True)
 
     def attend(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -9,6 +10,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from distca.models.rope import RopeScaling
+from megatron_patches.patches.gpt_forward import leave_out_padding
+from megatron_patches.patches.position_rotary import PositionRotary
 
 
 class ModelShape(Protocol):
@@ -27,7 +32,13 @@ class ModelShape(Protocol):
     @property
     def resolved_head_dim(self) -> int: ...
     @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
     def rope_base(self) -> float: ...
+    @property
+    def rope_scaling(self) -> RopeScaling: ...
     @property
     def norm_epsilon(self) -> float: ...
     @property
@@ -66,6 +77,9 @@ def transformer_config(
         layernorm_epsilon=shape.norm_epsilon,
         init_method_std=shape.init_std,
         add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        softmax_scale=_softmax_scale(shape),
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -99,14 +113,17 @@ def build_gpt(
 
     Args:
         shape: the model's sizes.
-        vocabulary: rows of the embedding; a multiple of the tensor-parallel size.
+        vocabulary: token ids. The embedding and the output layer get rows beyond them up to a multiple of the
+            tensor-parallel size, which the loss leaves out.
         config: from :func:`transformer_config`.
         spec: of its layers, such as CAD.block_spec gives.
     """
-    return GPTModel(
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rows = -(-vocabulary // tp) * tp
+    model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=vocabulary,
+        vocab_size=rows,
         max_sequence_length=0,  # only learned positions and exports read it
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -115,3 +132,14 @@ def build_gpt(
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
     )
+    if shape.rope_scaling.kind != "none":
+        model.rotary_pos_emb = PositionRotary.of(shape.resolved_head_dim, shape.rope_base, shape.rope_scaling)
+    if rows > vocabulary:
+        leave_out_padding(model, vocabulary)
+    return model
+
+
+def _softmax_scale(shape: ModelShape) -> float | None:
+    """Of attention scores; None where it is the usual one. A factor on queries and on keys is its square on scores."""
+    factor = shape.rope_scaling.resolved_attention_factor
+    return None if factor == 1.0 else factor**2 / math.sqrt(shape.resolved_head_dim)

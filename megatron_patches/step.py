@@ -85,7 +85,13 @@ class Step:
 
 
 def make_step(
-    documents: StepDocuments, options: PlanOptions, stage: int, rank: int, device: torch.device | str
+    documents: StepDocuments,
+    options: PlanOptions,
+    stage: int,
+    rank: int,
+    device: torch.device | str,
+    *,
+    lengths: bool = False,
 ) -> Step:
     """Plan a step and bring this rank's routes and rows to the device, in one transfer.
 
@@ -95,13 +101,14 @@ def make_step(
         stage: this rank's pipeline stage.
         rank: this rank's data-parallel rank.
         device: where the rows go.
+        lengths: the model's positions need the lengths of the rows' documents.
 
     Raises:
         PlanError: on documents that cannot be laid out.
     """
     began = time.perf_counter()
-    lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
-    plan = plan_step(lengths, options, documents.homes)
+    document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
+    plan = plan_step(document_lengths, options, documents.homes)
     with uploading(device) as upload:
         routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
         planning_ms = (time.perf_counter() - began) * 1e3
@@ -111,29 +118,49 @@ def make_step(
         ]
         if routes is None:
             batches = packed_batches(
-                rows, [packed_attention(layouts[0], rank, upload) for layouts in plan.layouts], options, upload
+                rows,
+                [packed_attention(layouts[0], rank, upload) for layouts in plan.layouts],
+                options,
+                upload,
+                lengths=lengths,
             )
         else:
             batches = tuple(
-                batch_on_device(upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.align))
+                batch_on_device(
+                    upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.align), lengths=lengths
+                )
                 for each, own in zip(rows, routes.own, strict=True)
             )
     return Step(documents, plan, plan.balance(), routes, batches, planning_ms)
 
 
-def batch_on_device(upload: Upload, rows: RankBatch, attention: DisaggregatedMicroBatch | PackedMicroBatch) -> Batch:
-    """A rank's rows of a micro-batch, which are there once ``upload`` was sent."""
+def batch_on_device(
+    upload: Upload,
+    rows: RankBatch,
+    attention: DisaggregatedMicroBatch | PackedMicroBatch,
+    *,
+    lengths: bool = False,
+) -> Batch:
+    """A rank's rows of a micro-batch, which are there once ``upload`` was sent; with ``lengths`` those of their
+    documents too."""
     columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
     tokens, labels, loss_mask, positions = (upload.add(column)[None] for column in columns)
+    if lengths:
+        attention = replace(attention, document_lengths=upload.add(rows.lengths))
     return Batch(tokens, labels, loss_mask, positions, attention)
 
 
 def packed_batches(
-    rows: Sequence[RankBatch], attention: Sequence[PackedMicroBatch], options: PlanOptions, upload: Upload
+    rows: Sequence[RankBatch],
+    attention: Sequence[PackedMicroBatch],
+    options: PlanOptions,
+    upload: Upload,
+    *,
+    lengths: bool = False,
 ) -> tuple[Batch, ...]:
     """Micro-batches whose attention stays at home, for Megatron's own schedules."""
     columns = with_equal_rows(rows) if options.stages > 1 else rows
-    return tuple(batch_on_device(upload, *each) for each in zip(columns, attention, strict=True))
+    return tuple(batch_on_device(upload, *each, lengths=lengths) for each in zip(columns, attention, strict=True))
 
 
 def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBatch:
@@ -163,6 +190,7 @@ def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
             labels=padded(batch.labels),
             loss_mask=padded(batch.loss_mask),
             positions=padded(batch.positions),
+            lengths=padded(batch.lengths),
             nano_rows=(rows,),
         )
         for batch in batches

@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from distca.errors import SupportError
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.patches.rms_norm import RMSNorm
 
 _SERVED_BY = {
@@ -377,7 +378,8 @@ def check_model(model: GPTModel, layer: type[TransformerLayer] = SplitTransforme
     for name, limit in _ARGUMENTS.items():
         _check_limit(name, _argument(model, name), limit)
     _check_groups(model)
-    _expect("rotary_pos_emb", type(model.rotary_pos_emb), RotaryEmbedding)
+    if not isinstance(model.rotary_pos_emb, PositionRotary):
+        _expect("rotary_pos_emb", type(model.rotary_pos_emb), RotaryEmbedding)
     _expect("decoder", type(model.decoder), TransformerBlock)
     if model.decoder.final_layernorm is not None:
         _expect("decoder.final_layernorm", type(model.decoder.final_layernorm), RMSNorm)

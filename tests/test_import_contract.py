@@ -19,7 +19,7 @@ ROWS = (
     ("distca.errors", "distca.log", "distca.words"),
     ("distca.plan",),
     ("distca.cluster", "distca.device"),
-    ("distca.attention", "distca.data", "distca.ops", "distca.transport"),
+    ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),
     ("distca.runtime", "distca.testing"),
     ("distca.profile",),
     ("megatron_patches",),

@@ -118,6 +118,18 @@ def test_gpu_machine_starts_a_rank_per_gpu(machine: Machine) -> None:
     assert "--nproc-per-node=1" in machine.dry(GPUS_PER_NODE="1")
 
 
+def test_a_folder_to_begin_with_says_the_shape(machine: Machine) -> None:
+    command = machine.dry(INIT_FROM="folder")
+    assert has_pair(command, "--config", str(ROOT / "configs" / "from-folder-tiny.yaml"))
+    assert has_pair(command, "--checkpoint.init_from", "folder")
+    tiny = ROOT / "configs" / "tiny.yaml"
+    assert has_pair(machine.dry(INIT_FROM="folder", CONFIG=str(tiny)), "--config", str(tiny))
+    machine.gpus(2)
+    assert has_pair(machine.dry(INIT_FROM="folder"), "--config", str(ROOT / "configs" / "from-folder.yaml"))
+    argument = machine.dry("--checkpoint.init_from", "folder")
+    assert has_pair(argument, "--config", str(ROOT / "configs" / "from-folder.yaml"))
+
+
 def test_gpus_per_node_0_uses_the_cpu(machine: Machine) -> None:
     machine.gpus(2)
     command = machine.dry(GPUS_PER_NODE="0")
@@ -129,6 +141,7 @@ def test_gpus_per_node_0_uses_the_cpu(machine: Machine) -> None:
     ("variable", "value", "options"),
     [
         ("NAME", "try", {"--name": "try"}),
+        ("INIT_FROM", "some/folder", {"--checkpoint.init_from": "some/folder"}),
         ("RESUME", "latest", {"--checkpoint.resume": "latest"}),
         ("TP_SIZE", "2", {"--parallel.tp": "2"}),
         ("PP_SIZE", "2", {"--parallel.pp": "2"}),
@@ -308,6 +321,7 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"GPUS_PER_NODE": "1"}, "GPUS_PER_NODE is 1, but this machine has 0 GPUs."),
         ({"ENABLE_NSYS": "1"}, "nsys is not on PATH"),
         ({"MODEL": "tiny", "CONFIG": "configs/tiny.yaml"}, "MODEL and CONFIG are both set"),
+        ({"MODEL": "tiny", "INIT_FROM": "folder"}, "MODEL and INIT_FROM are both set"),
         ({"CONFIG": "nowhere.yaml"}, "There is no configuration file nowhere.yaml."),
     ],
 )

@@ -18,11 +18,18 @@ from distca.log import die, setup_logging
 COMMANDS: dict[str, str | dict[str, str]] = {
     "plan": "distca.commands.plan:plan",
     "data": {"convert": "distca.commands.data:convert", "describe": "distca.commands.data:describe"},
+    "checkpoint": {
+        "import": "distca.train.checkpoint.command:import_weights",
+        "export": "distca.train.checkpoint.command:export_weights",
+    },
     "profile": "distca.commands.profile:profile",
     "parity": "distca.commands.parity:parity",
     "doctor": "distca.commands.doctor:doctor",
 }
-GROUP_HELP = {"data": "Convert and describe training data."}
+GROUP_HELP = {
+    "data": "Convert and describe training data.",
+    "checkpoint": "Weights from Hugging Face folders and to them.",
+}
 
 
 def main(argv: list[str] | None = None) -> None:

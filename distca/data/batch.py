@@ -32,6 +32,7 @@ class RankBatch:
         labels: [N] int64, the next token of the same document, also where that token lives on another rank.
         loss_mask: [N] bool, False on the last token of a document (it has no next one) and on padding.
         positions: [N] int64 positions in the document.
+        lengths: [N] int64 tokens of the whole document; 0 in padding.
         nano_rows: rows of each nano-batch, padding included; their sum is N.
     """
 
@@ -39,6 +40,7 @@ class RankBatch:
     labels: np.ndarray
     loss_mask: np.ndarray
     positions: np.ndarray
+    lengths: np.ndarray
     nano_rows: tuple[int, ...]
 
 
@@ -48,9 +50,10 @@ class _Rows:
     labels: np.ndarray
     loss_mask: np.ndarray
     positions: np.ndarray
+    lengths: np.ndarray
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        return self.tokens, self.labels, self.loss_mask, self.positions
+        return self.tokens, self.labels, self.loss_mask, self.positions, self.lengths
 
 
 def rank_batch(
@@ -85,8 +88,8 @@ def rank_batch(
         )
     nano_batches = [_padded(_read(documents, layout, rank), align) for layout in layouts]
     columns = zip(*(rows.columns() for rows in nano_batches), strict=True)
-    tokens, labels, loss_mask, positions = (_interleaved(column, chunks) for column in columns)
-    return RankBatch(tokens, labels, loss_mask, positions, tuple(len(rows.tokens) for rows in nano_batches))
+    tokens, labels, loss_mask, positions, lengths = (_interleaved(column, chunks) for column in columns)
+    return RankBatch(tokens, labels, loss_mask, positions, lengths, tuple(len(rows.tokens) for rows in nano_batches))
 
 
 def _read(documents: Sequence[Document], layout: Layout, rank: int) -> _Rows:
@@ -98,6 +101,7 @@ def _read(documents: Sequence[Document], layout: Layout, rank: int) -> _Rows:
         labels=np.zeros(rows, np.int64),
         loss_mask=np.zeros(rows, bool),
         positions=np.zeros(rows, np.int64),
+        lengths=np.zeros(rows, np.int64),
     )
     shards = layout.q.on_rank(rank)
     for document, start, stop, _, row in zip(*(column.tolist() for column in shards.columns()), strict=True):
@@ -107,6 +111,7 @@ def _read(documents: Sequence[Document], layout: Layout, rank: int) -> _Rows:
         read.labels[row : row + len(targets)] = targets
         read.loss_mask[row : row + len(targets)] = True
         read.positions[row : row + stop - start] = np.arange(start, stop)
+        read.lengths[row : row + stop - start] = len(documents[document])
     return read
 
 

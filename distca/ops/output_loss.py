@@ -32,15 +32,28 @@ class VocabularyShards:
     Attributes:
         group: the tensor-parallel ranks.
         sequence_parallel: every rank holds its contiguous share of the rows; otherwise all hold all rows.
+        vocabulary: token ids, where the layer has more rows: those behind are padding, left out of the softmax.
     """
 
     group: dist.ProcessGroup
     sequence_parallel: bool
+    vocabulary: int | None = None
 
     @property
     def shares(self) -> int:
         """Into how many shares the rows are cut."""
         return self.group.size() if self.sequence_parallel else 1
+
+    def mask_padding_(self, logits: torch.Tensor) -> None:
+        """Lower this rank's logits of padding to the least number, whose exponential is 0 beside any other, and 1 where
+        a rank has nothing else.
+
+        Args:
+            logits: [..., V], overwritten.
+        """
+        if self.vocabulary is not None:
+            real = max(self.vocabulary - self.group.rank() * logits.shape[-1], 0)
+            logits[..., real:] = torch.finfo(logits.dtype).min
 
 
 def output_loss(
@@ -124,6 +137,7 @@ class _Chunks:
         for rows, hidden in self._gathered():
             targets, row_weights = (x[:, rows].reshape(-1) for x in (self._targets, self._row_weights))
             logits = hidden @ self._weight.t()
+            self._shards.mask_padding_(logits)
             lse, target_logits = self._reduce(*row_statistics(logits, targets))
             loss += ((lse - target_logits) * row_weights).sum()
             if d_hidden is not None and d_weight is not None:

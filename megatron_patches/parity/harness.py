@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 from distca.data.batch import rank_batch
+from distca.models.rope import RopeScaling
 from distca.plan import Direction, Layout, Plan, lay_out
 from distca.testing.plans import random_plan
 from megatron_patches.api import CAD
@@ -50,6 +51,9 @@ class ParityShape:
     init_std: float = 0.1
     vocabulary: int = 64
     tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class PatchedForward(GPTModel):
     """
 
     _sums_loss = False
+    vocabulary: int | None = None
 
     def forward(  # type: ignore[override]
         self,
@@ -39,7 +41,8 @@ class PatchedForward(GPTModel):
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
             raise SupportError("summed_loss needs labels and loss_mask; pass both, or leave summed_loss out.")
-        self.rotary_pos_emb.set_positions(position_ids.flatten())
+        lengths = getattr(attention_mask, "document_lengths", None)
+        self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)
         self._sums_loss = summed_loss
         try:
             return super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
@@ -51,7 +54,7 @@ class PatchedForward(GPTModel):
             return super()._postprocess(hidden_states, *args, **kwargs)
         layer = self.output_layer
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
-        shards = VocabularyShards(layer.tp_group, layer.sequence_parallel)
+        shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
         labels, loss_mask = kwargs["labels"].flatten(), kwargs["loss_mask"].flatten()
         return output_loss(hidden_states.squeeze(1), weight, labels, loss_mask, shards)
 
@@ -60,3 +63,20 @@ def patch_forward(model: GPTModel) -> None:
     """Give ``model`` this forward, keeping its class's name and everything else of it."""
     own = type(model)
     model.__class__ = type(own.__name__, (PatchedForward, own), {"__module__": own.__module__})
+
+
+def leave_out_padding(model: GPTModel, vocabulary: int) -> None:
+    """Keep rows of the output layer from ever being predicted.
+
+    Args:
+        model: as built, with more rows than token ids.
+        vocabulary: token ids; the rows from there on are padding.
+    """
+    model.vocabulary = vocabulary
+    if model.post_process:
+        model.output_layer.register_forward_hook(partial(_mask_padding, vocabulary))
+
+
+def _mask_padding(vocabulary: int, layer: Any, _: Any, output: tuple[torch.Tensor, Any]) -> None:
+    logits = output[0]
+    VocabularyShards(layer.tp_group, layer.sequence_parallel, vocabulary).mask_padding_(logits)

@@ -6,37 +6,74 @@ document may also start in the middle on this rank. So the angles of all rows ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from distca.errors import SupportError
+from distca.models.frequencies import dynamic_frequencies, inverse_frequencies
+from distca.models.rope import RopeScaling
 
 
 class PositionRotary(torch.nn.Module):
     """Stands in for a GPTModel's rotary embedding.
 
     Args:
-        rotary: the embedding that it replaces.
+        inv_freq: [head_dim / 2] angle of every pair of a head per position.
+        interpolation: positions are divided by it; None leaves them.
+        by_length: [rows, head_dim / 2] of the same, given the [rows] lengths of the rows' documents, where the angles
+            depend on them; then ``inv_freq`` is not read.
     """
 
-    def __init__(self, rotary: RotaryEmbedding) -> None:
+    def __init__(
+        self,
+        inv_freq: torch.Tensor,
+        interpolation: float | None = None,
+        by_length: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        # In a list, so that it is no submodule and checkpoints keep stock megatron's keys.
-        self._rotary = [rotary]
+        # No buffer: checkpoints keep stock megatron's keys, and a cast of the model leaves it as it is.
+        self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
         self._angles: torch.Tensor | None = None
 
-    def set_positions(self, positions: torch.Tensor) -> None:
+    @staticmethod
+    def of(head_dim: int, base: float, scaling: RopeScaling) -> PositionRotary:
+        """The angles of a model, whatever their scaling. Its attention factor is part of the configuration's
+        softmax_scale."""
+        by_length = partial(dynamic_frequencies, head_dim, base, scaling) if scaling.kind == "dynamic" else None
+        return PositionRotary(inverse_frequencies(head_dim, base, scaling), by_length=by_length)
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the angles depend on the documents' lengths."""
+        return self._by_length is not None
+
+    def set_positions(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
         """Compute the angles of the next forward's rows.
 
         Args:
             positions: [rows] int64 position in the document of each row.
+            lengths: [rows] int64 tokens of each row's document, where :attr:`needs_lengths`.
+
+        Raises:
+            SupportError: lengths are needed and not there.
         """
-        rotary = self._rotary[0]
-        inv_freq = rotary.inv_freq.to(positions.device)  # scaled already where the model scales RoPE
-        scaled = positions.to(inv_freq.dtype)
-        if rotary.seq_len_interpolation_factor is not None:
-            scaled *= 1 / rotary.seq_len_interpolation_factor  # as megatron rounds it
-        angles = torch.outer(scaled, inv_freq)
+        if self._by_length is not None:
+            if lengths is None:
+                raise SupportError(
+                    "RoPE is scaled by the length of each document, which this batch does not say; take batches from "
+                    "CAD.plan_ahead or CAD.plan_step after CAD.attach."
+                )
+            angles = positions[:, None] * self._by_length(lengths)
+        else:
+            self._inv_freq = self._inv_freq.to(positions.device)
+            scaled = positions.to(self._inv_freq.dtype)
+            if self._interpolation is not None:
+                scaled *= 1 / self._interpolation  # as megatron rounds it
+            angles = torch.outer(scaled, self._inv_freq)
         self._angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
@@ -50,7 +87,10 @@ class PositionRotary(torch.nn.Module):
 
 
 def use_position_rotary(model: torch.nn.Module) -> PositionRotary:
-    """Replace a GPTModel's rotary embedding."""
-    rotary = PositionRotary(model.rotary_pos_emb)  # type: ignore[arg-type]
-    model.rotary_pos_emb = rotary
+    """Replace a GPTModel's rotary embedding, unless that is one by position already."""
+    rotary: Any = model.rotary_pos_emb
+    if isinstance(rotary, RotaryEmbedding):  # frequencies are scaled already where megatron scales RoPE
+        rotary = PositionRotary(rotary.inv_freq, rotary.seq_len_interpolation_factor)
+        model.rotary_pos_emb = rotary
+    assert isinstance(rotary, PositionRotary)
     return rotary

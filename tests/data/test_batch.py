@@ -131,3 +131,13 @@ def test_rows_that_cannot_be_shared_evenly_are_refused(counting_source, align, c
     documents = Corpus(counting_source([3]), 8).train
     with pytest.raises(DataError, match="not a multiple"):
         rank_batch(everything(documents), lay_out([3], 1), 0, align=align, chunks=chunks)
+
+
+def test_every_row_knows_the_length_of_its_document() -> None:
+    documents = [np.arange(3), np.arange(7)]
+    for rank in range(2):
+        rows = rank_batch(documents, lay_out([3, 7], 2), rank, align=4)
+        assert len(rows.lengths) == len(rows.tokens) == 8
+        owned = [(3, position) for position in range(3)] + [(7, position) for position in range(7)]
+        mine = owned[rank * 5 : rank * 5 + 5]
+        assert list(zip(rows.lengths.tolist(), rows.positions.tolist(), strict=True)) == [*mine, (0, 0), (0, 0), (0, 0)]

@@ -117,7 +117,7 @@ def test_the_next_step_is_made_from_when_one_is_queued_and_the_steps_end() -> No
 
 def _rows(number: int) -> RankBatch:
     numbers = np.arange(1, number + 1)
-    return RankBatch(numbers, numbers, np.ones(number, bool), numbers, (number,))
+    return RankBatch(numbers, numbers, np.ones(number, bool), numbers, np.full(number, number), (number,))
 
 
 def test_padding_to_equal_rows_adds_no_loss() -> None:
@@ -128,3 +128,16 @@ def test_padding_to_equal_rows_adds_no_loss() -> None:
     assert short.labels.tolist() == short.positions.tolist() == [1, 2, 3, 0, 0]
     assert short.nano_rows == long.nano_rows == (5,)
     assert np.array_equal(long.tokens, _rows(5).tokens)
+
+
+@pytest.mark.parametrize("disaggregate", [True, False])
+def test_lengths_of_documents_are_there_where_positions_need_them(disaggregate: bool) -> None:
+    from megatron_patches.step import StepDocuments, make_step
+
+    documents = StepDocuments([[list(range(5)), list(range(3))]], None if disaggregate else [np.array([0, 1])])
+    for lengths in (False, True):
+        step = make_step(documents, _options(1, disaggregate), 0, 0, "cpu", lengths=lengths)
+        found = step.batches[0].attention.document_lengths
+        assert (found is not None) == lengths
+        if found is not None:
+            assert found.shape == step.batches[0].tokens[0].shape and set(found.tolist()) <= {0, 3, 5}

@@ -90,6 +90,42 @@ def test_products_are_added_without_rounding_them():
     assert relative_error(total, exact) < 1e-6
 
 
+def _with_padding(padded, vocabulary, sequence_parallel):
+    """This rank's loss and gradients where the weight has ``padded`` rows, of which those behind ``vocabulary`` are
+    large and must not count."""
+    import torch.distributed as dist
+
+    from distca.ops.output_loss import VocabularyShards, output_loss
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    hidden, weight, labels, mask = _data()
+    weight = torch.nn.functional.pad(weight[:vocabulary], (0, 0, 0, padded - vocabulary), value=100.0)
+    hidden = (hidden.chunk(ranks)[rank] if sequence_parallel else hidden).requires_grad_()
+    weight = weight.chunk(ranks)[rank].requires_grad_()
+    shards = VocabularyShards(dist.group.WORLD, sequence_parallel, vocabulary)
+    loss = output_loss(hidden, weight, labels % vocabulary, mask, shards, 7 * len(weight) * 8)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize(
+    "ranks,padded,vocabulary,sequence_parallel", [(1, 32, 27, False), (2, 28, 27, True), (2, 12, 5, False)]
+)
+def test_rows_of_padding_are_left_out_of_the_softmax(ranks, padded, vocabulary, sequence_parallel):
+    """Also where a rank has nothing but padding."""
+    outcomes = run_ranks(ranks, _with_padding, padded, vocabulary, sequence_parallel)
+    hidden, weight, labels, mask = _data()
+    hidden, weight = hidden.requires_grad_(), weight[:vocabulary].requires_grad_()
+    losses = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels % vocabulary, reduction="none")
+    (losses * mask).sum().backward()
+    for outcome in outcomes:
+        assert relative_error(outcome[0], (losses * mask).sum().detach()) < 1e-14
+    d_hidden = torch.cat([outcome[1] for outcome in outcomes]) if sequence_parallel else outcomes[0][1]
+    d_weight = torch.cat([outcome[2] for outcome in outcomes])
+    assert relative_error(d_hidden, hidden.grad) < 1e-14
+    assert relative_error(d_weight[:vocabulary], weight.grad) < 1e-14 and not d_weight[vocabulary:].any()
+
+
 def _walk(sequence_parallel, chunk_rows):
     """Of one call with gradients and one without: bytes of every chunk's logits, whether logits of a chunk were still
     there when the next one began, and how many products were added to the weight's gradient."""

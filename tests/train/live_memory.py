@@ -65,7 +65,7 @@ class LeanNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, x.new_zeros(len(x), dtype=torch.float32))
+        ctx.save_for_backward(x, weight, x.new_zeros(x.shape[:-1], dtype=torch.float32))
         return torch.zeros_like(x)
 
     @staticmethod

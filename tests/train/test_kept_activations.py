@@ -18,15 +18,20 @@ CASES = {
 }
 
 
-def _config(attention, recompute, layers):
+def _config(attention, recompute, layers, qk_norm):
     settings = {f"model.{name}": value for name, value in SHAPE.items()}
-    settings |= {"model.layers": layers, "train.recompute": recompute, "train.precision": "bf16"}
+    settings |= {
+        "model.layers": layers,
+        "model.qk_norm": str(qk_norm).lower(),
+        "train.recompute": recompute,
+        "train.precision": "bf16",
+    }
     settings |= {"data.tokens_per_rank": ROWS, "cad.ping_pong": "false"}
     settings |= {"cad.enabled": "false"} if attention == "packed" else {"cad.backward": attention}
     return parse_run_config([text for name, value in settings.items() for text in (f"--{name}", str(value))])
 
 
-def _counted(cases, layers):
+def _counted(cases, layers, qk_norm):
     """Bytes that are alive after the forward pass, by case."""
     from megatron_patches.patches.cpu import use_cpu
 
@@ -40,7 +45,7 @@ def _counted(cases, layers):
     initialize_model_parallel(1, 1, 1)
     found = []
     for attention, recompute in cases:
-        shape = _config(attention, recompute, layers).model
+        shape = _config(attention, recompute, layers, qk_norm).model
         config = transformer_config(shape, torch.bfloat16, recompute_mlp=recompute == "mlp", cpu_initialization=True)
         cad = CAD(
             config,
@@ -68,10 +73,11 @@ def _counted(cases, layers):
     return found
 
 
-def test_bytes_that_one_more_layer_keeps_of_a_token():
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_bytes_that_one_more_layer_keeps_of_a_token(qk_norm):
     cases = [(attention, recompute) for attention, levels in CASES.items() for recompute in levels]
-    (few,), (many,) = (run_ranks(1, _counted, cases, layers) for layers in (2, 3))
+    (few,), (many,) = (run_ranks(1, _counted, cases, layers, qk_norm) for layers in (2, 3))
     for (attention, recompute), before, after in zip(cases, few, many, strict=True):
-        (less,), (more,) = (predict_memory(_config(attention, recompute, layers), 1, 512) for layers in (2, 3))
+        (less,), (more,) = (predict_memory(_config(attention, recompute, layers, qk_norm), 1, 512) for layers in (2, 3))
         predicted = (more.activations - less.activations) / ROWS
         assert (after - before) / ROWS == pytest.approx(predicted, rel=0.02), (attention, recompute)

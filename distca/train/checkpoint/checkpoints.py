@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from distca.data.sampler import Sampler
 from distca.errors import CheckpointError, ConfigError
+from distca.models.rope import RopeScaling
 from distca.train.config.cli import by_setting, flat
 from distca.train.config.schema import RunConfig
 from distca.train.metrics.progress import format_bytes
@@ -29,7 +30,9 @@ _FITS_FILE = "fits.json"
 """What a run that resumes must have alike, readable without torch."""
 _WARMUP = "optimizer.warmup_steps"
 _STEP_TOKENS = "tokens of a step at most"
-_MEANT_TO_CHANGE = ("name", "output", "checkpoint.resume", "train.steps", _WARMUP)
+_MEANT_TO_CHANGE = ("name", "output", "checkpoint.resume", "checkpoint.export", "train.steps", _WARMUP)
+_EARLIER = {"model.qkv_bias": False, "model.qk_norm": False, "model.rope_scaling": asdict(RopeScaling())}
+"""What earlier versions had, which did not write it down."""
 
 
 def _not_written(path: Path, failures: Mapping[int, tuple[BaseException, object]]) -> CheckpointError:
@@ -102,7 +105,8 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
     """
     saved = _read_fits(checkpoint)
     own = _identity(config, config.model.vocabulary or vocabulary)
-    differing = [f"{name} was {saved.get(name)}, now {own[name]}" for name in own if saved.get(name) != own[name]]
+    before = {name: saved.get(name, _EARLIER.get(name)) for name in own}
+    differing = [f"{name} was {before[name]}, now {own[name]}" for name in own if before[name] != own[name]]
     if differing:
         raise ConfigError(
             f"{checkpoint} does not fit this run: {'; '.join(differing)}. Restore what was, or start without "
@@ -160,6 +164,8 @@ def _read_fits(checkpoint: Path) -> dict[str, Any]:
 def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:
     """What a checkpoint's tensors depend on."""
     model = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "init_std"}
+    if config.model.rope_scaling.kind == "none":
+        model["model.rope_scaling"] = _EARLIER["model.rope_scaling"]  # all else of it has no effect
     model["model.vocabulary"] = vocabulary
     model["model.head_dim"] = config.model.resolved_head_dim
     model["train.precision"] = config.train.precision

@@ -19,6 +19,7 @@ import jsonargparse
 import yaml
 
 from distca.errors import ConfigError
+from distca.train.config.initial import check_same_shape, settings_of_folder
 from distca.train.config.schema import (
     CadConfig,
     CheckpointConfig,
@@ -64,6 +65,7 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
 
     Raises:
         ConfigError: on an unknown setting, a value of the wrong type, or a YAML file that cannot be read.
+        ModelError: on a folder in checkpoint.init_from that holds no model that is served.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     _check_arguments(arguments)
@@ -75,12 +77,21 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     )
     parser.add_argument("--config", action="config", help="YAML file of settings, such as configs/tiny.yaml.")
     parser.add_class_arguments(RunConfig)
+    config = _parsed(parser, arguments)
+    _check_name(arguments, config)
+    if (brought := settings_of_folder(config)) is not None:
+        parser.set_defaults(brought)
+        config = _parsed(parser, arguments)
+        check_same_shape(config, brought)
+    return config
+
+
+def _parsed(parser: jsonargparse.ArgumentParser, arguments: list[str]) -> RunConfig:
     try:
         parsed = parser.parse_args(arguments)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_value_error(str(error))) from None
     config: RunConfig = _build(RunConfig, parsed.as_dict())
-    _check_name(arguments, config)
     return config
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.models.rope import RopeScaling
 from distca.plan.cost.model import AttentionShape
 from distca.plan.receive_buffer import receive_buffer_gb
 
@@ -25,11 +26,15 @@ class ModelConfig:
         heads: query heads.
         kv_heads: key and value heads; must divide heads.
         head_dim: width of one head; 0 means hidden / heads.
-        vocabulary: rows of the embedding and the output layer; 0 means the vocabulary of the data.
+        vocabulary: token ids that the embedding and the output layer know; 0 means the vocabulary of the data. Rows
+            that parallel.tp needs beyond them are never predicted.
+        qkv_bias: the projections of q, k and v have a bias (Qwen2).
+        qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
         rope_base: base of the rotary frequencies.
         norm_epsilon: epsilon of RMSNorm.
         tie_embeddings: use the embedding's weights as the output layer's.
         init_std: standard deviation of the weights at the start.
+        rope_scaling: how rotary positions are stretched.
     """
 
     layers: int = 4
@@ -39,10 +44,13 @@ class ModelConfig:
     kv_heads: int = 2
     head_dim: int = 0
     vocabulary: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
     rope_base: float = 500000.0
     norm_epsilon: float = 1e-5
     tie_embeddings: bool = False
     init_std: float = 0.02
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
 
     @property
     def resolved_head_dim(self) -> int:
@@ -203,12 +211,18 @@ class CheckpointConfig:
         save_every: steps between checkpoints; 0 saves none on the way.
         save_at_end: also save after the last step.
         resume: folder of a run to go on with, or latest for the run of this name that saved last.
+        init_from: a Hugging Face folder (config.json and safetensors) to begin with: its weights, its shape in place of
+            model's settings, of which only the rotary ones may differ, and its tokenizer. A run that resumes takes its
+            own weights.
+        export: an empty folder, into which the last step's weights are written as a Hugging Face folder.
         keep: newest checkpoints that stay on disk.
     """
 
     save_every: int = 0
     save_at_end: bool = True
     resume: str | None = None
+    init_from: str | None = None
+    export: str | None = None
     keep: int = 2
 
 

@@ -110,15 +110,16 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
         )
     if model.heads % model.kv_heads:
         problems.append(f"model.heads {model.heads} is not divisible by model.kv_heads {model.kv_heads}; change one.")
-    rows = model.vocabulary or vocabulary
     if vocabulary is not None and model.vocabulary and model.vocabulary < vocabulary:
-        problems.append(
-            f"model.vocabulary is {model.vocabulary}, but the data uses {vocabulary} tokens; raise it, or set it to 0."
-        )
-    sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")} | {"vocabulary": rows or tp}
+        remedy = "raise it, or set it to 0"
+        if config.checkpoint.init_from:
+            remedy = "it is that of checkpoint.init_from, so use the tokenizer of that folder"
+        problems.append(f"model.vocabulary is {model.vocabulary}, but the data uses {vocabulary} tokens; {remedy}.")
+    sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")}
     for name, size in sizes.items():
         if size % tp:
             problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
+    problems += [f"model.rope_scaling.{problem}" for problem in model.rope_scaling.problems()]
     if config.train.precision == "fp32" and config.cad.kernel in ("flash4", "torch"):
         problems.append(
             f"cad.kernel {config.cad.kernel} computes in bf16, but train.precision is fp32; "

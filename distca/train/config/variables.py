@@ -107,6 +107,16 @@ VARIABLES: tuple[Variable, ...] = (
         also=("CONFIG_FILE", "CONFIG_PATH"),
     ),
     Variable(
+        name="INIT_FROM",
+        values=_TEXT,
+        default="weights drawn anew",
+        meaning="a Hugging Face folder to begin with, instead of MODEL: its weights, shape and tokenizer",
+        training=("checkpoint.init_from",),
+        benchmarks=None,
+        instead="let weights be drawn anew without it",
+        also=("HF_MODEL", "INIT_CHECKPOINT"),
+    ),
+    Variable(
         name="NAME",
         values=Values("[^/]*[^/.][^/]*", "a folder's name without slashes"),
         default=f"{_CONFIGURATION}; benchmarks: date and time",

@@ -22,7 +22,13 @@ ROOT = Path(__file__).parents[3]
 # instead of gigabytes of CUDA libraries.
 CPU_TORCH = "torch==2.13.0"
 _MODULES = ["numpy", "yaml", "torch", "megatron.core", "psutil", "jsonargparse", "rich", "matplotlib", "tensorboard"]
-_MODULES_OF_EXTRA = {"dev": ["pytest", "pytest_timeout", "hypothesis", "ruff", "mypy", "scipy", "tokenizers", "wheel"]}
+_MODULES_OF_EXTRA = {
+    "models": ["safetensors", "tokenizers"],
+    "dev": [
+        *("pytest", "pytest_timeout", "hypothesis", "ruff", "mypy", "scipy"),
+        *("tokenizers", "safetensors", "transformers", "wheel"),
+    ],
+}
 _HAS_MODULES = """
 import importlib.util as util, sys
 sys.exit(not ((3, 11) <= sys.version_info < (3, 13) and all(map(util.find_spec, sys.argv[1:]))))

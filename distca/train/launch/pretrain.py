@@ -29,12 +29,13 @@ def launch(arguments: list[str]) -> int:
     options = [*_configuration(values, machines.gpus, arguments), *environment.settings(Launcher.TRAINING, values)]
     profiler = _profiler(values, machines)
     dry, script = values.get("DRY_RUN") == "1", str(ROOT / "pretrain_llama.py")
-    python = find_python()
+    extra = "models" if "INIT_FROM" in values else ""
+    python = find_python(extra)
     if not python and dry:
         venv = ROOT / ".venv"
         say(f"DistCA's dependencies are missing; a run would install them into {venv} first, and check the settings.")
     elif not python:
-        python = install(machines.gpus > 0)
+        python = install(machines.gpus > 0, extra)
     if python and not {"-h", "--help"}.isdisjoint(arguments):
         sys.stdout.write(environment.help_text(Launcher.TRAINING) + "\n\n")
         sys.stdout.flush()
@@ -56,9 +57,17 @@ def launch(arguments: list[str]) -> int:
 def _configuration(values: Mapping[str, str], gpus: int, arguments: list[str]) -> list[str]:
     if {"MODEL", "CONFIG"} <= values.keys():
         raise LaunchError("MODEL and CONFIG are both set, and each names a configuration.", "keep one of them.")
-    if "--config" in environment.settings_among(arguments):
+    given = environment.settings_among(arguments)
+    folder = "INIT_FROM" in values or "--checkpoint.init_from" in given
+    if folder and "MODEL" in values:
+        raise LaunchError("MODEL and INIT_FROM are both set, and each says what the model's shape is.", "keep one.")
+    if "--config" in given:
         return []
-    path = values.get("CONFIG") or str(ROOT / configuration(values.get("MODEL") or ("8b-cut" if gpus else "tiny")))
+    model = values.get("MODEL") or ("8b-cut" if gpus else "tiny")
+    default = (
+        ("configs/from-folder.yaml" if gpus else "configs/from-folder-tiny.yaml") if folder else configuration(model)
+    )
+    path = values.get("CONFIG") or str(ROOT / default)
     if not Path(path).is_file():
         raise LaunchError(f"There is no configuration file {path}.", f"look into {ROOT / 'configs'}.")
     return ["--config", path]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from distca.train.checkpoint.folders import load_initial_weights
 from distca.train.config.schema import RunConfig
 from distca.train.run.memory import check_memory, describe, predict_memory
 from distca.words import count
@@ -128,6 +130,8 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
     gpt = cad.attach(build_gpt(config.model, vocabulary, model_config, cad.block_spec()))
     if on_gpu:
         gpt.cuda()
+    if config.checkpoint.init_from and not config.checkpoint.resume:
+        load_initial_weights(gpt, Path(config.checkpoint.init_from))
     return cad, cad.data_parallel(gpt, distributed_optimizer=config.optimizer.distributed)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distca.data.corpus import Corpus
 from distca.errors import DivergedError
 from distca.train.checkpoint import checkpoints
+from distca.train.checkpoint.folders import export
 from distca.train.config.schema import RunConfig
 from distca.train.data.corpus import dealt, open_sampler
 from distca.train.metrics.plots import plot_balance, plot_phases, write_timeline
@@ -89,6 +90,8 @@ class _Loop:
                 save_every = self._config.checkpoint.save_every
                 if (step == steps and self._config.checkpoint.save_at_end) or (save_every and step % save_every == 0):
                     checkpoints.save(self._trainer, self._folder, step, self._sampler_state)
+            if self._config.checkpoint.export:
+                export(self._trainer, Path(self._config.checkpoint.export))
         if self._speaks:
             self._draw()
             print_summary(self._recorder.summary(validation), self._folder, self._drawn)

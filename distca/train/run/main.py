@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from distca.data.corpus import Corpus
-from distca.errors import ConfigError, DataError, DistcaError, PlanError, VersionError
+from distca.errors import ConfigError, DataError, DistcaError, ModelError, PlanError, VersionError
 from distca.log import die, setup_logging
 from distca.train.config.cli import files_first, parse_run_config
 from distca.train.config.names import with_settings
@@ -59,11 +59,13 @@ def _die(error: DistcaError, everywhere: bool = False) -> NoReturn:
 def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | None]:
     """Everything that can be refused without torch, process groups or tokens."""
     from distca.train.checkpoint.checkpoints import check_fits
+    from distca.train.checkpoint.folders import check_folders
     from distca.train.data.corpus import open_corpus, open_sampler
     from megatron_patches.versions import check_version
 
     check_version()
     validate(config, world_size)
+    check_folders(config)
     corpus = open_corpus(config)
     if len(corpus.train) and corpus.train.lengths.max() < 2:
         raise DataError("No document has more than one token, so there is no next token to learn; change data.path.")
@@ -104,8 +106,8 @@ def _run(config: RunConfig) -> None:
         companions.part()
     except (KernelError, TransportError, CheckpointError) as error:
         _die(error)
-    except DataError as error:
-        _die(error, everywhere=True)  # in a document that only this rank reads
+    except (DataError, ModelError) as error:
+        _die(error, everywhere=True)  # in a document or a file that only this rank reads
     except (ConfigError, PlanError, VersionError):
         raise
     except Exception:
@@ -120,7 +122,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
 
     Raises:
         ConfigError, PlanError: as :func:`main` reports them, alike on all ranks.
-        DataError: in a document, on the rank that reads it.
+        DataError, ModelError: in a document or a file of checkpoint.init_from, on the rank that reads it.
         KernelError, TransportError: what the settings ask for cannot run here.
         CheckpointError: a checkpoint cannot be written.
         VersionError: a newer megatron-core saved the checkpoint to resume; alike on all ranks.

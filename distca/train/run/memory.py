@@ -186,7 +186,7 @@ class _Stage:
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
             o = 0 if self._config.resolved_backward == "resend" else self._q
             return self._attention() + self._value * (self._hidden + o)
-        return self._attention() + self._segment() - self._recomputed_mlp()
+        return self._attention() + self._segment() + self._head_norms() - self._recomputed_mlp()
 
     def _attention(self) -> int:
         """q, k, v, o and log-sum-exp: at home (resend, attention at home) or, with contexts, at the server (keep). It
@@ -205,6 +205,16 @@ class _Stage:
         elif self._config.resolved_backward == "keep":
             elements += self._q  # o at home
         return self._value * elements + 2 * 4
+
+    def _head_norms(self) -> int:
+        """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
+        copy queries out of it first, keep values as a part of it, and cosines and sines of their own."""
+        if not self._config.model.qk_norm:
+            return 0
+        elements = self._q + self._kv
+        if not self._config.cad.enabled:
+            elements = 2 * self._q + self._kv // 2 + 4 * self._head_dim
+        return self._value * elements + 4 * (self._q + self._kv // 2) // self._head_dim
 
     def _recomputed_mlp(self) -> int:
         """What lies inside the MLP, where it is recomputed: SwiGLU's input."""

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.errors import ConfigError
-from distca.train.config.cli import RunConfig, files_first, known_settings, parse_run_config, to_yaml
+from distca.train.config.cli import ModelConfig, RunConfig, files_first, known_settings, parse_run_config, to_yaml
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -64,7 +64,9 @@ def test_yaml_is_read_back_as_an_equal_configuration(tmp_path_factory, steps, lr
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configurations_are_read(file: Path) -> None:
     config = parse_run_config(["--config", str(file)])
-    assert config.model.layers == yaml.safe_load(file.read_text())["model"]["layers"]
+    written = yaml.safe_load(file.read_text())
+    assert config.name == written["name"] and config.data.source == written["data"]["source"]
+    assert config.model.layers == written.get("model", {"layers": ModelConfig().layers})["layers"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,16 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--parallel.pp 2 --parallel.tp 2", 6, "The 6 ranks are not divisible by parallel.tp 2 × parallel.pp 2"),
         ("--parallel.tp 4", 16, "model.kv_heads 2 is not divisible by parallel.tp 4"),
         ("--model.ffn 385 --parallel.tp 2", 8, "model.ffn 385 is not divisible by parallel.tp 2"),
-        ("--model.vocabulary 301 --parallel.tp 2", 8, "model.vocabulary 301 is not divisible by parallel.tp 2"),
+        (
+            "--model.rope_scaling.kind yarn --model.rope_scaling.factor 4",
+            4,
+            "model.rope_scaling.original_length is 0, but kind yarn needs",
+        ),
+        (
+            "--model.rope_scaling.kind linear --model.rope_scaling.factor 0.5",
+            4,
+            "model.rope_scaling.factor is 0.5; it must be at least 1.",
+        ),
         ("--model.hidden 129 --model.head_dim 32 --parallel.tp 2", 8, "model.hidden 129 is not divisible"),
         ("--model.vocabulary 200", 4, "model.vocabulary is 200, but the data uses 256 tokens"),
         ("--model.kv_heads 3", 4, "model.heads 4 is not divisible by model.kv_heads 3"),

@@ -1,0 +1,1 @@
+"""Models as folders of Hugging Face: what config.json says, and the tensors of its safetensors files."""

@@ -1,0 +1,77 @@
+"""Inverse frequencies of rotary positions, for every kind of scaling.
+
+Shapes: N rows, E = half of head_dim. Arithmetic is float32 throughout, in the order in which transformers rounds it:
+at position 100,000 one more rounding of a frequency turns a head by a hundredth.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from distca.models.rope import RopeScaling
+
+
+def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> torch.Tensor:
+    """[E] float32: the angle that every pair of a head turns per position. Those of kind dynamic are of documents that
+    are no longer than original_length."""
+    plain_E = 1.0 / _periods(head_dim, base)
+    if scaling.kind == "linear":
+        return plain_E / scaling.factor
+    if scaling.kind == "llama3":
+        return _llama3(plain_E, scaling)
+    if scaling.kind == "yarn":
+        return _yarn(head_dim, base, scaling)
+    return plain_E
+
+
+def dynamic_frequencies(head_dim: int, base: float, scaling: RopeScaling, lengths_N: torch.Tensor) -> torch.Tensor:
+    """[N, E] float32 inverse frequencies of rows whose documents have different lengths.
+
+    Args:
+        head_dim: width of a head.
+        base: of frequencies of short documents.
+        scaling: of kind dynamic.
+        lengths_N: int64 tokens of each row's document.
+    """
+    factor, original = scaling.factor, scaling.original_length
+    longer_N = lengths_N.clamp(min=original)
+    stretch_N = factor * longer_N / original - (factor - 1)
+    base_N = base * stretch_N ** (head_dim / (head_dim - 2))
+    return 1.0 / base_N[:, None] ** _exponents(head_dim).to(lengths_N.device)
+
+
+def _exponents(head_dim: int) -> torch.Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+
+
+def _periods(head_dim: int, base: float) -> torch.Tensor:
+    return base ** _exponents(head_dim)
+
+
+def _llama3(plain_E: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length
+    wavelength_E = 2 * math.pi / plain_E
+    divided_E = torch.where(wavelength_E > original / low, plain_E / scaling.factor, plain_E)
+    kept_E = (original / wavelength_E - low) / (high - low)
+    between_E = (1 - kept_E) * divided_E / scaling.factor + kept_E * divided_E
+    is_between_E = (wavelength_E >= original / high) & (wavelength_E <= original / low)
+    return torch.where(is_between_E, between_E, divided_E)
+
+
+def _yarn(head_dim: int, base: float, scaling: RopeScaling) -> torch.Tensor:
+    first, last = (_pair_that_turns(turns, head_dim, base, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a ramp
+    ramp_E = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    periods_E, kept_E = _periods(head_dim, base), 1 - ramp_E
+    return 1.0 / (scaling.factor * periods_E) * (1 - kept_E) + 1.0 / periods_E * kept_E
+
+
+def _pair_that_turns(turns: float, head_dim: int, base: float, scaling: RopeScaling) -> float:
+    """Number of the pair that turns ``turns`` times over the original context."""
+    return head_dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))

@@ -1,0 +1,126 @@
+"""``distca checkpoint``: from a Hugging Face folder to a checkpoint of Megatron-Core, and from a run to a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from distca.errors import ModelError, OptionError
+from distca.models.description import ModelDescription, describe_folder
+from distca.models.folder import VALUE_BYTES, ShardWriter, check_empty, count_shards, finish
+from distca.models.layout import EMBEDDING, expected_shapes
+from distca.models.tensors import TensorFiles
+from distca.train.checkpoint.folders import exported
+from distca.train.config.cli import parse_run_config, to_yaml
+from distca.train.config.schema import RunConfig
+from distca.train.run.run_folder import RunFolder
+
+__all__ = ["export_weights", "import_weights"]
+
+_CONFIG, _METADATA, _FITS = "config.yaml", ".metadata", "fits.json"
+
+
+def import_weights(folder: str, *, output: str) -> None:
+    """Write a Hugging Face folder's weights as a checkpoint of Megatron-Core.
+
+    dist_checkpointing.load reads it in a script of your own, on any number of ranks; the model's settings are in its
+    config.yaml. One process does it and holds the model in host memory. pretrain_llama.sh needs none of this: it takes
+    the folder itself (INIT_FROM).
+
+    Args:
+        folder: with config.json and safetensors.
+        output: an empty folder to write into.
+    """
+    source, target = Path(folder), Path(output)
+    described = describe_folder(source)
+    files = TensorFiles(source)
+    files.check(described)
+    stored = files.dtype(EMBEDDING)
+    config = parse_run_config(["--checkpoint.init_from", folder])
+    config = replace(config, train=replace(config.train, precision="bf16" if stored == "bfloat16" else "fp32"))
+    check_empty(target, "--output")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core's, of what is not installed
+        import torch
+
+        from megatron_patches.checkpoint.import_folder import import_folder
+
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        with _progress(f"reading {folder}", described, stored) as advance:
+            import_folder(files, described, config.model, dtype, target, advance)
+    (target / _CONFIG).write_text(to_yaml(config), encoding="utf-8")
+
+
+def export_weights(run: str, *, output: str, step: int | None = None) -> None:
+    """Write a run's weights as a Hugging Face folder.
+
+    Tokenizer, chat template and generation settings come along from the folder that the run began with. No more than a
+    file of the new folder is in host memory.
+
+    Args:
+        run: a run's folder, or what "distca checkpoint import" wrote.
+        output: an empty folder to write into.
+        step: the checkpoint after that many steps; by default the newest.
+    """
+    root, target = Path(run), Path(output)
+    path = _checkpoint_of(root, step)
+    if not (root / _CONFIG).is_file():
+        raise ModelError(f"{root} has no {_CONFIG}, without which the model is unknown; give the folder of a run.")
+    config = parse_run_config(["--config", str(root / _CONFIG), "--checkpoint.resume", run])
+    model = exported(config, _vocabulary(path, config))
+    check_empty(target, "--output")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+
+        from megatron_patches.checkpoint.whole_weights import SavedWeights
+
+        weights = SavedWeights(path, model.model)
+        writer = ShardWriter(target, 1, count_shards(model, weights.names()))
+        with _progress(f"writing {output}", model.model, model.dtype) as advance:
+            for name, tensor in weights.tensors():
+                tensor = tensor.to(getattr(torch, model.dtype))
+                writer.add(name, tensor)
+                advance(tensor.numel() * tensor.element_size())
+            writer.flush()
+    finish(target, writer.file_of, model)
+
+
+def _checkpoint_of(root: Path, step: int | None) -> Path:
+    if step is None and (root / _METADATA).is_file():
+        return root
+    checkpoints = {each.step: each.path for each in RunFolder(root).checkpoints()}
+    if not checkpoints:
+        raise ModelError(f"{root} has no complete checkpoint; give the folder of a run that saved one.")
+    if step is not None and step not in checkpoints:
+        raise OptionError(f"--step is {step}, but {root} has checkpoints after {', '.join(map(str, checkpoints))}.")
+    return checkpoints[max(checkpoints) if step is None else step]
+
+
+def _vocabulary(path: Path, config: RunConfig) -> int:
+    """Token ids of the model, where its run took those of the data."""
+    if config.model.vocabulary:
+        return config.model.vocabulary
+    try:
+        return int(json.loads((path / _FITS).read_text(encoding="utf-8"))["model.vocabulary"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelError(f"{path / _FITS} does not say the model's vocabulary; it is damaged.") from None
+
+
+@contextmanager
+def _progress(said: str, model: ModelDescription, dtype: str) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes; advanced by what is yielded."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from distca.log import console
+
+    total = sum(map(math.prod, expected_shapes(model).values())) * VALUE_BYTES[dtype]
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console()) as progress:
+        task = progress.add_task(said, total=total)
+        yield lambda size: progress.advance(task, size)

@@ -1,0 +1,96 @@
+"""The settings that a Hugging Face folder brings along: the model's shape, and its tokenizer; needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from distca.errors import ConfigError, ModelError
+from distca.models.description import ModelDescription, describe_folder, family_of
+from distca.train.config.schema import ModelConfig, RunConfig
+
+_MAY_DIFFER = ("model.rope_base", "model.rope_scaling.", "data.")
+"""Positions are stretched for longer contexts, and data may come with a tokenizer of their own."""
+
+
+def model_config(model: ModelDescription) -> ModelConfig:
+    """The shape of a described model."""
+    return ModelConfig(**{name: getattr(model, name) for name in _shared()})
+
+
+def settings_of_folder(config: RunConfig) -> dict[str, Any] | None:
+    """What the folder in checkpoint.init_from says, by dotted setting; None where there is none. A run that resumes has
+    its shape in its own settings, should the folder be gone.
+
+    Raises:
+        ModelError: it holds no model that is served.
+    """
+    folder = config.checkpoint.init_from
+    if folder is None or (config.checkpoint.resume and not Path(folder).is_dir()):
+        return None
+    model = describe_folder(Path(folder))
+    scaling = {f"model.rope_scaling.{name}": value for name, value in asdict(model.rope_scaling).items()}
+    others = {f"model.{name}": getattr(model, name) for name in _shared() if name != "rope_scaling"}
+    data = {"data.tokenizer": folder} | ({"data.vocabulary": model.vocabulary} if config.data.source == "mix" else {})
+    return others | scaling | data
+
+
+def check_same_shape(config: RunConfig, brought: dict[str, Any]) -> None:
+    """Refuse settings of the model that are not those of its folder.
+
+    Args:
+        config: the run.
+        brought: from :func:`settings_of_folder`.
+
+    Raises:
+        ConfigError: naming the first one.
+    """
+    for setting, value in brought.items():
+        if setting.startswith(_MAY_DIFFER):
+            continue
+        given = getattr(config.model, setting.removeprefix("model."))
+        if given != value:
+            raise ConfigError(
+                f"{setting} is {given}, but the model in checkpoint.init_from {config.checkpoint.init_from} has "
+                f"{value}; leave out {setting}, or begin without checkpoint.init_from."
+            )
+
+
+def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
+    """What a run's model is, for its export.
+
+    Args:
+        config: a validated run.
+        vocabulary: token ids of the model.
+
+    Raises:
+        ModelError: transformers has no such model.
+    """
+    model, scaling = config.model, config.model.rope_scaling
+    first = _first(config)
+    family = first.family if first is not None else family_of(model.qkv_bias, model.qk_norm)
+    if family is None:
+        raise ModelError(
+            "No model of transformers that is served has both model.qkv_bias and model.qk_norm, so this one cannot be "
+            "exported; set one of them to false, or leave out checkpoint.export."
+        )
+    positions = max(config.data.context_length, first.positions if first is not None else 0)
+    if scaling.kind == "yarn":
+        positions = max(positions, round(scaling.original_length * scaling.factor))
+    if scaling.kind == "dynamic":
+        positions = scaling.original_length  # which is what this kind of scaling goes by
+    values = {name: getattr(model, name) for name in _shared()}
+    values |= {"vocabulary": vocabulary, "head_dim": model.resolved_head_dim}
+    return ModelDescription(family=family, positions=positions, **values)
+
+
+def _first(config: RunConfig) -> ModelDescription | None:
+    folder = config.checkpoint.init_from
+    return describe_folder(Path(folder)) if folder is not None and Path(folder).is_dir() else None
+
+
+def _shared() -> list[str]:
+    """Fields that settings and descriptions have alike."""
+    described = {item.name for item in fields(ModelDescription)}
+    return [item.name for item in fields(ModelConfig) if item.name in described]

@@ -1,0 +1,58 @@
+"""From a Hugging Face folder to a checkpoint of weights, by one process on its CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distca.models.description import ModelDescription
+from distca.models.tensors import TensorFiles
+from megatron_patches.checkpoint.whole_weights import save_weights
+from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
+from megatron_patches.model import ModelShape, build_gpt, transformer_config
+from megatron_patches.patches.cpu import use_cpu
+from megatron_patches.spec import block_spec
+from megatron_patches.weights import load_weights
+
+
+def import_folder(
+    files: TensorFiles,
+    described: ModelDescription,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    target: Path,
+    advance: Callable[[int], object],
+) -> None:
+    """Write a folder's weights as a checkpoint of megatron, which is in this process's memory meanwhile.
+
+    Args:
+        files: the folder's tensors, checked.
+        described: what it holds.
+        shape: the same as settings.
+        dtype: of the checkpoint's weights.
+        target: an existing empty folder.
+        advance: called with the bytes of each parameter.
+    """
+    with _alone():
+        config = transformer_config(shape, dtype, cpu_initialization=True)
+        config.perform_initialization = False
+        gpt = build_gpt(shape, described.vocabulary, config, block_spec(config, disaggregate=False))
+        load_weights(gpt, described, files, advance)
+        save_weights(gpt, target)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Megatron's groups of one rank, on the CPU."""
+    use_cpu()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        initialize_model_parallel(1, 1, seed=1)
+        yield
+        destroy_model_parallel()
+    finally:
+        dist.destroy_process_group()

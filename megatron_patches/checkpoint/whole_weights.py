@@ -1,0 +1,131 @@
+"""The weights of a checkpoint, read one after the other without a model; and a checkpoint of weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.models.gpt import GPTModel
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from distca.errors import ModelError
+from distca.models.description import ModelDescription
+from megatron_patches.checkpoint.writer import TorchWriter
+from megatron_patches.weights import Slot, slot_of
+
+_LAYER = (
+    "input_layernorm.weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.q_layernorm.weight",
+    "self_attention.k_layernorm.weight",
+    "self_attention.linear_proj.weight",
+    "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc2.weight",
+)
+_SAVED_AS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""megatron's checkpoints name these as Transformer Engine does."""
+
+
+def save_weights(gpt: GPTModel, path: Path) -> None:
+    """Write a model's weights alone, as megatron's ``dist_checkpointing.load({"model": ...})`` reads them on any number
+    of ranks; every rank calls it.
+
+    Args:
+        gpt: this rank's part.
+        path: an existing empty folder.
+    """
+    from megatron.core import parallel_state
+
+    writer = FullyParallelSaveStrategyWrapper(TorchWriter(), parallel_state.get_data_parallel_group())
+    dist_checkpointing.save({"model": gpt.sharded_state_dict()}, str(path), writer)
+
+
+class SavedWeights:
+    """The weights of a checkpoint, of which one parameter of one layer at a time is in memory.
+
+    Args:
+        path: the checkpoint's folder.
+        model: what it is of.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+
+    def __init__(self, path: Path, model: ModelDescription) -> None:
+        self._path, self._model = path, model
+        try:
+            self._metadata = checkpoint.FileSystemReader(path).read_metadata()
+        except Exception as error:  # a pickle of torch's: whatever a damaged one raises
+            raise ModelError(f"{path} is no checkpoint that can be read ({error}).") from None
+
+    def names(self) -> list[str]:
+        """Of the folder's tensors, in the order in which :meth:`tensors` gives them."""
+        return [name for _, _, slot in self._parts() for name in slot.names]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The folder's tensors, whole, in the checkpoint's type.
+
+        Raises:
+            ModelError: one is missing.
+        """
+        for key, layer, slot in self._parts():
+            yield from zip(slot.names, slot.tensors([self._read(key, layer)]), strict=True)
+
+    def _parts(self) -> Iterator[tuple[str, int | None, Slot]]:
+        """Key in the checkpoint, layer of what is stacked there, and what it is in the folder."""
+        model, name = self._model, "embedding.word_embeddings.weight"
+        yield name, None, slot_of(name, -1, model)
+        for layer in range(model.layers):
+            for part in _LAYER:
+                if (part.endswith("bias") and not model.qkv_bias) or ("q_l" in part or "k_l" in part) > model.qk_norm:
+                    continue
+                slot = slot_of(f"decoder.layers.{layer}.{part}", layer, model)
+                yield f"decoder.layers.{_SAVED_AS.get(part, part)}", layer, slot
+        for name in ("decoder.final_layernorm.weight", *(() if model.tie_embeddings else ("output_layer.weight",))):
+            yield name, None, slot_of(name, -1, model)
+
+    def _read(self, key: str, layer: int | None) -> torch.Tensor:
+        stored = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ModelError(f"{self._path} has no {key}, which its model has.")
+        size = list(stored.size) if layer is None else [1, *stored.size[1:]]
+        tensor = torch.empty(size, dtype=stored.properties.dtype)
+        begin = [0] * len(size) if layer is None else [layer, *[0] * (len(size) - 1)]
+        planner = _PartPlanner(key, stored, begin)
+        checkpoint.load(
+            {key: tensor}, storage_reader=checkpoint.FileSystemReader(self._path), planner=planner, no_dist=True
+        )
+        return tensor if layer is None else tensor[0]
+
+
+class _PartPlanner(checkpoint.DefaultLoadPlanner):
+    """Reads a part of one tensor."""
+
+    def __init__(self, key: str, stored: TensorStorageMetadata, begin: Sequence[int]) -> None:
+        super().__init__()
+        self._key, self._stored, self._begin = key, stored, torch.Size(begin)
+
+    def create_local_plan(self) -> LoadPlan:
+        part = ChunkStorageMetadata(self._begin, self.state_dict[self._key].size())
+        return LoadPlan(create_read_items_for_chunk_list(self._key, self._stored, [part]))
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        tensor: torch.Tensor = self.state_dict[self._key]
+        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dimension, offset, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
+        """Nothing: it was written in place."""

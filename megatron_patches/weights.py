@@ -1,0 +1,191 @@
+"""The parameters of a GPTModel and the tensors of a Hugging Face folder: which are which, and how they are cut.
+
+Each kind of parameter is a class: it knows the tensors it is made of, this tensor-parallel rank's share of them, and
+the way back from all ranks' shares. Shares are read where they are needed, so that no rank holds more than its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from distca.models.description import ModelDescription
+from distca.models.layout import EMBEDDING, FINAL_NORM, OUTPUT
+from distca.models.tensors import TensorFiles
+
+
+class Slot(Protocol):
+    """What a parameter is made of.
+
+    Attributes:
+        names: of the folder's tensors.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        """The parameter on one of ``ranks`` tensor-parallel ranks, in the files' type."""
+        ...
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The folder's tensors, by ``names``, from all ranks' shares."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A norm's weight, alike on all ranks."""
+
+    names: tuple[str, ...]
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        return files.read(self.names[0])
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (shares[0],)
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Rows by token id, with rows of zeros up to a multiple of the ranks."""
+
+    names: tuple[str, ...]
+    vocabulary: int
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        rows = -(-self.vocabulary // ranks)
+        first, last = (min((rank + more) * rows, self.vocabulary) for more in (0, 1))
+        real = files.read(self.names[0], slice(first, last))
+        return torch.nn.functional.pad(real, (0, 0, 0, rows - len(real)))
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(list(shares))[: self.vocabulary],)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A projection whose input is cut."""
+
+    names: tuple[str, ...]
+    columns: int
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        own = self.columns // ranks
+        return files.read(self.names[0], slice(None), slice(rank * own, (rank + 1) * own))
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(list(shares), dim=1),)
+
+
+@dataclass(frozen=True)
+class _GateUp:
+    """On each rank its rows of the gate, then those of the up projection."""
+
+    names: tuple[str, ...]
+    rows: int
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        own = self.rows // ranks
+        return torch.cat([files.read(name, slice(rank * own, (rank + 1) * own)) for name in self.names])
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.cat(halves) for halves in zip(*(share.chunk(2) for share in shares), strict=True))
+
+
+@dataclass(frozen=True)
+class _QueryKeyValue:
+    """For each of the rank's groups its query heads, its key and its value; weights or biases."""
+
+    names: tuple[str, ...]
+    queries: int
+    groups: int
+    head_dim: int
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        own = self.groups // ranks
+        parts = []
+        for name, heads in zip(self.names, (self.queries, 1, 1), strict=True):
+            rows = own * heads * self.head_dim
+            part = files.read(name, slice(rank * rows, (rank + 1) * rows))
+            parts.append(part.unflatten(0, (own, heads * self.head_dim)))
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        sizes = [heads * self.head_dim for heads in (self.queries, 1, 1)]
+        groups = torch.cat([share.unflatten(0, (-1, sum(sizes))) for share in shares])
+        return tuple(part.flatten(0, 1) for part in groups.split(sizes, dim=1))
+
+
+def slot_of(parameter: str, layer: int, model: ModelDescription) -> Slot:
+    """What a parameter is made of.
+
+    Args:
+        parameter: its name in a GPTModel.
+        layer: number of its layer in the whole model; not read where it is in none.
+        model: what the folder holds.
+    """
+    if parameter == "embedding.word_embeddings.weight":
+        return _Vocabulary((EMBEDDING,), model.vocabulary)
+    if parameter == "output_layer.weight":
+        return _Vocabulary((EMBEDDING if model.tie_embeddings else OUTPUT,), model.vocabulary)
+    if parameter == "decoder.final_layernorm.weight":
+        return _Whole((FINAL_NORM,))
+    place, name = f"model.layers.{layer}.", parameter.split(".", 3)[3]
+    if name in _NORMS:
+        return _Whole((place + _NORMS[name],))
+    if name.startswith("self_attention.linear_qkv."):
+        names = tuple(f"{place}self_attn.{part}_proj.{name.rpartition('.')[2]}" for part in "qkv")
+        return _QueryKeyValue(names, model.heads // model.kv_heads, model.kv_heads, model.head_dim)
+    if name == "self_attention.linear_proj.weight":
+        return _Columns((f"{place}self_attn.o_proj.weight",), model.heads * model.head_dim)
+    if name == "mlp.linear_fc1.weight":
+        return _GateUp((f"{place}mlp.gate_proj.weight", f"{place}mlp.up_proj.weight"), model.ffn)
+    assert name == "mlp.linear_fc2.weight", f"{parameter} is no parameter of a model that is served"
+    return _Columns((f"{place}mlp.down_proj.weight",), model.ffn)
+
+
+_NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+
+
+def slots(gpt: GPTModel, model: ModelDescription) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
+    """Every parameter of this rank's part of a model, and what it is made of."""
+    for name, parameter in gpt.named_parameters():
+        found = re.match(r"decoder\.layers\.(\d+)\.", name)
+        layer = gpt.decoder.layers[int(found[1])].layer_number - 1 if found else -1
+        yield parameter, slot_of(name, layer, model)
+
+
+def load_weights(
+    gpt: GPTModel, model: ModelDescription, files: TensorFiles, advance: Callable[[int], object] = lambda size: None
+) -> None:
+    """Copy this rank's shares of a folder's tensors into a built model, in the model's type.
+
+    Args:
+        gpt: this rank's part, on its device, not wrapped yet.
+        model: what the folder holds; ``files.check`` has passed.
+        files: its tensors.
+        advance: called with the bytes of each parameter.
+
+    Raises:
+        ModelError: a file cannot be read any more.
+    """
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    with torch.no_grad():
+        for parameter, slot in slots(gpt, model):
+            share = slot.share(files, rank, ranks)
+            assert share.shape == parameter.shape, f"{slot.names}: {share.shape} for {parameter.shape}"
+            parameter.copy_(share)
+            advance(share.numel() * share.element_size())

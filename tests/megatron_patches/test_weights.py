@@ -1,0 +1,208 @@
+"""Weights of Hugging Face folders in GPTModels: the same logits as transformers in every layout, and back again."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distca.testing.ranks import run_ranks
+from tests.models import folders
+
+TOLERANCE = 1e-5
+
+
+def _errors(root, layouts):
+    """By layout, case and mode: the largest relative error of a document's logits and of the losses' sum."""
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    found = {}
+    for tp, pp in layouts:
+        for path in sorted(Path(root).iterdir()):
+            for disaggregate in (True, False):
+                where = f"{path.name}, tp {tp}, pp {pp}, {'disaggregated' if disaggregate else 'at home'}"
+                found[where] = _case_errors(path, tp, pp, disaggregate)
+    return found
+
+
+def _case_errors(path, tp, pp, disaggregate):
+    import torch.distributed as dist
+
+    from distca.data.batch import rank_batch
+    from megatron_patches.step import StepDocuments
+    from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+
+    _, cad, ddp = _model(path, tp, pp, disaggregate)
+    documents = folders.documents()
+    homes = None if disaggregate else [np.arange(len(documents)) % cad.options.ranks] * 2
+    step = cad.plan_step(StepDocuments([documents, documents[::-1]], homes))
+    reference = torch.load(path / "logits.pt")
+    reports = cad.forward_backward(step, _logits_step, ddp, forward_only=True)
+    errors = [0.0]
+    for rows_logits, documents_of, layouts, expected in zip(
+        reports, step.documents.micro_batches, step.plan.layouts, (reference, reference[::-1]), strict=False
+    ):
+        owners = [np.full(len(document), number) for number, document in enumerate(documents_of)]
+        align = cad.options.align
+        rows = rank_batch(owners, layouts, cad.rank, align=align, chunks=align)
+        whole = _gathered(rows_logits)
+        assert (whole[:, folders.VOCABULARY :] == torch.finfo(torch.float32).min).all()
+        for number, theirs in enumerate(expected):
+            mine = (rows.tokens == number) & (rows.lengths > 0)
+            ours, theirs = whole[: len(mine)][mine, : folders.VOCABULARY], theirs[rows.positions[mine]]
+            if len(ours):
+                errors.append(float((ours - theirs).norm() / theirs.norm()))
+    errors.append(
+        _loss_error(sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), cad.device)[0], reference)
+    )
+    errors.append(_loss_error(sum_over_ranks(cad.forward_backward(step, _unfused, ddp), cad.device)[0], reference))
+    worst = torch.tensor(max(errors))
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def _model(path, tp, pp, disaggregate, dtype=torch.float32):
+    from distca.models.description import describe_folder
+    from distca.models.tensors import TensorFiles
+    from distca.train.config.initial import model_config
+    from megatron_patches.api import CAD
+    from megatron_patches.groups import initialize_model_parallel
+    from megatron_patches.model import build_gpt, transformer_config
+    from megatron_patches.weights import load_weights
+
+    initialize_model_parallel(tp, pp, 1)
+    described = describe_folder(path)
+    shape = model_config(described)
+    config = transformer_config(shape, dtype, sequence_parallel=True, cpu_initialization=True)
+    cad = CAD(config, tokens_per_rank=sum(folders.LENGTHS), disaggregate=disaggregate, kernel="reference")
+    model = cad.attach(build_gpt(shape, described.vocabulary, config, cad.block_spec()))
+    files = TensorFiles(path)
+    files.check(described)
+    load_weights(model, described, files)
+    return described, cad, cad.data_parallel(model, distributed_optimizer=False)
+
+
+def _logits_step(batches, model):
+    batch = next(batches)
+    output = model(batch.tokens, batch.positions, batch.attention)
+    return output, lambda logits: (logits.sum() * 0, torch.tensor(1), logits[0])
+
+
+def _unfused(batches, model):
+    from megatron_patches.parity.harness import token_losses_step
+
+    return token_losses_step(batches, model)
+
+
+def _gathered(share):
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    shares = [torch.empty_like(share) for _ in range(group.size())]
+    dist.all_gather(shares, share.contiguous(), group=group)
+    return torch.cat(shares, dim=1)
+
+
+def _loss_error(ours, logits):
+    """Of both micro-batches, which have the same documents."""
+    losses = [
+        torch.nn.functional.cross_entropy(each[:-1].double(), torch.tensor(document[1:]), reduction="sum")
+        for each, document in zip(logits, folders.documents(), strict=True)
+    ]
+    theirs = 2 * sum(losses)
+    return float(abs(ours - theirs) / theirs)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for name in folders.CASES:
+        model = folders.write_folder(name, root / name)
+        torch.save(folders.logits(model), root / name / "logits.pt")
+    return root
+
+
+@pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), (8, [(2, 2)])])
+def test_logits_and_losses_equal_those_of_transformers(root, ranks, layouts):
+    (errors, *_) = run_ranks(ranks, _errors, str(root), layouts, timeout=280)
+    assert len(errors) == len(folders.CASES) * 2 * len(layouts)
+    assert max(errors.values()) <= TOLERANCE, {name: error for name, error in errors.items() if error > TOLERANCE}
+
+
+def _round_trips(root, target, layouts):
+    """Read each folder in bfloat16 and write it again."""
+    warnings.filterwarnings("ignore")
+    import torch.distributed as dist
+
+    from distca.models.description import read_config
+    from distca.models.folder import ExportedModel
+    from megatron_patches.export import export_weights
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    for tp, pp in layouts:
+        for path in sorted(Path(root).iterdir()):
+            folder = Path(target) / f"{path.name}, {tp}, {pp}"
+            if dist.get_rank() == 0:
+                folder.mkdir()
+            dist.barrier()
+            described, _, ddp = _model(path, tp, pp, True, torch.bfloat16)
+            export_weights(ddp, ExportedModel(described, read_config(path), "bfloat16", path), folder)
+
+
+def _tensors(folder):
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), (8, [(2, 2)])])
+def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, tmp_path):
+    root, target = tmp_path / "from", tmp_path / "to"
+    target.mkdir()
+    for name in ("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3"):
+        folders.write_folder(name, root / name, torch.bfloat16)
+    run_ranks(ranks, _round_trips, str(root), str(target), layouts, timeout=200)
+    assert len(list(target.iterdir())) == len(list(root.iterdir())) * len(layouts)
+    for folder in target.iterdir():
+        source = root / folder.name.rsplit(", ", 2)[0]
+        before, after = _tensors(source), _tensors(folder)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+        assert (folder / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+        theirs, ours = folders.loaded(source), folders.loaded(folder)
+        assert type(ours) is type(theirs)
+        for expected, got in zip(folders.logits(theirs), folders.logits(ours), strict=True):
+            assert torch.equal(expected, got)
+
+
+def _unwritable(root, target):
+    """The sentence of a rank that cannot write; on all ranks."""
+    warnings.filterwarnings("ignore")
+    from distca.errors import CheckpointError
+    from distca.models.folder import ExportedModel
+    from megatron_patches.export import export_weights
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    described, _, ddp = _model(Path(root), 2, 1, True)
+    try:
+        export_weights(ddp, ExportedModel(described, {}, "float32"), Path(target))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence_on_every_rank(tmp_path):
+    folders.write_folder("llama", tmp_path / "from")
+    (tmp_path / "file").write_text("")
+    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "file"))
+    assert len(set(said)) == 1 and said[0].startswith(f"{tmp_path / 'file'} could not be written (rank 0: ")

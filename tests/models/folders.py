@@ -1,0 +1,85 @@
+"""Tiny models of transformers with random weights, saved as folders, and their logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ORIGINAL, LENGTHS, VOCABULARY = 16, (5, 23, 40, 61), 67
+"""Documents go beyond the original context of every scaling, and the vocabulary is odd."""
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _rope(kind: str, base: float = 10000.0, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **fields}}
+
+
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+
+# Name: (class in transformers, fields that differ).
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, own base and wide heads": ("Llama", {"head_dim": 16, **_rope("default", 1234.5)}),
+    "llama, every head its own keys, tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama3": ("Llama", _rope("llama3", 500.0, **_LLAMA3)),
+    "linear": ("Llama", _rope("linear", factor=4.0)),
+    "dynamic": ("Llama", {"max_position_embeddings": ORIGINAL, **_rope("dynamic", 100.0, factor=2.0)}),
+    "yarn": ("Llama", _rope("yarn", 100.0, **_YARN)),
+    "yarn, all fields": (
+        "Llama",
+        _rope("yarn", 100.0, **_YARN, attention_factor=1.3, beta_fast=4.0, beta_slow=0.5, truncate=False),
+    ),
+    "yarn, two magnitudes": ("Llama", _rope("yarn", 100.0, **_YARN, mscale=1.5, mscale_all_dim=0.5)),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True, "sliding_window": 8}),
+    "qwen3": ("Qwen3", {"head_dim": 16, **_rope("yarn", 1000.0, **_YARN)}),
+}
+
+
+def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "40KB") -> Any:
+    """Write a case's folder, in several files, and return its model."""
+    import transformers
+
+    kind, fields = CASES[name]
+    torch.manual_seed(list(CASES).index(name))
+    config = getattr(transformers, f"{kind}Config")(**(_SIZES | fields))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms start at one and biases at zero, where a wrong place would not show
+                parameter += 0.3 * torch.randn_like(parameter)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def documents() -> list[list[int]]:
+    """Seeded tokens of documents of all lengths, the shortest first."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def logits(model: Any) -> list[torch.Tensor]:
+    """[length, vocabulary] of every document alone. Dynamic scaling remembers the longest so far, so they grow."""
+    with torch.no_grad():
+        return [model(torch.tensor([document])).logits[0] for document in documents()]
+
+
+def loaded(folder: Path) -> Any:
+    """The model that transformers makes of a folder, in float32."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

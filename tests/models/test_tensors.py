@@ -1,0 +1,144 @@
+"""Tensors of safetensors files: only what is asked for is read, and what is missing or broken is a sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distca.errors import ModelError
+from distca.models.description import describe_folder
+from distca.models.folder import ExportedModel, ShardWriter, check_empty, copy_companions, count_shards, finish
+from distca.models.layout import expected_shapes
+from distca.models.tensors import INDEX, SINGLE, TensorFiles
+from tests.models.folders import write_folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    write_folder("qwen3", folder)
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in made.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def _check(folder: Path) -> None:
+    for framework in ("numpy", "pt"):
+        TensorFiles(folder, framework).check(describe_folder(folder))
+
+
+def test_shapes_are_those_of_transformers(made: Path) -> None:
+    _check(made)
+    stored: dict[str, torch.Tensor] = {}
+    for file in made.glob("*.safetensors"):
+        stored |= load_file(file)
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == expected_shapes(describe_folder(made))
+    name = "model.layers.1.mlp.down_proj.weight"
+    part = TensorFiles(made).read(name, slice(None), slice(8, 24))
+    assert torch.equal(part, stored[name][:, 8:24]) and TensorFiles(made).dtype(name) == "float32"
+
+
+def test_a_file_cut_short(folder: Path) -> None:
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-10])
+    with pytest.raises(ModelError, match=f"{last.name} is no whole safetensors file, perhaps cut short"):
+        _check(folder)
+
+
+def test_a_file_that_is_gone(folder: Path) -> None:
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    last.unlink()
+    with pytest.raises(ModelError, match=f"{last.name} cannot be read"):
+        _check(folder)
+
+
+def test_a_tensor_that_is_missing_or_another(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    place = index["weight_map"].pop("model.norm.weight")
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"has no tensor model\.norm\.weight, which a model of its config\.json has"):
+        _check(folder)
+    index["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="which is no file of that folder"):
+        _check(folder)
+    other = next(file for file in index["weight_map"].values() if file not in (place, "../elsewhere.safetensors"))
+    index["weight_map"]["model.norm.weight"] = other
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"has no tensor model\.norm\.weight, though"):
+        _check(folder)
+    (folder / INDEX).write_text("{}")
+    with pytest.raises(ModelError, match="must say in weight_map"):
+        _check(folder)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(31), r"of shape \[31\], but by config\.json it must be \[32\]"),
+        (torch.zeros(32, dtype=torch.int8), "of type I8, but quantised weights"),
+    ],
+)
+def test_a_tensor_of_another_shape_or_type(folder: Path, tensor: torch.Tensor, said: str) -> None:
+    place = folder / json.loads((folder / INDEX).read_text())["weight_map"]["model.norm.weight"]
+    save_file(load_file(place) | {"model.norm.weight": tensor}, place)
+    with pytest.raises(ModelError, match=said):
+        _check(folder)
+
+
+def test_a_folder_of_pickles_only(folder: Path) -> None:
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(ModelError, match=r"has neither .* is never read: it may run code"):
+        _check(folder)
+
+
+def test_shards_are_written_as_they_are_full(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, model = TensorFiles(made), describe_folder(made)
+    names = list(expected_shapes(model))
+    for limit, expected in ((1 << 30, 1), (20_000, 7), (1, len(names))):
+        monkeypatch.setattr("distca.models.folder.SHARD_BYTES", limit)
+        target = tmp_path / str(limit)
+        target.mkdir()
+        exported = ExportedModel(model, json.loads((made / "config.json").read_text()), "float32", made)
+        assert count_shards(exported, names) == expected
+        writer = ShardWriter(target, 1, expected)
+        for name in names:
+            writer.add(name, files.read(name))
+        writer.flush()
+        finish(target, writer.file_of, exported)
+        written = TensorFiles(target)
+        written.check(describe_folder(target))
+        assert all(torch.equal(written.read(name), files.read(name)) for name in names)
+        assert len(list(target.glob("*.safetensors"))) == expected and (target / INDEX).exists() == (expected > 1)
+        assert (target / SINGLE).exists() == (expected == 1) and (target / "generation_config.json").exists()
+
+
+def test_code_stays_behind(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir(), target.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "modeling.py", "pytorch_model.bin", "notes.txt"):
+        (source / name).write_text(name)
+    assert copy_companions(source, target) == ["tokenizer.json", "chat_template.jinja"]
+    assert sorted(file.name for file in target.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
+
+
+def test_a_folder_to_write_is_empty(tmp_path: Path) -> None:
+    check_empty(tmp_path / "new" / "folder", "--output")
+    assert (tmp_path / "new" / "folder").is_dir()
+    with pytest.raises(ModelError, match=r"--output is .*, which is not empty"):
+        check_empty(tmp_path, "--output")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot be made or read"):
+        check_empty(tmp_path / "file", "--output")
