@@ -27,6 +27,7 @@ import pytest
 from distca.commands.main import main as distca_command
 from distca.train.launch.installation import CPU_TORCH
 from tests.docs.pages import PAGES, ROOT, blocks, name_of, without_comment
+from tests.models.folders import write_folder
 
 ASSIGNMENTS = r"(?:[A-Z][A-Z_0-9]*=(?:\"[^\"]*\"|\S+) )*"
 # Of the one run that is really made, and of the one that goes on from it.
@@ -133,6 +134,25 @@ def go_on(project: Project, command: str) -> None:
     checked(project, command, **SMALL)
 
 
+def from_folder(project: Project, command: str) -> None:
+    """Begins with a tiny model that lies where the command says."""
+    (named,) = re.findall(r"INIT_FROM=(\S+)", command)
+    if not (project.folder / named).exists():
+        write_folder("llama", project.folder / named)
+        (project.folder / named / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    if not (project.folder / "corpus.idx").exists():
+        convert = "distca data convert --source jsonl --path corpus.jsonl --tokenizer tokenizer.json"
+        project.run(f"{convert} --end_token '</s>' --output corpus")
+    long = {} if "CONTEXT_LENGTH" not in command else {"TOKENS_PER_RANK": "131072"}
+    checked(project, command, GPUS_PER_NODE="0", **long)
+
+
+def checkpoint_command(project: Project, command: str) -> None:
+    """Options are known; what it names is not there."""
+    words = shlex.split(command)
+    options_known(project, shlex.join([*words[:3], *(word for word in words[3:] if word.startswith("--"))]))
+
+
 def submitted(project: Project, command: str) -> None:
     """sbatch's own options are Slurm's; the script runs as in such a job."""
     words = shlex.split(command)
@@ -212,8 +232,10 @@ RULES: list[tuple[str, Rule]] = [
     (r"bash tests/run\.sh.*", collected),
     (r"bash pretrain_llama\.sh", first_run),
     (rf"{ASSIGNMENTS}RESUME=latest .*", go_on),
+    (rf"{ASSIGNMENTS}INIT_FROM=.*", from_folder),
     (r"bash pretrain_llama\.sh --help|python pretrain_llama\.py --help", as_it_stands),
     (rf"{ASSIGNMENTS}bash (pretrain_llama|benchmarks/example-[34]d-parallel/run[34]d)\.sh.*", checked),
+    (r"distca checkpoint .*", checkpoint_command),
     (r"sbatch .*", submitted),
     (r"salloc .*", allocated),
     (r"torchrun .*|python benchmarks/\w+\.py.*", options_known),
