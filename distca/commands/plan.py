@@ -222,7 +222,7 @@ def most_received(made: MicroBatchPlan) -> int:
     """Bytes of q, k and v rows that the busiest receiver takes in for one nano-batch's forward."""
     shape = made.cost.shape
     moved = [traffic(nano.forward) for nano in made.nano_batches]
-    received = [rows.q.sum(axis=0) * shape.q_bytes + rows.kv.sum(axis=0) * shape.kv_bytes for rows in moved]
+    received = [rows.q.received * shape.q_bytes + rows.kv.received * shape.kv_bytes for rows in moved]
     return int(np.max(received))
 
 

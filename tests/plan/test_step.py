@@ -205,8 +205,8 @@ def test_options_reach_the_scheduler(stages: int) -> None:
     node = np.arange(4 * stages) // 2
     between = [
         sum(
-            int((rows.q + rows.kv)[node[:, None] != node].sum())
-            for rows in (traffic(plan) for _, phase in plan.phases for plan in phase.plans)
+            far.q_rows + far.kv_rows
+            for far in (traffic(plan).between(node) for _, phase in plan.phases for plan in phase.plans)
         )
         for plan in (near, level)
     ]

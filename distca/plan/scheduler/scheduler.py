@@ -33,6 +33,8 @@ _ENOUGH = 1e-9
 _LEAST_ROOM = 1e-4
 _TRIES = 3
 _AIM = 0.95
+_JOININGS = 3
+"""Times that ranges are balanced again after those that touch were joined."""
 _SHORT_TRIES = 2
 _PARTNERS = 8
 """Receivers with which an exchange of pieces is tried."""
@@ -94,26 +96,35 @@ def schedule(
     best, lowest, over = home.tasks, np.inf, np.inf
     aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
     for tried, aim in enumerate(aims):
-        state = SchedulerState(
-            home,
-            cost,
-            direction,
-            tolerance=aim,
-            other_seconds=other_seconds,
-            links=links or Links(),
-            max_received_bytes=max_received_bytes,
-        )
-        unit = np.maximum(state.mean, 1e-300)
-        before = state.slowest
-        lowest = min(lowest, float((before / unit).max()))
-        balancer = _Balancer(state, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
-        # Once one server is left above what the next try aims at, the first tries need not see to the others.
-        balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
-        slowest = float((state.slowest / unit).max())
-        # Forward and backward run apart: where they share their tasks, the one must not gain less than the other loses.
-        if slowest < lowest and state.slowest.sum() <= before.sum():
-            best, lowest = state.tasks(), slowest
-        over = float((state.slowest / np.maximum(state.mean, 1e-300)).max()) - 1
+        start = home
+        for _ in range(_JOININGS):
+            state = SchedulerState(
+                start,
+                cost,
+                direction,
+                tolerance=aim,
+                other_seconds=other_seconds,
+                links=links or Links(),
+                max_received_bytes=max_received_bytes,
+            )
+            unit = np.maximum(state.mean, 1e-300)
+            if start is home:
+                before = state.slowest
+                lowest = min(lowest, float((before / unit).max()))
+            balancer = _Balancer(state, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
+            # Once one server is left above what the next try aims at, the first tries need not see to the others.
+            balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
+            tasks = state.joined()
+            slowest = float((state.slowest / unit).max())
+            # Forward and backward run apart: where they share their tasks, the one must not gain less than the other
+            # loses.
+            if slowest < lowest and state.slowest.sum() <= before.sum():
+                best, lowest = tasks, slowest
+            over = float((state.slowest / np.maximum(state.mean, 1e-300)).max()) - 1
+            if not state.grew_by_joining or over <= max(aim, tolerance) + _ENOUGH:
+                break
+            # Ranges that met on a server take longer as one: balance them as they are now.
+            start = Plan(layout, tasks)
         if over <= max(aim, tolerance) + _ENOUGH:
             break
     if over > tolerance + _ENOUGH:

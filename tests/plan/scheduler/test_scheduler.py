@@ -118,7 +118,7 @@ def test_no_server_receives_more_than_its_cap(
     shape = cost.shape
     cap = rows * shape.kv_bytes
     for layout in found:
-        at_home = traffic(plan_at_home(layout)).kv.sum(axis=0) * shape.kv_bytes
+        at_home = traffic(plan_at_home(layout)).kv.received * shape.kv_bytes
         if at_home.max() > cap:
             with pytest.raises(PlanError, match=f"max_received_bytes allows {cap:,}"):
                 schedule(layout, cost, max_received_bytes=cap, links=links)
@@ -126,13 +126,13 @@ def test_no_server_receives_more_than_its_cap(
         plan = schedule(layout, cost, max_received_bytes=cap, links=links)
         plan.check()
         moved = traffic(plan)
-        assert (moved.q.sum(axis=0) * shape.q_bytes + moved.kv.sum(axis=0) * shape.kv_bytes <= cap).all()
+        assert (moved.q.received * shape.q_bytes + moved.kv.received * shape.kv_bytes <= cap).all()
 
 
 def test_a_cap_costs_balance_but_not_all_of_it() -> None:
     (layout,) = lay_out(sample_lengths("pretrain", 16 * 131072, 0), 16)
     free = schedule(layout, LLAMA_8B)
-    most = int((traffic(free).q.sum(axis=0) * 8192 + traffic(free).kv.sum(axis=0) * 4096).max())
+    most = int((traffic(free).q.received * 8192 + traffic(free).kv.received * 4096).max())
     capped = schedule(layout, LLAMA_8B, max_received_bytes=int(0.8 * most))
     home, loose, tight = (both_imbalances(p, LLAMA_8B) for p in (plan_at_home(layout), free, capped))
     assert loose <= tight < home
@@ -211,8 +211,8 @@ def test_a_price_on_the_network_keeps_rows_inside_nodes() -> None:
     (layout,) = lay_out(sample_lengths("pretrain", 32 * 131072, 5), 32)
     node = Links(8).nodes(32)
     across = [
-        int((moved.q * 4 + moved.kv)[node[:, None] != node].sum())
-        for moved in (traffic(schedule(layout, LLAMA_8B, links=links)) for links in (None, Links(8)))
+        4 * far.q_rows + far.kv_rows
+        for far in (traffic(schedule(layout, LLAMA_8B, links=links)).between(node) for links in (None, Links(8)))
     ]
     assert across[1] < 0.8 * across[0]
 
