@@ -97,6 +97,12 @@ class PlanOptions:
         """Servers of the pool."""
         return self.stages * self.ranks
 
+    @property
+    def stage_node(self) -> int:
+        """Consecutive ranks of a stage that share a node; 0 where all do, or where stages share nodes unevenly."""
+        size = self.links.ranks_per_node
+        return size if size and self.ranks % size == 0 else 0
+
     def pool_rank(self, stage: int, rank: int) -> int:
         """Number in the pool of a stage's data-parallel rank."""
         return stage * self.ranks + rank
@@ -243,7 +249,7 @@ def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) ->
 def _laid_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None) -> tuple[Layout, ...]:
     how: dict[str, Any] = {"nano_batches": options.nano_batches, "dealing": "even"}
     if options.disaggregate:
-        how |= {"placement": "spread", "cost": options.cost}
+        how |= {"placement": "spread", "cost": options.cost, "ranks_per_node": options.stage_node}
     return _lay_out(options, lengths, homes, **how)
 
 

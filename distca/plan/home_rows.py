@@ -1,0 +1,218 @@
+"""From documents on ranks to the rows of every nano-batch: what is computed in ping, what in pong, and what fills up.
+
+A rank that has all of its documents in both halves moves nothing: the first rows of a document are computed in ping, the
+others in pong, whose queries find the keys of the first ones at home. So both halves are made of one placement. Every
+rank puts about the same part of its work into ping: whole documents where that comes out, and one that is cut. Where
+ranks are full of documents so long that half their rows are a head with little work, ping has less work than pong, on
+all ranks alike. A document in shares is cut at the same place for all of them.
+
+Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca.plan.nano_split import Stream
+from distca.plan.placement import Dealt
+
+_LEAST_PING = 0.25
+"""Of the work; heads of half the rows have as much."""
+_CLOSE = 0.003
+"""Difference of work between halves, in parts of the mean rank's, for which no document is cut."""
+
+Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""[N] document, start, stop and rank each."""
+
+
+def home_rows(
+    length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray]
+) -> list[tuple[Stream, np.ndarray]] | None:
+    """The ranges of every nano-batch and the rank of each, so that all budgets are met exactly.
+
+    Args:
+        length: [D] tokens.
+        dealt: documents on ranks.
+        budgets: by nano-batch, [R] tokens.
+
+    Returns:
+        None where documents in shares are more than a half has room for.
+    """
+    shares = dealt.shares
+    whole = (shares.low == 0) & (shares.high == 1)
+    rows = (shares.high - shares.low) * length[shares.document]
+    if len(budgets) == 1:
+        cut = length
+    else:
+        long_rows = np.bincount(shares.rank, rows, len(budgets[0]))
+        some = long_rows > 0
+        fits = float((budgets[0][some] / long_rows[some]).min(initial=np.inf))
+        head = min(max(fits, np.sqrt(_LEAST_PING)), np.sqrt(0.5))
+        cut = np.rint(length * head).astype(np.int64)
+        _cut_whole(length, dealt, budgets, cut, np.flatnonzero(whole), np.flatnonzero(~whole), head)
+    found = []
+    in_ping = 0
+    for half, budget in enumerate(budgets):
+        low, high = (np.zeros_like(cut), cut) if half == 0 else (cut, length)
+        placed = [_ranges(shares.document, shares.rank, shares.low, shares.high, low, high)]
+        placed[0], cut_off = _within(placed[0], budget)
+        room = budget - np.bincount(placed[0][3], placed[0][2] - placed[0][1], len(budget)).astype(np.int64)
+        missed = [_ranges(*_columns(dealt.left), low, high)[:3], cut_off[:3]]
+        fixed = tuple(np.concatenate(column) for column in zip(*missed, strict=True))
+        short = dealt.short
+        spare = int(room.sum()) - int((fixed[2] - fixed[1]).sum())
+        own = length[short]
+        if half == 0:
+            if spare < 0 or spare > own.sum():
+                return None
+            # The first of the short documents, one of them cut.
+            stop = np.clip(spare - (np.cumsum(own) - own), 0, own)
+            start, in_ping = np.zeros_like(stop), spare
+        else:
+            start, stop = np.clip(in_ping - (np.cumsum(own) - own), 0, own), own
+        some = stop > start
+        filler = (short[some], start[some], stop[some])
+        placed.append(_laid(*(np.concatenate(pair) for pair in zip(fixed, filler, strict=True)), room))
+        document, start, stop, rank = (np.concatenate(column) for column in zip(*placed, strict=True))
+        found.append((Stream(document, start, stop), rank))
+    return found
+
+
+def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    document, low, high = zip(*left, strict=True) if left else ((), (), ())
+    none = np.zeros(len(document), np.int64)
+    return np.array(document, np.int64), none, np.array(low, np.float64), np.array(high, np.float64)
+
+
+def _ranges(
+    document: np.ndarray, rank: np.ndarray, low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> Ranges:
+    """The rows of shares within [first, last) [D] of their documents: a range near the start and its mirror image near
+    the end, or the one around the middle."""
+    first, last = first[document], last[document]
+    half = (last - first) // 2
+    outer, inner = (low * half).astype(np.int64), np.where(high < 1, (high * half).astype(np.int64), half)
+    middle = high == 1
+    start = np.concatenate((first + outer, last - inner))
+    stop = np.concatenate((np.where(middle, last - outer, first + inner), last - outer))
+    some = np.concatenate((np.ones(len(middle), bool), ~middle)) & (stop > start)
+    return np.tile(document, 2)[some], start[some], stop[some], np.tile(rank, 2)[some]
+
+
+def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
+    """Ranges that keep to the [R] budgets, and what had to be cut off."""
+    document, start, stop, rank = ranges
+    over = np.bincount(rank, stop - start, len(budget)).astype(np.int64) - budget
+    if (over <= 0).all():
+        nothing = np.zeros(0, np.int64)
+        return ranges, (nothing, nothing, nothing, nothing)
+    order = np.lexsort((start - stop, rank))
+    cut = np.zeros_like(start)
+    for at in order[over[rank[order]] > 0].tolist():
+        cut[at] = min(over[rank[at]], stop[at] - start[at])
+        over[rank[at]] -= cut[at]
+    kept, lost = cut < stop - start, cut > 0
+    return (
+        (document[kept], start[kept], (stop - cut)[kept], rank[kept]),
+        (document[lost], (stop - cut)[lost], stop[lost], rank[lost]),
+    )
+
+
+def _laid(document: np.ndarray, start: np.ndarray, stop: np.ndarray, room: np.ndarray) -> Ranges:
+    """Lay ranges end to end into [R] tokens of room, which they fill exactly, cut where a rank's room ends."""
+    ends, tops = np.cumsum(stop - start), np.cumsum(room)
+    begins = ends - (stop - start)
+    cuts = np.unique(np.concatenate((begins, tops[tops < (ends[-1] if len(ends) else 0)])))
+    uppers = np.append(cuts[1:], ends[-1:])
+    at = np.searchsorted(ends, cuts, side="right")
+    first = start[at] + cuts - begins[at]
+    return document[at], first, first + uppers - cuts, np.searchsorted(tops, cuts, side="right")
+
+
+def _cut_whole(
+    length: np.ndarray,
+    dealt: Dealt,
+    budgets: Sequence[np.ndarray],
+    cut: np.ndarray,
+    whole: np.ndarray,
+    parts: np.ndarray,
+    head: float,
+) -> None:
+    """Set where every whole document is cut, in ``cut`` [D]: so that each rank has about the same part of its work in
+    ping and keeps to both budgets."""
+    shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
+    part = shares.high[parts] - shares.low[parts]
+    of = shares.document[parts]
+    rows_in_ping = np.bincount(shares.rank[parts], part * cut[of], ranks)
+    rows_in_all = np.bincount(shares.rank[parts], part * length[of], ranks)
+    work_in_ping = np.bincount(shares.rank[parts], part * dealt.work[of] * (cut[of] / length[of]) ** 2, ranks)
+    work_in_all = np.bincount(shares.rank[parts], part * dealt.work[of], ranks)
+    room = [(budgets[0] - rows_in_ping).tolist(), (budgets[1] - rows_in_all + rows_in_ping).tolist()]
+    both = budgets[0] + budgets[1]
+    document = shares.document[whole]
+    surplus = dealt.work - rate * length
+    total = np.bincount(shares.rank[whole], surplus[document], ranks) + work_in_all - rate * rows_in_all + rate * both
+    wanted = (head**2 * total - rate * budgets[0] - work_in_ping + rate * rows_in_ping).tolist()
+    order = np.argsort(shares.rank[whole], kind="stable")
+    bounds = np.searchsorted(shares.rank[whole][order], np.arange(ranks + 1)).tolist()
+    document = document[order]
+    columns = (document.tolist(), length[document].tolist(), surplus[document].tolist(), dealt.work[document].tolist())
+    for rank, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        mine = [list(column[low:high]) for column in columns]
+        if mine[0]:
+            for at, where in zip(
+                mine[0], _cuts(*mine[1:], wanted[rank], room[0][rank], room[1][rank], rate), strict=True
+            ):
+                cut[at] = where
+
+
+def _cuts(
+    rows: list[int], surplus: list[float], work: list[float], wanted: float, ping: float, pong: float, rate: float
+) -> list[int]:
+    """Rows in ping of a rank's whole documents, longest first, so that ping has ``wanted`` surplus and neither half more
+    rows than it has room for."""
+    lacks = [wanted, sum(surplus) - wanted]
+    room = [ping, pong]
+    cuts: list[int] = []
+    for own, more in zip(rows, surplus, strict=True):
+        half = 0 if lacks[0] > lacks[1] else 1
+        if room[half] < own:
+            half = 1 - half
+            if room[half] < own:
+                return _heads(rows, work, wanted, ping, pong, rate)
+        lacks[half] -= more
+        room[half] -= own
+        cuts.append(0 if half else own)
+    missing = lacks[0]
+    if abs(missing) <= _CLOSE:
+        return cuts
+    # Ping lacks work: the head of one of pong's documents goes there; or the tail of one of its own leaves.
+    giver = 1 if missing > 0 else 0
+    for at in range(len(rows) - 1, -1, -1):
+        if (cuts[at] == 0) != (giver == 1) or surplus[at] < abs(missing):
+            continue
+        head = missing if giver else surplus[at] + missing
+        where = int(_head_with(head, rows[at], work[at], rate))
+        if (where <= room[0]) if giver else (rows[at] - where <= room[1]):
+            cuts[at] = where
+            return cuts
+    return _heads(rows, work, wanted, ping, pong, rate)
+
+
+def _head_with(surplus: float, rows: float, work: float, rate: float) -> float:
+    """Rows of a head that has this surplus; work grows with their square."""
+    dense = work / rows**2
+    return float(min(max((rate + (rate**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))
+
+
+def _heads(rows: list[int], work: list[float], wanted: float, ping: float, pong: float, rate: float) -> list[int]:
+    """The same part of every document."""
+    total = sum(rows)
+    part = _head_with(wanted, 1.0, sum(work), rate * total)
+    part = min(max(part, 1 - pong / total), ping / total, 1.0)
+    cuts = [int(part * own) for own in rows]
+    # Rounding took rows from ping, which pong may have no room for.
+    cuts[0] = min(cuts[0] + max(total - sum(cuts) - int(pong), 0), rows[0])
+    return cuts
