@@ -12,23 +12,23 @@ Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from distca.plan.nano_split import Stream
-from distca.plan.placement import Dealt
+from distca.plan.placement import Dealt, Work
 
-_LEAST_PING = 0.25
-"""Of the work; heads of half the rows have as much."""
 _CLOSE = 0.003
 """Difference of work between halves, in parts of the mean rank's, for which no document is cut."""
+_HALVINGS, _NEARLY = 24, 0.02
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """[N] document, start, stop and rank each."""
 
 
 def home_rows(
-    length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray]
+    length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], work: Work
 ) -> list[tuple[Stream, np.ndarray]] | None:
     """The ranges of every nano-batch and the rank of each, so that all budgets are met exactly.
 
@@ -36,22 +36,16 @@ def home_rows(
         length: [D] tokens.
         dealt: documents on ranks.
         budgets: by nano-batch, [R] tokens.
+        work: of query ranges.
 
     Returns:
         None where documents in shares are more than a half has room for.
     """
     shares = dealt.shares
     whole = (shares.low == 0) & (shares.high == 1)
-    rows = (shares.high - shares.low) * length[shares.document]
-    if len(budgets) == 1:
-        cut = length
-    else:
-        long_rows = np.bincount(shares.rank, rows, len(budgets[0]))
-        some = long_rows > 0
-        fits = float((budgets[0][some] / long_rows[some]).min(initial=np.inf))
-        head = min(max(fits, np.sqrt(_LEAST_PING)), np.sqrt(0.5))
-        cut = np.rint(length * head).astype(np.int64)
-        _cut_whole(length, dealt, budgets, cut, np.flatnonzero(whole), np.flatnonzero(~whole), head)
+    cut = np.rint(length * dealt.halves.head).astype(np.int64)
+    if len(budgets) == 2:
+        _cut_whole(length, dealt, budgets, cut, whole, work)
     found = []
     in_ping = 0
     for half, budget in enumerate(budgets):
@@ -132,40 +126,33 @@ def _laid(document: np.ndarray, start: np.ndarray, stop: np.ndarray, room: np.nd
 
 
 def _cut_whole(
-    length: np.ndarray,
-    dealt: Dealt,
-    budgets: Sequence[np.ndarray],
-    cut: np.ndarray,
-    whole: np.ndarray,
-    parts: np.ndarray,
-    head: float,
+    length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], cut: np.ndarray, whole: np.ndarray, work: Work
 ) -> None:
-    """Set where every whole document is cut, in ``cut`` [D]: so that each rank has about the same part of its work in
-    ping and keeps to both budgets."""
+    """Set where the ``whole`` [S] documents are cut, in ``cut`` [D]: so that each rank has about the same part of its
+    work in ping and keeps to both budgets."""
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
-    part = shares.high[parts] - shares.low[parts]
-    of = shares.document[parts]
-    rows_in_ping = np.bincount(shares.rank[parts], part * cut[of], ranks)
-    rows_in_all = np.bincount(shares.rank[parts], part * length[of], ranks)
-    work_in_ping = np.bincount(shares.rank[parts], part * dealt.work[of] * (cut[of] / length[of]) ** 2, ranks)
-    work_in_all = np.bincount(shares.rank[parts], part * dealt.work[of], ranks)
-    room = [(budgets[0] - rows_in_ping).tolist(), (budgets[1] - rows_in_all + rows_in_ping).tolist()]
-    both = budgets[0] + budgets[1]
+    parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
+    room, more = [], []
+    for budget, low, high in ((budgets[0], np.zeros_like(cut), cut), (budgets[1], cut, length)):
+        _, start, stop, rank = _ranges(*parts, low, high)
+        room.append(budget - np.bincount(rank, stop - start, ranks))
+        more.append(np.bincount(rank, work(start, stop), ranks) + rate * room[-1])
     document = shares.document[whole]
     surplus = dealt.work - rate * length
-    total = np.bincount(shares.rank[whole], surplus[document], ranks) + work_in_all - rate * rows_in_all + rate * both
-    wanted = (head**2 * total - rate * budgets[0] - work_in_ping + rate * rows_in_ping).tolist()
+    total = np.bincount(shares.rank[whole], surplus[document], ranks) + more[0] + more[1]
+    wanted = (dealt.halves.ping * total - more[0]).tolist()
+    spaces = [each.tolist() for each in room]
+    whole = np.flatnonzero(whole)
     order = np.argsort(shares.rank[whole], kind="stable")
     bounds = np.searchsorted(shares.rank[whole][order], np.arange(ranks + 1)).tolist()
     document = document[order]
-    columns = (document.tolist(), length[document].tolist(), surplus[document].tolist(), dealt.work[document].tolist())
-    for rank, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        mine = [list(column[low:high]) for column in columns]
-        if mine[0]:
-            for at, where in zip(
-                mine[0], _cuts(*mine[1:], wanted[rank], room[0][rank], room[1][rank], rate), strict=True
-            ):
-                cut[at] = where
+    columns = [x[document].tolist() for x in (length, surplus, dealt.work)]
+    for rank, (low, high) in enumerate(pairwise(bounds)):
+        if low < high:
+            mine = [column[low:high] for column in columns]
+            cut[document[low:high]] = _cuts(
+                mine[0], mine[1], mine[2], wanted[rank], spaces[0][rank], spaces[1][rank], rate
+            )
 
 
 def _cuts(
@@ -181,7 +168,7 @@ def _cuts(
         if room[half] < own:
             half = 1 - half
             if room[half] < own:
-                return _heads(rows, work, wanted, ping, pong, rate)
+                return _heads(rows, surplus, work, wanted, ping, pong, rate)
         lacks[half] -= more
         room[half] -= own
         cuts.append(0 if half else own)
@@ -198,7 +185,7 @@ def _cuts(
         if (where <= room[0]) if giver else (rows[at] - where <= room[1]):
             cuts[at] = where
             return cuts
-    return _heads(rows, work, wanted, ping, pong, rate)
+    return _heads(rows, surplus, work, wanted, ping, pong, rate)
 
 
 def _head_with(surplus: float, rows: float, work: float, rate: float) -> float:
@@ -207,12 +194,32 @@ def _head_with(surplus: float, rows: float, work: float, rate: float) -> float:
     return float(min(max((rate + (rate**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))
 
 
-def _heads(rows: list[int], work: list[float], wanted: float, ping: float, pong: float, rate: float) -> list[int]:
-    """The same part of every document."""
+def _heads(
+    rows: list[int], surplus: list[float], work: list[float], wanted: float, ping: float, pong: float, rate: float
+) -> list[int]:
+    """A head of every document: the rows up to one position, which have least work, or the same part of each."""
     total = sum(rows)
-    part = _head_with(wanted, 1.0, sum(work), rate * total)
-    part = min(max(part, 1 - pong / total), ping / total, 1.0)
-    cuts = [int(part * own) for own in rows]
+
+    def until(position: float) -> tuple[float, float]:
+        heads = [min(position, float(own)) for own in rows]
+        brings = [each * (head / own) ** 2 for each, head, own in zip(work, heads, rows, strict=True)]
+        return sum(heads), sum(brings) - rate * sum(heads)
+
+    low, high = 0.0, float(max(rows))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        tokens, found = until(middle)
+        if tokens > ping or (found > wanted and tokens > total - pong):
+            high = middle
+        else:
+            low = middle
+    if until(low)[1] >= wanted * (1 - _NEARLY) or total - pong >= ping:
+        cuts = [min(int(low), own) for own in rows]
+    else:
+        part = _head_with(wanted, 1.0, sum(work), rate * total)
+        part = min(max(part, 1 - pong / total), ping / total, 1.0)
+        cuts = [int(part * own) for own in rows]
     # Rounding took rows from ping, which pong may have no room for.
-    cuts[0] = min(cuts[0] + max(total - sum(cuts) - int(pong), 0), rows[0])
+    for at, own in enumerate(rows):
+        cuts[at] += min(max(total - sum(cuts) - int(pong), 0), own - cuts[at])
     return cuts

@@ -19,8 +19,8 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.cost.analytic import area_cost
 from distca.plan.cost.model import CostModel
-from distca.plan.nano_split import Dealing, Stream, dealt_evenly, halves, without_short_tail
 from distca.plan.home_rows import home_rows
+from distca.plan.nano_split import Dealing, Stream, dealt_evenly, halves, without_short_tail
 from distca.plan.placement import Placement, deal, work_of
 from distca.plan.sorting import order_by
 
@@ -263,8 +263,9 @@ def _spread(
     budgets = [np.diff(bound) for bound in bounds]
     ranks = len(budgets[0])
     node = np.arange(ranks) // (ranks_per_node or ranks)
-    dealt = deal(length, np.sum(budgets, axis=0), work_of(length, ranks, cost), node)
-    found = home_rows(length, dealt, budgets)
+    work = work_of(length, ranks, cost)
+    dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets))
+    found = home_rows(length, dealt, budgets, work)
     if found is None:
         return None
     # Documents that go on in pong come last on every rank, because carried rows are a rank's tail.

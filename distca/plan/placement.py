@@ -37,10 +37,18 @@ _SAME_SIZE = 1.5
 """Documents within this factor of rows are dealt against the same rate of the shorter documents."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents, with this part of all work, are not dealt one by one."""
+_PING = 0.25
+"""Of the work is for ping where documents are in shares: the heads of half the rows have as much. Less would move fewer
+bytes, but leave little attention to hide those of pong behind."""
+_LITTLE_PING = 0.12
+"""The same where no document in shares has rows in ping."""
+_FEW_SHARED, _SPARE, _MOST_ROWS_IN_PONG = 0.01, 1.05, 0.35
+"""Work of documents in shares that is too little to care for, the room that ranks should have for shares over what is
+needed, and the most rows of documents in shares that are all for pong."""
 _OVERFULL = 0.012
 """A rank may get so much more than it lacks, of the mean work, rather than a share."""
-_LEAST_SHARE = 0.05
-"""Least work of a share, in parts of the mean."""
+_LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
+"""Least work of a share, in parts of the mean; and the part of it for which room is used where tokens are scarce."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,38 @@ class Shares:
 
 
 @dataclass(frozen=True)
+class Halves:
+    """How a micro-batch is cut in two.
+
+    Attributes:
+        ping: part of every rank's work that is for ping.
+        head: part of the rows of a document in shares that is for ping.
+        most_work: most work of shares on a rank, in parts of the mean.
+        most_rows: most rows of shares on a rank, in parts of its budget.
+    """
+
+    ping: float
+    head: float
+    most_work: float
+    most_rows: float
+
+    @staticmethod
+    def of(shared: float, rows: float, filler: float, longest: float) -> Halves:
+        """For documents in shares with ``shared`` of all work and ``rows`` of all rows, whole ones of which the longest
+        fills ``longest`` of a rank's budget, and ``filler`` work of a rank that has only the sparsest documents.
+
+        Whoever computes the tail of a document in shares needs all its keys once more, so it is all for pong as long as
+        that leaves enough work for ping.
+        """
+        if shared <= _FEW_SHARED:
+            return Halves(min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5), 0.5, 1.0, 1.0)
+        ping = min(1.0 - filler / 2 - _SPARE * shared, _PING)
+        if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
+            return Halves(ping, 0.0, 1.0 - ping, 0.5)
+        return Halves(_PING, 0.5, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
 class Dealt:
     """Documents on ranks.
 
@@ -70,7 +110,7 @@ class Dealt:
         left: [M] (document, low, high) of what found no room.
         work: [D] work of every document.
         short_rate: work per token of the short documents.
-        mean: work of the mean rank, with what reading keys once more for every share adds.
+        halves: how much of the work is for ping.
     """
 
     shares: Shares
@@ -78,7 +118,7 @@ class Dealt:
     left: list[tuple[int, float, float]]
     work: np.ndarray
     short_rate: float
-    mean: float
+    halves: Halves
 
 
 def work_of(length: np.ndarray, ranks: int, cost: CostModel) -> Work:
@@ -91,7 +131,7 @@ def work_of(length: np.ndarray, ranks: int, cost: CostModel) -> Work:
     return work
 
 
-def deal(length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray) -> Dealt:
+def deal(length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray, nano_batches: int) -> Dealt:
     """Deal documents to ranks with about equal work, both directions together.
 
     Args:
@@ -99,49 +139,50 @@ def deal(length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray) 
         budgets: [R] tokens per rank; they add up to all tokens.
         work: of query ranges.
         node: [R] node of every rank, ascending.
+        nano_batches: 1, or 2 for ping and pong.
     """
     order = np.argsort(-length, kind="stable")
     rows, whole = length[order], work(np.zeros_like(length), length[order])
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)
     count = int((from_here[:-1] > _SHORT_DOCUMENTS * from_here[0]).sum())
     short = np.sort(order[count:])
-    short_rate = float(from_here[count]) / max(int(rows[count:].sum()), 1)
-    added = _added_by_share(rows[:count], whole[:count], work)
-    mean = 1.0
-    surplus = whole[:count] - short_rate * rows[:count]
-    wanted = max(mean - short_rate * float(budgets.mean()), _LEAST_SHARE)
-    mean += float((added * np.maximum(np.ceil(surplus / wanted - _OVERFULL) - 1, 0)).sum()) / len(budgets)
-    items = _Items(order[:count].tolist(), rows[:count].tolist(), whole[:count].tolist(), added.tolist())
+    filler = (float(from_here[count]) / max(int(rows[count:].sum()), 1), int(rows[count:].sum()))
+    rows, whole = rows[:count], whole[:count]
+    added = _added_by_share(rows, whole, work)
+    surplus = whole - filler[0] * rows
+    wanted = max(1.0 - filler[0] * float(budgets.mean()), _LEAST_SHARE)
+    in_shares = (surplus > (1 + _OVERFULL) * wanted) | (rows > budgets.max())
+    extra = np.where(in_shares, added * np.maximum(np.ceil(surplus / wanted) - 1, 0), 0.0)
+    mean = 1.0 + float(extra.sum()) / len(budgets)
+    halves = Halves(1.0, 1.0, 1.0, 1.0)
+    if nano_batches == 2:
+        shared = float((whole + extra)[in_shares].sum()) / len(budgets) / mean
+        longest = float(rows[~in_shares].max(initial=0)) / max(int(budgets.max()), 1)
+        shared_rows = float(rows[in_shares].sum() / budgets.sum())
+        sparse = _Rates(rows.tolist(), whole.tolist(), filler).sparse * float(budgets.mean())
+        halves = Halves.of(shared, shared_rows, sparse, longest)
+    items = _Items(order[:count].tolist(), rows.tolist(), whole.tolist(), added.tolist(), in_shares.tolist())
     nodes, first = np.unique(node, return_index=True)
-    filler = (short_rate, int(rows[count:].sum()))
+    bounds = [*first.tolist(), len(budgets)]
     if len(nodes) == 1:
-        dealt, left = _deal(items, [mean] * len(budgets), budgets.tolist(), filler)
+        dealt, left = _deal(items, mean, budgets.tolist(), [1] * len(budgets), filler, halves)
     else:
-        bounds = [*first.tolist(), len(budgets)]
-        room = np.add.reduceat(budgets, first).tolist()
-        need = [mean * (high - low) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
-        by_node, left = _deal(items, need, room, filler)
-        dealt = []
+        dealt, left = [], []
+        room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
+        by_node, left = _deal(items, mean, room, ranks, filler, halves)
         per_node: list[list[tuple[int, float]]] = [[] for _ in nodes]
         for item, number, part in by_node:
             per_node[number].append((item, part))
         for number, parts in enumerate(per_node):
             inside = items.of(parts)
-            fill_rows = max(room[number] - int(sum(inside.rows)), 0)
-            ranks = bounds[number + 1] - bounds[number]
-            target = (sum(inside.work) + short_rate * fill_rows) / ranks
-            here = budgets[bounds[number] : bounds[number + 1]].tolist()
-            found, missed = _deal(inside, [target] * ranks, here, (short_rate, fill_rows))
-            dealt += [(parts[i][0], bounds[number] + rank, part * parts[i][1]) for i, rank, part in found]
-            left += [(parts[i][0], part * parts[i][1]) for i, part in missed]
+            fill = (filler[0], max(room[number] - int(sum(inside.rows)), 0))
+            low, high = bounds[number : number + 2]
+            target = (sum(inside.work) + fill[0] * fill[1]) / (high - low)
+            found, missed = _deal(inside, target, budgets[low:high].tolist(), [1] * (high - low), fill, halves)
+            dealt += [(parts[i][0], low + rank, parts[i][1] * part) for i, rank, part in found]
+            left += [(parts[i][0], parts[i][1] * part) for i, part in missed]
     shares, missing = _shares(items.document, dealt, left)
-    return Dealt(shares, short, missing, _by_document(order, whole), short_rate, mean)
-
-
-def _by_document(order: np.ndarray, values: np.ndarray) -> np.ndarray:
-    found = np.empty_like(values)
-    found[order] = values
-    return found
+    return Dealt(shares, short, missing, work(np.zeros_like(length), length), filler[0], halves)
 
 
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
@@ -159,6 +200,7 @@ class _Items:
     rows: list[float]
     work: list[float]
     added: list[float]
+    long: list[bool]
 
     def of(self, parts: Sequence[tuple[int, float]]) -> _Items:
         """Parts of them."""
@@ -167,80 +209,156 @@ class _Items:
             [self.rows[i] * part for i, part in parts],
             [self.work[i] * part + (self.added[i] if part < 1 else 0.0) for i, part in parts],
             [self.added[i] for i, _ in parts],
+            [self.long[i] for i, _ in parts],
         )
 
 
 def _deal(
-    items: _Items, need: list[float], room: list[int], filler: tuple[float, int]
+    items: _Items, mean: float, room: list[int], ranks: list[int], filler: tuple[float, int], halves: Halves
 ) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
     """Deal items to bins: each to the bin that lacks most surplus and has the tokens, or in parts to several.
 
     Args:
         items: longest first.
-        need: work that each bin should get.
-        room: tokens that it has.
+        mean: work that each rank should get.
+        room: tokens that each bin has.
+        ranks: how many ranks it is.
         filler: work per token, and tokens, of the short documents that come after these items.
+        halves: how much of a rank may be shares.
 
     Returns:
         (item, bin, part of it) of all that were dealt, and (item, part of it) of those without room.
     """
-    rows, work = items.rows, items.work
-    need, left_room = list(need), [float(each) for each in room]
-    mean = sum(need) / len(need)
-    least = _LEAST_SHARE * min(mean, 1.0)
-    dense = _DENSE * (sum(work) + filler[0] * filler[1]) / max(sum(rows) + filler[1], 1)
-    sparse = [(own, brings) for own, brings in zip(rows, work, strict=True) if brings < dense * own]
-    sparse_rows = sum(own for own, _ in sparse) + filler[1]
-    sparse_rate = (sum(brings for _, brings in sparse) + filler[0] * filler[1]) / max(sparse_rows, 1)
-    rows_from, work_from = [float(filler[1])], [filler[0] * filler[1]]
-    for own, brings in zip(reversed(rows), reversed(work), strict=True):
-        rows_from.append(rows_from[-1] + own)
-        work_from.append(work_from[-1] + brings)
-    rows_from.reverse()
-    work_from.reverse()
-    dealt: list[tuple[int, int, float]] = []
+    rates = _Rates(items.rows, items.work, filler)
+    bins = _Bins(mean, room, ranks, rates.sparse, halves)
     missed: list[tuple[int, float]] = []
-    begin = 0
+    rows, begin = items.rows, 0
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
             end += 1
-        rate = work_from[end] / rows_from[end] if rows_from[end] else 0.0
-        heap = [(rate * space - lacks, at) for at, (lacks, space) in enumerate(zip(need, left_room, strict=True))]
-        heapq.heapify(heap)
+        bins.order_by(rates.of_shorter[end])
         for item in range(begin, end):
-            aside: list[tuple[float, int]] = []
-            part, own, brings, extra = 1.0, rows[item], work[item], items.added[item]
-            surplus = brings - rate * own
-            while heap:
-                key, at = heap[0]
-                fits = part * own <= left_room[at] + 1e-6
-                taken = part
-                # What the rank lacks if the sparsest documents fill the rest of it.
-                lacks = need[at] - sparse_rate * left_room[at]
-                most = brings - sparse_rate * own
-                over = part * most - lacks + (extra if part < 1 else 0.0)
-                if brings > least and (not fits or over > _OVERFULL * mean):
-                    taken = min((lacks - extra) / most if most > 0 else part, left_room[at] / own, part)
-                    if taken * brings < least or (part - taken) * brings < least:
-                        taken = part
-                if taken == part and not fits:
-                    aside.append(heapq.heappop(heap))
-                    continue
-                added = extra if taken < 1 else 0.0
-                heapq.heapreplace(heap, (key + taken * surplus + added, at))
-                need[at] -= taken * brings + added
-                left_room[at] -= taken * own
-                dealt.append((item, at, taken))
-                part -= taken
-                if part <= 0:
-                    break
+            own, brings, extra, part = rows[item], items.work[item], items.added[item], 1.0
+            if items.long[item]:
+                part = bins.put_parts(item, part, own, brings, extra, within_need=True)
+            elif bins.put_whole(item, own, brings):
+                continue
+            if part > 0:
+                part = bins.put_parts(item, part, own, brings, extra, within_need=False)
             if part > 0:
                 missed.append((item, part))
-            for each in aside:
-                heapq.heappush(heap, each)
         begin = end
-    return dealt, missed
+    return bins.dealt, missed
+
+
+class _Bins:
+    """Nodes or ranks while they fill up. Array legend: B bins.
+
+    Args:
+        mean: work that each rank should get.
+        room: [B] tokens.
+        ranks: [B] how many ranks it is.
+        sparse: work per token of the sparsest documents.
+        halves: how much of a rank may be shares.
+
+    Attributes:
+        dealt: (item, bin, part of it) so far.
+    """
+
+    def __init__(self, mean: float, room: list[int], ranks: list[int], sparse: float, halves: Halves) -> None:
+        self.dealt: list[tuple[int, int, float]] = []
+        self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
+        # Pong has short documents beside its shares.
+        self._need_shares = [
+            halves.most_work * lacks - sparse * (1 - halves.most_rows) * tokens
+            for lacks, tokens in zip(self._need, self._space, strict=True)
+        ]
+        self._space_shares = [halves.most_rows * tokens for tokens in self._space]
+        self._over, self._least = _OVERFULL * mean * min(ranks), _LEAST_SHARE * mean
+        self._rate = 0.0
+        self._heap: list[tuple[float, int]] = []
+
+    def order_by(self, rate: float) -> None:
+        """Look first at the bin that lacks most surplus over this work per token."""
+        self._rate = rate
+        pairs = zip(self._need, self._space, strict=True)
+        self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
+        heapq.heapify(self._heap)
+
+    def put_whole(self, item: int, own: float, brings: float) -> bool:
+        """Put an item into the first bin that has the tokens, if there is one and it does not get far too much."""
+        aside = []
+        while self._heap and self._space[self._heap[0][1]] < own:
+            aside.append(heapq.heappop(self._heap))
+        found = bool(self._heap)
+        if found:
+            at = self._heap[0][1]
+            over = brings - self._sparse * own - (self._need[at] - self._sparse * self._space[at])
+            found = brings <= self._least or over <= self._over or brings - over < self._least
+            if found:
+                self._put(item, at, 1.0, own, brings)
+        for each in aside:
+            heapq.heappush(self._heap, each)
+        return found
+
+    def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
+        """Put parts of an item that all of it has ``own`` rows and ``brings`` work into one bin after the other; with
+        ``within_need`` as much as they lack, else as much as they have tokens for. Returns what is left of it."""
+        aside = []
+        most = brings - self._sparse * own
+        least = min(self._least / brings, 1.0)
+        while self._heap and part > 0:
+            at = self._heap[0][1]
+            taken = part
+            if within_need:
+                lacks = min(self._need[at] - self._sparse * self._space[at], self._need_shares[at])
+                space = min(self._space[at], self._space_shares[at])
+                if most * part > lacks + self._over or own * part > space:
+                    taken = min((lacks - extra) / most if most > 0 else part, space / own)
+                    # Nobody should get a sliver of the rest.
+                    if part - taken < least:
+                        taken = part if (part - taken) * most <= self._over else part - least
+                if taken < least and taken < part:
+                    taken = 0.0
+            if taken * own > self._space[at]:
+                taken = self._space[at] / own
+                if taken < _LEAST_ROWS * least:
+                    taken = 0.0
+            if taken <= 0:
+                aside.append(heapq.heappop(self._heap))
+                continue
+            self._put(item, at, taken, own, brings * taken + (extra if taken < 1 else 0.0), shares=within_need)
+            part = part - taken if part - taken > 1e-9 else 0.0
+        for each in aside:
+            heapq.heappush(self._heap, each)
+        return part
+
+    def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
+        self._need[at] -= work
+        self._space[at] -= part * own
+        if shares:
+            self._need_shares[at] -= work - self._sparse * part * own
+            self._space_shares[at] -= part * own
+        heapq.heapreplace(self._heap, (self._rate * self._space[at] - self._need[at], at))
+        self.dealt.append((item, at, part))
+
+
+class _Rates:
+    """Work per token of what fills ranks up.
+
+    Attributes:
+        of_shorter: of all items from each on, and one more.
+        sparse: of those with little work per token.
+    """
+
+    def __init__(self, rows: list[float], work: list[float], filler: tuple[float, int]) -> None:
+        own = np.array([*rows, float(filler[1])])
+        brings = np.array([*work, filler[0] * filler[1]])
+        rows_from, work_from = (np.cumsum(x[::-1])[::-1] for x in (own, brings))
+        self.of_shorter: list[float] = (work_from / np.maximum(rows_from, 1.0)).tolist()
+        thin = brings < _DENSE * work_from[0] / max(rows_from[0], 1.0) * own
+        self.sparse = float(brings[thin].sum()) / max(float(own[thin].sum()), 1.0)
 
 
 def _shares(
