@@ -47,6 +47,7 @@ _FEW_SHARED, _SPARE, _MOST_ROWS_IN_PONG = 0.01, 1.05, 0.35
 needed, and the most rows of documents in shares that are all for pong."""
 _OVERFULL = 0.012
 """A rank may get so much more than it lacks, of the mean work, rather than a share."""
+_LEVELLINGS = 3
 _LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
 """Least work of a share, in parts of the mean; and the part of it for which room is used where tokens are scarce."""
 
@@ -249,6 +250,8 @@ def _deal(
             if part > 0:
                 missed.append((item, part))
         begin = end
+    if max(ranks) == 1:
+        return bins.levelled(items, filler[0]), missed
     return bins.dealt, missed
 
 
@@ -333,6 +336,33 @@ class _Bins:
         for each in aside:
             heapq.heappush(self._heap, each)
         return part
+
+    def levelled(self, items: _Items, rate: float) -> list[tuple[int, int, float]]:
+        """What was dealt, with the shares of long documents resized so that their ranks get what they lack now that
+        whole documents are there too; ``rate`` is the work per token of what fills ranks up."""
+        shares = sorted((each for each in self.dealt if each[2] < 1 and items.long[each[0]]), key=lambda each: each[0])
+        if not shares:
+            return self.dealt
+        item, at, part = (np.array(column) for column in zip(*shares, strict=True))
+        rows, heads = np.array(items.rows), np.flatnonzero(np.append(True, item[1:] != item[:-1]))
+        whole = np.repeat(np.add.reduceat(part, heads), np.diff(np.append(heads, len(item))))
+        surplus, space = np.array(items.work) - rate * rows, np.array(self._space)
+        for _ in range(_LEVELLINGS):
+            # A rank with several shares changes them alike.
+            size, own = part * surplus[item], part * rows[item]
+            lacks = np.array(self._need) - rate * space
+            wanted = size * (1 + lacks[at] / np.bincount(at, size, len(space))[at])
+            most = size * (1 + np.maximum(space, 0.0)[at] / np.bincount(at, own, len(space))[at])
+            resized = np.clip(wanted, 0.0, most) / surplus[item]
+            total = np.repeat(np.add.reduceat(resized, heads), np.diff(np.append(heads, len(item))))
+            resized *= whole / np.maximum(total, 1e-300)
+            self._need = (
+                self._need - np.bincount(at, (resized - part) * np.array(items.work)[item], len(space))
+            ).tolist()
+            space -= np.bincount(at, (resized - part) * rows[item], len(space))
+            part = resized
+        parts = zip(item.tolist(), at.tolist(), part.tolist(), strict=True)
+        return [each for each in self.dealt if each[2] == 1 or not items.long[each[0]]] + list(parts)
 
     def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
         self._need[at] -= work
