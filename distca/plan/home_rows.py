@@ -22,6 +22,8 @@ from distca.plan.placement import Dealt, Work
 _CLOSE = 0.003
 """Difference of work between halves, in parts of the mean rank's, for which no document is cut."""
 _HALVINGS, _NEARLY = 24, 0.02
+_LEVELLINGS, _FEW = 2, 0.1
+"""Ranks, as a part of all, that are left to the scheduler where they cannot have as much work in ping."""
 
 Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """[N] document, start, stop and rank each."""
@@ -87,8 +89,8 @@ def _ranges(
     the end, or the one around the middle."""
     first, last = first[document], last[document]
     half = (last - first) // 2
-    outer, inner = (low * half).astype(np.int64), np.where(high < 1, (high * half).astype(np.int64), half)
-    middle = high == 1
+    outer, inner = (low * half).astype(np.int64), (high * half).astype(np.int64)
+    middle = (high == 1) & (low < 1)
     start = np.concatenate((first + outer, last - inner))
     stop = np.concatenate((np.where(middle, last - outer, first + inner), last - outer))
     some = np.concatenate((np.ones(len(middle), bool), ~middle)) & (stop > start)
@@ -140,19 +142,26 @@ def _cut_whole(
     document = shares.document[whole]
     surplus = dealt.work - rate * length
     total = np.bincount(shares.rank[whole], surplus[document], ranks) + more[0] + more[1]
-    wanted = (dealt.halves.ping * total - more[0]).tolist()
-    spaces = [each.tolist() for each in room]
     whole = np.flatnonzero(whole)
-    order = np.argsort(shares.rank[whole], kind="stable")
-    bounds = np.searchsorted(shares.rank[whole][order], np.arange(ranks + 1)).tolist()
-    document = document[order]
+    whole = whole[np.argsort(shares.rank[whole], kind="stable")]
+    document, owner = shares.document[whole], shares.rank[whole]
+    bounds = np.searchsorted(owner, np.arange(ranks + 1)).tolist()
     columns = [x[document].tolist() for x in (length, surplus, dealt.work)]
-    for rank, (low, high) in enumerate(pairwise(bounds)):
-        if low < high:
-            mine = [column[low:high] for column in columns]
-            cut[document[low:high]] = _cuts(
-                mine[0], mine[1], mine[2], wanted[rank], spaces[0][rank], spaces[1][rank], rate
-            )
+    spaces, level = [each.tolist() for each in room], dealt.halves.ping
+    for _ in range(_LEVELLINGS):
+        wanted = (level * total - more[0]).tolist()
+        for rank, (low, high) in enumerate(pairwise(bounds)):
+            if low < high:
+                rows, surpluses, works = (column[low:high] for column in columns)
+                space = spaces[0][rank], spaces[1][rank]
+                cut[document[low:high]] = _cuts(rows, surpluses, works, wanted[rank], *space, rate)
+        got = dealt.work[document] * (cut[document] / length[document]) ** 2 - rate * cut[document]
+        reached = (more[0] + np.bincount(owner, got, ranks)) / np.maximum(total, 1e-300)
+        # Where some ranks have no room for so much work in ping, the others have no more.
+        lowest = float(np.quantile(reached, _FEW))
+        if lowest > level * (1 - _NEARLY):
+            break
+        level = lowest
 
 
 def _cuts(

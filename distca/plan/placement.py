@@ -40,7 +40,7 @@ _SHORT_DOCUMENTS = 0.03
 _PING = 0.25
 """Of the work is for ping where documents are in shares: the heads of half the rows have as much. Less would move fewer
 bytes, but leave little attention to hide those of pong behind."""
-_LITTLE_PING = 0.12
+_LITTLE_PING = 0.06
 """The same where no document in shares has rows in ping."""
 _FEW_SHARED, _SPARE, _MOST_ROWS_IN_PONG = 0.01, 1.05, 0.35
 """Work of documents in shares that is too little to care for, the room that ranks should have for shares over what is
@@ -347,12 +347,13 @@ class _Bins:
         rows, heads = np.array(items.rows), np.flatnonzero(np.append(True, item[1:] != item[:-1]))
         whole = np.repeat(np.add.reduceat(part, heads), np.diff(np.append(heads, len(item))))
         surplus, space = np.array(items.work) - rate * rows, np.array(self._space)
+        tiny = 1e-6 * self._least
         for _ in range(_LEVELLINGS):
             # A rank with several shares changes them alike.
             size, own = part * surplus[item], part * rows[item]
             lacks = np.array(self._need) - rate * space
-            wanted = size * (1 + lacks[at] / np.bincount(at, size, len(space))[at])
-            most = size * (1 + np.maximum(space, 0.0)[at] / np.bincount(at, own, len(space))[at])
+            wanted = size * (1 + lacks[at] / np.maximum(np.bincount(at, size, len(space))[at], tiny))
+            most = size * (1 + np.maximum(space, 0.0)[at] / np.maximum(np.bincount(at, own, len(space))[at], tiny))
             resized = np.clip(wanted, 0.0, most) / surplus[item]
             total = np.repeat(np.add.reduceat(resized, heads), np.diff(np.append(heads, len(item))))
             resized *= whole / np.maximum(total, 1e-300)
@@ -405,7 +406,7 @@ def _shares(
     heads = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
     of_head = np.repeat(heads, np.diff(np.append(heads, len(item))))
     before = ends[of_head] - part[of_head]
-    low, high = ends - part - before, ends - before
+    low, high = (np.minimum(x - before, 1.0) for x in (ends - part, ends))
     # Parts add up to 1 but for rounding; the last one goes to the middle where nothing was missed.
     without = {i for i, _ in missed}
     last = np.append(item[1:] != item[:-1], True)
