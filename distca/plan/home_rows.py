@@ -12,6 +12,7 @@ Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +22,7 @@ from distca.plan.placement import Dealt, Work
 
 _CLOSE = 0.003
 """Difference of work between halves, in parts of the mean rank's, for which no document is cut."""
-_HALVINGS, _NEARLY = 24, 0.02
+_HALVINGS, _NEARLY = 16, 0.02
 _LEVELLINGS, _FEW = 2, 0.1
 """Ranks, as a part of all, that are left to the scheduler where they cannot have as much work in ping."""
 
@@ -146,16 +147,19 @@ def _cut_whole(
     whole = whole[np.argsort(shares.rank[whole], kind="stable")]
     document, owner = shares.document[whole], shares.rank[whole]
     bounds = np.searchsorted(owner, np.arange(ranks + 1)).tolist()
-    columns = [x[document].tolist() for x in (length, surplus, dealt.work)]
+    own = length[document]
+    square, slope = _growth(own, dealt.work[document], work)
+    slope -= rate
+    columns = [x.tolist() for x in (own, surplus[document], square, slope)]
     spaces, level = [each.tolist() for each in room], dealt.halves.ping
     for _ in range(_LEVELLINGS):
         wanted = (level * total - more[0]).tolist()
         for rank, (low, high) in enumerate(pairwise(bounds)):
             if low < high:
-                rows, surpluses, works = (column[low:high] for column in columns)
-                space = spaces[0][rank], spaces[1][rank]
-                cut[document[low:high]] = _cuts(rows, surpluses, works, wanted[rank], *space, rate)
-        got = dealt.work[document] * (cut[document] / length[document]) ** 2 - rate * cut[document]
+                mine = _OnRank(*(column[low:high] for column in columns), spaces[0][rank], spaces[1][rank])
+                cut[document[low:high]] = mine.cuts(wanted[rank])
+        head = cut[document]
+        got = square * (head / own) ** 2 + slope * head
         reached = (more[0] + np.bincount(owner, got, ranks)) / np.maximum(total, 1e-300)
         # Where some ranks have no room for so much work in ping, the others have no more.
         lowest = float(np.quantile(reached, _FEW))
@@ -164,71 +168,100 @@ def _cut_whole(
         level = lowest
 
 
-def _cuts(
-    rows: list[int], surplus: list[float], work: list[float], wanted: float, ping: float, pong: float, rate: float
-) -> list[int]:
-    """Rows in ping of a rank's whole documents, longest first, so that ping has ``wanted`` surplus and neither half more
-    rows than it has room for."""
-    lacks = [wanted, sum(surplus) - wanted]
-    room = [ping, pong]
-    cuts: list[int] = []
-    for own, more in zip(rows, surplus, strict=True):
-        half = 0 if lacks[0] > lacks[1] else 1
-        if room[half] < own:
-            half = 1 - half
+def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarray, np.ndarray]:
+    """Of documents with [N] rows and ``whole`` work: the work that grows with the square of a head's rows, for all of
+    them, and per row what grows with the rows."""
+    half = length // 2
+    part = np.maximum(half / length, 1e-9)
+    # whole = square + slope * rows; of the half: square * part^2 + slope * rows * part.
+    slope = (work(np.zeros_like(half), half) - whole * part**2) / (length * np.maximum(part - part**2, 1e-9))
+    slope = np.where(length > 1, slope, 0.0)
+    return whole - slope * length, slope
+
+
+@dataclass(frozen=True)
+class _OnRank:
+    """A rank's whole documents, longest first. Array legend: W of them.
+
+    Attributes:
+        rows: [W].
+        surplus: [W] work less that of as many rows of short documents.
+        square: [W] part of the work that grows with the square of a head's rows.
+        slope: [W] surplus per row beside that.
+        ping: tokens that ping has room for.
+        pong: tokens that pong has room for.
+    """
+
+    rows: list[int]
+    surplus: list[float]
+    square: list[float]
+    slope: list[float]
+    ping: float
+    pong: float
+
+    def cuts(self, wanted: float) -> list[int]:
+        """[W] rows in ping, so that ping has ``wanted`` surplus and neither half more rows than it has room for."""
+        lacks = [wanted, sum(self.surplus) - wanted]
+        room = [self.ping, self.pong]
+        cuts: list[int] = []
+        for own, more in zip(self.rows, self.surplus, strict=True):
+            half = 0 if lacks[0] > lacks[1] else 1
             if room[half] < own:
-                return _heads(rows, surplus, work, wanted, ping, pong, rate)
-        lacks[half] -= more
-        room[half] -= own
-        cuts.append(0 if half else own)
-    missing = lacks[0]
-    if abs(missing) <= _CLOSE:
-        return cuts
-    # Ping lacks work: the head of one of pong's documents goes there; or the tail of one of its own leaves.
-    giver = 1 if missing > 0 else 0
-    for at in range(len(rows) - 1, -1, -1):
-        if (cuts[at] == 0) != (giver == 1) or surplus[at] < abs(missing):
-            continue
-        head = missing if giver else surplus[at] + missing
-        where = int(_head_with(head, rows[at], work[at], rate))
-        if (where <= room[0]) if giver else (rows[at] - where <= room[1]):
-            cuts[at] = where
+                half = 1 - half
+                if room[half] < own:
+                    return self._heads(wanted)
+            lacks[half] -= more
+            room[half] -= own
+            cuts.append(0 if half else own)
+        missing = lacks[0]
+        if abs(missing) <= _CLOSE:
             return cuts
-    return _heads(rows, surplus, work, wanted, ping, pong, rate)
+        # Ping lacks work: the head of one of pong's documents goes there; or the tail of one of its own leaves.
+        giver = 1 if missing > 0 else 0
+        for at in range(len(cuts) - 1, -1, -1):
+            if (cuts[at] == 0) != (giver == 1) or self.surplus[at] < abs(missing):
+                continue
+            head = missing if giver else self.surplus[at] + missing
+            where = int(_head_with(head, self.rows[at], self.square[at], self.slope[at]))
+            if (where <= room[0]) if giver else (self.rows[at] - where <= room[1]):
+                cuts[at] = where
+                return cuts
+        return self._heads(wanted)
 
-
-def _head_with(surplus: float, rows: float, work: float, rate: float) -> float:
-    """Rows of a head that has this surplus; work grows with their square."""
-    dense = work / rows**2
-    return float(min(max((rate + (rate**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))
-
-
-def _heads(
-    rows: list[int], surplus: list[float], work: list[float], wanted: float, ping: float, pong: float, rate: float
-) -> list[int]:
-    """A head of every document: the rows up to one position, which have least work, or the same part of each."""
-    total = sum(rows)
-
-    def until(position: float) -> tuple[float, float]:
-        heads = [min(position, float(own)) for own in rows]
-        brings = [each * (head / own) ** 2 for each, head, own in zip(work, heads, rows, strict=True)]
-        return sum(heads), sum(brings) - rate * sum(heads)
-
-    low, high = 0.0, float(max(rows))
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        tokens, found = until(middle)
-        if tokens > ping or (found > wanted and tokens > total - pong):
-            high = middle
+    def _heads(self, wanted: float) -> list[int]:
+        """A head of every document: the rows up to one position, which have least work, or the same part of each."""
+        rows, total = self.rows, sum(self.rows)
+        low, high = 0.0, float(max(rows))
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            tokens, found = self._until(middle)
+            if tokens > self.ping or (found > wanted and tokens > total - self.pong):
+                high = middle
+            else:
+                low = middle
+        if self._until(low)[1] >= wanted * (1 - _NEARLY) or total - self.pong >= self.ping:
+            cuts = [min(int(low), own) for own in rows]
         else:
-            low = middle
-    if until(low)[1] >= wanted * (1 - _NEARLY) or total - pong >= ping:
-        cuts = [min(int(low), own) for own in rows]
-    else:
-        part = _head_with(wanted, 1.0, sum(work), rate * total)
-        part = min(max(part, 1 - pong / total), ping / total, 1.0)
-        cuts = [int(part * own) for own in rows]
-    # Rounding took rows from ping, which pong may have no room for.
-    for at, own in enumerate(rows):
-        cuts[at] += min(max(total - sum(cuts) - int(pong), 0), own - cuts[at])
-    return cuts
+            slope = sum(each * own for each, own in zip(self.slope, rows, strict=True))
+            part = _head_with(wanted, 1.0, sum(self.square), slope)
+            part = min(max(part, 1 - self.pong / total), self.ping / total, 1.0)
+            cuts = [int(part * own) for own in rows]
+        # Rounding took rows from ping, which pong may have no room for.
+        for at, own in enumerate(rows):
+            cuts[at] += min(max(total - sum(cuts) - int(self.pong), 0), own - cuts[at])
+        return cuts
+
+    def _until(self, position: float) -> tuple[float, float]:
+        """Rows and surplus of all heads up to ``position``."""
+        tokens = found = 0.0
+        for own, square, slope in zip(self.rows, self.square, self.slope, strict=True):
+            head = min(position, own)
+            tokens += head
+            found += square * (head / own) ** 2 + slope * head
+        return tokens, found
+
+
+def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:
+    """Rows of a head that has this surplus."""
+    dense = max(square, 1e-12) / rows**2
+    return float(min(max((-slope + (slope**2 + 4 * dense * max(surplus, 0.0)) ** 0.5) / (2 * dense), 0.0), rows))

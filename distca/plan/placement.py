@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -153,24 +153,28 @@ def deal(length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray, 
     surplus = whole - filler[0] * rows
     wanted = max(1.0 - filler[0] * float(budgets.mean()), _LEAST_SHARE)
     in_shares = (surplus > (1 + _OVERFULL) * wanted) | (rows > budgets.max())
-    extra = np.where(in_shares, added * np.maximum(np.ceil(surplus / wanted) - 1, 0), 0.0)
-    mean = 1.0 + float(extra.sum()) / len(budgets)
+    sparse = _Rates(rows.tolist(), whole.tolist(), filler).sparse * float(budgets.mean())
+    extra = _shares_each(surplus, added, in_shares, wanted) * added
     halves = Halves(1.0, 1.0, 1.0, 1.0)
     if nano_batches == 2:
-        shared = float((whole + extra)[in_shares].sum()) / len(budgets) / mean
+        shared = float((whole + extra)[in_shares].sum()) / (len(budgets) + float(extra.sum()))
         longest = float(rows[~in_shares].max(initial=0)) / max(int(budgets.max()), 1)
-        shared_rows = float(rows[in_shares].sum() / budgets.sum())
-        sparse = _Rates(rows.tolist(), whole.tolist(), filler).sparse * float(budgets.mean())
-        halves = Halves.of(shared, shared_rows, sparse, longest)
+        halves = Halves.of(shared, float(rows[in_shares].sum() / budgets.sum()), sparse, longest)
+        most = halves.most_work - sparse * (1 - halves.most_rows)
+        extra = _shares_each(surplus, added, in_shares, min(wanted, most)) * added
+    mean = 1.0 + float(extra.sum()) / len(budgets)
     items = _Items(order[:count].tolist(), rows.tolist(), whole.tolist(), added.tolist(), in_shares.tolist())
     nodes, first = np.unique(node, return_index=True)
     bounds = [*first.tolist(), len(budgets)]
     if len(nodes) == 1:
         dealt, left = _deal(items, mean, budgets.tolist(), [1] * len(budgets), filler, halves)
     else:
-        dealt, left = [], []
+        # A node's part of a document has what all of its ranks' shares add.
+        with_added = (whole + extra).tolist()
+        of_nodes = replace(items, work=with_added, added=[0.0] * count)
+        dealt = []
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
-        by_node, left = _deal(items, mean, room, ranks, filler, halves)
+        by_node, left = _deal(of_nodes, mean, room, ranks, filler, halves)
         per_node: list[list[tuple[int, float]]] = [[] for _ in nodes]
         for item, number, part in by_node:
             per_node[number].append((item, part))
@@ -178,12 +182,17 @@ def deal(length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray, 
             inside = items.of(parts)
             fill = (filler[0], max(room[number] - int(sum(inside.rows)), 0))
             low, high = bounds[number : number + 2]
-            target = (sum(inside.work) + fill[0] * fill[1]) / (high - low)
+            target = (sum(with_added[i] * part for i, part in parts) + fill[0] * fill[1]) / (high - low)
             found, missed = _deal(inside, target, budgets[low:high].tolist(), [1] * (high - low), fill, halves)
             dealt += [(parts[i][0], low + rank, parts[i][1] * part) for i, rank, part in found]
             left += [(parts[i][0], parts[i][1] * part) for i, part in missed]
     shares, missing = _shares(items.document, dealt, left)
     return Dealt(shares, short, missing, work(np.zeros_like(length), length), filler[0], halves)
+
+
+def _shares_each(surplus: np.ndarray, added: np.ndarray, in_shares: np.ndarray, most: float) -> np.ndarray:
+    """[N] shares that documents come in, if a rank can have ``most`` surplus of them."""
+    return np.where(in_shares, np.ceil(surplus / np.maximum(most - added, 2 * _LEAST_SHARE)), 0.0)
 
 
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
@@ -208,7 +217,7 @@ class _Items:
         return _Items(
             [self.document[i] for i, _ in parts],
             [self.rows[i] * part for i, part in parts],
-            [self.work[i] * part + (self.added[i] if part < 1 else 0.0) for i, part in parts],
+            [self.work[i] * part for i, part in parts],
             [self.added[i] for i, _ in parts],
             [self.long[i] for i, _ in parts],
         )
