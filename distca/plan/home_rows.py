@@ -1,10 +1,10 @@
 """From documents on ranks to the rows of every nano-batch: what is computed in ping, what in pong, and what fills up.
 
-A rank that has all of its documents in both halves moves nothing: the first rows of a document are computed in ping, the
-others in pong, whose queries find the keys of the first ones at home. So both halves are made of one placement. Every
-rank puts about the same part of its work into ping: whole documents where that comes out, and one that is cut. Where
-ranks are full of documents so long that half their rows are a head with little work, ping has less work than pong, on
-all ranks alike. A document in shares is cut at the same place for all of them.
+A rank that has all of its documents in both halves moves nothing: the first rows of a document are computed in ping,
+the others in pong, whose queries find the keys of the first ones at home. So both halves are made of one placement.
+Every rank puts about the same part of its work into ping: whole documents where that comes out, and one that is cut.
+Where ranks are full of documents so long that half their rows are a head with little work, ping has less work than
+pong, on all ranks alike. A document in shares is cut at the same place for all of them.
 
 Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
 """
@@ -53,10 +53,13 @@ def home_rows(
     in_ping = 0
     for half, budget in enumerate(budgets):
         low, high = (np.zeros_like(cut), cut) if half == 0 else (cut, length)
-        placed = [_ranges(shares.document, shares.rank, shares.low, shares.high, low, high)]
+        begin, end = _bounds(half, shares.low, shares.high)
+        placed = [_ranges(shares.document, shares.rank, begin, end, low, high)]
         placed[0], cut_off = _within(placed[0], budget)
         room = budget - np.bincount(placed[0][3], placed[0][2] - placed[0][1], len(budget)).astype(np.int64)
-        missed = [_ranges(*_columns(dealt.left), low, high)[:3], cut_off[:3]]
+        left, nobody, begin, end = _columns(dealt.left)
+        begin, end = _bounds(half, begin, end)
+        missed = [_ranges(left, nobody, begin, end, low, high)[:3], cut_off[:3]]
         fixed = tuple(np.concatenate(column) for column in zip(*missed, strict=True))
         short = dealt.short
         spare = int(room.sum()) - int((fixed[2] - fixed[1]).sum())
@@ -71,10 +74,17 @@ def home_rows(
             start, stop = np.clip(in_ping - (np.cumsum(own) - own), 0, own), own
         some = stop > start
         filler = (short[some], start[some], stop[some])
-        placed.append(_laid(*(np.concatenate(pair) for pair in zip(fixed, filler, strict=True)), room))
+        document, start, stop = (np.concatenate(pair) for pair in zip(fixed, filler, strict=True))
+        placed.append(_laid(document, start, stop, room))
         document, start, stop, rank = (np.concatenate(column) for column in zip(*placed, strict=True))
         found.append((Stream(document, start, stop), rank))
     return found
+
+
+def _bounds(half: int, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[S] where shares begin and end in a half: who has a document's outer rows, and reads most of its keys, in ping
+    has its inner ones in pong."""
+    return (1 - high, 1 - low) if half else (low, high)
 
 
 def _columns(left: list[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -136,16 +146,16 @@ def _cut_whole(
     shares, rate, ranks = dealt.shares, dealt.short_rate, len(budgets[0])
     parts = [column[~whole] for column in (shares.document, shares.rank, shares.low, shares.high)]
     room, more = [], []
-    for budget, low, high in ((budgets[0], np.zeros_like(cut), cut), (budgets[1], cut, length)):
-        _, start, stop, rank = _ranges(*parts, low, high)
-        room.append(budget - np.bincount(rank, stop - start, ranks))
-        more.append(np.bincount(rank, work(start, stop), ranks) + rate * room[-1])
+    for half, (budget, first, last) in enumerate(((budgets[0], np.zeros_like(cut), cut), (budgets[1], cut, length))):
+        _, start, stop, owner = _ranges(parts[0], parts[1], *_bounds(half, parts[2], parts[3]), first, last)
+        room.append(budget - np.bincount(owner, stop - start, ranks))
+        more.append(np.bincount(owner, work(start, stop), ranks) + rate * room[-1])
     document = shares.document[whole]
     surplus = dealt.work - rate * length
     total = np.bincount(shares.rank[whole], surplus[document], ranks) + more[0] + more[1]
-    whole = np.flatnonzero(whole)
-    whole = whole[np.argsort(shares.rank[whole], kind="stable")]
-    document, owner = shares.document[whole], shares.rank[whole]
+    mine = np.flatnonzero(whole)
+    mine = mine[np.argsort(shares.rank[mine], kind="stable")]
+    document, owner = shares.document[mine], shares.rank[mine]
     bounds = np.searchsorted(owner, np.arange(ranks + 1)).tolist()
     own = length[document]
     square, slope = _growth(own, dealt.work[document], work)
@@ -154,10 +164,11 @@ def _cut_whole(
     spaces, level = [each.tolist() for each in room], dealt.halves.ping
     for _ in range(_LEVELLINGS):
         wanted = (level * total - more[0]).tolist()
-        for rank, (low, high) in enumerate(pairwise(bounds)):
-            if low < high:
-                mine = _OnRank(*(column[low:high] for column in columns), spaces[0][rank], spaces[1][rank])
-                cut[document[low:high]] = mine.cuts(wanted[rank])
+        for rank, (begin, end) in enumerate(pairwise(bounds)):
+            if begin < end:
+                first, second, third, fourth = (column[begin:end] for column in columns)
+                there = _OnRank(first, second, third, fourth, spaces[0][rank], spaces[1][rank])
+                cut[document[begin:end]] = there.cuts(wanted[rank])
         head = cut[document]
         got = square * (head / own) ** 2 + slope * head
         reached = (more[0] + np.bincount(owner, got, ranks)) / np.maximum(total, 1e-300)

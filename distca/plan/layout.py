@@ -142,7 +142,8 @@ def lay_out(
         align: rows per rank are multiples of this where documents may span ranks.
         dealing: which documents go into which of two halves of equal tokens; ping may be up to 1/32 longer so as not
             to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so that
-            both halves also have about equal attention work.
+            both halves also have about equal attention work. "lean": where documents are spread, ping may have less
+            work, if that moves fewer bytes; else as "even".
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
             every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks.
             With ``rank_of`` it is always "in_order".
@@ -212,11 +213,11 @@ def _place_spanning(
     cut = min(total, -(-total // (2 * align)) * align)
     if spread is not None:
         bounds = _bounds(total, cut, ranks, nano_batches, align)
-        found = _spread(length, bounds, *spread)
+        found = _spread(length, bounds, *spread, lean=dealing == "lean")
         if found is not None:
             return found
     documents = np.arange(len(length))
-    if nano_batches == 2 and dealing == "even":
+    if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
     if nano_batches == 2:
         # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
@@ -255,7 +256,7 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
 
 
 def _spread(
-    length: np.ndarray, bounds: list[np.ndarray], cost: CostModel, ranks_per_node: int
+    length: np.ndarray, bounds: list[np.ndarray], cost: CostModel, ranks_per_node: int, lean: bool
 ) -> list[tuple[Shards, np.ndarray]] | None:
     """Place documents by work; every rank's rows are in order of document and position."""
     if not len(length):
@@ -264,7 +265,7 @@ def _spread(
     ranks = len(budgets[0])
     node = np.arange(ranks) // (ranks_per_node or ranks)
     work = work_of(length, ranks, cost)
-    dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets))
+    dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets), lean)
     found = home_rows(length, dealt, budgets, work)
     if found is None:
         return None
@@ -291,7 +292,7 @@ def _place_whole(
     ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
     for rank in range(ranks):
         mine = np.flatnonzero(rank_of == rank)
-        if nano_batches == 2 and dealing == "even":
+        if nano_batches == 2 and dealing != "in_order":
             mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
         cut = without_short_tail(length, mine, -(-int(length[mine].sum()) // 2))
         for half, stream in enumerate(halves(length, mine, nano_batches, cut)):

@@ -86,15 +86,16 @@ class Halves:
     most_rows: float
 
     @staticmethod
-    def of(shared: float, rows: float, filler: float, longest: float) -> Halves:
+    def of(shared: float, rows: float, filler: float, longest: float, lean: bool) -> Halves:
         """For documents in shares with ``shared`` of all work and ``rows`` of all rows, whole ones of which the longest
         fills ``longest`` of a rank's budget, and ``filler`` work of a rank that has only the sparsest documents.
 
         Whoever computes the tail of a document in shares needs all its keys once more, so it is all for pong as long as
-        that leaves enough work for ping.
+        that leaves enough work for ping; unless ping is not to be ``lean``.
         """
-        if shared <= _FEW_SHARED:
-            return Halves(min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5), 0.5, 1.0, 1.0)
+        if shared <= _FEW_SHARED or not lean:
+            ping = min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5)
+            return Halves(ping, ping**0.5, 1.0, 1.0)
         ping = min(1.0 - filler / 2 - _SPARE * shared, _PING)
         if ping >= _LITTLE_PING and rows <= _MOST_ROWS_IN_PONG:
             return Halves(ping, 0.0, 1.0 - ping, 0.5)
@@ -132,7 +133,9 @@ def work_of(length: np.ndarray, ranks: int, cost: CostModel) -> Work:
     return work
 
 
-def deal(length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray, nano_batches: int) -> Dealt:
+def deal(
+    length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray, nano_batches: int, lean: bool = True
+) -> Dealt:
     """Deal documents to ranks with about equal work, both directions together.
 
     Args:
@@ -141,6 +144,7 @@ def deal(length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray, 
         work: of query ranges.
         node: [R] node of every rank, ascending.
         nano_batches: 1, or 2 for ping and pong.
+        lean: whether ping may have less work than pong, where that moves fewer bytes.
     """
     order = np.argsort(-length, kind="stable")
     rows, whole = length[order], work(np.zeros_like(length), length[order])
@@ -159,7 +163,7 @@ def deal(length: np.ndarray, budgets: np.ndarray, work: Work, node: np.ndarray, 
     if nano_batches == 2:
         shared = float((whole + extra)[in_shares].sum()) / (len(budgets) + float(extra.sum()))
         longest = float(rows[~in_shares].max(initial=0)) / max(int(budgets.max()), 1)
-        halves = Halves.of(shared, float(rows[in_shares].sum() / budgets.sum()), sparse, longest)
+        halves = Halves.of(shared, float(rows[in_shares].sum() / budgets.sum()), sparse, longest, lean)
         most = halves.most_work - sparse * (1 - halves.most_rows)
         extra = _shares_each(surplus, added, in_shares, min(wanted, most)) * added
     mean = 1.0 + float(extra.sum()) / len(budgets)
@@ -319,7 +323,7 @@ class _Bins:
         ``within_need`` as much as they lack, else as much as they have tokens for. Returns what is left of it."""
         aside = []
         most = brings - self._sparse * own
-        least = min(self._least / brings, 1.0)
+        least = min(self._least / max(brings, 1e-12), 1.0)
         while self._heap and part > 0:
             at = self._heap[0][1]
             taken = part
@@ -333,6 +337,8 @@ class _Bins:
                         taken = part if (part - taken) * most <= self._over else part - least
                 if taken < least and taken < part:
                     taken = 0.0
+            elif taken > least:
+                taken = min(taken, max(self._need[at] / max(brings, 1e-12), least))
             if taken * own > self._space[at]:
                 taken = self._space[at] / own
                 if taken < _LEAST_ROWS * least:

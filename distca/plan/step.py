@@ -247,7 +247,8 @@ def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) ->
 
 
 def _laid_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None) -> tuple[Layout, ...]:
-    how: dict[str, Any] = {"nano_batches": options.nano_batches, "dealing": "even"}
+    # Idle stages of a pipeline can only take over what attention a half has.
+    how: dict[str, Any] = {"nano_batches": options.nano_batches, "dealing": "lean" if options.stages == 1 else "even"}
     if options.disaggregate:
         how |= {"placement": "spread", "cost": options.cost, "ranks_per_node": options.stage_node}
     return _lay_out(options, lengths, homes, **how)

@@ -17,6 +17,7 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
+from distca.plan.metrics import server_seconds
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.range_split import Excess, Receivers, Timer, area, least_of, split_range
@@ -38,7 +39,7 @@ _JOININGS = 3
 _SHORT_TRIES = 2
 _PARTNERS = 8
 """Receivers with which an exchange of pieces is tried."""
-_MORE_TOLERANCE = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
+_MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
 little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
 relieve."""
@@ -95,7 +96,10 @@ def schedule(
     home = plan_at_home(layout)
     best, lowest, over = home.tasks, np.inf, np.inf
     aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
+    least = _least_imbalance(home, cost, direction) if other_seconds is None else 0.0
     for tried, aim in enumerate(aims):
+        if aim < least and tried < len(aims) - 1:
+            continue
         start = home
         for _ in range(_JOININGS):
             state = SchedulerState(
@@ -130,6 +134,15 @@ def schedule(
     if over > tolerance + _ENOUGH:
         logger.debug("A tolerance of %.3f was wanted; the plan found has %.3f.", tolerance, over)
     return Plan(layout, best)
+
+
+def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
+    """About how far above the mean the slowest server stays where forward and backward differ about every server's
+    work: the mean of its larger one."""
+    seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
+    if not seconds:
+        return 0.0
+    return float(np.mean(np.max([each / max(float(each.mean()), 1e-300) for each in seconds], axis=0))) - 1
 
 
 class _Balancer:

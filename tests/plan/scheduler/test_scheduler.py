@@ -150,11 +150,11 @@ def test_real_mixes_are_balanced(mix: str, direction: str) -> None:
 
 
 def test_directions_that_disagree_are_balanced_where_hardly_any_room_is_left() -> None:
-    """By the measured table, servers with the end of a 325K document are above the mean in backward and all others in
-    forward: the larger of both is 1.0196 on average, so within 1.02 no room may be wasted."""
+    """By the measured table, servers with shares of a long document are above the mean in backward and all others in
+    forward: the larger of both is 1.018 on average, so within 1.02 hardly any room may be wasted."""
     cost = find_table("NVIDIA H200", "flash4", 32, 8, 128)
     assert cost is not None
-    (layout,) = lay_out(sample_lengths("prolong", 256 * 131_072, seed=5), 256, placement="spread", cost=cost)
+    (layout,) = lay_out(sample_lengths("prolong", 256 * 131_072, seed=6), 256, placement="spread", cost=cost)
     assert both_imbalances(plan_at_home(layout), cost) > 1.04
     plan = schedule(layout, cost)
     plan.check()
@@ -176,7 +176,7 @@ def test_training_plans_small_pools_finer() -> None:
     tolerances = [training_tolerance(servers) for servers in (1, 2, 32, 64, 128, 4096)]
     assert tolerances == [0.005, 0.005, 0.005, 0.01, 0.02, 0.02]
     # Nothing but documents of a whole budget: what the tolerance allows is left.
-    for layout in lay_out([131072, 131072], 2, nano_batches=2, dealing="even", placement="spread", cost=LLAMA_8B):
+    for layout in lay_out([131072, 131072], 2, nano_batches=2, dealing="even", placement="in_order"):
         fine, coarse = (schedule(layout, LLAMA_8B, tolerance=tolerance) for tolerance in (training_tolerance(2), 0.02))
         assert both_imbalances(fine, LLAMA_8B) <= 1.005 < 1.01 < both_imbalances(coarse, LLAMA_8B)
 
