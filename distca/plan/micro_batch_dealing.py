@@ -1,10 +1,10 @@
 """Dealing a step's documents over its micro-batches, so that little is left to move.
 
 The gradient of a step is the same sum however its documents are grouped, so they may be dealt over its micro-batches
-freely, as long as each has room for them. A document is cut over several ranks where it has more work than the mean rank
-of its micro-batch. Among documents of its own length that happens only if it has more tokens than a rank: so the longest
-documents share a micro-batch, the next ones the next, and the shortest fill up what room is left. Every micro-batch is
-balanced over the ranks by itself, so it may have more work than another.
+freely, as long as each has room for them. A document is cut over several ranks where it has more work than the mean
+rank of its micro-batch. Among documents of its own length that happens only if it has more tokens than a rank: so the
+longest documents share a micro-batch, the next ones the next, and the shortest fill up what room is left. Every
+micro-batch is balanced over the ranks by itself, so it may have more work than another.
 
 Array legend: D documents of the step, M micro-batches.
 """

@@ -119,9 +119,10 @@ def test_shares_of_a_long_document_have_equal_work_and_stay_on_a_node() -> None:
     readers = np.flatnonzero(rows)
     assert len(readers) >= 12
     assert (np.diff(readers) == 1).all()
-    documents = [2000, *[100] * 3000]
+    documents = [*[1000] * 10, *[10] * 30_000]
     (layout,) = lay_out(documents, 16, placement="spread", ranks_per_node=8)
-    assert len(set((layout.q.rank[layout.q.document == 0] // 8).tolist())) == 1
+    nodes = [len(set((layout.q.rank[layout.q.document == document] // 8).tolist())) for document in range(10)]
+    assert sum(nodes) <= 11, "one document at most is on both nodes"
     assert imbalance(server_seconds(plan_at_home(layout), area_cost(), "forward")) < 1.02
 
 
