@@ -337,8 +337,6 @@ class _Bins:
                         taken = part if (part - taken) * most <= self._over else part - least
                 if taken < least and taken < part:
                     taken = 0.0
-            elif taken > least:
-                taken = min(taken, max(self._need[at] / max(brings, 1e-12), least))
             if taken * own > self._space[at]:
                 taken = self._space[at] / own
                 if taken < _LEAST_ROWS * least:
