@@ -6,17 +6,13 @@ import os
 import socket
 import warnings
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from distca.cluster.health import Companions
+from distca.cluster.health import TIMEOUT, Health
 from distca.device.host_memory import keep_freed_memory
 from distca.transport.nccl_priority import nccl_goes_first
-
-# Long enough for slow file systems, short enough that a dead rank ends the others.
-_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -27,13 +23,13 @@ class World:
         rank: global rank.
         size: number of ranks.
         device: this rank's device.
-        companions: watches over the other ranks; None where nobody does.
+        health: watches over the other ranks; None where nobody does.
     """
 
     rank: int
     size: int
     device: torch.device
-    companions: Companions | None = None
+    health: Health | None = None
 
 
 def world_size_of_environment() -> int:
@@ -53,12 +49,12 @@ def join_world() -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         nccl_goes_first()
-        dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
     else:
         device = torch.device("cpu")
         _use_cpu()
         keep_freed_memory()
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_TIMEOUT)
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, device)
 
 

@@ -76,9 +76,12 @@ class _Loop:
             stack.enter_context(self._garbage)
             documents = dealt(self._corpus.train, self._sampler, steps - self._first)
             ahead = stack.enter_context(closing(self._trainer.cad.plan_ahead(documents, self._first + 1)))
+            health = self._trainer.world.health
+            if health is not None:  # entered last: what is closed above may wait for other ranks
+                stack.enter_context(health.ends_failures())
             for step in range(self._first + 1, steps + 1):
-                if self._trainer.world.companions is not None:
-                    self._trainer.world.companions.doing(f"step {step}")
+                if health is not None:
+                    health.doing(f"step {step}")
                 self._record_timeline(step)
                 values = self._step(step, ahead)
                 self._end_timeline(step)

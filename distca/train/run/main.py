@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from distca.data.corpus import Corpus
-from distca.errors import ConfigError, DataError, DistcaError, PlanError, VersionError
+from distca.errors import ConfigError, DataError, DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.cli import files_first, parse_run_config
 from distca.train.config.schema import RunConfig
@@ -85,28 +85,17 @@ def _run(config: RunConfig) -> None:
         # megatron-core warns at import, in every rank, that Transformer Engine and Apex are missing; `distca doctor`
         # says so once.
         warnings.simplefilter("ignore")
-        from distca.cluster.health import Companions
-        from distca.errors import CheckpointError, KernelError, TransportError
+        from distca.cluster.health import Health
         from megatron_patches.world import join_world, leave_world, world_size_of_environment
 
         corpus, _ = _check(config, world_size_of_environment())
         world = join_world()
     setup_logging(world.rank)
-    companions = Companions()
-    try:
-        run_on(replace(world, companions=companions), config, corpus)
-        companions.part()
-    except (KernelError, TransportError, CheckpointError) as error:
-        die(error)
-    except DataError as error:
-        die(error, everywhere=True)  # in a document that only this rank reads
-    except (ConfigError, PlanError, VersionError):
-        raise
-    except Exception:
-        companions.explain_failure()
-        raise
-    finally:
-        leave_world()
+    health = Health()
+    with health.ends_failures():
+        run_on(replace(world, health=health), config, corpus)
+        health.part()
+    leave_world()
 
 
 def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
