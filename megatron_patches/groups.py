@@ -28,8 +28,11 @@ def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        distributed_timeout_minutes=TIMEOUT.total_seconds() / 60,
+        distributed_timeout_minutes=int(TIMEOUT.total_seconds() / 60),
     )
+    for group in dist.distributed_c10d._world.pg_map:  # megatron (0.16.1) gives not all of them the time-out
+        if group is not dist.group.WORLD:
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
     if pp > 1:
         # NCCL lets some ranks of a group talk to each other only after all of them did once.
         here = torch.zeros(1, device=torch.cuda.current_device())

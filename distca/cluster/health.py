@@ -53,9 +53,7 @@ _LOST_S = 40.0
 """Until a node that gives no sign of life counts as lost."""
 _WAIT_GRACE_S = 4.0
 _WARN_EVERY_S = 60.0
-_GO_ON = (
-    "All other ranks end too. Start again with RESUME=latest (checkpoint.resume latest) to go on from the last checkpoint."
-)
+_GO_ON = "All other ranks end too. RESUME=latest (checkpoint.resume latest) goes on from the last checkpoint."
 
 _of_process: Health | None = None
 """A process needs no two of them: what queues waits finds the one that watches its run."""
