@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from distca.cluster.environment import check_gpus_usable, gpu_of, launched
 from distca.cluster.health import TIMEOUT, Health
 from distca.device.host_memory import keep_freed_memory
 from distca.transport.nccl_priority import nccl_goes_first
@@ -32,21 +33,21 @@ class World:
     health: Health | None = None
 
 
-def world_size_of_environment() -> int:
-    """Ranks that torchrun or srun started, from the environment; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def join_world() -> World:
     """Initialise torch.distributed from the launcher's variables: NCCL on GPUs, gloo without.
 
     Without a launcher (``python pretrain_llama.py``) this process is a world of one rank.
+
+    Raises:
+        LaunchError: the launcher's variables cannot be meant so, or GPUs are meant that torch cannot use.
     """
-    rank, size = int(os.environ.get("RANK", "0")), world_size_of_environment()
-    if "MASTER_ADDR" not in os.environ:
+    told = launched()
+    rank, size = told.rank, told.size
+    if not told.address:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    check_gpus_usable(torch.cuda.is_available(), torch.__version__)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", gpu_of(told.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         nccl_goes_first()
         dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)

@@ -118,6 +118,17 @@ def test_gpu_machine_starts_a_rank_per_gpu(machine: Machine) -> None:
     assert "--nproc-per-node=1" in machine.dry(GPUS_PER_NODE="1")
 
 
+@pytest.mark.parametrize(
+    ("visible", "ranks"), [("0,1", 2), ("3", 1), ("0,1,2,3", 4), ("1,9,2", 1), ("GPU-8932f937,GPU-d1", 2), ("", 4)]
+)
+def test_only_visible_gpus_count(machine: Machine, visible: str, ranks: int) -> None:
+    """None at all are four CPU ranks."""
+    machine.gpus(4)
+    command = machine.dry(CUDA_VISIBLE_DEVICES=visible, MODEL="tiny")
+    assert f"--nproc-per-node={ranks}" in command
+    assert ("CUDA_VISIBLE_DEVICES=" in command) == (not visible)
+
+
 def test_gpus_per_node_0_uses_the_cpu(machine: Machine) -> None:
     machine.gpus(2)
     command = machine.dry(GPUS_PER_NODE="0")
@@ -190,6 +201,27 @@ def test_slurm_tasks_know_their_rank(machine: Machine) -> None:
 def test_slurm_gpu_count_with_a_type(machine: Machine) -> None:
     machine.slurm(1, None, SLURM_GPUS_PER_NODE="h100:4")
     assert "--ntasks-per-node=4" in machine.dry()
+
+
+def test_slurm_gpus_of_the_whole_job(machine: Machine) -> None:
+    machine.slurm(2, None, SLURM_GPUS="h100:8")
+    assert "--ntasks-per-node=4" in machine.dry()
+    said = machine.run(SLURM_GPUS="7", DRY_RUN="1")
+    assert (said.returncode, "SLURM_GPUS is 7, which 2 nodes cannot share equally." in said.stderr) == (2, True)
+
+
+def test_gpus_of_gres_are_what_scontrol_says(machine: Machine) -> None:
+    """From a login node inside salloc, where no variable tells them."""
+    machine.slurm(2, None)
+    hosts = machine.bin.joinpath("scontrol").read_text().replace("exit 1", "show_job")
+    shown = "JobId=20017 AllocTRES=cpu=64,mem=1T,node=2,billing=64,gres/gpu=4,gres/gpu:h100=4 OverSubscribe=NO"
+    machine.tool("scontrol", hosts.replace("#!/bin/bash\n", f"#!/bin/bash\nshow_job() {{ echo '{shown}'; exit; }}\n"))
+    assert "--ntasks-per-node=2" in machine.dry()
+
+
+def test_the_users_address_wins_over_slurms(machine: Machine) -> None:
+    machine.slurm(2, 8)
+    assert "MASTER_ADDR=ib-host1" in machine.dry(MASTER_ADDR="ib-host1")
 
 
 def test_sbatch_runs_a_copy_from_another_folder(machine: Machine) -> None:
@@ -295,6 +327,7 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"EXPERIMENT_FOO": "1"}, "There is no variable EXPERIMENT_FOO"),
         ({"STEPS": "ten"}, "STEPS is 'ten'; it must be a whole number of at least 1."),
         ({"STEPS": "0"}, "STEPS is '0'"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999'; it must be a whole number from 1 to 65535."),
         ({"TP_SIZE": "18446744073709551616"}, "it must be a whole number from 1 to 999999999."),
         ({"NNODES": "4294967296"}, "NNODES is '4294967296'; it must be a whole number from 1 to 999999999."),
         ({"GPUS_PER_NODE": "18446744073709551617"}, "it must be a whole number from 0 to 999999999."),

@@ -85,10 +85,11 @@ def _run(config: RunConfig) -> None:
         # megatron-core warns at import, in every rank, that Transformer Engine and Apex are missing; `distca doctor`
         # says so once.
         warnings.simplefilter("ignore")
+        from distca.cluster.environment import launched
         from distca.cluster.health import Health
-        from megatron_patches.world import join_world, leave_world, world_size_of_environment
+        from megatron_patches.world import join_world, leave_world
 
-        corpus, _ = _check(config, world_size_of_environment())
+        corpus, _ = _check(config, launched().size)
         world = join_world()
     setup_logging(world.rank)
     health = Health()
