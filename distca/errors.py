@@ -79,7 +79,7 @@ class CheckpointError(DistcaError):
 class DamagedCheckpointError(ConfigError):
     """A checkpoint that is not any more what was saved."""
 
-    next_step = "RESUME=latest (checkpoint.resume latest) then takes the checkpoint before it."
+    next_step = "give an older run to checkpoint.resume, or start anew without it."
 
 
 class DivergedError(ConfigError):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from distca.data.corpus import Corpus
-from distca.errors import ConfigError, DataError, DistcaError
+from distca.errors import ConfigError, DamagedCheckpointError, DataError, DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.cli import files_first, parse_run_config
 from distca.train.config.schema import RunConfig
@@ -20,10 +20,11 @@ from distca.train.config.validate import validate
 from distca.train.run.run_folder import (
     Checkpoint,
     RunFolder,
-    check_undamaged,
     create_run_folder,
     hold,
+    newest_intact,
     resume_run_folder,
+    warn_of_damage,
 )
 
 if TYPE_CHECKING:
@@ -67,10 +68,8 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
     if len(corpus.validation):
         open_sampler(config, corpus.validation, data_parallel)
     checkpoint = None
-    if config.checkpoint.resume:
+    if config.checkpoint.resume and os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
         _, checkpoint = resume_run_folder(config)
-        if os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
-            check_undamaged(checkpoint.path)
         check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
         if checkpoint.step >= config.train.steps:
             raise ConfigError(
@@ -120,7 +119,8 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
     with ExitStack() as held:
         resumed = _decided(world.rank, lambda: _hold_resumed(config, held)) if config.checkpoint.resume else None
         if resumed is not None:
-            folder, checkpoint = resumed
+            folder, newest = resumed
+            checkpoint = _intact(folder, newest, world)
             config = with_saved_warmup(config, checkpoint.path)
             if world.rank == 0 and (changes := changes_since(folder, checkpoint, config, world.size)):
                 logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
@@ -159,6 +159,20 @@ def _hold_new(config: RunConfig, held: ExitStack) -> RunFolder:
 def _hold_resumed(config: RunConfig, held: ExitStack) -> tuple[RunFolder, Checkpoint]:
     folder, checkpoint = resume_run_folder(config)
     held.enter_context(hold(folder))
-    if folder.checkpoints()[-1:] != [checkpoint]:
+    if resume_run_folder(config) != (folder, checkpoint):
         raise ConfigError(f"{folder.path} got another checkpoint while this run started; start again.")
     return folder, checkpoint
+
+
+def _intact(folder: RunFolder, checkpoint: Checkpoint, world: World) -> Checkpoint:
+    """The newest checkpoint up to this one whose checksums are right; every rank calls it and reads a part."""
+    from distca.train.checkpoint.checkpoints import check_contents_together
+
+    while said := check_contents_together(checkpoint, world):
+        if world.rank == 0:
+            warn_of_damage(said)
+        older = _decided(world.rank, lambda: newest_intact(folder, before=checkpoint.step))  # noqa: B023
+        if older is None:
+            raise DamagedCheckpointError(f"All checkpoints of {folder.path} are damaged, as the lines above say.")
+        checkpoint = older
+    return checkpoint
