@@ -395,6 +395,57 @@ def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, nam
     assert not [line for line in said if "ended early" in line]
 
 
+# Ranks that save when they are told to, below what started them.
+SAVES = """#!/bin/bash
+RANK=0 bash -c 'trap "echo saved >> $RECORD; exit 0" USR1 TERM
+    echo up >> $RECORD
+    for _ in {1..400}; do sleep 0.05; done' &
+trap 'echo the starter was told >> "$RECORD"' TERM USR1
+wait
+"""
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_ranks_are_told_to_save_and_a_job_whose_time_is_over_is_requeued(
+    machine: Machine, number: int, requeued: bool
+) -> None:
+    """torchrun itself would end them half a minute later. At preemption and scancel nothing is requeued by us."""
+    machine.slurm(1, 0)
+    machine.tool("srun", SAVES)
+    requeue = '[[ $1 == requeue ]] && echo "$@" >> "$RECORD" && exit'
+    hosts = machine.bin.joinpath("scontrol").read_text()
+    machine.tool("scontrol", hosts.replace("#!/bin/bash", f"#!/bin/bash\n{requeue}"))
+    script = subprocess.Popen(
+        ["bash", str(SCRIPT)],
+        env=machine.variables,
+        cwd=machine.folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
+    try:
+        end = time.monotonic() + 30
+        while not machine.record.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        script.send_signal(number)
+        said = script.communicate(timeout=30)[1]
+    finally:
+        script.kill()
+    assert script.returncode == 0, said
+    assert machine.record.read_text().splitlines() == ["up", "saved"] + ["requeue 20017"] * requeued
+    assert ("Slurm starts job 20017 again." in said) == requeued
+
+
+def test_a_requeued_job_goes_on_with_what_it_saved(machine: Machine) -> None:
+    machine.slurm(1, 2)
+    assert not has_pair(machine.dry(SLURM_RESTART_COUNT="0"), "--checkpoint.resume", "job")
+    assert has_pair(machine.dry(SLURM_RESTART_COUNT="1"), "--checkpoint.resume", "job")
+    assert has_pair(machine.dry(SLURM_RESTART_COUNT="1", NAME="a"), "--checkpoint.resume", "auto")
+    assert has_pair(machine.dry(SLURM_RESTART_COUNT="1", RESUME="latest"), "--checkpoint.resume", "latest")
+    header = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=B:USR1@300", "--open-mode=append"} <= set(header)
+
+
 def test_a_run_that_fails_by_itself_says_where_to_look(machine: Machine) -> None:
     machine.tool("torchrun", "#!/bin/bash\nexit 7\n")
     result = machine.run()

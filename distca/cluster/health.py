@@ -40,6 +40,8 @@ TIMEOUT = timedelta(minutes=10)
 EXIT_CODE = 71
 """Of a rank that waits for one which has ended."""
 
+_ENDING = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers and launchers send before they end a run."""
 _PERIOD_S = 1.0
 _DEATH_S = 1.0
 """Until a dead process is named: it may have posted what it died of."""
@@ -66,6 +68,9 @@ class Health:
         group: the ranks; None are all of the world.
         ends_with_ranks: every death ends this rank; otherwise only that of a rank that a queued wait needs.
         give_up: ends this process with an exit code, whatever its threads wait for.
+
+    Attributes:
+        asked_by: the signal that asked this rank to end, while it and all others could go on; empty without one.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class Health:
         dist.all_gather_object(everyone, mine, group=group)
         self._hosts = {rank: host for rank, (host, _) in zip(ranks, everyone, strict=True)}
         self._processes = {rank: process for rank, (_, process) in zip(ranks, everyone, strict=True)}
+        self.asked_by = ""
+        self._stops_when_asked = False
         self._doing = "starting"
         # The main thread may find the same failure as the watching one; neither may end the process before it was said.
         self._leaving = threading.Lock()
@@ -101,6 +108,10 @@ class Health:
     def doing(self, what: str) -> None:
         """Note what this rank is at, such as "step 7"; a failure is said to have happened in it."""
         self._doing = what
+
+    def stops_when_asked(self) -> None:
+        """From here on SIGTERM and SIGUSR1 only set ``asked_by``, unless another rank is the reason for them."""
+        self._stops_when_asked = True
 
     def watch_waits(self, group: dist.ProcessGroup, missing: Callable[[Wait], list[int]]) -> Waits:
         """Watch the waits for peers in ``group`` that are noted in what this returns; ``missing`` as there."""
@@ -151,7 +162,8 @@ class Health:
         if threading.current_thread() is not threading.main_thread():
             return
         os.set_blocking(self._woken, False)
-        signal.signal(signal.SIGTERM, lambda *_: None)  # the thread acts
+        for number in _ENDING:
+            signal.signal(number, lambda *_: None)  # the thread acts
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=_forget_signals)
 
@@ -161,7 +173,7 @@ class Health:
             if not self._stop.is_set():
                 self._look_at_waits()
             if self._board is not None and not self._stop.is_set():
-                self._look_at_ranks(signal.SIGTERM in told)
+                self._look_at_ranks(next((number for number in _ENDING if number in told), None))
 
     def _signals(self, seconds: float) -> bytes:
         """Wait for signals; an interrupt from the keyboard reaches all ranks and needs no words."""
@@ -172,11 +184,11 @@ class Health:
             self._stop.set()
         return signals
 
-    def _look_at_ranks(self, told: bool) -> None:
+    def _look_at_ranks(self, told: signal.Signals | None) -> None:
         board = self._board
         assert board is not None
-        if told or self._dead():
-            self._wait_for(lambda: board.failure is not None or (told and bool(self._dead())), _DEATH_S)
+        if told is not None or self._dead():
+            self._wait_for(lambda: board.failure is not None or (told is not None and bool(self._dead())), _DEATH_S)
         if board.failure is not None:
             if board.failure.is_mistake:
                 self._stop.wait(_MISTAKE_S)
@@ -187,8 +199,12 @@ class Health:
             self._end(self._loss_of(lost))
         elif board.silence() > _LOST_S:
             self._end(self._loss_of_store(board.silence()))
-        elif told:
-            self._leave(128 + signal.SIGTERM)
+        elif told is not None and self._stops_when_asked:
+            self.asked_by = (
+                self.asked_by or told.name
+            )  # a scheduler may tell a rank twice: by itself and by its launcher
+        elif told is not None:
+            self._leave(128 + told)
 
     def _wait_for(self, happened: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -343,4 +359,5 @@ def _flush() -> None:
 def _forget_signals() -> None:
     """In a forked child: it shares the pipe, but what it is told does not concern this rank."""
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_DFL)

@@ -70,6 +70,8 @@ def test_a_killed_stage_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
     steps = metrics.read_text().count("\n")
     assert steps <= int(said[0][0]) <= steps + 1 and int(said[0][1]) == victim.pid
     assert "RESUME=latest" in log
+    # torchrun tells the others to end, because one died: they must not try to save.
+    assert not (tmp_path / "killed" / "checkpoints").exists() and "Ended by" not in log
     assert 'pretrain_llama.py", line' not in log, "a trace of a rank that only waited"
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -56,10 +57,16 @@ def _exit(_: Any) -> NoReturn:
     sys.exit(3)
 
 
+def _is_told_to_end(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3)  # steps of this size are over before anybody looked at signals
+
+
 FAULTS: dict[str, Callable[[Any], None]] = {
     "exception": _fail,
     "transport": _send_what_does_not_fit,
     "exit": _exit,
+    "told": _is_told_to_end,
 }
 
 

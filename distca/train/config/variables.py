@@ -121,8 +121,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="RESUME",
         values=_TEXT,
-        default="a new run",
-        meaning="folder of a run to go on with, or latest",
+        default="a new run; in a requeued Slurm job auto where NAME is given, else job",
+        meaning="folder of a run to go on with, or latest, job or auto",
         training=("checkpoint.resume",),
         benchmarks=None,
         instead="let every mode begin anew without it",

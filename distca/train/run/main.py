@@ -15,7 +15,7 @@ from distca.data.corpus import Corpus
 from distca.errors import ConfigError, DamagedCheckpointError, DataError, DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.cli import files_first, parse_run_config
-from distca.train.config.schema import RunConfig
+from distca.train.config.schema import RESUME_OR_START, RunConfig
 from distca.train.config.validate import validate
 from distca.train.run.run_folder import (
     Checkpoint,
@@ -69,9 +69,12 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
         open_sampler(config, corpus.validation, data_parallel)
     checkpoint = None
     if config.checkpoint.resume and os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
-        _, checkpoint = resume_run_folder(config)
+        found = resume_run_folder(config)
+        if found is None:
+            return corpus, None
+        _, checkpoint = found
         check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
-        if checkpoint.step >= config.train.steps:
+        if checkpoint.step >= config.train.steps and config.checkpoint.resume not in RESUME_OR_START:
             raise ConfigError(
                 f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "
                 "nothing is left to do. Raise train.steps."
@@ -121,6 +124,9 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         if resumed is not None:
             folder, newest = resumed
             checkpoint = _intact(folder, newest, world)
+            if checkpoint.step >= config.train.steps:
+                logger.info("%s has all of its %d steps: nothing is left to do.", folder.path, config.train.steps)
+                return folder
             config = with_saved_warmup(config, checkpoint.path)
             if world.rank == 0 and (changes := changes_since(folder, checkpoint, config, world.size)):
                 logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
@@ -156,10 +162,13 @@ def _hold_new(config: RunConfig, held: ExitStack) -> RunFolder:
     return folder
 
 
-def _hold_resumed(config: RunConfig, held: ExitStack) -> tuple[RunFolder, Checkpoint]:
-    folder, checkpoint = resume_run_folder(config)
+def _hold_resumed(config: RunConfig, held: ExitStack) -> tuple[RunFolder, Checkpoint] | None:
+    found = resume_run_folder(config)
+    if found is None:
+        return None
+    folder, checkpoint = found
     held.enter_context(hold(folder))
-    if resume_run_folder(config) != (folder, checkpoint):
+    if newest_intact(folder) != checkpoint:
         raise ConfigError(f"{folder.path} got another checkpoint while this run started; start again.")
     return folder, checkpoint
 

@@ -42,6 +42,7 @@ from distca.train.checkpoint.integrity import (
     write_durably,
 )
 from distca.train.config.cli import RunConfig, to_yaml
+from distca.train.config.schema import RESUME_BY_NAME, RESUME_OR_START
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +215,19 @@ def _saved_at(checkpoint: Checkpoint) -> int:
         return 0
 
 
+def _job() -> str:
+    """Words for the Slurm job of this process, which keeps its number when it is requeued."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f", Slurm job {job}" if job else ""
+
+
+def _belongs_to_this_job(run: Path) -> bool:
+    try:
+        return bool(_job()) and (run / _HOLDER).read_text(encoding="utf-8").endswith(_job())
+    except (OSError, ValueError):
+        return False
+
+
 @contextmanager
 def hold(folder: RunFolder) -> Iterator[None]:
     """Keep other processes from writing into a run's folder. Call it on one rank. The file system lets go of it when
@@ -240,7 +254,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
             pass  # a file system without locks: as before there were any
         with suppress(OSError):  # a full disk; the lock does not need the words
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.write(f"process {os.getpid()} on {socket.gethostname()}{_job()}")
             file.flush()
         yield
 
@@ -280,16 +294,19 @@ def _create(base: Path, config: RunConfig) -> RunFolder:
     return folder
 
 
-def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
+def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint] | None:
     """The folder and the newest checkpoint that ``checkpoint.resume`` asks for, of those with files of the right sizes.
 
-    Nothing is written: every rank may ask. The rank that starts the run then calls ``write_resumed_config``.
+    Nothing is written: every rank may ask. The rank that starts the run then calls ``write_resumed_config``. None where
+    a new run is to be started.
 
     Raises:
         ConfigError: where there is no such run, or no complete checkpoint in it, or only damaged ones.
     """
-    latest = config.checkpoint.resume == "latest"
-    folder = _latest_run(config) if latest else RunFolder(Path(str(config.checkpoint.resume)))
+    asked = str(config.checkpoint.resume)
+    folder = _latest_run(config) if asked in RESUME_BY_NAME else RunFolder(Path(asked))
+    if folder is None:
+        return None
     if not folder.path.is_dir():
         raise ConfigError(f"checkpoint.resume names {folder.path}, which is not a folder; give the folder of a run.")
     if not folder.checkpoints():
@@ -303,8 +320,8 @@ def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
     return folder, checkpoint
 
 
-def _latest_run(config: RunConfig) -> RunFolder:
-    """The run of this name that saved the newest complete checkpoint."""
+def _latest_run(config: RunConfig) -> RunFolder | None:
+    """The run of this name that saved the newest complete checkpoint, for job and auto first among this job's."""
     base = Path(config.output) / config.name
     runs = []
     for path in base.parent.iterdir() if base.parent.is_dir() else ():
@@ -312,6 +329,10 @@ def _latest_run(config: RunConfig) -> RunFolder:
             re.fullmatch(re.escape(base.name) + r"-\d+", path.name) and not _is_first_of_its_name(path)
         ):
             runs += [(saved, path) for each in RunFolder(path).checkpoints() if (saved := _saved_at(each))]
+    if config.checkpoint.resume in RESUME_OR_START:
+        own = [(saved, path) for saved, path in runs if _belongs_to_this_job(path)]
+        runs = own or (runs if config.checkpoint.resume == "auto" else [])
+        return RunFolder(max(runs)[1]) if runs else None
     if not runs:
         raise ConfigError(
             f"checkpoint.resume is latest, but no run {base} has a complete checkpoint; "

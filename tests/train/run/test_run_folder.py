@@ -27,6 +27,12 @@ def save(folder: RunFolder, step: int, complete: bool = True) -> None:
         folder.mark_complete(step)
 
 
+def _resumed_step(config: RunConfig) -> int:
+    found = resume_run_folder(config)
+    assert found is not None
+    return found[1].step
+
+
 def test_a_second_run_of_a_name_gets_a_number(tmp_path: Path) -> None:
     paths = [create_run_folder(config_in(tmp_path)).path.name for _ in range(3)]
     assert paths == ["try", "try-2", "try-3"]
@@ -91,6 +97,28 @@ def test_latest_is_the_run_of_this_name_that_saved_last(tmp_path: Path, name: st
     assert found.path == renamed
 
 
+def test_auto_takes_what_this_job_saved_then_the_newest_of_the_name_then_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(resume: str, job: str) -> str | None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        run = resume_run_folder(config_in(tmp_path, resume))
+        return None if run is None else run[0].path.name
+
+    assert found("auto", "7") is None and found("job", "7") is None
+    for age, job in enumerate(["7", "17", "8"]):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        folder = create_run_folder(config_in(tmp_path))
+        with hold(folder):
+            save(folder, 10)
+        os.utime(folder.checkpoint_path(10) / "COMPLETE", (1000 + age, 1000 + age))
+    assert found("auto", "7") == found("job", "7") == "try"
+    assert found("auto", "17") == found("job", "17") == "try-2"
+    assert (found("auto", "9"), found("job", "9")) == ("try-3", None)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert resume_run_folder(config_in(tmp_path, "job")) is None
+
+
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     folder = create_run_folder(config_in(tmp_path))
     for _ in range(2):  # and another one after it
@@ -144,13 +172,13 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, capl
     save(folder, 10)
     save(folder, 20)
     config, newest = config_in(tmp_path, "latest"), folder.checkpoint_path(20)
-    assert resume_run_folder(config)[1].path == newest
+    assert _resumed_step(config) == 20
     check_undamaged(newest)
     (newest / "weights").write_bytes(b"123")
     with pytest.raises(ConfigError, match=r"step_000020 is damaged: weights has 3 bytes, not 5. Delete this folder"):
         check_undamaged(newest)
     with caplog.at_level(logging.WARNING):
-        assert resume_run_folder(config)[1].step == 10, "the newest that is intact"
+        assert _resumed_step(config) == 10, "the newest that is intact"
     assert "step_000020 is damaged: weights has 3 bytes, not 5" in caplog.text
     (newest / "weights").unlink()
     with pytest.raises(ConfigError, match="weights is missing"):
