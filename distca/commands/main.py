@@ -18,11 +18,19 @@ from distca.log import die, setup_logging
 COMMANDS: dict[str, str | dict[str, str]] = {
     "plan": "distca.commands.plan:plan",
     "data": {"convert": "distca.commands.data:convert", "describe": "distca.commands.data:describe"},
+    "checkpoint": {
+        "verify": "distca.commands.checkpoint_runs:verify",
+        "list": "distca.commands.checkpoint_runs:list_checkpoints",
+        "prune": "distca.commands.checkpoint_runs:prune",
+    },
     "profile": "distca.commands.profile:profile",
     "parity": "distca.commands.parity:parity",
     "doctor": "distca.commands.doctor:doctor",
 }
-GROUP_HELP = {"data": "Convert and describe training data."}
+GROUP_HELP = {
+    "data": "Convert and describe training data.",
+    "checkpoint": "Verify, list and delete checkpoints of runs.",
+}
 
 
 def main(argv: list[str] | None = None) -> None:

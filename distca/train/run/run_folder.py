@@ -151,20 +151,22 @@ class RunFolder:
 
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first."""
-        complete = (path for path in self._checkpoint_folders() if (path / COMPLETE).exists())
-        found = [Checkpoint(int(path.name.removeprefix("step_")), path) for path in complete]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        complete = (path for path in self.checkpoint_folders() if (path / COMPLETE).exists())
+        return [Checkpoint(int(path.name.removeprefix("step_")), path) for path in complete]
 
-    def _checkpoint_folders(self) -> Iterator[Path]:
-        """Of this run, complete or not; what else lies there is somebody's own."""
-        for path in (self.path / "checkpoints").glob("step_*"):
-            if re.fullmatch(r"step_\d+", path.name) and path.is_dir() and not path.is_symlink():
-                yield path
+    def checkpoint_folders(self) -> list[Path]:
+        """Of this run, complete or not, oldest first; what else lies there is somebody's own."""
+        found = [
+            path
+            for path in (self.path / "checkpoints").glob("step_*")
+            if re.fullmatch(r"step_\d+", path.name) and path.is_dir() and not path.is_symlink()
+        ]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
     def prune(self, keep: int) -> list[Checkpoint]:
         """Delete all complete checkpoints but the ``keep`` newest, and those that a killed run left unfinished; returns
         the complete ones. What cannot be deleted is warned about. Call it on one rank, while none is being written."""
-        for path in self._checkpoint_folders():
+        for path in self.checkpoint_folders():
             if not (path / COMPLETE).exists():
                 shutil.rmtree(path, ignore_errors=True)  # they are in nobody's way
         old = self.checkpoints()[: -keep or None]
