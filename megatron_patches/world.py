@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from distca.cluster.environment import check_gpus_usable, gpu_of, launched
+from distca.cluster.environment import Launched, check_gpus_usable, gpu_of, launched
 from distca.cluster.health import TIMEOUT, Health
+from distca.cluster.store import own_store_of_one_node
 from distca.device.host_memory import keep_freed_memory
 from distca.transport.nccl_priority import nccl_goes_first
 
@@ -42,21 +41,18 @@ def join_world() -> World:
         LaunchError: the launcher's variables cannot be meant so, or GPUs are meant that torch cannot use.
     """
     told = launched()
-    rank, size = told.rank, told.size
-    if not told.address:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     check_gpus_usable(torch.cuda.is_available(), torch.__version__)
     if torch.cuda.is_available():
         device = torch.device("cuda", gpu_of(told.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         nccl_goes_first()
-        dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
+        _initialize(told, "cpu:gloo,cuda:nccl", device)
     else:
         device = torch.device("cpu")
         _use_cpu()
         keep_freed_memory()
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
-    return World(rank, size, device)
+        _initialize(told, "gloo")
+    return World(told.rank, told.size, device)
 
 
 def leave_world() -> None:
@@ -73,8 +69,8 @@ def _use_cpu() -> None:
         use_cpu()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def _initialize(told: Launched, backend: str, device: torch.device | None = None) -> None:
+    store = own_store_of_one_node(told.rank, told.size, told.port, TIMEOUT)
+    dist.init_process_group(
+        backend, store=store, rank=told.rank, world_size=told.size, timeout=TIMEOUT, device_id=device
+    )

@@ -45,7 +45,8 @@ class Machine:
         self.bin.mkdir()
         self.record = folder / "record"
         # A Python that has everything, so that nothing is installed, and finds nothing wrong with any settings.
-        self._start = 'if [[ "$1 $2" == "-m torch.distributed.run" ]]; then shift 2; exec torchrun "$@"; fi'
+        is_torchrun = '"$1 $2" == "-m torch.distributed.run" || "$1 $2" == "-m distca.cluster.torchrun"'
+        self._start = f'if [[ {is_torchrun} ]]; then shift 2; exec torchrun "$@"; fi'
         self._launch = f'if [[ "$*" == *distca.train.launch.* ]]; then exec {shlex.quote(sys.executable)} "$@"; fi'
         nothing_wrong = '[[ $1 == -* || $2 == --check ]] && exit 0; echo "python was started: $*" >&2; exit 1'
         self.tool("python", f"#!/bin/bash\n{self._start}\n{self._launch}\n{nothing_wrong}\n")
@@ -301,7 +302,7 @@ def test_machines_without_slurm(machine: Machine) -> None:
 def test_nsys_wraps_the_ranks(machine: Machine) -> None:
     machine.tool("nsys", RECORDER)
     command = machine.dry(ENABLE_NSYS="1", NAME="look")
-    assert command.index("nsys") < command.index("torch.distributed.run")
+    assert command.index("nsys") < command.index("distca.cluster.torchrun")
     assert "--output=runs/nsys/look-node0" in command
 
 
@@ -503,7 +504,7 @@ if [[ $* == *"$FAIL"* && -n $FAIL ]]; then echo no such package; exit 1; fi
     assert torch.endswith("torch==2.13.0"), "torch comes first and by itself where there is no GPU"
     assert rest.endswith(f"-e {project}")
     assert checked.startswith(f"{project}/pretrain_llama.py --check 4 ")
-    assert started.startswith("-m torch.distributed.run --nproc-per-node=4")
+    assert started.startswith("-m distca.cluster.torchrun --nproc-per-node=4")
     # With a GPU it is one step, and a failure says where to look.
     machine.gpus(1)
     failed = machine.run(script=project / "pretrain_llama.sh", FAIL="[gpu]", MODEL="tiny")

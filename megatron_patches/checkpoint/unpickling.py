@@ -10,6 +10,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
@@ -49,6 +50,21 @@ class MetadataUnpickler(pickle.Unpickler):
                 if isinstance(found, type) and found.__module__ == module:
                     return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint and was not run")
+
+
+def check_metadata(checkpoint: Path) -> None:
+    """Read a checkpoint's description of its tensors; garbage in it can raise nearly any exception.
+
+    Raises:
+        pickle.UnpicklingError: it cannot be read, or is more than data.
+    """
+    try:
+        with (checkpoint / ".metadata").open("rb") as file:
+            _load(file)
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:
+        raise pickle.UnpicklingError(f".metadata cannot be read ({error or type(error).__name__})") from None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, fil
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_patches.checkpoint.unpickling import MetadataUnpickler, only_data
+from megatron_patches.checkpoint.unpickling import MetadataUnpickler, check_metadata, only_data
 
 
 class _Runs:
@@ -47,6 +47,14 @@ def test_a_command_in_the_metadata_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):
         FileSystemReader(tmp_path).read_metadata()
     assert (tmp_path / "ran").exists(), "without it the file was made: this test shows something"
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04K\x01", None])
+def test_metadata_that_is_garbage_is_one_error(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError):
+        check_metadata(tmp_path)
 
 
 def test_a_command_in_an_object_is_not_run(tmp_path: Path) -> None:
