@@ -20,6 +20,10 @@
 #SBATCH --exclusive
 #SBATCH --time=02:00:00
 #SBATCH --output=slurm-%j.out
+# Five minutes before the time is over, or at preemption, the run saves; then the job goes on from there.
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
 
 set -euo pipefail
 

@@ -85,7 +85,7 @@ class CheckpointError(DistcaError):
 class DamagedCheckpointError(ConfigError):
     """A checkpoint that is not any more what was saved."""
 
-    next_step = "resume again; the checkpoint before it is then taken."
+    next_step = "resume an older run, or start anew."
 
 
 class DivergedError(ConfigError):

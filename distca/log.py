@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from functools import cache
 from typing import NoReturn
 
@@ -14,6 +15,8 @@ from rich.text import Text
 
 # Where standard error is not a terminal nothing says how wide it is.
 _FILE_WIDTH = 120
+SILENCE_S = 10.0
+"""Seconds in which a rank with a mistake leaves the word to rank 0."""
 
 
 @cache
@@ -47,16 +50,23 @@ def setup_logging(rank: int) -> None:
 
 
 def die(error: BaseException | str, next_step: str | None = None, everywhere: bool = False) -> NoReturn:
-    """End this process with exit code 2 after saying, once per machine, what is wrong and what to do about it.
+    """End this process with exit code 2 after saying what is wrong and what to do about it: on rank 0 and once per
+    machine at once, on other ranks if nothing has ended them by then.
 
     Args:
         error: the user's mistake, as a sentence.
         next_step: what to do about it; without one the error's ``next_step`` attribute or a general hint is shown.
-        everywhere: say it on any rank: other ranks did not find the same.
+        everywhere: say it on any rank at once: other ranks did not find the same.
     """
     # Also the first rank of every other machine: its disk or packages may be what is wrong.
-    if everywhere or "0" in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):
-        hint = next_step or getattr(error, "next_step", None) or "correct what is named and start again."
-        console().print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
-        console().print(Text.assemble(("next step: ", "bold"), hint), soft_wrap=True)
+    if not everywhere and "0" not in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):
+        # A launcher ends all ranks with the first, which must not be one that said nothing. Who is left then speaks.
+        time.sleep(SILENCE_S)
+    say_mistake(str(error), next_step or getattr(error, "next_step", None) or "correct what is named and start again.")
     raise SystemExit(2)
+
+
+def say_mistake(sentence: str, next_step: str) -> None:
+    """What is wrong, and what to do about it, on standard error."""
+    console().print(Text.assemble(("error: ", "bold red"), (sentence, "red")), soft_wrap=True)
+    console().print(Text.assemble(("next step: ", "bold"), next_step), soft_wrap=True)

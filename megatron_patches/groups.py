@@ -7,6 +7,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from distca.cluster.health import TIMEOUT
+
 
 def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
     """Create megatron's groups and seed its random states; torch.distributed is initialised already.
@@ -23,7 +25,14 @@ def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
             model_parallel_cuda_manual_seed(seed + pipeline_seed(), force_reset_rng=True)
             return
         destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        distributed_timeout_minutes=int(TIMEOUT.total_seconds() / 60),
+    )
+    for group in dist.distributed_c10d._world.pg_map:  # megatron (0.16.1) gives not all of them the time-out
+        if group is not dist.group.WORLD:
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
     if pp > 1:
         # NCCL lets some ranks of a group talk to each other only after all of them did once.
         here = torch.zeros(1, device=torch.cuda.current_device())
@@ -52,7 +61,7 @@ def server_pool_group() -> dist.ProcessGroup:
         # megatron numbers tensor-parallel ranks fastest, then data-parallel ones, then stages.
         for first in range(tp):
             ranks = list(range(first, dist.get_world_size(), tp))
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=TIMEOUT)
             if dist.get_rank() in ranks:
                 _pools[tp, pp] = group
     return _pools[tp, pp]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from distca.cluster.health import Companions
+from distca.cluster.environment import Launched, check_gpus_usable, gpu_of, launched
+from distca.cluster.health import TIMEOUT, Health
+from distca.cluster.store import own_store_of_one_node
 from distca.device.host_memory import keep_freed_memory
 from distca.transport.collective import nccl_goes_first
-
-# Long enough for slow file systems, short enough that a dead rank ends the others.
-_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -27,39 +23,36 @@ class World:
         rank: global rank.
         size: number of ranks.
         device: this rank's device.
-        companions: watches over the other ranks; None where nobody does.
+        health: watches over the other ranks; None where nobody does.
     """
 
     rank: int
     size: int
     device: torch.device
-    companions: Companions | None = None
-
-
-def world_size_of_environment() -> int:
-    """Ranks that torchrun or srun started, from the environment; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    health: Health | None = None
 
 
 def join_world() -> World:
     """Initialise torch.distributed from the launcher's variables: NCCL on GPUs, gloo without.
 
     Without a launcher (``python pretrain_llama.py``) this process is a world of one rank.
+
+    Raises:
+        LaunchError: the launcher's variables cannot be meant so, or GPUs are meant that torch cannot use.
     """
-    rank, size = int(os.environ.get("RANK", "0")), world_size_of_environment()
-    if "MASTER_ADDR" not in os.environ:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    told = launched()
+    check_gpus_usable(torch.cuda.is_available(), torch.__version__)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", gpu_of(told.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         nccl_goes_first()
-        dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device)
+        _initialize(told, "cpu:gloo,cuda:nccl", device)
     else:
         device = torch.device("cpu")
         _use_cpu()
         keep_freed_memory()
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_TIMEOUT)
-    return World(rank, size, device)
+        _initialize(told, "gloo")
+    return World(told.rank, told.size, device)
 
 
 def leave_world() -> None:
@@ -76,8 +69,8 @@ def _use_cpu() -> None:
         use_cpu()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def _initialize(told: Launched, backend: str, device: torch.device | None = None) -> None:
+    store = own_store_of_one_node(told.rank, told.size, told.port, TIMEOUT)
+    dist.init_process_group(
+        backend, store=store, rank=told.rank, world_size=told.size, timeout=TIMEOUT, device_id=device
+    )

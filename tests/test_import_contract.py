@@ -23,7 +23,8 @@ ROWS = (
     ("distca.runtime", "distca.testing"),
     ("distca.profile",),
     ("megatron_patches",),
-    ("distca.commands", "distca.train"),
+    ("distca.train",),
+    ("distca.commands",),
 )
 KNOWS_MEGATRON = {"megatron_patches", "distca.commands", "distca.train"}
 # The public names of `distca` are loaded when they are asked for; the names are checked against this.

@@ -45,7 +45,8 @@ class Machine:
         self.bin.mkdir()
         self.record = folder / "record"
         # A Python that has everything, so that nothing is installed, and finds nothing wrong with any settings.
-        self._start = 'if [[ "$1 $2" == "-m torch.distributed.run" ]]; then shift 2; exec torchrun "$@"; fi'
+        is_torchrun = '"$1 $2" == "-m torch.distributed.run" || "$1 $2" == "-m distca.cluster.torchrun"'
+        self._start = f'if [[ {is_torchrun} ]]; then shift 2; exec torchrun "$@"; fi'
         self._launch = f'if [[ "$*" == *distca.train.launch.* ]]; then exec {shlex.quote(sys.executable)} "$@"; fi'
         nothing_wrong = '[[ $1 == -* || $2 == --check ]] && exit 0; echo "python was started: $*" >&2; exit 1'
         self.tool("python", f"#!/bin/bash\n{self._start}\n{self._launch}\n{nothing_wrong}\n")
@@ -130,6 +131,17 @@ def test_a_folder_to_begin_with_says_the_shape(machine: Machine) -> None:
     assert has_pair(argument, "--config", str(ROOT / "configs" / "from-folder.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("visible", "ranks"), [("0,1", 2), ("3", 1), ("0,1,2,3", 4), ("1,9,2", 1), ("GPU-8932f937,GPU-d1", 2), ("", 4)]
+)
+def test_only_visible_gpus_count(machine: Machine, visible: str, ranks: int) -> None:
+    """None at all are four CPU ranks."""
+    machine.gpus(4)
+    command = machine.dry(CUDA_VISIBLE_DEVICES=visible, MODEL="tiny")
+    assert f"--nproc-per-node={ranks}" in command
+    assert ("CUDA_VISIBLE_DEVICES=" in command) == (not visible)
+
+
 def test_gpus_per_node_0_uses_the_cpu(machine: Machine) -> None:
     machine.gpus(2)
     command = machine.dry(GPUS_PER_NODE="0")
@@ -203,6 +215,27 @@ def test_slurm_tasks_know_their_rank(machine: Machine) -> None:
 def test_slurm_gpu_count_with_a_type(machine: Machine) -> None:
     machine.slurm(1, None, SLURM_GPUS_PER_NODE="h100:4")
     assert "--ntasks-per-node=4" in machine.dry()
+
+
+def test_slurm_gpus_of_the_whole_job(machine: Machine) -> None:
+    machine.slurm(2, None, SLURM_GPUS="h100:8")
+    assert "--ntasks-per-node=4" in machine.dry()
+    said = machine.run(SLURM_GPUS="7", DRY_RUN="1")
+    assert (said.returncode, "SLURM_GPUS is 7, which 2 nodes cannot share equally." in said.stderr) == (2, True)
+
+
+def test_gpus_of_gres_are_what_scontrol_says(machine: Machine) -> None:
+    """From a login node inside salloc, where no variable tells them."""
+    machine.slurm(2, None)
+    hosts = machine.bin.joinpath("scontrol").read_text().replace("exit 1", "show_job")
+    shown = "JobId=20017 AllocTRES=cpu=64,mem=1T,node=2,billing=64,gres/gpu=4,gres/gpu:h100=4 OverSubscribe=NO"
+    machine.tool("scontrol", hosts.replace("#!/bin/bash\n", f"#!/bin/bash\nshow_job() {{ echo '{shown}'; exit; }}\n"))
+    assert "--ntasks-per-node=2" in machine.dry()
+
+
+def test_the_users_address_wins_over_slurms(machine: Machine) -> None:
+    machine.slurm(2, 8)
+    assert "MASTER_ADDR=ib-host1" in machine.dry(MASTER_ADDR="ib-host1")
 
 
 def test_sbatch_runs_a_copy_from_another_folder(machine: Machine) -> None:
@@ -282,7 +315,7 @@ def test_machines_without_slurm(machine: Machine) -> None:
 def test_nsys_wraps_the_ranks(machine: Machine) -> None:
     machine.tool("nsys", RECORDER)
     command = machine.dry(ENABLE_NSYS="1", NAME="look")
-    assert command.index("nsys") < command.index("torch.distributed.run")
+    assert command.index("nsys") < command.index("distca.cluster.torchrun")
     assert "--output=runs/nsys/look-node0" in command
 
 
@@ -308,6 +341,7 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"EXPERIMENT_FOO": "1"}, "There is no variable EXPERIMENT_FOO"),
         ({"STEPS": "ten"}, "STEPS is 'ten'; it must be a whole number of at least 1."),
         ({"STEPS": "0"}, "STEPS is '0'"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999'; it must be a whole number from 1 to 65535."),
         ({"TP_SIZE": "18446744073709551616"}, "it must be a whole number from 1 to 999999999."),
         ({"NNODES": "4294967296"}, "NNODES is '4294967296'; it must be a whole number from 1 to 999999999."),
         ({"GPUS_PER_NODE": "18446744073709551617"}, "it must be a whole number from 0 to 999999999."),
@@ -376,6 +410,57 @@ def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, nam
     assert not [line for line in said if "ended early" in line]
 
 
+# Ranks that save when they are told to, below what started them.
+SAVES = """#!/bin/bash
+RANK=0 bash -c 'trap "echo saved >> $RECORD; exit 0" USR1 TERM
+    echo up >> $RECORD
+    for _ in {1..400}; do sleep 0.05; done' &
+trap 'echo the starter was told >> "$RECORD"' TERM USR1
+wait
+"""
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_ranks_are_told_to_save_and_a_job_whose_time_is_over_is_requeued(
+    machine: Machine, number: int, requeued: bool
+) -> None:
+    """torchrun itself would end them half a minute later. At preemption and scancel nothing is requeued by us."""
+    machine.slurm(1, 0)
+    machine.tool("srun", SAVES)
+    requeue = '[[ $1 == requeue ]] && echo "$@" >> "$RECORD" && exit'
+    hosts = machine.bin.joinpath("scontrol").read_text()
+    machine.tool("scontrol", hosts.replace("#!/bin/bash", f"#!/bin/bash\n{requeue}"))
+    script = subprocess.Popen(
+        ["bash", str(SCRIPT)],
+        env=machine.variables,
+        cwd=machine.folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
+    try:
+        end = time.monotonic() + 30
+        while not machine.record.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        script.send_signal(number)
+        said = script.communicate(timeout=30)[1]
+    finally:
+        script.kill()
+    assert script.returncode == 0, said
+    assert machine.record.read_text().splitlines() == ["up", "saved"] + ["requeue 20017"] * requeued
+    assert ("Slurm starts job 20017 again." in said) == requeued
+
+
+def test_a_requeued_job_goes_on_with_what_it_saved(machine: Machine) -> None:
+    machine.slurm(1, 2)
+    assert not has_pair(machine.dry(SLURM_RESTART_COUNT="0"), "--checkpoint.resume", "job")
+    assert has_pair(machine.dry(SLURM_RESTART_COUNT="1"), "--checkpoint.resume", "job")
+    assert has_pair(machine.dry(SLURM_RESTART_COUNT="1", NAME="a"), "--checkpoint.resume", "auto")
+    assert has_pair(machine.dry(SLURM_RESTART_COUNT="1", RESUME="latest"), "--checkpoint.resume", "latest")
+    header = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=B:USR1@300", "--open-mode=append"} <= set(header)
+
+
 def test_a_run_that_fails_by_itself_says_where_to_look(machine: Machine) -> None:
     machine.tool("torchrun", "#!/bin/bash\nexit 7\n")
     result = machine.run()
@@ -433,7 +518,7 @@ if [[ $* == *"$FAIL"* && -n $FAIL ]]; then echo no such package; exit 1; fi
     assert torch.endswith("torch==2.13.0"), "torch comes first and by itself where there is no GPU"
     assert rest.endswith(f"-e {project}")
     assert checked.startswith(f"{project}/pretrain_llama.py --check 4 ")
-    assert started.startswith("-m torch.distributed.run --nproc-per-node=4")
+    assert started.startswith("-m distca.cluster.torchrun --nproc-per-node=4")
     # With a GPU it is one step, and a failure says where to look.
     machine.gpus(1)
     failed = machine.run(script=project / "pretrain_llama.sh", FAIL="[gpu]", MODEL="tiny")

@@ -29,14 +29,23 @@ def test_rank_0_speaks_and_the_others_only_warn() -> None:
     assert lines(3) == ["WARNING [rank 3] odd [value]"]
 
 
-@pytest.mark.parametrize(("rank", "everywhere", "speaks"), [("0", False, True), ("2", False, False), ("2", True, True)])
-def test_die_says_it_once_or_everywhere(rank: str, everywhere: bool, speaks: bool) -> None:
-    code = f"from distca.log import die; die(ValueError('tp is [3]; change it.'), 'do that.', {everywhere})"
+@pytest.mark.parametrize(("rank", "everywhere", "waits"), [("0", False, False), ("2", False, True), ("2", True, False)])
+def test_die_leaves_the_first_word_to_rank_0_and_is_never_silent(rank: str, everywhere: bool, waits: bool) -> None:
+    """A rank that ended at once without a word made its launcher end rank 0 before that had said anything."""
+    code = f"""
+import time
+from distca import log
+log.SILENCE_S, began = 2.0, time.monotonic()
+try:
+    log.die(ValueError('tp is [3]; change it.'), 'do that.', {everywhere})
+finally:
+    assert (time.monotonic() - began > 1.9) == {waits}
+"""
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={"RANK": rank, "PYTHONPATH": "."}
     )
     assert result.returncode == 2
-    assert result.stderr == ("error: tp is [3]; change it.\nnext step: do that.\n" if speaks else "")
+    assert result.stderr == "error: tp is [3]; change it.\nnext step: do that.\n"
 
 
 def test_die_exits_this_process_too() -> None:

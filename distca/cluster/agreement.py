@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.cluster.health import TIMEOUT
 from distca.errors import PlanError
 
 
@@ -19,7 +20,7 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self.next_step = 1
 
     def check(self, fingerprint: int) -> None:

@@ -21,6 +21,9 @@ COMMANDS: dict[str, str | dict[str, str]] = {
     "checkpoint": {
         "import": "distca.train.checkpoint.command:import_weights",
         "export": "distca.train.checkpoint.command:export_weights",
+        "verify": "distca.commands.checkpoint_runs:verify",
+        "list": "distca.commands.checkpoint_runs:list_checkpoints",
+        "prune": "distca.commands.checkpoint_runs:prune",
     },
     "profile": "distca.commands.profile:profile",
     "parity": "distca.commands.parity:parity",
@@ -28,7 +31,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
 }
 GROUP_HELP = {
     "data": "Convert and describe training data.",
-    "checkpoint": "Weights from Hugging Face folders and to them.",
+    "checkpoint": "Verify, list and delete checkpoints of runs; weights from Hugging Face folders and to them.",
 }
 
 

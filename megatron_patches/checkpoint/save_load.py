@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from distca.errors import VersionError
 from megatron_patches.checkpoint.optimizer_state import keep_parts
+from megatron_patches.checkpoint.unpickling import check_metadata, only_data
 from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
 from megatron_patches.versions import installed_version
@@ -46,11 +50,12 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
 
     Raises:
         VersionError: it was written with a newer megatron-core, of a format that this one does not know.
+        UnreadableError: it is not what was saved, or holds more than data, of which nothing was run.
     """
     _check_readable(path)
     _allocate_state(optimizer.optimizer)
     with torch.no_grad():  # megatron copies into float32 weights themselves
-        state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(path))
+        state = _read(_sharded_state(model, optimizer, is_loading=True), path)
         unwrap_model(model).load_state_dict(state["model"])
         _keep_own_groups(state["optimizer"], optimizer.optimizer.state_dict())
         optimizer.optimizer.load_state_dict(state["optimizer"])
@@ -58,6 +63,24 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
     return extra
+
+
+class UnreadableError(Exception):
+    """A checkpoint that cannot be read; says in a few words what is wrong."""
+
+
+def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        check_metadata(path)  # of a bad one torch logs two traces
+        with only_data():
+            state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
+            return state
+    except CheckpointException as error:  # no Exception, and hundreds of lines
+        cause: BaseException = next(iter(error.failures.values()))[0]
+    except (UnpicklingError, OSError, EOFError, CheckpointingException) as error:
+        cause = error
+    words = str(cause).splitlines()
+    raise UnreadableError(words[0] if words else type(cause).__name__) from None
 
 
 def _check_readable(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -10,12 +11,19 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stderr, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from distca.cluster.health import Companions
+from distca import log
+from distca.cluster import board, health, process
+from distca.cluster.health import Health
+from distca.cluster.process import Process
+from distca.errors import ConfigError
 from distca.testing.ranks import run_ranks
 from tests.train.small_runs import ROOT, arguments, write_texts
 
@@ -58,10 +66,12 @@ def test_a_killed_stage_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
             started.kill()
     log = (tmp_path / "log").read_text()
     said = re.findall(r"Rank 2 died in step (\d+) \(process (\d+) on [^)]*\)", log)
-    assert len(said) == 1, log
+    assert len(said) == 3, log  # by each of the others
     steps = metrics.read_text().count("\n")
     assert steps <= int(said[0][0]) <= steps + 1 and int(said[0][1]) == victim.pid
-    assert "RESUME=latest" in log
+    assert "last checkpoint" in log
+    # torchrun tells the others to end, because one died: they must not try to save.
+    assert not (tmp_path / "killed" / "checkpoints").exists() and "Ended by" not in log
     assert 'pretrain_llama.py", line' not in log, "a trace of a rank that only waited"
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
 
@@ -80,10 +90,10 @@ def _find_one_death_twice() -> list[str]:
         raise SystemExit(code)
 
     logging.getLogger().addHandler(Slow())
-    companions = Companions(give_up)
-    companions._stop.set()
-    companions._processes = {1: (2**22 + 1, 0.0)}  # more than any process number
-    threads = [threading.Thread(target=companions.explain_failure) for _ in range(2)]
+    watching = Health(give_up=give_up)
+    watching._stop.set()
+    watching._processes = {1: replace(Process.here(), pid=2**22 + 1)}  # more than any process number
+    threads = [threading.Thread(target=watching.fail, args=(RuntimeError("late"),)) for _ in range(2)]
     for thread in threads:
         thread.start()
         time.sleep(0.1)
@@ -93,4 +103,91 @@ def _find_one_death_twice() -> list[str]:
 
 
 def test_who_speaks_is_not_ended_by_its_other_thread() -> None:
-    assert run_ranks(1, _find_one_death_twice)[0] == ["said", "ended", "ended"]
+    assert run_ranks(1, _find_one_death_twice)[0] == ["said", "ended", "said", "ended"]
+
+
+def _lose_a_node() -> tuple[str, float, int]:
+    """Rank 1 stands for another node and goes silent, as one without power does; what rank 0 says, and when."""
+    said: list[str] = []
+    ended = threading.Event()
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger().addHandler(Keep())
+    health._LOST_S, board._BEAT_S = 3.0, 0.5
+    other = dist.get_rank() == 1
+    if other:
+        process.machine_name = lambda: "another node"
+    codes: list[int] = []
+    watching = Health(give_up=lambda code: (codes.append(code), ended.set()))
+    watching.doing("step 7")
+    assert not ended.wait(5), f"all nodes live: {said}"
+    lost = time.monotonic()
+    if other:
+        assert watching._board is not None
+        watching._board.stop()
+        watching._stop.set()
+        time.sleep(6)
+        return "", 0.0, 0
+    assert ended.wait(20)
+    watching.stop()
+    return said[0], time.monotonic() - lost, codes[0]
+
+
+def test_a_node_that_vanishes_is_named() -> None:
+    said, seconds, code = run_ranks(2, _lose_a_node)[0]
+    assert re.match("No sign of life from ranks 1 on .* in step 7: the node or its network is gone", said), said
+    assert seconds < 3 + 2 + health._HEARD_S and code == 1
+    assert health._LOST_S + health._HEARD_S + 2 * board._BEAT_S < 60
+
+
+def _lose_the_store() -> tuple[str, int]:
+    said: list[str] = []
+    ended, hangs = threading.Event(), threading.Event()
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger().addHandler(Keep())
+    health._LOST_S, health._HEARD_S = 3.0, 0.5
+    codes: list[int] = []
+    watching = Health(give_up=lambda code: (codes.append(code), ended.set()))
+
+    class Gone:
+        def __getattr__(self, _: str) -> object:
+            return lambda *_: hangs.wait(60)
+
+    assert watching._board is not None
+    watching._board._store = Gone()
+    assert ended.wait(20)
+    hangs.set()
+    watching.stop()
+    return said[0], codes[0]
+
+
+def test_a_store_that_answers_no_more_ends_who_asks_it() -> None:
+    ((said, code),) = run_ranks(1, _lose_the_store)
+    assert "has not answered rank 0 for" in said and "the node or its network is gone" in said and code == 1
+
+
+def _refuse_alike() -> tuple[str, int]:
+    """What a rank says and ends with where both find the same mistake, the second one later."""
+    codes: list[int] = []
+    watching = Health(give_up=codes.append)
+    time.sleep(1.5 * dist.get_rank())
+    with redirect_stderr(io.StringIO()) as heard, suppress(SystemExit):
+        cache_clear = log.console.cache_clear
+        cache_clear()
+        with watching.ends_failures():
+            raise ConfigError("tp is 3; change it.")
+    watching.stop()
+    return heard.getvalue(), codes[0]
+
+
+def test_what_all_ranks_refuse_is_said_once_and_by_the_first() -> None:
+    (first, code_1), (second, code_2) = run_ranks(2, _refuse_alike)
+    assert first == "error: tp is 3; change it.\nnext step: change the setting that is named and start again.\n"
+    assert (second, code_1, code_2) == ("", 2, 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distca.cluster.health import TIMEOUT
 from distca.testing.ranks import run_ranks
 
 SIZES = ((1, 2), (1, 2), (2, 1), (1, 2))
@@ -22,6 +23,7 @@ def _seeded_and_pooled(seed: int) -> list[dict[str, Any]]:
     import torch.distributed as dist
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+    from distca.cluster.agreement import Agreement
     from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel, server_pool_group
 
     found = []
@@ -36,6 +38,9 @@ def _seeded_and_pooled(seed: int) -> list[dict[str, Any]]:
         dist.all_reduce(number, group=pool)
         groups = len(dist.distributed_c10d._world.pg_map)
         found.append({"states": states, "pool": dist.get_process_group_ranks(pool), "sum": number, "groups": groups})
+    Agreement()  # which makes one more
+    made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    found[-1]["timeouts"] = {group._get_backend(torch.device("cpu")).options._timeout for group in made}
     destroy_model_parallel()
     assert len(dist.distributed_c10d._world.pg_map) == 1
     return found
@@ -50,6 +55,7 @@ def test_groups_that_come_again_are_new_and_seeded_alike() -> None:
             assert again["pool"] == first["pool"] == [0, 1] and again["sum"] == first["sum"] == 1
             assert again["groups"] == first["groups"], "groups of other sizes were left open"
         assert len(other["pool"]) == 1
+        assert last["timeouts"] == {TIMEOUT}, "a group that waits longer than all others"
     drawn = "model-parallel-rng"
     one, two = (rank[0]["states"][drawn] for rank in ranks)
     assert not torch.equal(one, two), "no two stages draw the same weights"

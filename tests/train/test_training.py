@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
+from distca.train.run.run_folder import RunFolder
 from tests.train.small_runs import ROOT, arguments, steps_of, train_all, write_texts
 
 pytestmark = pytest.mark.slow
@@ -315,15 +317,66 @@ def test_a_mistake_is_one_sentence_before_anything_starts(
     assert not (folder / "mistakes").exists()
 
 
-def test_a_damaged_checkpoint_is_refused_before_anything_starts(
+def test_a_run_with_damaged_checkpoints_is_refused_before_anything_starts(
     started: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     run, _ = started
     shutil.copytree(run, run.with_name("damaged"))
-    newest = run.with_name("damaged") / "checkpoints" / "step_000006"
-    os.truncate(newest / "__0_0.distcp", 100)
+    for checkpoint in (run.with_name("damaged") / "checkpoints").iterdir():
+        os.truncate(checkpoint / "__0_0.distcp", 100)
     line = arguments(data__path=run.parent / "texts", train__steps=9, checkpoint__resume=run.with_name("damaged"))
-    _is_one_sentence(start("--check", "2", *line, ranks=0), "step_000006 is damaged: __0_0.distcp has 100 bytes, not")
+    done = start("--check", "2", *line, ranks=0)
+    assert done.returncode == 2 and "are damaged, as the lines above say" in done.stderr
+    assert "step_000006 is damaged: __0_0.distcp has 100 bytes, not" in done.stderr
+
+
+def test_flipped_bits_are_not_resumed_from_but_the_checkpoint_before(
+    started: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    run, _ = started
+    copy = run.with_name("flipped")
+    shutil.copytree(run, copy)
+    shard = copy / "checkpoints" / "step_000006" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    shard.write_bytes(content)
+    done = start("--config", str(run / "config.yaml"), "--checkpoint.resume", str(copy), "--train.steps", "7")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("__1_0.distcp is not what was saved, as its checksum shows") == 1
+    assert "Resumed from" in done.stderr and "step_000004" in done.stderr.partition("Resumed from")[2].splitlines()[0]
+    again, whole = steps_of(copy), steps_of(run)
+    assert [again[step] for step in range(1, 5)] == [whole[step] for step in range(1, 5)] and set(again) == set(
+        range(1, 8)
+    )
+
+
+def test_code_in_a_checkpoint_is_not_run(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run, _ = started
+    copy = run.with_name("code")
+    shutil.copytree(run, copy)
+    for step in (4, 6):
+        checkpoint = copy / "checkpoints" / f"step_00000{step}"
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(_Touches(copy / "ran")))
+        RunFolder(copy).mark_complete(step)  # with the right checksums
+    done = start("--config", str(run / "config.yaml"), "--checkpoint.resume", str(copy), "--train.steps", "7")
+    assert done.returncode != 0 and not (copy / "ran").exists()
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (
+        len(said) == 1
+        and "step_000006 is damaged: " in said[0]
+        and "it names posix.system, which is no part of" in said[0]
+    )
+    assert "Traceback" not in done.stderr.partition("error: ")[0]
+
+
+class _Touches:
+    """What makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
 
 
 def test_the_checked_settings_of_a_good_run_are_accepted(folder: Path) -> None:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distca.data.sampler import Sampler
-from distca.errors import CheckpointError, ConfigError
+from distca.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from distca.models.rope import RopeScaling
+from distca.train.checkpoint.integrity import FileFacts, check_contents, damaged, describe_files, write_durably
 from distca.train.config.cli import by_setting, flat
 from distca.train.config.schema import RunConfig
 from distca.train.metrics.progress import format_bytes
-from distca.train.run.run_folder import Checkpoint, RunFolder, damaged
+from distca.train.run.run_folder import Checkpoint, RunFolder
 
 if TYPE_CHECKING:
     from distca.train.run.builder import Trainer
+    from megatron_patches.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,8 @@ def _not_written(path: Path, failures: Mapping[int, tuple[BaseException, object]
     rank, (cause, _) = next(iter(failures.items()))
     while cause.__context__ is not None and not isinstance(cause, OSError):
         cause = cause.__context__
-    free = format_bytes(shutil.disk_usage(path).free)
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    free = format_bytes(shutil.disk_usage(nearest).free)
     first = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     return CheckpointError(f"{path} could not be written by rank {rank} ({first}); {free} are free there.")
 
@@ -49,41 +54,114 @@ def save(trainer: Trainer, folder: RunFolder, step: int, sampler_state: dict[str
     """Write the checkpoint after ``step`` steps and delete the oldest ones; every rank calls it.
 
     Raises:
-        CheckpointError: on every rank, if one cannot write its part.
+        CheckpointError: on every rank, if one cannot write its part or rank 0 cannot see it. What was written is
+            deleted, so that it takes no room.
     """
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    from megatron_patches.checkpoint.save_load import save_checkpoint
-
     path, began = folder.checkpoint_path(step), time.perf_counter()
     logger.info("Saving %s", path)
+    with _alike_on_all_ranks(trainer.world, path):
+        if trainer.world.rank == 0:
+            folder.clear_checkpoint(step)
+    written = _write(trainer, path, {"step": step, "sampler": sampler_state})
+    with _alike_on_all_ranks(trainer.world, path):
+        if trainer.world.rank == 0:
+            _check_all_here(path, written)
+            fits = _identity(trainer.config, trainer.vocabulary) | {
+                "sampler": sampler_state,
+                _WARMUP: trainer.config.resolved_warmup_steps,
+                _STEP_TOKENS: _step_tokens(trainer.config, trainer.world.size),
+            }
+            write_durably(path / _FITS_FILE, json.dumps(fits, indent=1))
+            folder.mark_complete(step, {name: facts for files in written for name, facts in files.items()})
     if trainer.world.rank == 0:
-        folder.clear_checkpoint(step)
-    dist.barrier()
-    try:
-        save_checkpoint(path, trainer.model, trainer.optimizer, {"step": step, "sampler": sampler_state})  # type: ignore[arg-type]
-    except CheckpointException as error:
-        raise _not_written(path, error.failures) from None
-    dist.barrier()
-    if trainer.world.rank == 0:
-        fits = _identity(trainer.config, trainer.vocabulary) | {
-            "sampler": sampler_state,
-            _WARMUP: trainer.config.resolved_warmup_steps,
-            _STEP_TOKENS: _step_tokens(trainer.config, trainer.world.size),
-        }
-        (path / _FITS_FILE).write_text(json.dumps(fits, indent=1))
-        folder.mark_complete(step)
         folder.prune(trainer.config.checkpoint.keep)
         size = sum(file.stat().st_size for file in path.iterdir())
         logger.info("Saved %s: %s in %.1f s", path, format_bytes(size), time.perf_counter() - began)
 
 
-def load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Restore a checkpoint; returns the sampler's state. Every rank calls it."""
-    from megatron_patches.checkpoint.save_load import load_checkpoint
+def _write(trainer: Trainer, path: Path, extra: dict[str, Any]) -> list[dict[str, FileFacts]]:
+    """Write every rank's part; what each knows of its own files, on rank 0."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    extra = load_checkpoint(checkpoint.path, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
+    from megatron_patches.checkpoint.save_load import save_checkpoint
+
+    rank, mine = trainer.world.rank, dict[str, FileFacts]()
+    with _alike_on_all_ranks(trainer.world, path):
+        try:
+            save_checkpoint(path, trainer.model, trainer.optimizer, extra)  # type: ignore[arg-type]
+        except CheckpointException as error:
+            raise _not_written(path, error.failures) from None
+        mine = describe_files(path, [file.name for file in sorted(path.glob(f"__{rank}_*"))])
+    everyone: list[Any] = [None] * trainer.world.size
+    dist.gather_object(mine, everyone if rank == 0 else None)
+    return everyone
+
+
+@contextmanager
+def _alike_on_all_ranks(world: World, path: Path) -> Iterator[None]:
+    """Raise on every rank, once all are here, what one of them could not write, and delete what was written."""
+    import torch.distributed as dist
+
+    said: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        said = error
+    except OSError as error:
+        said = _not_written(path, {world.rank: (error, None)})
+    everyone = [said] * world.size
+    dist.all_gather_object(everyone, said)
+    failed = next((each for each in everyone if each is not None), None)
+    if failed is not None:
+        shutil.rmtree(path, ignore_errors=True)
+        raise failed
+
+
+def _check_all_here(path: Path, written: list[dict[str, FileFacts]]) -> None:
+    """Whether rank 0 finds what all ranks wrote: each node may have written into a folder of its own."""
+    for rank, files in enumerate(written):
+        for name, facts in files.items():
+            file = path / name
+            if not file.is_file() or _size(file) != facts["bytes"]:
+                raise CheckpointError(
+                    f"Rank {rank} wrote {name} of {path}, which rank 0 does not find there: their nodes do not share "
+                    "this folder. Let output name one that they share."
+                )
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file that another rank may have written just now."""
+    with file.open("rb") as opened:  # network file systems look at the file itself, and not at a memory, when opening
+        return os.fstat(opened.fileno()).st_size
+
+
+def check_contents_together(checkpoint: Checkpoint, world: World) -> str:
+    """Compare a checkpoint with its checksums, a part on each rank; what is wrong, alike on all ranks, or ""."""
+    import torch.distributed as dist
+
+    said = ""
+    try:
+        check_contents(checkpoint.path, world.rank, world.size)
+    except DamagedCheckpointError as error:
+        said = str(error)
+    everyone = [said] * world.size
+    dist.all_gather_object(everyone, said)
+    return next(filter(None, everyone), "")
+
+
+def load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Restore a checkpoint; returns the sampler's state. Every rank calls it.
+
+    Raises:
+        DamagedCheckpointError: it is not what was saved, or is more than data, of which nothing was run.
+    """
+    from megatron_patches.checkpoint.save_load import UnreadableError, load_checkpoint
+
+    try:
+        extra = load_checkpoint(checkpoint.path, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
+    except UnreadableError as error:
+        raise damaged(checkpoint.path, str(error)) from None
     assert extra["step"] == checkpoint.step
     logger.info("Resumed from %s", checkpoint.path)
     sampler: dict[str, Any] = extra["sampler"]

@@ -21,6 +21,7 @@ import yaml
 from distca.errors import ConfigError
 from distca.train.config.initial import check_same_shape, settings_of_folder
 from distca.train.config.schema import (
+    RESUME_BY_NAME,
     CadConfig,
     CheckpointConfig,
     DataConfig,
@@ -183,7 +184,7 @@ def _check_arguments(arguments: list[str]) -> None:
 def _check_name(arguments: list[str], config: RunConfig) -> None:
     """Refuse a name beside a run's folder to resume, which has its own; a name from a file says only what it was."""
     resume, given = config.checkpoint.resume, any(re.fullmatch("--name(=.*)?", argument) for argument in arguments)
-    if not given or resume in (None, "latest"):
+    if not given or resume in (None, *RESUME_BY_NAME):
         return
     if not re.fullmatch(re.escape(config.name) + r"(-\d+)?", Path(str(resume)).name):
         raise ConfigError(

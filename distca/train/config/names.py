@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from distca.errors import DistcaError
 
 SETTINGS = {
     "backward": "cad.backward",
@@ -29,3 +33,13 @@ SETTINGS = {
 def with_settings(message: str) -> str:
     """The message with the names of settings in place of parameters in backquotes."""
     return re.sub("`([a-z_]+)`", lambda found: SETTINGS.get(found[1], found[0]), message)
+
+
+@contextmanager
+def settings_named() -> Iterator[None]:
+    """Errors that leave the context name settings in place of parameters."""
+    try:
+        yield
+    except DistcaError as error:
+        error.args = (with_settings(str(error)), *error.args[1:])
+        raise

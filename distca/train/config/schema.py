@@ -14,6 +14,11 @@ from distca.models.rope import RopeScaling
 from distca.plan.cost.model import AttentionShape
 from distca.plan.receive_buffer import receive_buffer_gb
 
+RESUME_OR_START = ("job", "auto")
+"""Values of checkpoint.resume that start a new run where there is nothing to go on with."""
+RESUME_BY_NAME = ("latest", *RESUME_OR_START)
+"""Values of checkpoint.resume that are no folder."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -190,6 +195,8 @@ class TrainConfig:
             each layer's MLP, which holds over half of them; all = everything but core attention (with cad.enabled
             only), which needs least memory and most time. Core attention is never recomputed, so nothing is sent twice.
         seed: seed of the weights.
+        time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
+            and SIGUSR1 do the same at any time.
         validate_every: steps between validations; 0 validates only at the end, if there is a validation set.
         validate_batches: global batches per validation.
     """
@@ -199,6 +206,7 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = "fp32"
     recompute: Literal["none", "mlp", "all"] = "none"
     seed: int = 1234
+    time_limit: float = 0.0
     validate_every: int = 0
     validate_batches: int = 4
 
@@ -208,9 +216,12 @@ class CheckpointConfig:
     """Saving and going on.
 
     Attributes:
-        save_every: steps between checkpoints; 0 saves none on the way.
+        save_every: steps between checkpoints; 0 saves none by their number.
+        save_every_minutes: minutes after a checkpoint until the next one, by rank 0's clock; 0 saves none by the clock.
         save_at_end: also save after the last step.
-        resume: folder of a run to go on with, or latest for the run of this name that saved last.
+        resume: folder of a run to go on with; latest for the run of this name that saved last; job for what this Slurm
+            job saved, and a new run if that is nothing; auto for the same, but the run of this name that saved last
+            before a new one. With job and auto a run that has done all its steps ends well at once.
         init_from: a Hugging Face folder (config.json and safetensors) to begin with: its weights, its shape in place of
             model's settings, of which only the rotary ones may differ, and its tokenizer. A run that resumes takes its
             own weights.
@@ -219,6 +230,7 @@ class CheckpointConfig:
     """
 
     save_every: int = 0
+    save_every_minutes: float = 30.0
     save_at_end: bool = True
     resume: str | None = None
     init_from: str | None = None

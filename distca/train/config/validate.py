@@ -10,6 +10,7 @@ from pathlib import Path
 from distca.data.mixes import MIX_NAMES
 from distca.errors import ConfigError
 from distca.train.config.cli import RunConfig, known_settings
+from distca.train.config.schema import RESUME_BY_NAME
 from distca.words import count
 
 _AT_LEAST_ONE = (
@@ -220,7 +221,7 @@ def _steps(config: RunConfig) -> list[str]:
 def _output(config: RunConfig) -> list[str]:
     """Whether the run can write where it will: into the run that it resumes, or below output."""
     resume = config.checkpoint.resume
-    setting, folder = ("output", config.output) if resume in (None, "latest") else ("checkpoint.resume", resume)
+    setting, folder = ("output", config.output) if resume in (None, *RESUME_BY_NAME) else ("checkpoint.resume", resume)
     nearest = Path(folder).absolute()
     if os.environ.get("RANK", "0") != "0":
         return []  # rank 0 writes

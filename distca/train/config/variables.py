@@ -31,6 +31,10 @@ COUNT = Values("[1-9][0-9]{0,8}", "a whole number from 1 to 999999999")
 _COUNT_FROM_0 = Values("0|[1-9][0-9]{0,8}", "a whole number from 0 to 999999999")
 _AT_LEAST_1 = Values("[1-9][0-9]*", "a whole number of at least 1")
 _FROM_0 = Values("0|[1-9][0-9]*", "a whole number")
+_PORT = Values(
+    "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]",
+    "a whole number from 1 to 65535",
+)
 _SWITCH = Values("0|1", "0 or 1")
 _TEXT = Values(".*", "text")
 _MODE = "(distca|packed|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-keep)"
@@ -127,8 +131,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="RESUME",
         values=_TEXT,
-        default="a new run",
-        meaning="folder of a run to go on with, or latest",
+        default="a new run; in a requeued Slurm job auto where NAME is given, else job",
+        meaning="folder of a run to go on with, or latest, job or auto",
         training=("checkpoint.resume",),
         benchmarks=None,
         instead="let every mode begin anew without it",
@@ -151,7 +155,7 @@ VARIABLES: tuple[Variable, ...] = (
         name="MASTER_ADDR",
         values=_TEXT,
         default="the Slurm job's first node",
-        meaning="without Slurm and with several machines: address of the first one",
+        meaning="with several machines: address of the first one, by which the others reach it",
     ),
     Variable(
         name="NODE_RANK",
@@ -161,7 +165,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="MASTER_PORT",
-        values=_FROM_0,
+        values=_PORT,
         default="29500, or by the Slurm job's number",
         meaning="port on the first machine where ranks meet",
     ),

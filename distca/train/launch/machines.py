@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from distca.errors import LaunchError
@@ -124,25 +126,38 @@ def _of_slurm(script: str, values: Mapping[str, str], environment: Mapping[str, 
             f"NNODES is {values['NNODES']}, but the Slurm job has {count(nodes, 'node')}.",
             f"unset NNODES, or ask Slurm for --nodes={values['NNODES']}.",
         )
-    gpus = int(values["GPUS_PER_NODE"]) if "GPUS_PER_NODE" in values else _gpus_of_job(environment)
+    gpus = int(values["GPUS_PER_NODE"]) if "GPUS_PER_NODE" in values else _gpus_of_job(environment, nodes)
     shown = subprocess.run(["scontrol", "show", "hostnames", names], stdout=subprocess.PIPE, text=True)
     if shown.returncode or not shown.stdout:
         raise LaunchError("scontrol does not name the job's machines.")
     port = values.get("MASTER_PORT", str(20_000 + int(environment["SLURM_JOB_ID"]) % 20_000))
-    return Machines("srun", nodes, gpus, 0, shown.stdout.splitlines()[0], port)
+    return Machines("srun", nodes, gpus, 0, values.get("MASTER_ADDR", shown.stdout.splitlines()[0]), port)
 
 
-def _gpus_of_job(environment: Mapping[str, str]) -> int:
+def _each(gpus: int, nodes: int, name: str) -> int:
+    if gpus % nodes:
+        raise LaunchError(
+            f"{name} is {gpus}, which {count(nodes, 'node')} cannot share equally.", "ask Slurm for --gpus-per-node."
+        )
+    return gpus // nodes
+
+
+def _gpus_of_job(environment: Mapping[str, str], nodes: int) -> int:
     """GPUs of a node. Inside salloc this may be a login node, so Slurm's own count, which may read h100:8, is first."""
-    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+    set_it = "set GPUS_PER_NODE to the GPUs of a machine, 0 for CPU ranks."
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"):
         said = environment.get(name)
         if said:
             if not re.fullmatch("0|[1-9][0-9]{0,8}", said.rpartition(":")[2]):
-                raise LaunchError(
-                    f"{name} is '{said}', which names no number of GPUs.",
-                    "set GPUS_PER_NODE to the GPUs of a machine, 0 for CPU ranks.",
-                )
-            return int(said.rpartition(":")[2])
+                raise LaunchError(f"{name} is '{said}', which names no number of GPUs.", set_it)
+            gpus = int(said.rpartition(":")[2])
+            return gpus if name != "SLURM_GPUS" else _each(gpus, nodes, name)
+    # Of --gres nothing is said outside the job's steps.
+    shown = subprocess.run(
+        ["scontrol", "show", "job", "--oneliner", environment["SLURM_JOB_ID"]], stdout=subprocess.PIPE, text=True
+    )
+    if allocated := re.search("TRES=[^ ]*gres/gpu=([0-9]{1,9})", shown.stdout):
+        return _each(int(allocated[1]), nodes, "The job's number of GPUs")
     here = gpus_here()
     if not here:
         say(
@@ -153,9 +168,15 @@ def _gpus_of_job(environment: Mapping[str, str]) -> int:
 
 
 def gpus_here() -> int:
-    """GPUs of this machine; 0 where there is no driver."""
+    """GPUs of this machine that CUDA_VISIBLE_DEVICES shows; 0 where there is no driver."""
     try:
         shown = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
         return 0
-    return sum(line.startswith("GPU ") for line in shown.stdout.splitlines())
+    gpus = sum(line.startswith("GPU ") for line in shown.stdout.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    # CUDA takes them up to the first that is not there; some are named by their unique id.
+    named = takewhile(lambda name: name[:1].isalpha() or (name.isdecimal() and int(name) < gpus), visible.split(","))
+    return min(gpus, len(list(named)))

@@ -22,7 +22,7 @@ from distca.words import count
 
 def launch(arguments: list[str]) -> int:
     """Check everything, install what is missing, train; the exit code."""
-    values = environment.read(Launcher.TRAINING, os.environ)
+    values = _with_requeued(environment.read(Launcher.TRAINING, os.environ), arguments)
     machines = find_machines(Launcher.TRAINING, values, os.environ)
     machines.check_divisible({name: int(values.get(name, 1)) for name in ("TP_SIZE", "PP_SIZE")})
     environment.refuse_twice(Launcher.TRAINING, values, arguments)
@@ -52,6 +52,20 @@ def launch(arguments: list[str]) -> int:
     if profiler:
         Path("runs/nsys").mkdir(parents=True, exist_ok=True)
     return _run(words, values, machines)
+
+
+def _with_requeued(values: dict[str, str], arguments: list[str]) -> dict[str, str]:
+    """A Slurm job that was requeued goes on with what it saved."""
+    options = environment.settings_among(arguments)
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" or "RESUME" in values or "--checkpoint.resume" in options:
+        return values
+    return values | {"RESUME": "auto" if "NAME" in values or "--name" in options else "job"}
+
+
+def _requeue(job: str) -> None:
+    """Let Slurm start this job again; at preemption it does so itself."""
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+    say(f"Slurm starts job {job} again." if not done.returncode else f"Slurm did not requeue job {job}: {done.stderr}")
 
 
 def _configuration(values: Mapping[str, str], gpus: int, arguments: list[str]) -> list[str]:
@@ -94,6 +108,8 @@ def _run(words: list[str], values: Mapping[str, str], machines: Machines) -> int
     said = f"Starting {ranks} on {count(machines.nodes, 'node')} through {machines.starter}."
     say(f"{said} From the environment: {given}." if given else said)
     run = start.Ranks(words).run()
+    if run.asked_to_save and not run.status and os.environ.get("SLURM_JOB_ID"):
+        _requeue(os.environ["SLURM_JOB_ID"])
     # The starter's report of a failure is long, and what to do about it should come last.
     if run.status not in (0, 2):
         report(

@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,7 @@ from typing import IO
 
 from distca.train.launch.machines import Machines
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1)
 
 
 def command(
@@ -44,8 +45,9 @@ def command(
         variables += [f"MASTER_ADDR={machines.first}", f"MASTER_PORT={machines.port}"]
         variables += [f"WORLD_SIZE={machines.world_size}", f"LOCAL_WORLD_SIZE={machines.ranks_per_node}"]
         return ["env", *variables, *_srun(machines, environment), *profiler, python, *program]
-    # torchrun, of the Python that was checked and not of another one on the PATH.
-    torchrun = [python, "-m", "torch.distributed.run", f"--nproc-per-node={machines.ranks_per_node}"]
+    # torchrun, of the Python that was checked and not of another one on the PATH; for one node with stores of its own.
+    module = "torch.distributed.run" if machines.nodes > 1 else "distca.cluster.torchrun"
+    torchrun = [python, "-m", module, f"--nproc-per-node={machines.ranks_per_node}"]
     if machines.nodes > 1:
         torchrun += [f"--nnodes={machines.nodes}", f"--node-rank={machines.node}"]
         torchrun += [f"--master-addr={machines.first}", f"--master-port={machines.port}"]
@@ -74,16 +76,22 @@ class Ranks:
         log: file that gets what they say, beside standard output; None leaves them the terminal.
         status: exit code, as a shell has it.
         stopped_by: the signal that ended them.
+        asked_to_save: SIGUSR1 came, by which Slurm says that the job's time is nearly over.
     """
 
     words: Sequence[str]
     log: Path | None = None
     status: int = 0
     stopped_by: signal.Signals | None = None
+    asked_to_save: bool = False
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def run(self) -> Ranks:
-        """Start them and wait until they have ended. A signal is passed on as SIGTERM, which torchrun and srun hear."""
+        """Start them and wait until they have ended.
+
+        SIGUSR1 and a first SIGTERM go to the ranks, which save and end: torchrun would end them half a minute later.
+        Any other signal ends them, as SIGTERM to torchrun or srun.
+        """
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
         try:
             output = None if self.log is None else subprocess.PIPE
@@ -107,9 +115,42 @@ class Ranks:
         return self
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        self.stopped_by = signal.Signals(number)
-        if self._process:
+        again, asks = self.stopped_by is not None, number in (signal.SIGTERM, signal.SIGUSR1)
+        if number == signal.SIGUSR1:
+            self.asked_to_save = True
+        else:
+            self.stopped_by = signal.Signals(number)
+        if self._process and not (asks and not again and _tell_ranks(self._process.pid, number)):
             self._process.terminate()
+
+
+def _tell_ranks(starter: int, number: int) -> bool:
+    """Send a signal to the ranks below a process; whether there are any. srun has none here and passes SIGUSR1 on."""
+    told = False
+    for process in _ranks_below(starter):
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+            told = True
+    if not told and number == signal.SIGUSR1:
+        os.kill(starter, number)
+        told = True
+    return told
+
+
+def _ranks_below(process: int) -> Iterator[int]:
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return
+    for child in map(int, children):
+        try:
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(variable.startswith(b"RANK=") for variable in variables):
+            yield child
+        else:
+            yield from _ranks_below(child)
 
 
 def _ignore_terminal() -> None:

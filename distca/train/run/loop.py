@@ -19,6 +19,7 @@ from distca.data.corpus import Corpus
 from distca.errors import DivergedError
 from distca.train.checkpoint import checkpoints
 from distca.train.checkpoint.folders import export
+from distca.train.config.names import settings_named
 from distca.train.config.schema import RunConfig
 from distca.train.data.corpus import dealt, open_sampler
 from distca.train.metrics.plots import plot_balance, plot_phases, write_timeline
@@ -27,6 +28,7 @@ from distca.train.metrics.step_record import StepRecorder
 from distca.train.metrics.writer import MetricsWriter
 from distca.train.run.builder import Trainer
 from distca.train.run.run_folder import Checkpoint, RunFolder
+from distca.train.run.stopping import Decision, Stopping
 
 if TYPE_CHECKING:
     from megatron_patches.step import Step
@@ -57,6 +59,7 @@ class _Loop:
             self._sampler_state = checkpoints.load(trainer, resume)
             self._sampler.load_state_dict(self._sampler_state)
         self._recorder = StepRecorder(trainer, self._first + 1)
+        self._stopping = Stopping(self._config, trainer.world)
         self._drawn: list[Path] = []
         self._garbage = SteadyGarbage()
         self._speaks = trainer.world.rank == 0
@@ -77,24 +80,43 @@ class _Loop:
             stack.enter_context(self._garbage)
             documents = dealt(self._corpus.train, self._sampler, steps - self._first)
             ahead = stack.enter_context(closing(self._trainer.cad.plan_ahead(documents, self._first + 1)))
+            health = self._trainer.world.health
+            if health is not None:  # entered last: what is closed above may wait for other ranks
+                stack.enter_context(health.ends_failures())
+                stack.enter_context(settings_named())
             for step in range(self._first + 1, steps + 1):
-                if self._trainer.world.companions is not None:
-                    self._trainer.world.companions.doing(f"step {step}")
+                if health is not None:
+                    health.doing(f"step {step}")
                 self._record_timeline(step)
+                self._stopping.ask()
                 values = self._step(step, ahead)
+                decided = self._stopping.decide()
                 self._end_timeline(step)
                 validate_every = self._config.train.validate_every
                 if step == steps or (validate_every and step % validate_every == 0):
                     validation = values["validation_loss"] = self._validate()
                 self._show(step, values)
-                save_every = self._config.checkpoint.save_every
-                if (step == steps and self._config.checkpoint.save_at_end) or (save_every and step % save_every == 0):
+                if self._saves(step, decided):
                     checkpoints.save(self._trainer, self._folder, step, self._sampler_state)
-            if self._config.checkpoint.export:
-                export(self._trainer, Path(self._config.checkpoint.export))
+                    self._stopping.saved()
+                if decided.stop and step < steps:
+                    logger.warning(
+                        "Ended by %s after step %d of %d; RESUME=auto (checkpoint.resume auto) goes on from there.",
+                        *(decided.stop, step, steps),
+                    )
+                    break
+            else:
+                if self._config.checkpoint.export:
+                    export(self._trainer, Path(self._config.checkpoint.export))
         if self._speaks:
             self._draw()
             print_summary(self._recorder.summary(validation), self._folder, self._drawn)
+
+    def _saves(self, step: int, decided: Decision) -> bool:
+        checkpoint = self._config.checkpoint
+        if step == self._config.train.steps and checkpoint.save_at_end:
+            return True
+        return decided.save or bool(decided.stop) or bool(checkpoint.save_every and step % checkpoint.save_every == 0)
 
     def _run(self, step: Step, forward_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of losses, target tokens) of a global batch."""

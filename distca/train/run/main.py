@@ -12,19 +12,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from distca.data.corpus import Corpus
-from distca.errors import ConfigError, DataError, DistcaError, ModelError, PlanError, VersionError
+from distca.errors import ConfigError, DamagedCheckpointError, DataError, DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.cli import files_first, parse_run_config
-from distca.train.config.names import with_settings
-from distca.train.config.schema import RunConfig
+from distca.train.config.names import settings_named, with_settings
+from distca.train.config.schema import RESUME_OR_START, RunConfig
 from distca.train.config.validate import validate
 from distca.train.run.run_folder import (
     Checkpoint,
     RunFolder,
-    check_undamaged,
     create_run_folder,
     hold,
+    newest_intact,
     resume_run_folder,
+    warn_of_damage,
 )
 
 if TYPE_CHECKING:
@@ -75,12 +76,13 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
     if len(corpus.validation):
         open_sampler(config, corpus.validation, data_parallel)
     checkpoint = None
-    if config.checkpoint.resume:
-        _, checkpoint = resume_run_folder(config)
-        if os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
-            check_undamaged(checkpoint.path)
+    if config.checkpoint.resume and os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
+        found = resume_run_folder(config)
+        if found is None:
+            return corpus, None
+        _, checkpoint = found
         check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
-        if checkpoint.step >= config.train.steps:
+        if checkpoint.step >= config.train.steps and config.checkpoint.resume not in RESUME_OR_START:
             raise ConfigError(
                 f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "
                 "nothing is left to do. Raise train.steps."
@@ -93,28 +95,18 @@ def _run(config: RunConfig) -> None:
         # megatron-core warns at import, in every rank, that Transformer Engine and Apex are missing; `distca doctor`
         # says so once.
         warnings.simplefilter("ignore")
-        from distca.cluster.health import Companions
-        from distca.errors import CheckpointError, KernelError, TransportError
-        from megatron_patches.world import join_world, leave_world, world_size_of_environment
+        from distca.cluster.environment import launched
+        from distca.cluster.health import Health
+        from megatron_patches.world import join_world, leave_world
 
-        corpus, _ = _check(config, world_size_of_environment())
+        corpus, _ = _check(config, launched().size)
         world = join_world()
     setup_logging(world.rank)
-    companions = Companions()
-    try:
-        run_on(replace(world, companions=companions), config, corpus)
-        companions.part()
-    except (KernelError, TransportError, CheckpointError) as error:
-        _die(error)
-    except (DataError, ModelError) as error:
-        _die(error, everywhere=True)  # in a document or a file that only this rank reads
-    except (ConfigError, PlanError, VersionError):
-        raise
-    except Exception:
-        companions.explain_failure()
-        raise
-    finally:
-        leave_world()
+    health = Health()
+    with health.ends_failures(), settings_named():
+        run_on(replace(world, health=health), config, corpus)
+        health.part()
+    leave_world()
 
 
 def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
@@ -138,7 +130,11 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
     with ExitStack() as held:
         resumed = _decided(world.rank, lambda: _hold_resumed(config, held)) if config.checkpoint.resume else None
         if resumed is not None:
-            folder, checkpoint = resumed
+            folder, newest = resumed
+            checkpoint = _intact(folder, newest, world)
+            if checkpoint.step >= config.train.steps:
+                logger.info("%s has all of its %d steps: nothing is left to do.", folder.path, config.train.steps)
+                return folder
             config = with_saved_warmup(config, checkpoint.path)
             if world.rank == 0 and (changes := changes_since(folder, checkpoint, config, world.size)):
                 logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
@@ -174,9 +170,26 @@ def _hold_new(config: RunConfig, held: ExitStack) -> RunFolder:
     return folder
 
 
-def _hold_resumed(config: RunConfig, held: ExitStack) -> tuple[RunFolder, Checkpoint]:
-    folder, checkpoint = resume_run_folder(config)
+def _hold_resumed(config: RunConfig, held: ExitStack) -> tuple[RunFolder, Checkpoint] | None:
+    found = resume_run_folder(config)
+    if found is None:
+        return None
+    folder, checkpoint = found
     held.enter_context(hold(folder))
-    if folder.checkpoints()[-1:] != [checkpoint]:
+    if newest_intact(folder) != checkpoint:
         raise ConfigError(f"{folder.path} got another checkpoint while this run started; start again.")
     return folder, checkpoint
+
+
+def _intact(folder: RunFolder, checkpoint: Checkpoint, world: World) -> Checkpoint:
+    """The newest checkpoint up to this one whose checksums are right; every rank calls it and reads a part."""
+    from distca.train.checkpoint.checkpoints import check_contents_together
+
+    while said := check_contents_together(checkpoint, world):
+        if world.rank == 0:
+            warn_of_damage(said)
+        older = _decided(world.rank, lambda: newest_intact(folder, before=checkpoint.step))  # noqa: B023
+        if older is None:
+            raise DamagedCheckpointError(f"All checkpoints of {folder.path} are damaged, as the lines above say.")
+        checkpoint = older
+    return checkpoint

@@ -16,24 +16,37 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
-from distca.errors import ConfigError, DamagedCheckpointError
+from distca.errors import ConfigError, DamagedCheckpointError, system_words
+from distca.train.checkpoint.integrity import (
+    COMPLETE,
+    FileFacts,
+    check_undamaged,
+    describe_files,
+    files_of,
+    sync,
+    write_durably,
+)
 from distca.train.config.cli import RunConfig, to_yaml
+from distca.train.config.schema import RESUME_BY_NAME, RESUME_OR_START
+
+logger = logging.getLogger(__name__)
 
 _HOLDER = ".held-by"
-_COMPLETE = "COMPLETE"
-"""Marks a checkpoint that every rank has written; holds the bytes of each of its files (empty in early versions)."""
 
 
 @dataclass(frozen=True)
@@ -95,24 +108,34 @@ class RunFolder:
         """An empty folder for the checkpoint of ``step``, without what an attempt that was broken off left there."""
         path = self.checkpoint_path(step)
         if path.exists():
-            (path / _COMPLETE).unlink(missing_ok=True)
+            (path / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(path)
         path.mkdir(parents=True)
         return path
 
-    def mark_complete(self, step: int) -> Checkpoint:
-        """Say that every rank has finished writing the checkpoint of ``step``; until then nobody resumes from it."""
+    def mark_complete(self, step: int, written: Mapping[str, FileFacts] = MappingProxyType({})) -> Checkpoint:
+        """Say that every rank has finished writing the checkpoint of ``step``; until then nobody resumes from it.
+
+        Args:
+            step: of the checkpoint.
+            written: what ranks know of the files that they wrote, by name; other files are read.
+        """
         path = self.checkpoint_path(step)
-        unfinished = path / f"{_COMPLETE}.unfinished"
-        sizes = {file.relative_to(path).as_posix(): _size(file) for file in sorted(path.rglob("*")) if file.is_file()}
-        unfinished.write_text(json.dumps(sizes, indent=1), encoding="utf-8")
-        unfinished.replace(path / _COMPLETE)
+        unfinished = path / f"{COMPLETE}.unfinished"
+        own = describe_files(path, [name for name in files_of(path) if name not in written and COMPLETE not in name])
+        write_durably(unfinished, json.dumps({**own, **written}, indent=1, sort_keys=True))
+        unfinished.replace(path / COMPLETE)
+        for folder in (path, path.parent):
+            sync(folder)
         return Checkpoint(step, path)
 
     def write_resumed_config(self, config: RunConfig, step: int) -> None:
         """Write the settings of the part that resumes after ``step``, beside config.yaml, which stays as it is."""
         path = self.path / f"config-from-step-{step:06d}.yaml"
-        path.write_text(to_yaml(config), encoding="utf-8")
+        try:
+            path.write_text(to_yaml(config), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({system_words(error)}); make room.") from None
 
     def settings_before(self, step: int) -> dict[str, Any]:
         """Nested settings, as YAML has them, of the part of the run that did ``step``; empty where they are unknown."""
@@ -128,58 +151,53 @@ class RunFolder:
 
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints, oldest first."""
-        complete = (path for path in self._checkpoint_folders() if (path / _COMPLETE).exists())
-        found = [Checkpoint(int(path.name.removeprefix("step_")), path) for path in complete]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        complete = (path for path in self.checkpoint_folders() if (path / COMPLETE).exists())
+        return [Checkpoint(int(path.name.removeprefix("step_")), path) for path in complete]
 
-    def _checkpoint_folders(self) -> Iterator[Path]:
-        """Of this run, complete or not; what else lies there is somebody's own."""
-        for path in (self.path / "checkpoints").glob("step_*"):
-            if re.fullmatch(r"step_\d+", path.name) and path.is_dir() and not path.is_symlink():
-                yield path
+    def checkpoint_folders(self) -> list[Path]:
+        """Of this run, complete or not, oldest first; what else lies there is somebody's own."""
+        found = [
+            path
+            for path in (self.path / "checkpoints").glob("step_*")
+            if re.fullmatch(r"step_\d+", path.name) and path.is_dir() and not path.is_symlink()
+        ]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
     def prune(self, keep: int) -> list[Checkpoint]:
         """Delete all complete checkpoints but the ``keep`` newest, and those that a killed run left unfinished; returns
-        the complete ones. Call it on one rank, while none is being written."""
-        for path in self._checkpoint_folders():
-            if not (path / _COMPLETE).exists():
+        the complete ones. What cannot be deleted is warned about. Call it on one rank, while none is being written."""
+        for path in self.checkpoint_folders():
+            if not (path / COMPLETE).exists():
                 shutil.rmtree(path, ignore_errors=True)  # they are in nobody's way
         old = self.checkpoints()[: -keep or None]
         for checkpoint in old:
-            # Without its mark a half-deleted checkpoint is not taken for a complete one.
-            (checkpoint.path / _COMPLETE).unlink()
-            shutil.rmtree(checkpoint.path)
-        return old
+            try:
+                # Without its mark a half-deleted checkpoint is not taken for a complete one.
+                (checkpoint.path / COMPLETE).unlink()
+                shutil.rmtree(checkpoint.path)
+            except OSError as error:
+                logger.warning("%s cannot be deleted (%s); it stays.", checkpoint.path, system_words(error))
+        return [checkpoint for checkpoint in old if not checkpoint.path.exists()]
 
 
-def _size(file: Path) -> int:
-    """Bytes of a file that another rank may have written just now."""
-    with file.open("rb") as opened:  # network file systems look at the file itself, and not at a memory, when opening
-        return os.fstat(opened.fileno()).st_size
+@cache
+def warn_of_damage(what: str) -> None:
+    """Say once that a checkpoint is passed over."""
+    logger.warning("%s The one before is tried.", what)
 
 
-def check_undamaged(checkpoint: Path) -> None:
-    """Compare the files of a complete checkpoint with the sizes that they were saved with.
-
-    Raises:
-        DamagedCheckpoint: naming the first file that differs.
-    """
-    text = (checkpoint / _COMPLETE).read_text(encoding="utf-8", errors="replace")
-    try:
-        sizes: dict[str, int] = dict(json.loads(text)) if text else {}
-    except (ValueError, TypeError):
-        raise damaged(checkpoint, f"its {_COMPLETE} cannot be read") from None
-    for name, size in sizes.items():
-        file = checkpoint / name
-        if not file.is_file():
-            raise damaged(checkpoint, f"{name} is missing")
-        if file.stat().st_size != size:
-            raise damaged(checkpoint, f"{name} has {file.stat().st_size:,} bytes, not {size:,}")
-
-
-def damaged(checkpoint: Path, what: str) -> DamagedCheckpointError:
-    """What to say about a checkpoint in which ``what`` is wrong."""
-    return DamagedCheckpointError(f"{checkpoint} is damaged: {what}. Delete this folder.")
+def newest_intact(folder: RunFolder, before: int | None = None) -> Checkpoint | None:
+    """The newest complete checkpoint whose files have the sizes that were saved, or of those before a step; newer ones
+    are warned about."""
+    for checkpoint in reversed(folder.checkpoints()):
+        if before is not None and checkpoint.step >= before:
+            continue
+        try:
+            check_undamaged(checkpoint.path)
+            return checkpoint
+        except DamagedCheckpointError as error:
+            warn_of_damage(str(error))
+    return None
 
 
 def _is_first_of_its_name(run: Path) -> bool:
@@ -194,9 +212,22 @@ def _is_first_of_its_name(run: Path) -> bool:
 def _saved_at(checkpoint: Checkpoint) -> int:
     """When it was complete, in nanoseconds; 0 if its run has deleted it meanwhile."""
     try:
-        return (checkpoint.path / _COMPLETE).stat().st_mtime_ns
+        return (checkpoint.path / COMPLETE).stat().st_mtime_ns
     except FileNotFoundError:
         return 0
+
+
+def _job() -> str:
+    """Words for the Slurm job of this process, which keeps its number when it is requeued."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f", Slurm job {job}" if job else ""
+
+
+def _belongs_to_this_job(run: Path) -> bool:
+    try:
+        return bool(_job()) and (run / _HOLDER).read_text(encoding="utf-8").endswith(_job())
+    except (OSError, ValueError):
+        return False
 
 
 @contextmanager
@@ -225,7 +256,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
             pass  # a file system without locks: as before there were any
         with suppress(OSError):  # a full disk; the lock does not need the words
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.write(f"process {os.getpid()} on {socket.gethostname()}{_job()}")
             file.flush()
         yield
 
@@ -237,6 +268,16 @@ def create_run_folder(config: RunConfig) -> RunFolder:
     tell the others the path.
     """
     base = Path(config.output) / config.name
+    try:
+        return _create(base, config)
+    except OSError as error:
+        raise ConfigError(
+            f"output is {config.output}, but nothing can be written into {base.parent} ({system_words(error)}); make "
+            "room, or change it."
+        ) from None
+
+
+def _create(base: Path, config: RunConfig) -> RunFolder:
     base.parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -247,33 +288,42 @@ def create_run_folder(config: RunConfig) -> RunFolder:
         except FileExistsError:
             number += 1
     folder = RunFolder(path)
-    folder.config.write_text(to_yaml(config), encoding="utf-8")
+    try:
+        folder.config.write_text(to_yaml(config), encoding="utf-8")
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     return folder
 
 
-def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint]:
-    """The folder and the newest complete checkpoint that ``checkpoint.resume`` asks for.
+def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint] | None:
+    """The folder and the newest checkpoint that ``checkpoint.resume`` asks for, of those with files of the right sizes.
 
-    Nothing is written: every rank may ask. The rank that starts the run then calls ``write_resumed_config``.
+    Nothing is written: every rank may ask. The rank that starts the run then calls ``write_resumed_config``. None where
+    a new run is to be started.
 
     Raises:
-        ConfigError: where there is no such run, or no complete checkpoint in it.
+        ConfigError: where there is no such run, or no complete checkpoint in it, or only damaged ones.
     """
-    latest = config.checkpoint.resume == "latest"
-    folder = _latest_run(config) if latest else RunFolder(Path(str(config.checkpoint.resume)))
+    asked = str(config.checkpoint.resume)
+    folder = _latest_run(config) if asked in RESUME_BY_NAME else RunFolder(Path(asked))
+    if folder is None:
+        return None
     if not folder.path.is_dir():
         raise ConfigError(f"checkpoint.resume names {folder.path}, which is not a folder; give the folder of a run.")
-    checkpoints = folder.checkpoints()
-    if not checkpoints:
+    if not folder.checkpoints():
         raise ConfigError(
             f"checkpoint.resume names {folder.path}, which has no complete checkpoint; "
             "save some with checkpoint.save_every, or start anew without checkpoint.resume."
         )
-    return folder, checkpoints[-1]
+    checkpoint = newest_intact(folder)
+    if checkpoint is None:
+        raise DamagedCheckpointError(f"All checkpoints of {folder.path} are damaged, as the lines above say.")
+    return folder, checkpoint
 
 
-def _latest_run(config: RunConfig) -> RunFolder:
-    """The run of this name that saved the newest complete checkpoint."""
+def _latest_run(config: RunConfig) -> RunFolder | None:
+    """The run of this name that saved the newest complete checkpoint, for job and auto first among this job's."""
     base = Path(config.output) / config.name
     runs = []
     for path in base.parent.iterdir() if base.parent.is_dir() else ():
@@ -281,6 +331,10 @@ def _latest_run(config: RunConfig) -> RunFolder:
             re.fullmatch(re.escape(base.name) + r"-\d+", path.name) and not _is_first_of_its_name(path)
         ):
             runs += [(saved, path) for each in RunFolder(path).checkpoints() if (saved := _saved_at(each))]
+    if config.checkpoint.resume in RESUME_OR_START:
+        own = [(saved, path) for saved, path in runs if _belongs_to_this_job(path)]
+        runs = own or (runs if config.checkpoint.resume == "auto" else [])
+        return RunFolder(max(runs)[1]) if runs else None
     if not runs:
         raise ConfigError(
             f"checkpoint.resume is latest, but no run {base} has a complete checkpoint; "

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.cluster.health import watch_waits
 from distca.cluster.hostname import machine_name
-from distca.cluster.stream_watchdog import Process, Wait, Watchdog
+from distca.cluster.waits import Wait
 from distca.errors import TransportError
 from distca.transport import cuda_ops
 from distca.transport.interface import Part
@@ -52,22 +53,21 @@ class NvshmemFabric:
 
     def __init__(self, group: dist.ProcessGroup, capacity: int, internode: Collection[int] = ()) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        mine = (machine_name(), Process.here(), bool(internode))
+        mine = (machine_name(), bool(internode))
         everyone = [mine] * self.ranks
         dist.all_gather_object(everyone, mine, group=group)
-        nodes = [node for node, _, _ in everyone]
+        nodes = [node for node, _ in everyone]
         one_node = len(set(nodes)) == 1
-        has_internode = not one_node or any(asked for _, _, asked in everyone)
+        has_internode = not one_node or any(asked for _, asked in everyone)
         self._layout = layout = _Layout.of(self.ranks, capacity, staging_bytes(capacity) if has_internode else 0)
         _initialize(group, layout.bytes, one_node)
         self._memory = _symmetric_memory(group, layout)
         self.receive_buffer = self._memory[layout.receive_buffer : layout.receive_buffer + capacity]
         self._signals = self._memory[: 2 * self.ranks * 8].view(torch.int64)
-        # Its own, so that the watchdog never waits behind anything.
+        # Its own, so that who looks at the slots never waits behind anything.
         self._looking = cuda_ops.create_stream(0)
         self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)
-        processes = [process for _, process, _ in everyone]
-        self._watchdog = Watchdog(dist.get_process_group_ranks(group), self.rank, processes, self._missing)
+        self._waits = watch_waits(group, self._missing)
         bases = _addresses_of_blocks(self._memory, nodes, group)
         self._internode = frozenset(internode) | {peer for peer, address in enumerate(bases) if not address}
         # Slots of this rank that peers write, and slots of intra-node peers that this rank writes.
@@ -114,10 +114,10 @@ class NvshmemFabric:
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
         event = torch.cuda.Event()
         event.record()
-        self._watchdog.note(Wait(event, tuple(peers), number, what))
+        self._waits.note(Wait(event, tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
-        """Peers whose slot is below what a wait asks for; called by the watchdog's thread."""
+        """Peers whose slot is below what a wait asks for; called by a thread of its own."""
         with torch.cuda.device(self.receive_buffer.device), torch.cuda.stream(self._looking):
             self._seen.copy_(self._signals, non_blocking=True)
             self._looking.synchronize()

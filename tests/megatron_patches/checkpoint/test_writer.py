@@ -76,4 +76,33 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_one_sentence_on_all(tmp_path
     one, two = run_ranks(2, _save_too_much, line, tmp_path)
     assert one == two
     assert f"{tmp_path}/checkpoints/step_000001 could not be written by rank 1 (" in one and "are free there." in one
-    assert "\n" not in one and not (tmp_path / "checkpoints/step_000001/COMPLETE").exists()
+    assert "\n" not in one
+    assert not (tmp_path / "checkpoints/step_000001").exists(), "what was written of it takes room that is needed"
+
+
+def _save_apart(line: list[str], folder: Path) -> str:
+    from distca.errors import CheckpointError
+    from distca.train.checkpoint.checkpoints import save
+    from distca.train.run.run_folder import RunFolder
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    run = StepByStep(parse_run_config(line))
+    run.run(run.step())
+    run.trainer.optimizer.step()
+    own = folder / f"node{dist.get_rank()}"
+    (own / "checkpoints/step_000001").mkdir(parents=True)
+    try:
+        save(run.trainer, RunFolder(own), 1, {})
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_nodes_that_do_not_share_the_folder_have_no_complete_checkpoint(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    line = arguments(output=tmp_path, data__path=tmp_path / "texts")
+    one, two = run_ranks(2, _save_apart, line, tmp_path)
+    assert one == two
+    assert "Rank 1 wrote __1_0.distcp of " in one and "their nodes do not share this folder" in one
+    assert not list(tmp_path.rglob("COMPLETE"))

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 from distca.data import Sampler
 from distca.errors import ConfigError
 from distca.train.checkpoint.checkpoints import changes_since, check_fits, with_saved_warmup
+from distca.train.checkpoint.integrity import check_contents, check_undamaged
 from distca.train.config.cli import CheckpointConfig, OptimizerConfig, RunConfig, parse_run_config
-from distca.train.run.run_folder import RunFolder, check_undamaged, create_run_folder, hold, resume_run_folder
+from distca.train.run.run_folder import RunFolder, create_run_folder, hold, resume_run_folder
 
 
 def config_in(folder: Path, resume: str | None = None) -> RunConfig:
@@ -23,6 +25,12 @@ def save(folder: RunFolder, step: int, complete: bool = True) -> None:
     (folder.checkpoint_path(step) / "weights").write_bytes(b"12345")
     if complete:
         folder.mark_complete(step)
+
+
+def _resumed_step(config: RunConfig) -> int:
+    found = resume_run_folder(config)
+    assert found is not None
+    return found[1].step
 
 
 def test_a_second_run_of_a_name_gets_a_number(tmp_path: Path) -> None:
@@ -89,6 +97,28 @@ def test_latest_is_the_run_of_this_name_that_saved_last(tmp_path: Path, name: st
     assert found.path == renamed
 
 
+def test_auto_takes_what_this_job_saved_then_the_newest_of_the_name_then_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(resume: str, job: str) -> str | None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        run = resume_run_folder(config_in(tmp_path, resume))
+        return None if run is None else run[0].path.name
+
+    assert found("auto", "7") is None and found("job", "7") is None
+    for age, job in enumerate(["7", "17", "8"]):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        folder = create_run_folder(config_in(tmp_path))
+        with hold(folder):
+            save(folder, 10)
+        os.utime(folder.checkpoint_path(10) / "COMPLETE", (1000 + age, 1000 + age))
+    assert found("auto", "7") == found("job", "7") == "try"
+    assert found("auto", "17") == found("job", "17") == "try-2"
+    assert (found("auto", "9"), found("job", "9")) == ("try-3", None)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert resume_run_folder(config_in(tmp_path, "job")) is None
+
+
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     folder = create_run_folder(config_in(tmp_path))
     for _ in range(2):  # and another one after it
@@ -137,32 +167,108 @@ def test_resume_mistakes_are_sentences(tmp_path: Path) -> None:
         resume_run_folder(config_in(tmp_path, str(folder.path)))
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_once_it_is_gone(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = create_run_folder(config_in(tmp_path))
     save(folder, 10)
     save(folder, 20)
     config, newest = config_in(tmp_path, "latest"), folder.checkpoint_path(20)
-    assert resume_run_folder(config)[1].path == newest
+    assert _resumed_step(config) == 20
     check_undamaged(newest)
     (newest / "weights").write_bytes(b"123")
     with pytest.raises(ConfigError, match=r"step_000020 is damaged: weights has 3 bytes, not 5. Delete this folder"):
         check_undamaged(newest)
+    with caplog.at_level(logging.WARNING):
+        assert _resumed_step(config) == 10, "the newest that is intact"
+    assert "step_000020 is damaged: weights has 3 bytes, not 5" in caplog.text
     (newest / "weights").unlink()
     with pytest.raises(ConfigError, match="weights is missing"):
         check_undamaged(newest)
-    (newest / "COMPLETE").write_text("{")
-    with pytest.raises(ConfigError, match="COMPLETE cannot be read"):
-        check_undamaged(newest)
-    shutil.rmtree(newest)
-    assert resume_run_folder(config)[1].step == 10
+    for content in ("{", "", "{}", "[]", '{"weights": "5"}', "\xff"):  # "" where the power failed
+        (newest / "COMPLETE").write_text(content, encoding="latin-1")
+        with pytest.raises(ConfigError, match="COMPLETE cannot be read"):
+            check_undamaged(newest)
+    (folder.checkpoint_path(10) / "weights").unlink()
+    with pytest.raises(ConfigError, match=r"All checkpoints of .* are damaged"):
+        resume_run_folder(config)
 
 
-def test_a_checkpoint_of_an_early_version_has_no_sizes(tmp_path: Path) -> None:
+def test_flipped_bits_are_found_by_who_reads_that_part(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    save(folder, 10)
+    path = folder.checkpoint_path(10)
+    (path / "more").write_bytes(b"1234567")
+    folder.mark_complete(10)
+    check_contents(path)
+    (path / "weights").write_bytes(b"12355")
+    check_undamaged(path)  # of the right size
+    with pytest.raises(ConfigError, match="step_000010 is damaged: weights is not what was saved, as its checksum"):
+        check_contents(path)
+    check_contents(path, 0, 2)  # the other file, which is larger
+    with pytest.raises(ConfigError, match="weights is not"):
+        check_contents(path, 1, 2)
+
+
+def test_a_checkpoint_of_an_early_version_has_sizes_only(tmp_path: Path) -> None:
     folder = create_run_folder(config_in(tmp_path))
     save(folder, 10)
-    (folder.checkpoint_path(10) / "COMPLETE").write_text("")
-    (folder.checkpoint_path(10) / "weights").write_bytes(b"1")
-    check_undamaged(folder.checkpoint_path(10))
+    path = folder.checkpoint_path(10)
+    (path / "COMPLETE").write_text('{"weights": 5}')
+    check_undamaged(path)
+    check_contents(path)
+    (path / "weights").write_bytes(b"1")
+    with pytest.raises(ConfigError, match="weights has 1 bytes, not 5"):
+        check_undamaged(path)
+
+
+def test_what_is_saved_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """COMPLETE must not be there, or be empty, after the power failed."""
+    happened: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def note_sync(file: int) -> None:
+        happened.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+        sync(file)
+
+    def note_replace(path: Path, target: Path) -> Path:
+        happened.append(f"-> {target.name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    save(RunFolder(tmp_path), 10)
+    assert happened == ["COMPLETE.unfinished", "-> COMPLETE", "step_000010", "checkpoints"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (10, 20, 30):
+        save(folder, step)
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert folder.prune(2) == []
+    assert "step_000010 cannot be deleted (Permission denied); it stays." in caplog.text
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [20, 30]
+
+
+def test_a_full_disk_at_the_start_is_a_sentence_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    folder = create_run_folder(config_in(tmp_path))
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(ConfigError, match=r"nothing can be written into .* \(No space left on device\); make room"):
+        create_run_folder(config_in(tmp_path))
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["try"]
+    with pytest.raises(ConfigError, match=r"config-from-step-000010.yaml cannot be written \(No space left"):
+        folder.write_resumed_config(config_in(tmp_path), 10)
 
 
 def test_what_an_attempt_that_was_broken_off_left_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""What a launcher told this process through its environment, refused in a sentence where it cannot be meant."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distca.errors import LaunchError
+
+_RESOLVE_S = 10.0
+_LARGEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Launched:
+    """This process among those that were started with it.
+
+    Attributes:
+        rank: its number.
+        size: how many there are.
+        local_rank: its number on this node.
+        address: name of rank 0's node; empty without a launcher.
+        port: on it; 0 without a launcher.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    address: str = ""
+    port: int = 0
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched:
+    """What torchrun, or pretrain_llama.sh through srun, said; without a launcher one process on its own.
+
+    Raises:
+        LaunchError: it says only a part, or something that cannot be.
+    """
+    size = _number(environment, "WORLD_SIZE", 1)
+    if size is None:
+        return _alone(environment)
+    rank = _number(environment, "RANK", 0, size - 1)
+    if rank is None:
+        raise LaunchError(
+            f"WORLD_SIZE is {size}, but RANK is not set, so this process does not know which of the ranks it is.",
+            "start the ranks with pretrain_llama.sh or torchrun, or unset WORLD_SIZE.",
+        )
+    port = _number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
+    address = environment.get("MASTER_ADDR", "")
+    if size > 1 and not (address and port):
+        missing = "MASTER_PORT" if address else "MASTER_ADDR"
+        raise LaunchError(
+            f"WORLD_SIZE is {size}, but {missing} is not set, so the ranks cannot meet.",
+            "start the ranks with pretrain_llama.sh or torchrun, or set it alike on all of them.",
+        )
+    if address:
+        _check_resolvable(address)
+    return Launched(rank, size, _number(environment, "LOCAL_RANK", 0) or 0, address, port or 0)
+
+
+def check_gpus_usable(usable: bool, version: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse to train on the CPU where GPUs are meant.
+
+    Args:
+        usable: torch can use a GPU.
+        version: torch's.
+        environment: of this process.
+
+    Raises:
+        LaunchError: there are GPUs, or they were asked for.
+    """
+    if usable or environment.get("CUDA_VISIBLE_DEVICES") == "" or environment.get("GPUS_PER_NODE") == "0":
+        return
+    asked = environment.get("GPUS_PER_NODE", "")
+    if asked or _has_gpus():
+        there = f"GPUS_PER_NODE is {asked}" if asked else f"{socket.gethostname()} has GPUs"
+        raise LaunchError(
+            f"{there}, but torch {version} cannot use any.",
+            "install a torch with CUDA that fits the driver (`distca doctor` shows both), or set GPUS_PER_NODE=0 or "
+            "CUDA_VISIBLE_DEVICES= to train on CPUs.",
+        )
+
+
+def gpu_of(local_rank: int, visible: int) -> int:
+    """Number of the GPU of a rank, given how many this process sees: its own, or the only one where each sees one.
+
+    Raises:
+        LaunchError: there is none for it.
+    """
+    if visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise LaunchError(
+            f"This process is rank {local_rank} of its node (LOCAL_RANK) and sees {visible} GPUs.",
+            "start as many ranks on a node as it has GPUs, or show each rank one of them or all.",
+        )
+    return local_rank
+
+
+def _alone(environment: Mapping[str, str]) -> Launched:
+    if environment.get("RANK"):
+        raise LaunchError(
+            f"RANK is {environment['RANK']}, but WORLD_SIZE is not set, so this process does not know how many ranks "
+            "there are.",
+            "start the ranks with pretrain_llama.sh or torchrun, or unset RANK.",
+        )
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1"
+    if tasks.isdecimal() and int(tasks) > 1:
+        raise LaunchError(
+            f"Slurm has {tasks} tasks for this, but WORLD_SIZE is not set: each would train a run of one rank.",
+            "use sbatch pretrain_llama.sh, or bash pretrain_llama.sh inside salloc, which start the ranks; for one "
+            "rank ask Slurm for one task.",
+        )
+    return Launched()
+
+
+def _number(environment: Mapping[str, str], name: str, least: int, most: int | None = None) -> int | None:
+    value = environment.get(name)
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
+        limit = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise LaunchError(f"{name} is '{value}'; it must be a whole number {limit}.")
+    return int(value)
+
+
+def _check_resolvable(address: str) -> None:
+    """torch would ask again and again, for minutes, with a warning each time."""
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            socket.getaddrinfo(address, None)
+            said.append("")
+        except OSError as error:
+            said.append(error.strerror or str(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_RESOLVE_S)
+    reason = said[0] if said else f"no answer within {_RESOLVE_S:.0f} s"
+    if reason:
+        raise LaunchError(
+            f"MASTER_ADDR is '{address}', and {socket.gethostname()} finds no node of that name ({reason}).",
+            "set it to a name or an address of rank 0's node that all nodes can reach.",
+        )
+
+
+def _has_gpus() -> bool:
+    """As NVIDIA's driver says it, without a library of it."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) and any(Path("/dev").glob("nvidia[0-9]*"))

@@ -1,0 +1,107 @@
+"""``distca checkpoint``: look at the checkpoints of a run, compare them with their checksums, delete old ones."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from distca.commands.options import check_least
+from distca.errors import DamagedCheckpointError, OptionError
+from distca.train.checkpoint.integrity import COMPLETE, check_contents, check_undamaged, files_of
+from distca.train.metrics.progress import format_bytes
+from distca.train.run.run_folder import Checkpoint, RunFolder, hold
+from distca.words import count
+
+__all__ = ["list_checkpoints", "prune", "verify"]
+
+
+def verify(*, path: str) -> None:
+    """Read a checkpoint, or all of a run, and compare every file with the checksum it was saved with.
+
+    Args:
+        path: folder of a run, or of one of its checkpoints.
+    """
+    from rich.console import Console
+
+    console, damaged = Console(soft_wrap=True, highlight=False), 0
+    checkpoints = _checkpoints(path)
+    for checkpoint in checkpoints:
+        began = time.perf_counter()
+        try:
+            check_undamaged(checkpoint.path)
+            check_contents(checkpoint.path)
+        except DamagedCheckpointError as error:
+            damaged += 1
+            console.print(str(error))
+            continue
+        size, seconds = format_bytes(_size(checkpoint.path)), time.perf_counter() - began
+        console.print(f"{checkpoint.path} is what was saved: {size}, read in {seconds:.1f} s")
+    if damaged:
+        raise DamagedCheckpointError(f"{damaged} of {count(len(checkpoints), 'checkpoint')} of {path} cannot be used.")
+
+
+def list_checkpoints(*, path: str) -> None:
+    """Print the checkpoints of a run, also those that were not finished. No file of them is read.
+
+    Args:
+        path: folder of a run.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Checkpoints of {path}")
+    for name in ("step", "size", "saved", "state"):
+        table.add_column(name, justify="right" if name in ("step", "size") else "left")
+    for folder in _run(path).checkpoint_folders():
+        mark = folder / COMPLETE
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(mark.stat().st_mtime)) if mark.exists() else ""
+        state = "complete" if mark.exists() else "not finished"
+        try:
+            if mark.exists():
+                check_undamaged(folder)
+        except DamagedCheckpointError:
+            state = "damaged"
+        table.add_row(str(int(folder.name.removeprefix("step_"))), format_bytes(_size(folder)), saved, state)
+    Console().print(table)
+
+
+def prune(*, path: str, keep: int = 2) -> None:
+    """Delete all checkpoints of a run but the newest ones, and those that were not finished.
+
+    Args:
+        path: folder of a run that nobody writes at the moment.
+        keep: newest checkpoints that stay.
+    """
+    from rich.console import Console
+
+    check_least(1, keep=keep)
+    run = _run(path)
+    with hold(run):
+        before = {folder: _size(folder) for folder in run.checkpoint_folders()}
+        run.prune(keep)
+    gone = [size for folder, size in before.items() if not folder.exists()]
+    Console(soft_wrap=True, highlight=False).print(
+        f"{count(len(gone), 'checkpoint')} deleted, {format_bytes(sum(gone))}; {len(before) - len(gone)} left"
+    )
+
+
+def _run(path: str) -> RunFolder:
+    run = RunFolder(Path(path))
+    if not run.checkpoint_folders():
+        raise OptionError(f"--path is {path}, which holds no checkpoints; give the folder of a run, such as runs/name.")
+    return run
+
+
+def _checkpoints(path: str) -> list[Checkpoint]:
+    """Of a run that are complete, or the one of which it is the folder."""
+    folder = Path(path)
+    if (folder / COMPLETE).exists():
+        return [Checkpoint(0, folder)]
+    found = _run(path).checkpoints()
+    if not found:
+        raise OptionError(f"--path is {path}, of which no checkpoint was finished; give another run.")
+    return found
+
+
+def _size(folder: Path) -> int:
+    return sum((folder / name).stat().st_size for name in files_of(folder))

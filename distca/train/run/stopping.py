@@ -1,0 +1,73 @@
+"""When a run saves, or saves and ends before its last step: all ranks decide it alike."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from distca.cluster.health import TIMEOUT
+from distca.train.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_patches.world import World
+
+_REASONS = ("SIGTERM", "SIGUSR1", "train.time_limit")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens after a step.
+
+    Attributes:
+        save: a checkpoint is due by the clock.
+        stop: why the run saves and ends; empty where it goes on.
+    """
+
+    save: bool
+    stop: str
+
+
+class Stopping:
+    """Every rank makes one together.
+
+    Signals may reach some ranks earlier than others, and clocks differ. So ranks exchange what they want while a step
+    runs, and do after it what any of them wanted before it. Of time, rank 0's counts.
+
+    Args:
+        config: the run.
+        world: its ranks.
+    """
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self._world = world
+        self._limit, self._save_every = 60 * config.train.time_limit, 60 * config.checkpoint.save_every_minutes
+        self._began = self._saved = time.monotonic()
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._wanted = torch.zeros(len(_REASONS) + 1, dtype=torch.int32)
+        self._asked: dist.Work | None = None
+        if world.health is not None:
+            world.health.stops_when_asked()
+
+    def ask(self) -> None:
+        """Begin to exchange what ranks want, before a step; every rank calls it."""
+        signal = self._world.health.asked_by if self._world.health is not None else ""
+        now, decides = time.monotonic(), self._world.rank == 0
+        late = decides and 0 < self._limit < now - self._began
+        due = decides and 0 < self._save_every < now - self._saved
+        self._wanted = torch.tensor([signal == _REASONS[0], signal == _REASONS[1], late, due], dtype=torch.int32)
+        self._asked = dist.all_reduce(self._wanted, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def decide(self) -> Decision:
+        """What all ranks do after the step."""
+        assert self._asked is not None
+        self._asked.wait()
+        *stops, save = self._wanted.tolist()
+        return Decision(bool(save), next((reason for reason, stop in zip(_REASONS, stops, strict=True) if stop), ""))
+
+    def saved(self) -> None:
+        """Note that a checkpoint was written."""
+        self._saved = time.monotonic()

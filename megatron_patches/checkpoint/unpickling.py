@@ -1,0 +1,91 @@
+"""Nothing of a checkpoint is run: what torch would unpickle freely may only be the data that a checkpoint is made of.
+
+torch's reader calls ``pickle.load`` on a checkpoint's ``.metadata`` and reads its objects with ``weights_only=False``;
+either runs any function that the file names.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+_CLASSES_OF = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # of Python 3.13
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads a checkpoint's ``.metadata``.
+
+    Raises:
+        pickle.UnpicklingError: naming what is no part of one.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if "." not in name:
+            if (module, name) in _ALLOWED:
+                return super().find_class(module, name)
+            if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+                return getattr(torch, name)
+            if module == _CLASSES_OF:
+                found = super().find_class(module, name)
+                if isinstance(found, type) and found.__module__ == module:
+                    return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint and was not run")
+
+
+def check_metadata(checkpoint: Path) -> None:
+    """Read a checkpoint's description of its tensors; garbage in it can raise nearly any exception.
+
+    Raises:
+        pickle.UnpicklingError: it cannot be read, or is more than data.
+    """
+    try:
+        with (checkpoint / ".metadata").open("rb") as file:
+            _load(file)
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:
+        raise pickle.UnpicklingError(f".metadata cannot be read ({error or type(error).__name__})") from None
+
+
+@contextmanager
+def only_data() -> Iterator[None]:
+    """Whatever torch reads of checkpoints inside is data."""
+    restricted = SimpleNamespace(**{name: getattr(pickle, name) for name in ("dump", "dumps")}, load=_load)
+    before = filesystem.pickle, DefaultLoadPlanner.load_bytes
+    filesystem.pickle, DefaultLoadPlanner.load_bytes = restricted, _load_bytes  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        filesystem.pickle, DefaultLoadPlanner.load_bytes = before  # type: ignore[method-assign]
+
+
+def _load(file: BinaryIO) -> Any:
+    return MetadataUnpickler(file).load()
+
+
+def _load_bytes(planner: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
+    name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[name], loaded)
+    else:
+        planner.state_dict[name] = loaded

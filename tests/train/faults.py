@@ -1,0 +1,92 @@
+"""A training run in which one rank meets a fault: ``python -m tests.train.faults FAULT RANK STEP SETTING ...``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.train.small_runs import ROOT
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended.
+
+    Attributes:
+        code: its exit code.
+        seconds: from the fault to the end of all ranks.
+        said: standard error of each rank.
+        launcher: standard error of torchrun.
+    """
+
+    code: int
+    seconds: float
+    said: list[str]
+    launcher: str
+
+
+def run_with_fault(folder: Path, fault: str, *line: str, ranks: int = 2, rank: int = 1, step: int = 3) -> Ended:
+    """Train until a rank meets a fault in a step."""
+    logs, at = folder / f"logs-{fault}", folder / f"at-{fault}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += ["--redirects=2", f"--log-dir={logs}", "-m", "tests.train.faults", fault, str(rank), str(step), *line]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "FAULT_AT": str(at)}
+    done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    said = [next(logs.glob(f"*/attempt_0/{number}/stderr.log")).read_text() for number in range(ranks)]
+    return Ended(done.returncode, time.time() - float(at.read_text()) if at.exists() else -1, said, done.stderr)
+
+
+def _fail(_: Any) -> NoReturn:
+    raise RuntimeError("the fault of the test")
+
+
+def _send_what_does_not_fit(_: Any) -> NoReturn:
+    from distca.errors import TransportError
+
+    raise TransportError("An exchange does not fit its memory; raise it.")
+
+
+def _exit(_: Any) -> NoReturn:
+    sys.exit(3)
+
+
+def _is_told_to_end(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3)  # steps of this size are over before anybody looked at signals
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "exception": _fail,
+    "transport": _send_what_does_not_fit,
+    "exit": _exit,
+    "told": _is_told_to_end,
+}
+
+
+def main() -> None:
+    """Train with the fault built in."""
+    from distca.train.run import loop
+    from distca.train.run.main import main as train
+
+    fault, rank, step = FAULTS[sys.argv[1]], *sys.argv[2:4]
+    run_step = loop._Loop._step
+
+    def meet(self: Any, number: int, ahead: Any) -> dict[str, Any]:
+        if number == int(step) and os.environ["RANK"] == rank:
+            Path(os.environ["FAULT_AT"]).write_text(str(time.time()))
+            fault(self)
+        return run_step(self, number, ahead)
+
+    loop._Loop._step = meet  # type: ignore[method-assign]
+    train(sys.argv[4:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A rank that fails ends all others within seconds, and every one says who failed, where and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distca.testing.ranks import run_ranks
+from distca.train.run.run_folder import RunFolder
+from tests.train.faults import run_with_fault
+from tests.train.small_runs import arguments, steps_of, train_all, write_texts
+
+pytestmark = pytest.mark.slow
+
+ENDED = {
+    "exception": ("Rank 1 failed in step 3 on ", "RuntimeError: the fault of the test", 'faults.py", line'),
+    "transport": ("An exchange does not fit its memory; raise it.",),
+    "exit": ("Rank 1 failed in step 3 on ", "SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize("fault", ENDED)
+def test_a_fault_of_one_rank_ends_all_with_its_words(tmp_path: Path, fault: str) -> None:
+    write_texts(tmp_path / "texts")
+    line = arguments(output=tmp_path, data__path=tmp_path / "texts", train__steps=1000)
+    ended = run_with_fault(tmp_path, fault, *line)
+    assert ended.code != 0
+    assert 0 < ended.seconds < 12, "ten seconds, and those in which torchrun collects its ranks"
+    first, *others = ENDED[fault]
+    for said in ended.said:
+        assert said.count(first) == 1, said
+        assert all(words in said for words in others), said
+
+
+def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    """By a signal to one rank only, then by its time; the last start finds nothing left to do."""
+    write_texts(tmp_path / "texts")
+    line = arguments(name="told", output=tmp_path, data__path=tmp_path / "texts", checkpoint__resume="auto")
+    line = [*line, "--train.steps", "12"]
+    whole = arguments(name="whole", output=tmp_path, data__path=tmp_path / "texts", train__steps=12)
+    run_ranks(2, train_all, [whole])
+    told = run_with_fault(tmp_path, "told", *line)
+    assert told.code == 0, told.said
+    assert "Ended by SIGTERM after step" in told.said[0] and "of 12; RESUME=auto" in told.said[0]
+    (saved,) = RunFolder(tmp_path / "told").checkpoints()
+    assert saved.step == 4, "the step during which it came, and the one in which ranks told each other"
+    run_ranks(2, train_all, [[*line, "--train.time_limit", "1e-6"], line, line], timeout=100)
+    assert [each.step for each in RunFolder(tmp_path / "told").checkpoints()] == [saved.step + 1, 12]
+    assert not (tmp_path / "told-2").exists()
+    for key in ("loss", "grad_norm", "lr"):
+        assert steps_of(tmp_path / "told", key) == steps_of(tmp_path / "whole", key)
