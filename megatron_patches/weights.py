@@ -63,7 +63,7 @@ class _Vocabulary:
         rows = -(-self.vocabulary // ranks)
         first, last = (min((rank + more) * rows, self.vocabulary) for more in (0, 1))
         real = files.read(self.names[0], slice(first, last))
-        return torch.nn.functional.pad(real, (0, 0, 0, rows - len(real)))
+        return real if len(real) == rows else torch.nn.functional.pad(real, (0, 0, 0, rows - len(real)))
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return (torch.cat(list(shares))[: self.vocabulary],)
