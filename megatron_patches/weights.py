@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from distca.models.description import ModelDescription
-from distca.models.layout import EMBEDDING, FINAL_NORM, OUTPUT
+from distca.models.layout import EMBEDDING, FINAL_NORM, OUTPUT, layer_prefix
 from distca.models.tensors import TensorFiles
 
 
@@ -63,7 +63,7 @@ class _Vocabulary:
         rows = -(-self.vocabulary // ranks)
         first, last = (min((rank + more) * rows, self.vocabulary) for more in (0, 1))
         real = files.read(self.names[0], slice(first, last))
-        return torch.nn.functional.pad(real, (0, 0, 0, rows - len(real)))
+        return real if len(real) == rows else torch.nn.functional.pad(real, (0, 0, 0, rows - len(real)))
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return (torch.cat(list(shares))[: self.vocabulary],)
@@ -137,7 +137,7 @@ def slot_of(parameter: str, layer: int, model: ModelDescription) -> Slot:
         return _Vocabulary((EMBEDDING if model.tie_embeddings else OUTPUT,), model.vocabulary)
     if parameter == "decoder.final_layernorm.weight":
         return _Whole((FINAL_NORM,))
-    place, name = f"model.layers.{layer}.", parameter.split(".", 3)[3]
+    place, name = layer_prefix(layer), parameter.split(".", 3)[3]
     if name in _NORMS:
         return _Whole((place + _NORMS[name],))
     if name.startswith("self_attention.linear_qkv."):

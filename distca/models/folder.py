@@ -108,7 +108,8 @@ def _scaling_fields(model: ModelDescription) -> dict[str, Any]:
         fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling.kind == "yarn":
         fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-        fields["attention_factor"] = scaling.resolved_attention_factor
+        if scaling.attention_factor is not None:  # else a later extension by another factor would keep it
+            fields["attention_factor"] = scaling.attention_factor
     return fields
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from distca.models.description import ModelDescription
 
-EMBEDDING, OUTPUT, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_BODY = "model"
+EMBEDDING, OUTPUT, FINAL_NORM = f"{_BODY}.embed_tokens.weight", "lm_head.weight", f"{_BODY}.norm.weight"
+
+
+def layer_prefix(number: int) -> str:
+    """What the names of a layer's tensors begin with, dot included."""
+    return f"{_BODY}.layers.{number}."
 
 
 def expected_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
@@ -14,7 +20,7 @@ def expected_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
         shapes[OUTPUT] = (model.vocabulary, model.hidden)
     layer = _layer_shapes(model)
     return shapes | {
-        f"model.layers.{number}.{name}": shape for number in range(model.layers) for name, shape in layer.items()
+        layer_prefix(number) + name: shape for number in range(model.layers) for name, shape in layer.items()
     }
 
 

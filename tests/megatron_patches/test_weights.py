@@ -126,7 +126,7 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), (8, [(2, 2)])])
+@pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), pytest.param(8, [(2, 2)], marks=pytest.mark.slow)])
 def test_logits_and_losses_equal_those_of_transformers(root, ranks, layouts):
     (errors, *_) = run_ranks(ranks, _errors, str(root), layouts, timeout=280)
     assert len(errors) == len(folders.CASES) * 2 * len(layouts)
@@ -163,7 +163,7 @@ def _tensors(folder):
     return found
 
 
-@pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), (8, [(2, 2)])])
+@pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), pytest.param(8, [(2, 2)], marks=pytest.mark.slow)])
 def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, tmp_path):
     root, target = tmp_path / "from", tmp_path / "to"
     target.mkdir()

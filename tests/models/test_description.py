@@ -179,3 +179,11 @@ def test_what_is_written_describes_the_same(fields: dict[str, Any], first: bool)
 def test_families_by_what_their_layers_have() -> None:
     assert [family_of(*each) for each in ((False, False), (True, False), (False, True))] == ["llama", "qwen2", "qwen3"]
     assert family_of(True, True) is None
+
+
+def test_what_was_extended_once_can_be_extended_again() -> None:
+    """The attention factor of an extension follows its factor, unless the first folder says it."""
+    written = config_fields(_described(QWEN3), "bfloat16", QWEN3)
+    assert "attention_factor" not in written["rope_scaling"]
+    own = QWEN3 | {"rope_scaling": QWEN3["rope_scaling"] | {"attention_factor": 1.5}}
+    assert config_fields(_described(own), "bfloat16", own)["rope_scaling"]["attention_factor"] == 1.5
