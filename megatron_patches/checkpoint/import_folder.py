@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from distca.models.description import ModelDescription
 from distca.models.tensors import TensorFiles
+from megatron_patches.block import block_spec
 from megatron_patches.checkpoint.whole_weights import save_weights
 from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
 from megatron_patches.model import ModelShape, build_gpt, transformer_config
 from megatron_patches.patches.cpu import use_cpu
-from megatron_patches.spec import block_spec
 from megatron_patches.weights import load_weights
 
 

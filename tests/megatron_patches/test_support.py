@@ -157,12 +157,12 @@ def test_fields_that_count_together(fields, said):
 
 
 def test_a_block_is_not_disaggregated_with_what_is_refused():
-    from megatron_patches.block import disaggregate
+    from megatron_patches.block import disaggregate_block
 
     for fields in ({"hidden_dropout": 0.1}, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}):
         block = SimpleNamespace(config=_changed(**fields))
         with pytest.raises(SupportError):
-            disaggregate(block, None, recompute_segments=True)
+            disaggregate_block(block, None, recompute_segments=True)
 
 
 def test_latent_attention_is_refused():

@@ -153,11 +153,11 @@ def test_what_was_imported_loads_on_other_ranks(root: Path, tmp_path: Path) -> N
 def _loads(folder: Path, imported: Path) -> bool:
     """Whether megatron reads the checkpoint into the weights that the folder gives on TP 2 x PP 2."""
     from megatron.core import dist_checkpointing
-    from megatron_patches.spec import block_spec
 
     from distca.models.description import describe_folder
     from distca.models.tensors import TensorFiles
     from distca.train.config.initial import model_config
+    from megatron_patches.block import block_spec
     from megatron_patches.groups import initialize_model_parallel
     from megatron_patches.model import build_gpt, transformer_config
     from megatron_patches.patches.cpu import use_cpu
