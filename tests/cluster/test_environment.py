@@ -60,7 +60,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpus(monkeypatch: 
     check_gpus_usable(True, "2.13.0", {})
     check_gpus_usable(False, "2.13.0+cpu", {"CUDA_VISIBLE_DEVICES": ""})
     monkeypatch.setattr(environment, "_has_gpus", lambda: False)
-    with pytest.raises(LaunchError, match="GPUS_PER_NODE is 8, but torch 2.13.0 cannot use any"):
+    with pytest.raises(LaunchError, match=r"GPUS_PER_NODE is 8, but torch 2.13.0 cannot use any"):
         check_gpus_usable(False, "2.13.0", {"GPUS_PER_NODE": "8"})
     check_gpus_usable(False, "2.13.0", {})
     check_gpus_usable(False, "2.13.0", {"GPUS_PER_NODE": "0"})
