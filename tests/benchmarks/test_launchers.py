@@ -19,7 +19,7 @@ RUN_4D = ROOT / "benchmarks" / "example-4d-parallel" / "run4d.sh"
 STAND_IN = f"""
 if [[ -n $REAL_PYTHON || "$*" == *benchmarks.throughput.launch* ]]; then exec {shlex.quote(sys.executable)} "$@"; fi
 if [[ $1 == - ]]; then exit 0; fi
-if [[ -n $STAYS && "$1 $2" == "-m torch.distributed.run" ]]; then
+if [[ -n $STAYS && $1 == -m && ( $2 == torch.distributed.run || $2 == distca.cluster.torchrun ) ]]; then
     trap 'echo told; echo told >> "$STAYS"; exit 1' TERM
     echo up > "$STAYS"
     for _ in {{1..400}}; do sleep 0.05; done
