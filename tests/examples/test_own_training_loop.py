@@ -19,10 +19,14 @@ def _differences(layouts):
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
+    from distca import CAD
     from examples import own_training_loop as example
     from megatron_patches.groups import initialize_model_parallel
     from megatron_patches.parity import harness
 
+    # Every rank has whole gradients to compare, and not its shard of them.
+    wrapped = CAD.data_parallel
+    CAD.data_parallel = lambda self, model: wrapped(self, model, distributed_optimizer=False)
     device, sizes = torch.device("cpu"), example.SHAPE
     shape = harness.ParityShape(
         layers=sizes["num_layers"],
