@@ -142,7 +142,9 @@ def from_folder(project: Project, command: str) -> None:
         (project.folder / named / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     if not (project.folder / "corpus.idx").exists():
         convert = "distca data convert --source jsonl --path corpus.jsonl --tokenizer tokenizer.json"
-        project.run(f"{convert} --end_token '</s>' --output corpus")
+        convert += ' --end_token "</s>" --output corpus'  # as docs/data.md has it
+        project.run(convert)
+        project.done.add(convert)
     long = {} if "CONTEXT_LENGTH" not in command else {"TOKENS_PER_RANK": "131072"}
     checked(project, command, GPUS_PER_NODE="0", **long)
 
