@@ -20,12 +20,13 @@ ROOT = Path(__file__).parent.parent
 # From the bottom to the top, as in tests/test_import_contract.py.
 ROWS = (
     ("plan",),
-    ("cluster", "device"),
+    ("cluster", "models", "device"),
     ("data", "attention", "ops", "transport"),
     ("testing", "runtime"),
     ("profile",),
     ("megatron_patches",),
-    ("commands", "train"),
+    ("train",),
+    ("commands",),
 )
 
 
