@@ -1,4 +1,5 @@
 import json
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def test_profile_writes_a_table_with_links(tmp_path, monkeypatch):
     path = tmp_path / table_name("cpu", "reference", 2, 1, 8)
     content = json.loads(path.read_text())
     assert [pair["ranks"] for pair in content["links"]["pairs"]] == [[0, 1]]
-    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["torch"] == version("torch")
     assert load_table(path).backward(np.array(64), np.array(512)) > 0
 
 
