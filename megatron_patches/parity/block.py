@@ -6,7 +6,7 @@ rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from megatron_patches.parity.harness import (
     ParityCase,
     attached,
     case_documents,
+    computed_once,
     gather_shares,
     hidden_scores,
     unmodified,
@@ -66,11 +67,12 @@ def rounded_weights(case: ParityCase, dtype: torch.dtype) -> dict[str, torch.Ten
 def block_unmodified(
     case: ParityCase, dtype: torch.dtype, device: torch.device, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
-    """Megatron-Core's own block on the case's first micro-batch, by this rank alone."""
+    """Megatron-Core's own block on the case's first micro-batch, by the first rank alone; every rank calls it."""
     model = unmodified(case, dtype).to(device=device, dtype=dtype)
     lengths = np.array(case.micro_batches[0])
     positions = np.concatenate([np.arange(length) for length in lengths])
-    return _alone(case, model, weights, positions, hidden_scores(lengths, positions).to(device))
+    scores = hidden_scores(lengths, positions).to(device)
+    return computed_once(lambda: _alone(case, model, weights, positions, scores))
 
 
 def block_packed(
@@ -80,7 +82,9 @@ def block_packed(
 
     This is what training runs where core attention stays at home. Every data-parallel rank computes all documents.
     """
-    _, model = attached(case, dtype, device, kernel, weights, disaggregate=False, reduced=False)
+    # Recomputation changes no figure, and megatron's own of an MLP with biases never ends: its checkpoint returns one.
+    kept = replace(case, recompute="none")
+    _, model = attached(kept, dtype, device, kernel, weights, disaggregate=False, reduced=False)
     lengths = np.array(case.micro_batches[0])
     tokens = int(lengths.sum())
     borders = np.concatenate(([0], np.cumsum(lengths)))

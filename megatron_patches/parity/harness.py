@@ -8,10 +8,10 @@ public face, as a training script uses it: CAD, its block spec and schedule, Meg
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.step import Batch
 from megatron_patches.training_step import loss_and_tokens, sum_over_ranks, summed_loss_step
 
+T = TypeVar("T")
 Recompute = Literal["none", "mlp", "all"]
 
 
@@ -150,8 +151,20 @@ def case_documents(case: ParityCase) -> list[list[np.ndarray]]:
 def run_unmodified(
     case: ParityCase, dtype: torch.dtype, device: torch.device
 ) -> tuple[Outcome, dict[str, torch.Tensor]]:
-    """The reference, computed by this rank alone; also returns the full weights. Every rank calls it together."""
+    """The reference, computed by the first rank alone; also returns the full weights. Every rank calls it together."""
     model = unmodified(case, dtype).to(device)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return computed_once(lambda: _unmodified_outcome(case, model, device)), weights
+
+
+def computed_once(compute: Callable[[], T]) -> T:
+    """What the first rank computes, on every rank; it must not hold tensors of a GPU."""
+    result = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result, device=torch.device("cpu"))
+    return cast(T, result[0])
+
+
+def _unmodified_outcome(case: ParityCase, model: GPTModel, device: torch.device) -> Outcome:
     total, tokens, per_document = 0.0, 0, []
     for documents in case_documents(case):
         lengths = np.array([len(document) for document in documents])
@@ -167,8 +180,7 @@ def run_unmodified(
         total, tokens = total + losses.sum().item(), tokens + int(mask.sum())
         per_document.append(_per_document(losses.detach(), owner, len(lengths)))
     gradients = {name: p.grad.double().cpu() / tokens for name, p in model.named_parameters()}
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return Outcome(total / tokens, gradients, per_document), weights
+    return Outcome(total / tokens, gradients, [losses.cpu() for losses in per_document])
 
 
 def unmodified(case: ParityCase, dtype: torch.dtype) -> GPTModel:

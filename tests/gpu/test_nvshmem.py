@@ -107,7 +107,7 @@ def test_too_little_memory_is_refused_alike_before_anything_is_sent(little_memor
     """All other cases in little memory come after it, and need that nothing was sent or counted."""
     one, two = little_memory["refused"]
     assert one == two
-    assert one.startswith("EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb) gives 0.04 GiB")
+    assert one.startswith("`nvshmem_buffer_gb` gives 0.04 GiB")
 
 
 KILLED = """

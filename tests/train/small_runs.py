@@ -65,7 +65,10 @@ def steps_of(run: Path, key: str = "loss") -> dict[int, float]:
 
 
 def train_all(command_lines: list[list[str]]) -> list[str]:
-    """Train one run after the other on the ranks that call this; returns their folders."""
+    """Train one run after the other on the ranks that call this, without plots; returns their folders."""
+    import gc
+    from unittest.mock import patch
+
     import torch
     import torch.distributed as dist
 
@@ -82,7 +85,9 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     try:
         for line in command_lines:
             config = parse_run_config(line)
-            folders.append(str(run_on(world, config, open_corpus(config)).path))
+            gc.freeze()  # what is imported is looked at once per process, not once per run
+            with patch("distca.train.run.loop.plot_balance"), patch("distca.train.run.loop.plot_phases"):
+                folders.append(str(run_on(world, config, open_corpus(config)).path))
     finally:
         destroy_model_parallel()
     return folders
