@@ -4,6 +4,7 @@ No deadline per example: on a shared machine hypothesis would otherwise report i
 forked from a process that has imported Megatron-Core already, which takes longer than most of what they do.
 """
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -16,3 +17,9 @@ if not torch.cuda.is_available():
     preload(
         "megatron_patches.parity.suite", "distca.train.run.main", "distca.train.run.loop", "distca.train.run.builder"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that no process of pytest-xdist is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

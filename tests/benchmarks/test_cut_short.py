@@ -21,6 +21,8 @@ import os
 from benchmarks.throughput import measure
 from benchmarks.throughput.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 step = measure._Run._step
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MODEL = ["--model.layers", "1", "--model.hidden", "32", "--model.ffn", "48", "--model.heads", "2"]

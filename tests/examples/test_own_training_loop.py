@@ -6,9 +6,12 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = ((700, 13, 1, 90, 41), (333, 333, 2))

@@ -8,6 +8,8 @@ import torch
 
 from distca.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -10,6 +10,8 @@ from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
 from tests.megatron_patches import small_cases
 
+pytestmark = pytest.mark.slow
+
 MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2), (1,))
 CPU = torch.device("cpu")
 

@@ -14,15 +14,18 @@ TOLERANCE = 1e-5
 
 
 def _errors(root, layouts):
-    """By layout, case and mode: the largest relative error of a document's logits and of the losses' sum."""
+    """By layout, case and mode: the largest relative error of a document's logits and of the losses' sum.
+
+    Where attention stays at home every case is held by one rank, and one case by several.
+    """
     warnings.filterwarnings("ignore")
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
     found = {}
     for tp, pp in layouts:
-        for path in sorted(Path(root).iterdir()):
-            for disaggregate in (True, False):
+        for number, path in enumerate(sorted(Path(root).iterdir())):
+            for disaggregate in (True, False) if tp * pp == 1 or number == 0 else (True,):
                 where = f"{path.name}, tp {tp}, pp {pp}, {'disaggregated' if disaggregate else 'at home'}"
                 found[where] = _case_errors(path, tp, pp, disaggregate)
     return found
@@ -129,7 +132,7 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), pytest.param(8, [(2, 2)], marks=pytest.mark.slow)])
 def test_logits_and_losses_equal_those_of_transformers(root, ranks, layouts):
     (errors, *_) = run_ranks(ranks, _errors, str(root), layouts, timeout=280)
-    assert len(errors) == len(folders.CASES) * 2 * len(layouts)
+    assert len(errors) == (len(folders.CASES) * 2 if ranks == 1 else len(folders.CASES) + 1)
     assert max(errors.values()) <= TOLERANCE, {name: error for name, error in errors.items() if error > TOLERANCE}
 
 

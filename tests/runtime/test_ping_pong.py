@@ -20,6 +20,8 @@ from distca.testing.reference_attention import relative_error
 from distca.testing.toy_layers import toy_layers
 from distca.transport import choose_transport
 
+pytestmark = pytest.mark.slow
+
 WIDTH, LAYERS, TOLERANCE = 12, 3, 1e-12
 SHAPE = {"count": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 2, "head_dim": 6, "seed": 5}
 

@@ -9,6 +9,8 @@ from distca.train.config.cli import parse_run_config
 from distca.train.run.memory import predict_memory
 from tests.train.live_memory import LeanNorm, LiveBytes
 
+pytestmark = pytest.mark.slow
+
 ROWS = 256
 SHAPE = {"hidden": 256, "ffn": 896, "heads": 32, "kv_heads": 8, "head_dim": 8, "vocabulary": 512}
 CASES = {

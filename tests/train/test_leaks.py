@@ -6,10 +6,14 @@ import gc
 import itertools
 from pathlib import Path
 
+import pytest
+
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
 from tests.train.live_memory import LeanKernel, LiveBytes
 from tests.train.small_runs import StepByStep, arguments, write_texts
+
+pytestmark = pytest.mark.slow
 
 LEVELS = ("none", "mlp", "all")
 CASES = [

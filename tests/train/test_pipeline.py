@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from distca.testing.ranks import run_ranks
 from distca.train.config.schema import (
@@ -18,6 +19,8 @@ from distca.train.config.schema import (
     TrainConfig,
 )
 from distca.train.metrics.idle_share import idle_shares
+
+pytestmark = pytest.mark.slow
 
 MEASURED = ModelConfig(layers=4, hidden=64, ffn=48, heads=2, kv_heads=1)
 """With heads for which the cost table of CPUs holds; two layers on a stage."""

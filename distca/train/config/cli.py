@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -70,6 +71,17 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     _check_arguments(arguments)
+    config = _parsed(_parser(), arguments)
+    _check_name(arguments, config)
+    if (brought := settings_of_folder(config)) is not None:
+        parser = _made_parser()
+        parser.set_defaults(brought)
+        config = _parsed(parser, arguments)
+        check_same_shape(config, brought)
+    return config
+
+
+def _made_parser() -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(
         prog="pretrain_llama.py",
         description="Train a LLaMA-style model with core attention disaggregation.",
@@ -78,13 +90,10 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     )
     parser.add_argument("--config", action="config", help="YAML file of settings, such as configs/tiny.yaml.")
     parser.add_class_arguments(RunConfig)
-    config = _parsed(parser, arguments)
-    _check_name(arguments, config)
-    if (brought := settings_of_folder(config)) is not None:
-        parser.set_defaults(brought)
-        config = _parsed(parser, arguments)
-        check_same_shape(config, brought)
-    return config
+    return parser
+
+
+_parser = cache(_made_parser)  # reading all signatures takes longer than reading a command line
 
 
 def _parsed(parser: jsonargparse.ArgumentParser, arguments: list[str]) -> RunConfig:

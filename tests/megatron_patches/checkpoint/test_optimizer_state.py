@@ -17,6 +17,8 @@ from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
 from tests.train.small_runs import StepByStep, arguments, write_texts
 
+pytestmark = pytest.mark.slow
+
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_boxes_are_a_range_of_elements_in_order(shape: list[int], data: st.DataObject) -> None:

@@ -17,6 +17,8 @@ from distca.train.run.main import _check
 from tests.models import folders
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
+pytestmark = pytest.mark.slow
+
 NO_SHAPE = {f"model__{name}": None for name in ("layers", "hidden", "ffn", "heads", "kv_heads")}
 CONSTANT = {"optimizer__lr": 0.01, "optimizer__min_lr": 0.01, "optimizer__warmup_steps": 0}
 VOCABULARY = 259

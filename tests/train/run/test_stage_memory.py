@@ -20,6 +20,8 @@ from distca.train.run import memory
 from tests.train.live_memory import LiveBytes, allocate_as_on_gpus
 from tests.train.small_runs import StepByStep
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 1024
 HIDDEN = 256 * TOKENS  # bytes of one bfloat16 activation
 SETTINGS = {
