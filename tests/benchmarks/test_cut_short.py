@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BATCHES, MEASURED = 14, 12  # of the first mode, and of the second when it is ended
 MODEL = ["--model.layers", "1", "--model.hidden", "32", "--model.ffn", "48", "--model.heads", "2"]
@@ -20,8 +22,6 @@ ENDED = f"""
 import os
 from benchmarks.throughput import measure
 from benchmarks.throughput.__main__ import main
-
-pytestmark = pytest.mark.slow
 
 step = measure._Run._step
 
