@@ -65,6 +65,8 @@ class Session:
             "tokens_per_rank": config.data.tokens_per_rank,
             "micro_batches": config.train.micro_batches,
             "recompute": config.train.recompute,
+            "linears": config.train.linears,
+            "fp8": config.train.fp8,
             "cells": {},
         }
 

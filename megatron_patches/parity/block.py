@@ -173,7 +173,7 @@ def block_disaggregated(
     lengths = np.array(case.micro_batches[0])
     # Documents whose tokens are their rows in the packed micro-batch, counted from 1; padding reads as 0.
     numbers = np.split(np.arange(1, lengths.sum() + 1), np.cumsum(lengths)[:-1])
-    rows = rank_batch(numbers, step.plan.layouts[0], cad.rank, align=cad.options.align, chunks=cad.options.align)
+    rows = rank_batch(numbers, step.plan.layouts[0], cad.rank, align=cad.options.align, chunks=cad.options.shares)
     (batch,) = step.batches
     return _share(case, model, weights, rows.positions, rows.tokens, batch.attention, int(lengths.sum()))
 

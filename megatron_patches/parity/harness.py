@@ -256,7 +256,7 @@ def document_losses(
     step, results = cad.plan_step(case_documents(case)), []
     owners = [[np.full(length, number) for number, length in enumerate(each)] for each in case.micro_batches]
     for batch, layouts, owner in zip(step.batches, step.plan.layouts, owners, strict=True):
-        rows = rank_batch(owner, layouts, cad.rank, align=cad.options.align, chunks=cad.options.align)
+        rows = rank_batch(owner, layouts, cad.rank, align=cad.options.align, chunks=cad.options.shares)
         with torch.no_grad():
             losses = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels) * batch.loss_mask
         total = _per_document(losses.flatten(), rows.tokens, len(owner))
