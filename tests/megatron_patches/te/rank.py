@@ -6,12 +6,10 @@ A process of its own, because Megatron-Core asks once, when it is imported, whet
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import warnings
-from dataclasses import replace
 from typing import Any
-
-warnings.filterwarnings("ignore")
 
 import torch
 import torch.distributed as dist
@@ -23,13 +21,14 @@ STEPS = 3
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore")
     double.install()
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
-        print(json.dumps(found()))
+        sys.stdout.write(json.dumps(found()))
         dist.destroy_process_group()
 
 

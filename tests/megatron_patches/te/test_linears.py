@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.megatron_patches.te.rank import STEPS
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.megatron_patches.te.rank"], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-m", "tests.megatron_patches.te.rank"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]
     answer: dict[str, Any] = json.loads(run.stdout)
     return answer
