@@ -12,7 +12,7 @@ import torch
 
 from distca.train.checkpoint.folders import load_initial_weights
 from distca.train.config.schema import RunConfig
-from distca.train.run.memory import check_memory, describe, predict_memory
+from distca.train.run.memory import OUTSIDE_TORCH, check_memory, describe, predict_memory
 from distca.words import count
 from megatron_patches.world import World
 
@@ -146,7 +146,7 @@ def _described(cad: CAD, config: RunConfig) -> str:
 
 
 def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
-    """Say what every stage will need, and refuse what clearly does not fit."""
+    """Say what every stage will need, and refuse what does not fit."""
     stages = predict_memory(config, world.size, vocabulary)
     for line in describe(stages):
         logger.info("%s", line)
@@ -154,4 +154,5 @@ def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
         heap = 0.0
         if config.cad.enabled and config.cad.transport in ("auto", "nvshmem") and world.size > config.parallel.tp:
             heap = config.resolved_nvshmem_buffer_gb * 2**30
-        check_memory(config, stages, torch.cuda.get_device_properties(world.device).total_memory - int(heap))
+        there = torch.cuda.get_device_properties(world.device).total_memory
+        check_memory(config, stages, there - int(heap) - OUTSIDE_TORCH)
