@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,51 +38,64 @@ def _need(ranks: int) -> None:
         pytest.skip(f"needs {ranks} GPUs")
 
 
-def _cases(tp: int, pp: int = 1) -> list[Any]:
-    from megatron_patches.parity.harness import ParityCase
+@dataclass(frozen=True)
+class Found:
+    """What two ranks measured.
+
+    Attributes:
+        gradients: by recipe and what is recomputed, distances of loss and worst gradient from local bfloat16.
+        distances: by recipe, the disaggregated block's distance from float64 over that of packed documents, in FP8.
+        quantised: by recipe, distance of an FP8 weight from the weight after each of some steps that change it.
+    """
+
+    gradients: dict[str, tuple[float, float]]
+    distances: dict[str, dict[str, float]]
+    quantised: dict[str, list[float]]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def found(request: pytest.FixtureRequest) -> Found:
+    _need(2)
+    result: Found = run_ranks(2, _measured, request.param, gpus=True, timeout=300)[0]
+    return result
+
+
+def _measured(tp: int) -> Found:
+    warnings.filterwarnings("ignore")
+    from megatron_patches.parity import harness
     from megatron_patches.parity.suite import GPU_LENGTHS, GPU_SHAPE
 
-    plain = ParityCase(micro_batches=GPU_LENGTHS * 2, tp=tp, pp=pp, shape=GPU_SHAPE)
-    return [plain, replace(plain, recompute="mlp"), replace(plain, recompute="all", backward="resend")]
+    case = harness.ParityCase(micro_batches=GPU_LENGTHS * 2, tp=tp, shape=GPU_SHAPE)
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = {name: p.detach() for name, p in harness.unmodified(case, torch.float32).named_parameters()}
+    return Found(
+        _gradients(case, device, weights),
+        _distances(case, device),
+        {fp8: _quantised(case, fp8, device, weights) for fp8 in RECIPES},
+    )
 
 
-def _gradients(tp: int) -> dict[str, tuple[float, float]]:
-    """By kind of linear layers and what is recomputed: distances of loss and worst gradient from local bfloat16."""
-    warnings.filterwarnings("ignore")
+def _gradients(case: Any, device: torch.device, weights: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
     from megatron_patches.parity import harness
     from megatron_patches.te.quantization import config_fields
 
-    device, results = torch.device("cuda", torch.cuda.current_device()), {}
-    cases = _cases(tp)
-    weights = {name: p.detach() for name, p in harness.unmodified(cases[0], torch.float32).named_parameters()}
-    local = harness.run_disaggregated(cases[0], torch.bfloat16, device, "auto", weights, linears="local")
-    for case in cases:
+    local = harness.run_disaggregated(case, torch.bfloat16, device, "auto", weights, linears="local")
+    results = {}
+    for recompute in ("none", "mlp", "all"):
         for fp8 in ("none", *RECIPES):
-            asked = replace(case, config=config_fields(fp8))
-            found = harness.run_disaggregated(asked, torch.bfloat16, device, "auto", weights, linears="te")
-            difference = harness.difference(found, local)
-            results[f"{fp8}, recompute {case.recompute}"] = (difference.loss, difference.gradient)
+            backward = "resend" if recompute == "all" else "keep"
+            asked = replace(case, recompute=recompute, backward=backward, config=config_fields(fp8))
+            ours = harness.run_disaggregated(asked, torch.bfloat16, device, "auto", weights, linears="te")
+            difference = harness.difference(ours, local)
+            results[f"{fp8}, recompute {recompute}"] = (difference.loss, difference.gradient)
     return results
 
 
-@pytest.mark.parametrize("ranks,tp", [(1, 1), (2, 1), (2, 2)])
-def test_losses_and_gradients(ranks: int, tp: int) -> None:
-    _need(ranks)
-    for name, (loss, gradient) in run_ranks(ranks, _gradients, tp, gpus=True, timeout=280)[0].items():
-        plain = name.startswith("none")
-        assert loss < (1e-3 if plain else FP8_LOSS), (name, loss)
-        assert gradient < (BFLOAT16_GRADIENT if plain else FP8_GRADIENT), (name, gradient)
-
-
-def _distances(tp: int) -> dict[str, dict[str, float]]:
-    """By recipe: the disaggregated block's distance from float64 over that of Megatron's own layers, both in FP8."""
-    warnings.filterwarnings("ignore")
+def _distances(case: Any, device: torch.device) -> dict[str, dict[str, float]]:
     from megatron_patches.parity import block
     from megatron_patches.te.quantization import config_fields
 
-    device, results = torch.device("cuda", torch.cuda.current_device()), {}
-    case = _cases(tp)[0]
-    weights = block.rounded_weights(case, torch.bfloat16)
+    weights, results = block.rounded_weights(case, torch.bfloat16), {}
     exact = block.block_unmodified(case, torch.float64, device, weights)
     for fp8 in RECIPES:
         asked = replace(case, config=config_fields(fp8))
@@ -92,23 +105,11 @@ def _distances(tp: int) -> dict[str, dict[str, float]]:
     return results
 
 
-@pytest.mark.parametrize("ranks,tp", [(2, 1), (2, 2)])
-def test_fp8_is_no_farther_from_float64_than_packed_in_fp8(ranks: int, tp: int) -> None:
-    _need(ranks)
-    for name, ratios in run_ranks(ranks, _distances, tp, gpus=True, timeout=280)[0].items():
-        assert max(ratios.values()) < FP8_RATIO, (name, ratios)
-
-
-def _quantised(fp8: Fp8) -> list[float]:
-    """Distance of the first layer's FP8 weight from the weight after each of two steps, between which it changed."""
-    warnings.filterwarnings("ignore")
+def _quantised(case: Any, fp8: Fp8, device: torch.device, weights: dict[str, torch.Tensor]) -> list[float]:
     from megatron_patches.parity import harness
     from megatron_patches.te.quantization import config_fields
     from megatron_patches.training_step import summed_loss_step
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    case = _cases(1)[0]
-    weights = {name: p.detach() for name, p in harness.unmodified(case, torch.float32).named_parameters()}
     asked = replace(case, config=config_fields(fp8))
     cad, model = harness.attached(asked, torch.bfloat16, device, "auto", weights, linears="te")
     ddp = cad.data_parallel(model, distributed_optimizer=False)
@@ -122,12 +123,23 @@ def _quantised(fp8: Fp8) -> list[float]:
     return distances
 
 
-@pytest.mark.parametrize("fp8", RECIPES)
-def test_weights_are_quantised_anew_in_every_step(fp8: Fp8) -> None:
-    distances = run_ranks(1, _quantised, fp8, gpus=True, timeout=180)[0]
-    # Delayed scaling starts with scales of 1, with which small weights keep less.
-    assert max(distances) < 0.08, distances
-    assert min(distances) > 1e-3, "they are FP8"
+def test_losses_and_gradients(found: Found) -> None:
+    for name, (loss, gradient) in found.gradients.items():
+        plain = name.startswith("none")
+        assert loss < (1e-3 if plain else FP8_LOSS), (name, loss)
+        assert gradient < (BFLOAT16_GRADIENT if plain else FP8_GRADIENT), (name, gradient)
+
+
+def test_fp8_is_no_farther_from_float64_than_packed_in_fp8(found: Found) -> None:
+    for name, ratios in found.distances.items():
+        assert max(ratios.values()) < FP8_RATIO, (name, ratios)
+
+
+def test_weights_are_quantised_anew_in_every_step(found: Found) -> None:
+    for name, distances in found.quantised.items():
+        # Delayed scaling starts with scales of 1, with which small weights keep less.
+        assert max(distances) < 0.08, (name, distances)
+        assert min(distances) > 1e-3, (name, "they are FP8")
 
 
 RUNS: dict[str, dict[str, Any]] = {

@@ -18,6 +18,7 @@ from tests.megatron_patches.te import double
 
 LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
 STEPS = 3
+RECOMPUTED = ("none", "all")
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def found() -> dict[str, Any]:
     choice.why_not_fp8 = lambda device, blockwise: None  # type: ignore[assignment]
     results: dict[str, Any] = {"local": train("local", "none", "none"), "spec": spec()}
     for fp8 in ("none", "current", "delayed"):
-        for recompute in ("none", "mlp", "all"):
+        for recompute in RECOMPUTED:
             results[f"{fp8} {recompute}"] = train("te", fp8, recompute)
     results["packed"] = train("te", "current", "none", disaggregate=False)
     return results
