@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from importlib import metadata, util
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -33,7 +33,9 @@ def why_not_supported() -> str | None:
         return f"Transformer Engine is not installed; versions {SUPPORTED} are supported"
     if not _FIRST <= tuple(map(int, re.findall(r"\d+", version)[:2])) < _BEYOND:
         return f"Transformer Engine is {version}; versions {SUPPORTED} are supported"
-    if util.find_spec(f"{NAME}_torch") is None:
+    try:
+        metadata.version(f"{NAME}_torch")
+    except metadata.PackageNotFoundError:
         return f"Transformer Engine {version} is here without its part for PyTorch, {NAME}_torch"
     return None
 
