@@ -2,7 +2,9 @@
 
 from megatron_patches.patches.jit import compile_on_gpus_only
 from megatron_patches.patches.without_triton import do_without_triton
+from megatron_patches.te.installed import hide_without_gpu
 
 # Here, so that they come before whichever module of ours imports megatron-core first.
 compile_on_gpus_only()
 do_without_triton()
+hide_without_gpu()

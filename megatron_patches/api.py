@@ -44,6 +44,7 @@ from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
 from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
+from megatron_patches.te.choice import Linears, use_te
 from megatron_patches.training_step import ForwardStep, run_schedule, wrap_for_data_parallel
 from megatron_patches.versions import check_version, drop_log_lines
 
@@ -71,6 +72,9 @@ class CAD:
         nvshmem_buffer_gb: GiB of symmetric memory per rank; 0 takes what plans for ``tokens_per_rank`` need.
         recompute: "none": what the configuration says, which may be ``recompute_modules=["mlp"]``. "all": everything
             but core attention.
+        linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16; they alone
+            know the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the
+            current tensor, "delayed" or "blockwise"). "auto": Transformer Engine's where they can be used.
 
     Attributes:
         options: how steps are planned.
@@ -98,6 +102,7 @@ class CAD:
         deterministic: bool = False,
         nvshmem_buffer_gb: float = 0.0,
         recompute: Literal["none", "all"] = "none",
+        linears: Linears = "auto",
     ) -> None:
         check_version()
         drop_log_lines()
@@ -118,6 +123,7 @@ class CAD:
         how: Literal["keep", "resend"] = "resend" if self._stages > 1 else "keep"
         if backward != "auto":
             how = backward
+        self._te = use_te(linears, config, self.device)
         self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb)
         self.options = plan_options(
             config,
@@ -141,6 +147,11 @@ class CAD:
             fuse_rotation(config)
 
     @property
+    def te_linears(self) -> bool:
+        """Whether the layers get Transformer Engine's linear layers."""
+        return self._te
+
+    @property
     def stage(self) -> int:
         """This rank's pipeline stage."""
         return self._stage
@@ -159,12 +170,18 @@ class CAD:
         """The spec to build a GPTModel with.
 
         Args:
-            layer: Megatron's local layer spec, of a dense layer; None takes that of the configuration.
+            layer: Megatron's spec of a dense layer, the local one or Transformer Engine's; None takes the local one of
+                the configuration. Of its modules only the kind of the linear layers is taken over.
 
         Raises:
-            SupportError: a spec of other layers.
+            SupportError: a spec of other layers, or Transformer Engine's where it cannot be used.
         """
-        return block_spec(self.config, layer, disaggregate=self._disaggregate)
+        te = self._te
+        if layer is not None:
+            support.check_layer_spec(layer)
+            if support.has_te_linears(layer) and not te:
+                te = use_te("te", self.config, self.device)
+        return block_spec(self.config, layer, disaggregate=self._disaggregate, te=te)
 
     def attach(self, model: GPTModel) -> GPTModel:
         """Let a model that was built with :meth:`block_spec` run disaggregated; returns it. A subclass of GPTModel

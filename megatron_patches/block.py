@@ -121,28 +121,45 @@ def disaggregate_block(block: TransformerBlock, pool: AttentionPool, recompute_s
 
 
 def block_spec(
-    config: TransformerConfig, layer: ModuleSpec | None = None, *, disaggregate: bool = True
+    config: TransformerConfig, layer: ModuleSpec | None = None, *, disaggregate: bool = True, te: bool = False
 ) -> TransformerBlockSubmodules:
     """Megatron's local spec with norms that know sequence parallelism and core attention that knows documents.
 
     Args:
         config: of the model.
-        layer: Megatron's local spec of a dense layer; None takes that of the configuration.
+        layer: Megatron's spec of a dense layer, the local one or Transformer Engine's; None takes the local one of the
+            configuration.
         disaggregate: layers that are cut at core attention; False leaves Megatron's own.
+        te: Transformer Engine's linear layers in place of Megatron's. Norms stay apart from them in either case.
 
     Raises:
         SupportError: a spec of other layers.
     """
-    if layer is None:
-        layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    local = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = layer or local
     support.check_layer_spec(layer)
     layer = deepcopy(layer)
     if disaggregate:
         layer.module = SplitTransformerLayer
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    # Checkpoints name norms as if they were in the linear layers.
+    parts.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    column, row = _linears(te)
+    mlp = support.mlp_submodules(parts.mlp)
+    attention.linear_qkv = mlp.linear_fc1 = column
+    attention.linear_proj = mlp.linear_fc2 = row
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), RMSNorm)
+
+
+def _linears(te: bool) -> tuple[type, type]:
+    """Linear layers that are split over tensor-parallel ranks by outputs, and by inputs."""
+    if te:
+        from megatron_patches.te.linears import ColumnLinear, RowLinear
+
+        return ColumnLinear, RowLinear
+    return tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear

@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from distca.cluster.health import TIMEOUT
+from megatron_patches.te import quantization
 
 
 def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
@@ -69,6 +70,7 @@ def server_pool_group() -> dist.ProcessGroup:
 
 def destroy_model_parallel() -> None:
     """Forget megatron's groups and close them; the default group stays."""
+    quantization.forget_layers()
     parallel_state.destroy_model_parallel()
     _pools.clear()
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.ops.discard_output import forget_until_backward
 from distca.ops.rotary import Rotation, split_and_rotate
+from megatron_patches.te.quantization import keeps_inputs
 
 
 class SplitTransformerLayer(TransformerLayer):
@@ -32,7 +33,8 @@ class SplitTransformerLayer(TransformerLayer):
         attention = self.self_attention
         normed = self.input_layernorm(hidden)
         mixed, _ = attention.linear_qkv(normed)
-        forget_until_backward(normed, partial(self.input_layernorm.fill, hidden.detach()), mixed)
+        if keeps_inputs(attention.linear_qkv):
+            forget_until_backward(normed, partial(self.input_layernorm.fill, hidden.detach()), mixed)
         mixed_NF = mixed.squeeze(1)
         if not isinstance(attention.q_layernorm, IdentityOp | None):
             mixed_NF = self._normalize_heads(mixed_NF)
@@ -65,9 +67,11 @@ class SplitTransformerLayer(TransformerLayer):
         normed = self.pre_mlp_layernorm(hidden)
         if self.recompute_mlp:
             # The bias is a parameter, which a checkpointed function must not return.
-            transformed = tensor_parallel.checkpoint(lambda x: self.mlp(x)[0], False, normed), self.mlp.linear_fc2.bias
+            bias = self.mlp.linear_fc2.bias if self.config.add_bias_linear else None
+            transformed = tensor_parallel.checkpoint(lambda x: self.mlp(x)[0], False, normed), bias
         else:
             transformed = self.mlp(normed)
-        forget_until_backward(normed, partial(self.pre_mlp_layernorm.fill, hidden.detach()), transformed[0])
+        if self.recompute_mlp or keeps_inputs(self.mlp.linear_fc1):
+            forget_until_backward(normed, partial(self.pre_mlp_layernorm.fill, hidden.detach()), transformed[0])
         combine = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
         return combine(transformed, hidden, self.hidden_dropout)

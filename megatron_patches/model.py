@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from distca.models.rope import RopeScaling
 from megatron_patches.patches.gpt_forward import leave_out_padding
 from megatron_patches.patches.position_rotary import PositionRotary
+from megatron_patches.te.quantization import config_fields
+from megatron_patches.te.shapes import Fp8
 
 
 class ModelShape(Protocol):
@@ -54,6 +56,7 @@ def transformer_config(
     sequence_parallel: bool = False,
     recompute_mlp: bool = False,
     cpu_initialization: bool = False,
+    fp8: Fp8 = "none",
 ) -> TransformerConfig:
     """megatron's configuration of the model.
 
@@ -64,6 +67,7 @@ def transformer_config(
         recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in stock and in
             disaggregated blocks.
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
+        fp8: how Transformer Engine's linear layers scale their products' tensors to FP8.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return TransformerConfig(
@@ -103,6 +107,7 @@ def transformer_config(
         recompute_granularity="selective" if recompute_mlp else None,
         # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
         recompute_modules=["mlp"] if recompute_mlp else None,
+        **config_fields(fp8),
     )
 
 

@@ -16,6 +16,8 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_patches.checkpoint.adam_state import inner_adams
+
 
 class OptimizerSettings(Protocol):
     """What the optimizer needs to know; distca.train.config.schema.OptimizerConfig is one."""
@@ -106,8 +108,6 @@ def build_optimizer(
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """torch's Adam optimizers inside megatron's, which takes those of Apex or Transformer Engine where installed."""
-    if hasattr(optimizer, "chained_optimizers"):
-        for part in optimizer.chained_optimizers:
-            yield from torch_adams(part)
-    elif isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW):
-        yield optimizer.optimizer
+    for adam in inner_adams(optimizer):
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            yield adam

@@ -61,6 +61,7 @@ def run_ticks(
     Returns:
         What the loss function reported, by micro-batch; empty on stages without the loss.
     """
+    model.set_is_first_microbatch()  # weights have changed: Transformer Engine's linear layers quantise them anew
     stage = _Stage(model, batches, forward_step, routes, pool)
     with stage.running():
         for direction, number in plan.order():

@@ -17,6 +17,8 @@ from distca.plan import AttentionShape, CostModel, PlanOptions, TableCost, analy
 from distca.plan.cost.model import layer_weights
 from distca.plan.cost.table_file import find_table, open_table
 from distca.plan.step import NonAttention
+from megatron_patches.te.quantization import fp8_of
+from megatron_patches.te.shapes import rows_multiple
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ def plan_options(
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
+    shares = tp if config.sequence_parallel else 1
     cost = cost_model(config, kernel, device, cost_table)
     non_attention = None
     if disaggregate:
@@ -65,7 +68,8 @@ def plan_options(
         cost=cost,
         stages=stages,
         nano_batches=2 if disaggregate and ping_pong else 1,
-        align=tp if config.sequence_parallel else 1,
+        align=rows_multiple(fp8_of(config), shares),
+        shares=shares,
         resend=disaggregate and resend,
         disaggregate=disaggregate,
         tolerance=tolerance,

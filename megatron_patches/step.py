@@ -113,7 +113,7 @@ def make_step(
         routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
         planning_ms = (time.perf_counter() - began) * 1e3
         rows = [
-            rank_batch(documents_of, layouts, rank, align=options.align, chunks=options.align)
+            rank_batch(documents_of, layouts, rank, align=options.align, chunks=options.shares)
             for documents_of, layouts in zip(documents.micro_batches, plan.layouts, strict=True)
         ]
         if routes is None:
@@ -127,7 +127,7 @@ def make_step(
         else:
             batches = tuple(
                 batch_on_device(
-                    upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.align), lengths=lengths
+                    upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.shares), lengths=lengths
                 )
                 for each, own in zip(rows, routes.own, strict=True)
             )

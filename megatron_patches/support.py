@@ -14,6 +14,13 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -59,11 +66,13 @@ _SERVED_BY = {
         flash_decode inference_rng_tracker inference_sampling_seed mlp_chunks_for_prefill nccl_all_reduce_for_prefill
         inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
         inference_moe_token_dispatcher_type moe_pad_experts_for_cuda_graph_inference symmetric_ar_type""",
-    "Transformer Engine's modules, which check_model refuses": """
-        tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
-        tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
-        tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
+    "Transformer Engine's linear layers": """
+        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad tp_only_amax_red
         disable_parameter_transpose_cache""",
+    "Transformer Engine's linear layers, while tp_comm_overlap is off": """
+        tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
+        tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
+        tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend""",
 }
 
 
@@ -86,7 +95,7 @@ _NO_EXPERTS = "there are no mixtures of experts here"
 _NO_GRAPHS = "exchanges with the core-attention servers cannot be captured in CUDA graphs"
 _SENDS_TWICE = "tensors that are exchanged with the servers are not offloaded"
 _EQUAL_STAGES = "all stages have equally many layers"
-_TRANSFORMER_ENGINE = "Transformer Engine's modules are not served"
+_TRANSFORMER_ENGINE = "of Transformer Engine's modules only the linear layers are served"
 
 _LIMITS = {
     # Core attention
@@ -189,13 +198,20 @@ _LIMITS = {
     ),
     "fp16": _Limit("losses are not scaled for float16", (False,)),
     "enable_autocast": _Limit("activations have the type of the parameters", (False,), "autocast_dtype"),
-    "fp8": _Limit(
-        "there is no FP8 here",
-        (None,),
-        """fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
-        fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention fp8_output_proj
-        tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16""",
+    "fp8": _Limit("other formats than these are not served", (None, "hybrid", "e4m3")),
+    "fp8_recipe": _Limit(
+        "the linear layers scale by whole tensors or by blocks of 128",
+        ("delayed", "tensorwise", "blockwise"),
+        "fp8_quantizer_factory",
     ),
+    "fp8_param": _Limit("the layers keep their weights in bfloat16 beside their FP8 copies", (False,)),
+    "fp8_dot_product_attention": _Limit("core attention is computed in bfloat16", (False,)),
+    "fp8_multi_head_attention": _Limit("core attention is computed in bfloat16", (False,)),
+    "fp8_output_proj": _Limit("the output layer is computed together with the loss", (False,)),
+    "first_last_layers_bf16": _Limit(
+        "all layers have the same precision", (False,), "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+    ),
+    "tp_comm_overlap": _Limit("tensor-parallel transfers do not go by Transformer Engine's user buffers", (False,)),
     "fp4": _Limit("there is no FP4 here", (None,), "fp4_recipe fp4_param fp4_quantizer_factory"),
     "quant_recipe": _Limit("weights and activations are not quantized", (None,)),
     "use_kitchen": _Limit(
@@ -418,16 +434,15 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig) -> None:
     expected = {
         "input_layernorm": RMSNorm,
         "self_attention": SelfAttention,
-        "self_attention.linear_qkv": ColumnParallelLinear,
-        "self_attention.linear_proj": RowParallelLinear,
         "self_attention.core_attention": PackedAttention,
         "pre_cross_attn_layernorm": IdentityOp,
         "cross_attention": IdentityOp,
         "pre_mlp_layernorm": RMSNorm,
         "mlp": MLP,
-        "mlp.linear_fc1": ColumnParallelLinear,
-        "mlp.linear_fc2": RowParallelLinear,
     }
+    column, row = _linears_like(attention.linear_qkv)
+    expected |= {"self_attention.linear_qkv": column, "self_attention.linear_proj": row}
+    expected |= {"mlp.linear_fc1": column, "mlp.linear_fc2": row}
     for name, served in expected.items():
         _expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
     head_norms = (RMSNorm,) if config.qk_layernorm else (IdentityOp, type(None))
@@ -447,15 +462,24 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig) -> None:
         )
 
 
+def _linears_like(linear: Any) -> tuple[type, type]:
+    """A layer has linear layers of one kind, Megatron's own or Transformer Engine's: split by outputs, by inputs."""
+    if type(linear).__module__ == "megatron_patches.te.linears":
+        from megatron_patches.te.linears import ColumnLinear, RowLinear
+
+        return ColumnLinear, RowLinear
+    return ColumnParallelLinear, RowParallelLinear
+
+
 def check_layer_spec(spec: ModuleSpec) -> None:
     """Refuse a layer spec whose modules our layers would not run as they are meant.
 
     Args:
-        spec: a transformer layer's, as megatron's get_gpt_layer_local_spec gives it.
+        spec: a transformer layer's, as megatron's get_gpt_layer_local_spec gives it, or its
+            get_gpt_layer_with_transformer_engine_spec, whose linear layers hold norms that our layers run themselves.
 
     Raises:
-        SupportError: the first module that is not served; of Transformer Engine, for instance, whose linear layers
-            hold the norms that our layers run themselves.
+        SupportError: the first module that is not served.
     """
     if not isinstance(spec, ModuleSpec):
         raise SupportError(
@@ -463,8 +487,6 @@ def check_layer_spec(spec: ModuleSpec) -> None:
         )
     _expect_in_spec("module", spec.module, TransformerLayer, SplitTransformerLayer)
     parts = spec.submodules
-    for name in ("input_layernorm", "pre_mlp_layernorm"):
-        _expect_in_spec(name, getattr(parts, name), WrappedTorchNorm, RMSNorm)
     for name in ("pre_cross_attn_layernorm", "cross_attention"):
         _expect_in_spec(name, getattr(parts, name), IdentityOp)
     _expect_in_spec("cross_attn_bda", parts.cross_attn_bda, IdentityFuncOp)
@@ -476,15 +498,37 @@ def check_layer_spec(spec: ModuleSpec) -> None:
     if mask is not AttnMaskType.causal:
         raise SupportError(f"attn_mask_type of the layer spec is {mask}, but only causal attention is served{_LOCAL}")
     heads = attention.submodules
-    _expect_in_spec("self_attention.linear_qkv", heads.linear_qkv, ColumnParallelLinear)
-    _expect_in_spec("self_attention.core_attention", heads.core_attention, DotProductAttention, PackedAttention)
-    _expect_in_spec("self_attention.linear_proj", heads.linear_proj, RowParallelLinear)
+    cores = (DotProductAttention, PackedAttention, TEDotProductAttention)
+    _expect_in_spec("self_attention.core_attention", heads.core_attention, *cores)
     for name in ("q_layernorm", "k_layernorm"):
-        _expect_in_spec(f"self_attention.{name}", getattr(heads, name), IdentityOp, WrappedTorchNorm, RMSNorm)
+        served = (IdentityOp, WrappedTorchNorm, RMSNorm, TENorm)
+        _expect_in_spec(f"self_attention.{name}", getattr(heads, name), *served)
     _expect_in_spec("mlp", _module(parts.mlp), MLP)
-    linears = parts.mlp.keywords["submodules"] if isinstance(parts.mlp, functools.partial) else parts.mlp.submodules
-    _expect_in_spec("mlp.linear_fc1", linears.linear_fc1, ColumnParallelLinear)
-    _expect_in_spec("mlp.linear_fc2", linears.linear_fc2, RowParallelLinear)
+    linears = mlp_submodules(parts.mlp)
+    _expect_norm_and_linear(parts, "input_layernorm", "self_attention.linear_qkv", heads.linear_qkv)
+    _expect_norm_and_linear(parts, "pre_mlp_layernorm", "mlp.linear_fc1", linears.linear_fc1)
+    _expect_in_spec("self_attention.linear_proj", heads.linear_proj, RowParallelLinear, TERowParallelLinear)
+    _expect_in_spec("mlp.linear_fc2", linears.linear_fc2, RowParallelLinear, TERowParallelLinear)
+
+
+def has_te_linears(spec: ModuleSpec) -> bool:
+    """Whether the linear layers of a served layer spec are Transformer Engine's."""
+    linear = spec.submodules.self_attention.submodules.linear_qkv
+    return linear in (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
+
+
+def mlp_submodules(spec: Any) -> Any:
+    """The linear layers in the spec of an MLP, in which they may be replaced."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:
+    """Each norm once: by itself or in the linear layer behind it. Ours are by themselves."""
+    found = getattr(parts, norm)
+    if linear is TELayerNormColumnParallelLinear and found is IdentityOp:
+        return
+    _expect_in_spec(path, linear, ColumnParallelLinear, TEColumnParallelLinear)
+    _expect_in_spec(norm, found, WrappedTorchNorm, RMSNorm, TENorm)
 
 
 _LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='RMSNorm')."

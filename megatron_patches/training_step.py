@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_patches.step import Batch
+from megatron_patches.te import quantization
 
 # Gradients of one reduction. The same for every number of ranks, so that the distributed optimizer's checkpoints, whose
 # shards are those of the buckets, are cut alike.
@@ -64,6 +65,7 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    quantization.end_step()
     for model in models:
         model.scale_gradients(1.0 / tokens.clamp(min=1))  # type: ignore[arg-type]
 

@@ -84,7 +84,7 @@ def _batches(each: BaselineCase, cad: CAD, groups: CpGroups) -> tuple[Batch, ...
             lengths = np.array([len(document) for document in documents])
             shape, homes = options.cost.shape, np.array(group_of)
             made = prepare(mode, lengths, homes, options.ranks, group, cad.rank, shape, upload)
-            rows.append(rank_batch(documents, (made.layout,), cad.rank, align=options.align, chunks=options.align))
+            rows.append(rank_batch(documents, (made.layout,), cad.rank, align=options.align, chunks=options.shares))
             attention.append(made.attention)
         return packed_batches(rows, attention, options, upload)
 

@@ -60,7 +60,7 @@ class _Baseline:
                 bytes_moved += made.bytes_moved * options.stages
                 layouts.append((made.layout,))
                 attention.append(made.attention)
-                rows.append(rank_batch(micro_batch, layouts[-1], rank, align=options.align, chunks=options.align))
+                rows.append(rank_batch(micro_batch, layouts[-1], rank, align=options.align, chunks=options.shares))
             ready = packed_batches(rows, attention, options, upload)
         unplanned = np.zeros((1, options.pool_ranks))
         plan = StepPlan(options, tuple(lengths), tuple(documents.homes), tuple(layouts), (), ())

@@ -23,6 +23,7 @@ from distca.train.config.schema import RunConfig
 from distca.train.run.builder import Trainer, build_trainer
 from distca.train.run.loop import SteadyGarbage
 from megatron_patches.step import Step
+from megatron_patches.te import quantization
 from megatron_patches.training_step import sum_over_ranks, summed_loss_step
 from megatron_patches.world import World
 
@@ -204,6 +205,7 @@ class _Run:
 
 def _free(world: World) -> None:
     """Give back what a mode held, so that the next one starts alike."""
+    quantization.forget_layers()
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.synchronize()

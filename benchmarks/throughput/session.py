@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,21 @@ from megatron_patches.world import World
 logger = logging.getLogger("distca.benchmarks")
 
 Progress = Callable[[str, int], Callable[[dict[str, Any]], None]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the machine can do.
+
+    Attributes:
+        held: at rates that are held.
+        burst: at those of a burst.
+        report: both, and the links, for the result file.
+    """
+
+    held: Ceiling
+    burst: Ceiling
+    report: dict[str, Any]
 
 
 class Session:
@@ -65,14 +80,22 @@ class Session:
             "tokens_per_rank": config.data.tokens_per_rank,
             "micro_batches": config.train.micro_batches,
             "recompute": config.train.recompute,
+            "linears": config.train.linears,
+            "fp8": config.train.fp8,
             "cells": {},
         }
 
-    def run(self) -> list[str]:
-        """Every workload; returns which modes' losses are apart from the others."""
+    def run(self, measured: Measured | None = None) -> list[str]:
+        """Every workload; returns which modes' losses are apart from the others.
+
+        Args:
+            measured: what :meth:`measure_machine` of a session on these ranks gave; None measures anew.
+        """
         for why in self._settings.left_out.values():
             logger.info("Left out: %s", why)
-        ceilings = self._measure_machine()
+        measured = measured or self.measure_machine()
+        self._report |= measured.report
+        ceilings = measured.held, measured.burst
         for cell, mode in self._order():
             self._run_mode(cell, mode, *ceilings)
         if self._world.rank == 0:
@@ -175,17 +198,23 @@ class Session:
             self._groups = CpGroups(parallel_state.get_data_parallel_group())
         return self._groups
 
-    def _measure_machine(self) -> tuple[Ceiling, Ceiling]:
+    @property
+    def report(self) -> dict[str, Any]:
+        """What benchmark.json holds."""
+        return self._report
+
+    def measure_machine(self) -> Measured:
+        """Links between ranks, and what their kernels can do; every rank calls it together."""
         config, device = self._settings.config, self._world.device
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         kernel = choose_kernel(config.cad.kernel, device=device, dtype=dtype, head_dim=self._shape.head_dim)
         document = max(cell.context for cell in self._settings.cells)
         world = dist.group.WORLD
         assert world is not None
-        self._report["links"] = measure_links(world, device)
+        rates = measure_links(world, device)
         held, burst = measure_ceiling(config, self._shape, kernel, device, document)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        self._report |= {"ceiling": held.report(), "burst_ceiling": burst.report()}
-        logger.info("%s", links(self._report))
-        return held, burst
+        report = {"links": rates, "ceiling": held.report(), "burst_ceiling": burst.report()}
+        logger.info("%s", links(self._report | report))
+        return Measured(held, burst, report)

@@ -6,7 +6,15 @@ import os
 import platform
 from importlib import metadata
 
-PACKAGES = ("torch", "megatron-core", "flash-attn-4", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13", "numpy")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "flash-attn-4",
+    "transformer-engine",
+    "nvidia-nccl-cu13",
+    "nvidia-nvshmem-cu13",
+    "numpy",
+)
 
 
 def versions() -> dict[str, str]:

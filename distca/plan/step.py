@@ -57,7 +57,8 @@ class PlanOptions:
         cost: seconds per CA-task.
         stages: pipeline stages.
         nano_batches: 1, or 2 for ping and pong.
-        align: rows of a nano-batch on a rank are a multiple of this (the sequence-parallel size).
+        align: rows of a nano-batch on a rank are a multiple of this, which is a multiple of ``shares``.
+        shares: tensor-parallel ranks that share the rows; 1 without sequence parallelism.
         resend: whether backward has servers of its own; with several stages it has.
         disaggregate: False computes every document at home.
         tolerance: how far above the mean the busiest server may be; None takes the one for the size of the pool.
@@ -75,6 +76,7 @@ class PlanOptions:
     stages: int = 1
     nano_batches: int = 1
     align: int = 1
+    shares: int = 1
     resend: bool = False
     disaggregate: bool = True
     tolerance: float | None = None

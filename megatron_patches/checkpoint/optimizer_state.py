@@ -20,6 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.optimizer import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_patches.checkpoint.adam_state import get_states, set_state
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 
@@ -76,9 +78,10 @@ def _own_part(
 
 def _take_own_part(optimizer: DistributedOptimizer, part: dict[int, dict[str, dict[int, torch.Tensor]]]) -> None:
     for number, (weight, _, _) in enumerate(_ranges(optimizer)):
-        for name, values in _states(optimizer, weight).items():
-            loaded = part[number][name]
-            values.copy_(torch.cat([loaded[n].flatten() for n in range(len(loaded))]))
+        adam, held = _adam_and_weight(optimizer, weight)
+        for name, loaded in part[number].items():
+            values = torch.cat([loaded[n].flatten() for n in range(len(loaded))])
+            set_state(adam, held, name, values.to(held.device))
 
 
 def _sharded_weights(model_state: Any) -> dict[torch.Tensor, ShardedTensor | ShardedTensorFactory]:
@@ -95,10 +98,16 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
                     yield weight, ranges["param"].start, ranges["param"].end
 
 
+def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """What updates this rank's range of a weight, and the range as it holds it: in float32, or where it holds float32
+    weights itself, in the model's type."""
+    group, order = optimizer.model_param_group_index_map[weight]
+    return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
+
+
 def _states(optimizer: DistributedOptimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Flat float32 weights and moments of this rank's range; steps are counted elsewhere."""
-    states = optimizer._get_main_param_and_optimizer_states(weight)
-    return {name: values.detach() for name, values in states.items() if name != "step"}
+    return get_states(*_adam_and_weight(optimizer, weight))
 
 
 def _boxes_of(

@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distca.errors import VersionError
+from megatron_patches.checkpoint.adam_state import inner_adams, set_step
 from megatron_patches.checkpoint.optimizer_state import keep_parts
 from megatron_patches.checkpoint.unpickling import check_metadata, only_data
 from megatron_patches.checkpoint.writer import TorchWriter
@@ -117,23 +118,18 @@ def _allocate_state(optimizer: Any) -> None:
             for weight in group["params"]:
                 if not adam.state[weight]:
                     moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-                    adam.state[weight] = {"step": _step_count(0, weight)} | moments
+                    adam.state[weight] = {"step": torch.tensor(0.0, device=weight.device)} | moments
 
 
 def _restore_step(optimizer: Any, step: int) -> None:
     """Set the number of steps that Adam corrects its moments by.
 
-    megatron's distributed optimizer (0.16.1) gives all weights one common tensor for it, which every weight's update
-    would then count up, and leaves the value from before the load in it.
+    megatron's distributed optimizer (0.16.1) gives all weights of torch's Adam one common tensor for it, which every
+    weight's update would then count up, and leaves the value from before the load in it. Other Adams keep it in their
+    parameter groups, which the load leaves as they were.
     """
-    for adam in torch_adams(optimizer):
-        for weight, state in adam.state.items():
-            state["step"] = _step_count(step, weight)
-
-
-def _step_count(step: int, weight: torch.Tensor) -> torch.Tensor:
-    """A number of steps as torch's fused Adam keeps it: a float32 scalar where the weight is."""
-    return torch.tensor(float(step), device=weight.device)
+    for adam in inner_adams(optimizer):
+        set_step(adam, step)
 
 
 def _metadata() -> dict[str, Any]:

@@ -84,11 +84,11 @@ def block_packed(
     """
     # Recomputation changes no figure, and megatron's own of an MLP with biases never ends: its checkpoint returns one.
     kept = replace(case, recompute="none")
-    _, model = attached(kept, dtype, device, kernel, weights, disaggregate=False, reduced=False)
+    cad, model = attached(kept, dtype, device, kernel, weights, disaggregate=False, reduced=False)
     lengths = np.array(case.micro_batches[0])
     tokens = int(lengths.sum())
     borders = np.concatenate(([0], np.cumsum(lengths)))
-    padding = -tokens % case.tp
+    padding = -tokens % cad.options.align
     positions = np.concatenate([*(np.arange(length) for length in lengths), np.zeros(padding, np.int64)])
     numbers = np.concatenate((np.arange(1, tokens + 1), np.zeros(padding, np.int64)))
     documents = PackedMicroBatch(TaskBatch.of(borders, borders, device), tokens)
@@ -173,7 +173,7 @@ def block_disaggregated(
     lengths = np.array(case.micro_batches[0])
     # Documents whose tokens are their rows in the packed micro-batch, counted from 1; padding reads as 0.
     numbers = np.split(np.arange(1, lengths.sum() + 1), np.cumsum(lengths)[:-1])
-    rows = rank_batch(numbers, step.plan.layouts[0], cad.rank, align=cad.options.align, chunks=cad.options.align)
+    rows = rank_batch(numbers, step.plan.layouts[0], cad.rank, align=cad.options.align, chunks=cad.options.shares)
     (batch,) = step.batches
     return _share(case, model, weights, rows.positions, rows.tokens, batch.attention, int(lengths.sum()))
 

@@ -31,6 +31,7 @@ from megatron_patches.model import build_gpt, transformer_config
 from megatron_patches.parity.weights import load_full_weights, share_of
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.step import Batch
+from megatron_patches.te.choice import Linears
 from megatron_patches.training_step import loss_and_tokens, sum_over_ranks, summed_loss_step
 
 T = TypeVar("T")
@@ -203,6 +204,7 @@ def run_disaggregated(
     weights: dict[str, torch.Tensor],
     *,
     summed_loss: bool = True,
+    linears: Linears = "auto",
 ) -> Outcome:
     """The candidate, over all ranks, through the public face; every rank calls it and gets the same outcome.
 
@@ -213,8 +215,9 @@ def run_disaggregated(
         kernel: name of the core-attention kernel.
         weights: of the whole model.
         summed_loss: take the loss summed with the output layer, else Megatron's loss of every token.
+        linears: see :class:`megatron_patches.api.CAD`.
     """
-    cad, model = attached(case, dtype, device, kernel, weights)
+    cad, model = attached(case, dtype, device, kernel, weights, linears=linears)
     ddp = cad.data_parallel(model, distributed_optimizer=False)
     step = cad.plan_step(case_documents(case))
     forward_step = summed_loss_step if summed_loss else token_losses_step
@@ -256,7 +259,7 @@ def document_losses(
     step, results = cad.plan_step(case_documents(case)), []
     owners = [[np.full(length, number) for number, length in enumerate(each)] for each in case.micro_batches]
     for batch, layouts, owner in zip(step.batches, step.plan.layouts, owners, strict=True):
-        rows = rank_batch(owner, layouts, cad.rank, align=cad.options.align, chunks=cad.options.align)
+        rows = rank_batch(owner, layouts, cad.rank, align=cad.options.align, chunks=cad.options.shares)
         with torch.no_grad():
             losses = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels) * batch.loss_mask
         total = _per_document(losses.flatten(), rows.tokens, len(owner))
@@ -274,6 +277,7 @@ def attached(
     *,
     disaggregate: bool = True,
     reduced: bool = True,
+    linears: Linears = "auto",
 ) -> tuple[CAD, GPTModel]:
     """The case's face and this rank's part of its model, with its shares of the weights; every rank calls it.
 
@@ -285,6 +289,7 @@ def attached(
         weights: of the whole model.
         disaggregate: False leaves attention at home.
         reduced: whether the model will be wrapped in Megatron's DDP, which holds the gradients.
+        linears: see :class:`megatron_patches.api.CAD`.
     """
     initialize_model_parallel(case.tp, case.pp, case.seed)
     config = _config(case, dtype)
@@ -297,6 +302,7 @@ def attached(
         backward="resend" if case.pp > 1 else case.backward,
         kernel=kernel,
         recompute="all" if case.recompute == "all" and disaggregate else "none",
+        linears=linears,
     )
     if case.scheduler == "random":
         cad.options = replace(cad.options, scheduler=partial(_random_plan, case))

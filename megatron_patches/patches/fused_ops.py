@@ -21,6 +21,7 @@ from distca.ops.discard_output import forget_until_backward
 from distca.ops.output_loss import add_product
 from distca.ops.rotary import Rotation, split_and_rotate
 from distca.ops.swiglu import fill_swiglu, swiglu
+from megatron_patches.te.quantization import keeps_inputs
 
 _KEPT = "distca_rotation"
 
@@ -69,7 +70,8 @@ class SwigluMLP(MLP):
         gate_and_up, _ = self.linear_fc1(hidden_states)
         activated = swiglu(gate_and_up)
         output, _ = self.linear_fc2(activated)
-        forget_until_backward(activated, partial(fill_swiglu, gate_and_up.detach()), output)
+        if keeps_inputs(self.linear_fc2):
+            forget_until_backward(activated, partial(fill_swiglu, gate_and_up.detach()), output)
         return output, None
 
 

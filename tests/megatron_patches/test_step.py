@@ -29,6 +29,7 @@ def _options(stages: int, disaggregate: bool = True, align: int = 1) -> PlanOpti
         stages=stages,
         nano_batches=2 if disaggregate else 1,
         align=align,
+        shares=align,
         resend=stages > 1 and disaggregate,
         disaggregate=disaggregate,
     )

@@ -49,8 +49,8 @@ def _case_errors(path, tp, pp, disaggregate):
         reports, step.documents.micro_batches, step.plan.layouts, (reference, reference[::-1]), strict=False
     ):
         owners = [np.full(len(document), number) for number, document in enumerate(documents_of)]
-        align = cad.options.align
-        rows = rank_batch(owners, layouts, cad.rank, align=align, chunks=align)
+        options = cad.options
+        rows = rank_batch(owners, layouts, cad.rank, align=options.align, chunks=options.shares)
         whole = _gathered(rows_logits)
         assert (whole[:, folders.VOCABULARY :] == torch.finfo(torch.float32).min).all()
         for number, theirs in enumerate(expected):

@@ -191,6 +191,11 @@ class TrainConfig:
         steps: optimizer steps of the whole run, also of a resumed one.
         micro_batches: micro-batches per step and data-parallel rank.
         precision: of the weights and activations; fp32 master weights are kept with bf16.
+        linears: linear layers of Megatron-Core (local) or of Transformer Engine (te), which needs GPUs and bf16; auto =
+            Transformer Engine's where they can be used. All but the output layer.
+        fp8: products of Transformer Engine's linear layers in FP8: none; current = scaled by the largest value of each
+            tensor; delayed = by those of the steps before; blockwise = by those of blocks. Weights, gradients and
+            everything else stay as train.precision says.
         recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
             each layer's MLP, which holds over half of them; all = everything but core attention (with cad.enabled
             only), which needs least memory and most time. Core attention is never recomputed, so nothing is sent twice.
@@ -204,6 +209,8 @@ class TrainConfig:
     steps: int = 60
     micro_batches: int = 1
     precision: Literal["bf16", "fp32"] = "fp32"
+    linears: Literal["auto", "local", "te"] = "auto"
+    fp8: Literal["none", "current", "delayed", "blockwise"] = "none"
     recompute: Literal["none", "mlp", "all"] = "none"
     seed: int = 1234
     time_limit: float = 0.0

@@ -12,6 +12,7 @@ from distca.errors import ConfigError
 from distca.train.config.cli import RunConfig, known_settings
 from distca.train.config.schema import RESUME_BY_NAME
 from distca.words import count
+from megatron_patches.te.shapes import unfit_widths
 
 _AT_LEAST_ONE = (
     "model.layers",
@@ -126,11 +127,42 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
             f"cad.kernel {config.cad.kernel} computes in bf16, but train.precision is fp32; "
             "set cad.kernel to auto or reference, or train.precision to bf16."
         )
+    problems += _fp8(config)
     if config.cad.kernel == "torch" and config.cad.deterministic:
         problems.append(
             "cad.kernel torch has no deterministic backward; set cad.kernel to auto or cad.deterministic to false."
         )
     return problems
+
+
+def _fp8(config: RunConfig) -> list[str]:
+    """Transformer Engine's linear layers, and their products in FP8."""
+    train, model, tp = config.train, config.model, config.parallel.tp
+    asked = f"train.fp8 is {train.fp8}" if train.fp8 != "none" else f"train.linears is {train.linears}"
+    if train.precision == "fp32" and (train.fp8 != "none" or train.linears == "te"):
+        return [
+            f"{asked}, but Transformer Engine's linear layers compute in bf16 here, and train.precision is fp32; set "
+            "train.precision to bf16."
+        ]
+    if train.fp8 == "none":
+        return []
+    if train.linears == "local":
+        return [f"{asked}, but Megatron-Core's own linear layers know no FP8; set train.linears to auto or te."]
+    unfit = unfit_widths(
+        train.fp8,
+        hidden=model.hidden,
+        ffn=model.ffn,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.resolved_head_dim,
+        tp=tp,
+        shared=config.parallel.sequence_parallel and tp > 1,
+    )
+    return [
+        f"{asked}, but {name} is {width}, which is not a multiple of {multiple}; change the sizes below model or "
+        "parallel.tp, or set train.fp8 to none."
+        for name, width, multiple in unfit
+    ]
 
 
 def _world(config: RunConfig, world_size: int) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from distca.train.checkpoint.folders import load_initial_weights
 from distca.train.config.schema import RunConfig
-from distca.train.run.memory import check_memory, describe, predict_memory
+from distca.train.run.memory import OUTSIDE_TORCH, check_memory, describe, predict_memory
 from distca.words import count
 from megatron_patches.world import World
 
@@ -36,6 +36,7 @@ _REPEATED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # One hardware queue would start kernels in the order of their calls, so that megatron-core's tensor-parallel
     # collectives in backward begin before the matrix product they should hide behind. It would also put the streams of
     # attention's transfers, the server and the other half into that one queue, where each waits for the others.
+    ("To guarantee overlapping TP and SP collectives", UserWarning),
     (r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", UserWarning),
 )
 
@@ -85,12 +86,13 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     cad, model = _model(config, world, vocabulary, dtype)
     optimizer = build_optimizer(model, config.optimizer, config.train.steps, config.resolved_warmup_steps, dtype)
     logger.info(
-        "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s",
+        "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s; linear layers %s",
         f"{sum(p.numel() for p in model.parameters()):,}",
         count(parallel.data_parallel(world.size), "data-parallel rank"),
         parallel.tp,
         parallel.pp,
         "disaggregated" if config.cad.enabled else "not disaggregated",
+        _described(cad, config),
     )
     return Trainer(config, world, cad, model, optimizer, vocabulary)
 
@@ -109,6 +111,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         sequence_parallel=parallel.sequence_parallel,
         recompute_mlp=config.train.recompute == "mlp",
         cpu_initialization=not on_gpu,
+        fp8=config.train.fp8,
     )
     cad = CAD(
         model_config,
@@ -124,6 +127,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         deterministic=settings.deterministic,
         nvshmem_buffer_gb=settings.nvshmem_buffer_gb,
         recompute="all" if config.train.recompute == "all" else "none",
+        linears=config.train.linears,
     )
     if parallel.pp > 1 and not settings.enabled:
         model_config.timers = StageTimers(cad.pool.timeline)
@@ -135,8 +139,14 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
     return cad, cad.data_parallel(gpt, distributed_optimizer=config.optimizer.distributed)
 
 
+def _described(cad: CAD, config: RunConfig) -> str:
+    """Whose linear layers are used, and how they compute."""
+    whose = "Transformer Engine's" if cad.te_linears else "Megatron-Core's"
+    return whose if config.train.fp8 == "none" else f"{whose}, in FP8 with {config.train.fp8} scaling"
+
+
 def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
-    """Say what every stage will need, and refuse what clearly does not fit."""
+    """Say what every stage will need, and refuse what does not fit."""
     stages = predict_memory(config, world.size, vocabulary)
     for line in describe(stages):
         logger.info("%s", line)
@@ -144,4 +154,5 @@ def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
         heap = 0.0
         if config.cad.enabled and config.cad.transport in ("auto", "nvshmem") and world.size > config.parallel.tp:
             heap = config.resolved_nvshmem_buffer_gb * 2**30
-        check_memory(config, stages, torch.cuda.get_device_properties(world.device).total_memory - int(heap))
+        there = torch.cuda.get_device_properties(world.device).total_memory
+        check_memory(config, stages, there - int(heap) - OUTSIDE_TORCH)

@@ -2,8 +2,9 @@
 
 Counted is what torch allocates on the stage's busiest rank at the moment when most micro-batches are in flight and the
 backward of the oldest one begins: weights, gradients and optimizer state; what each layer keeps of each micro-batch;
-and what the layer or the loss at work needs for itself. Not counted are the CUDA context, NCCL's buffers, an NVSHMEM
-heap and fragmentation. Sizes per token follow what autograd saves in megatron-core's local layers.
+and what the layer or the loss at work needs for itself. An NVSHMEM heap and what lies outside torch are counted where a
+run is refused; fragmentation is not. Sizes per token follow what autograd saves in megatron-core's local layers, and
+in FP8 what Transformer Engine's linear layers do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from distca.train.config.schema import RunConfig
 from distca.train.metrics.progress import format_bytes
 
 GIB = 2**30
+OUTSIDE_TORCH = int(6.6 * GIB)
+"""CUDA context, kernels, NCCL's buffers and libraries' workspaces: measured on an H200 beside what torch had reserved,
+in a run of LLaMA-3.1-8B on two GPUs. Nothing says that other GPUs or more ranks need as much."""
 _LOGITS_BYTES = 2 << 30
 """Of one chunk of the output layer's logits (distca/ops/output_loss.py)."""
 BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.33, 2.3, 0.17
@@ -34,7 +38,7 @@ class StageMemory:
     """Predicted bytes of one stage's rank.
 
     Attributes:
-        weights: parameters as the layers use them.
+        weights: parameters as the layers use them, and their FP8 copies.
         gradients: float32 buffers.
         optimizer: main weights and Adam's moments on this rank.
         micro_batches: how many are in flight at most.
@@ -85,23 +89,24 @@ def describe(stages: list[StageMemory]) -> list[str]:
 
 
 def check_memory(config: RunConfig, stages: list[StageMemory], available: int) -> None:
-    """Refuse a run that clearly does not fit.
+    """Refuse a run that does not fit.
 
     Args:
         config: the run.
         stages: its prediction.
-        available: bytes of the device's memory.
+        available: bytes of the device's memory that torch may have.
 
     Raises:
-        ConfigError: a stage is predicted to need more than 1.1 times what there is.
+        ConfigError: a stage is predicted to need more than there is.
     """
     worst = max(range(len(stages)), key=lambda number: stages[number].total)
     need = stages[worst].total
-    if need <= 1.1 * available:
+    if need <= available:
         return
     where = f"Stage {worst} of {len(stages)}" if len(stages) > 1 else "A rank"
     raise ConfigError(
-        f"{where} would need about {need / GIB:.0f} GiB of device memory, and the device has {available / GIB:.0f}: "
+        f"{where} would need about {need / GIB:.1f} GiB of device memory, and the device has {available / GIB:.1f} "
+        "beside what CUDA, NCCL and NVSHMEM take: "
         f"{'; '.join(_remedies(config, stages[worst]))}."
     )
 
@@ -126,6 +131,7 @@ class _Stage:
         self._data_parallel = max(parallel.data_parallel(world_size), 1)
         self._layers = config.model.layers // parallel.pp
         self._value = 2 if config.train.precision == "bf16" else 4
+        self._fp8 = config.train.fp8 != "none"
         # Widths of one tensor-parallel rank; the residual stream is whole without sequence parallelism.
         self._hidden = model.hidden // parallel.tp if parallel.sequence_parallel else model.hidden
         self._q = model.heads * model.resolved_head_dim // parallel.tp
@@ -152,7 +158,7 @@ class _Stage:
         shards = self._data_parallel if self._config.optimizer.distributed else 1
         in_flight = self._in_flight()
         return StageMemory(
-            weights=self._value * weights,
+            weights=self._value * weights + self._fp8_weights(),
             gradients=4 * weights,
             optimizer=(wide + 8 * weights) // shards,
             micro_batches=in_flight,
@@ -172,6 +178,11 @@ class _Stage:
             tables = 1
         assert model.hidden % tp == 0
         return self._layers * layer + tables * self._embedding + (model.hidden if self._last else 0)
+
+    def _fp8_weights(self) -> int:
+        """FP8 copies of the linear layers' weights, for products with their rows and with their columns."""
+        model = self._config.model
+        return 2 * self._layers * model.hidden * (2 * self._q + self._kv + 3 * self._ffn) if self._fp8 else 0
 
     def _in_flight(self) -> int:
         behind = self._stages - 1 - self._stage
@@ -199,12 +210,15 @@ class _Stage:
         """What the rest of a layer keeps beside o: inputs of two norms, with what each row was multiplied by, and of
         SwiGLU, from which the inputs of matrix products are computed again. megatron's own layers, where attention is
         at home, keep the norms' outputs too."""
-        elements = 2 * self._hidden + 2 * self._ffn
-        if not self._config.cad.enabled:
+        elements, copies = 2 * self._hidden + 2 * self._ffn, 0
+        if self._fp8:
+            # Linear layers keep FP8 copies of what they are given, but of o only where scales come from earlier steps.
+            copies = 2 * self._hidden + self._ffn + (self._q if self._config.train.fp8 == "delayed" else 0)
+        elif not self._config.cad.enabled:
             elements += 2 * self._hidden
-        elif self._config.resolved_backward == "keep":
+        if self._config.cad.enabled and self._config.resolved_backward == "keep":
             elements += self._q  # o at home
-        return self._value * elements + 2 * 4
+        return self._value * elements + copies + 2 * 4
 
     def _head_norms(self) -> int:
         """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
@@ -217,8 +231,15 @@ class _Stage:
         return self._value * elements + 4 * (self._q + self._kv // 2) // self._head_dim
 
     def _recomputed_mlp(self) -> int:
-        """What lies inside the MLP, where it is recomputed: SwiGLU's input."""
-        return self._value * 2 * self._ffn if self._config.train.recompute == "mlp" else 0
+        """What lies inside the MLP, where it is recomputed: SwiGLU's input, and FP8 copies."""
+        if self._config.train.recompute != "mlp":
+            return 0
+        inside = self._value * 2 * self._ffn
+        if self._fp8:
+            inside += self._hidden + self._ffn
+            # megatron's own layers keep the norm's output in place of its copy.
+            inside -= 0 if self._config.cad.enabled else self._value * self._hidden
+        return inside
 
     def _rotation(self) -> int:
         """By all layers together: float32 cosines and sines."""
@@ -240,7 +261,7 @@ class _Stage:
     def _mlp_at_work(self) -> int:
         """Bytes per token when SwiGLU computes its gradient: that of its output and of its input, and the norm's
         output, which came back; where recomputed, SwiGLU's input and what was computed from it."""
-        normed = self._hidden if self._config.cad.enabled else 0
+        normed = self._hidden if self._config.cad.enabled and not self._fp8 else 0
         elements = 3 * self._ffn + normed
         if self._config.train.recompute != "none":
             elements += 2 * self._ffn + self._hidden

@@ -74,6 +74,18 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--optimizer.beta2 1", 4, "optimizer.beta2 is 1.0; it must be below 1."),
         ("--checkpoint.keep 0", 4, "checkpoint.keep is 0; it must be at least 1."),
         ("--cad.kernel flash4", 4, "cad.kernel flash4 computes in bf16, but train.precision is fp32"),
+        ("--train.fp8 current", 4, "train.fp8 is current, but Transformer Engine's linear layers compute in bf16 here"),
+        ("--train.linears te", 4, "train.linears is te, but Transformer Engine's linear layers compute in bf16 here"),
+        (
+            "--train.precision bf16 --train.fp8 delayed --train.linears local",
+            4,
+            "train.fp8 is delayed, but Megatron-Core's own linear layers know no FP8",
+        ),
+        (
+            "--train.precision bf16 --train.fp8 current --model.ffn 48 --parallel.tp 2",
+            8,
+            "train.fp8 is current, but a tensor-parallel rank's part of the MLP is 24, which is not a multiple of 16",
+        ),
         ("--log.timeline_steps [5,3]", 4, "log.timeline_steps is [5, 3]"),
         ("--log.timeline_steps [0,3]", 4, "1 <= first <= last"),
         ("--data.source text", 4, "data.source text needs data.path."),

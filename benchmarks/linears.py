@@ -1,0 +1,137 @@
+"""Linear layers of Megatron-Core and of Transformer Engine, in bfloat16 and FP8: the same batches in one run.
+
+    torchrun --nproc-per-node 2 -m benchmarks.linears --output FOLDER --modes packed cp2-keep distca --mixes pretrain \\
+        --batches 6 --warm-up 2 --traced 0 -- --config configs/llama-8b.yaml --model.layers 4 --model.vocabulary 32000
+
+Arguments are those of ``benchmarks.throughput``, and ``--linears`` in front of them. Every kind gets a folder of its
+own with all that ``benchmarks.throughput`` writes; linears.json and linears.md compare them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# As benchmarks.throughput; read when CUDA starts.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+from benchmarks.throughput.settings import parse
+from distca.errors import ConfigError, DistcaError
+from distca.log import die, setup_logging
+from distca.train.config.names import with_settings
+
+logger = logging.getLogger("distca.benchmarks")
+
+KINDS = {
+    "local": ["--train.linears", "local"],
+    "te": ["--train.linears", "te"],
+    "current": ["--train.linears", "te", "--train.fp8", "current"],
+    "delayed": ["--train.linears", "te", "--train.fp8", "delayed"],
+    "blockwise": ["--train.linears", "te", "--train.fp8", "blockwise"],
+}
+
+
+def main() -> None:
+    """Every rank calls it. A mistake of the user ends in one sentence and exit code 2."""
+    setup_logging(int(os.environ.get("RANK", "0")))
+    warnings.filterwarnings("ignore")  # megatron-core's, torch's and the kernels', from every rank
+    try:
+        kinds, rest = _kinds(sys.argv[1:])
+        _run(kinds, rest)
+    except DistcaError as error:
+        die(with_settings(str(error)), error.next_step)
+
+
+def _kinds(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Kinds of linear layers, all unless some are named, and the other arguments."""
+    if argv[:1] != ["--linears"]:
+        return list(KINDS), argv
+    end = next((n for n, word in enumerate(argv[1:], 1) if word.startswith("--")), len(argv))
+    for kind in argv[1:end]:
+        if kind not in KINDS:
+            raise ConfigError(f"--linears is {kind}; it must be one of {', '.join(KINDS)}.")
+    return argv[1:end], argv[end:]
+
+
+def _run(kinds: list[str], argv: list[str]) -> None:
+    from benchmarks.throughput.session import Measured, Session
+    from megatron_patches.world import join_world, leave_world
+
+    if "--" not in argv:
+        argv = [*argv, "--"]
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    every = {kind: parse([*argv, *KINDS[kind]], size) for kind in kinds}
+    world = join_world()
+    setup_logging(world.rank)
+    command = shlex.join(["torchrun", "...", "-m", "benchmarks.linears", *sys.argv[1:]])
+    measured: Measured | None = None
+    reports: dict[str, dict[str, Any]] = {}
+    try:
+        for kind, settings in every.items():
+            logger.info("Linear layers: %s", kind)
+            own = replace(settings, output=settings.output / kind)
+            session = Session(own, world, command, lambda *_: lambda _: None)
+            measured = measured or session.measure_machine()
+            for apart in session.run(measured):
+                logger.warning("%s: losses or gradients differ from the first mode's: %s", kind, apart)
+            reports[kind] = session.report
+            if world.rank == 0:  # after each, so that a time limit leaves the others
+                write(settings.output, command, reports)
+    finally:
+        leave_world()
+
+
+def write(output: Path, command: str, reports: dict[str, dict[str, Any]]) -> None:
+    """linears.json and linears.md from the reports of the kinds that ran."""
+    cells = compare(reports)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "linears.json").write_text(json.dumps({"command": command, "cells": cells}, indent=1) + "\n")
+    (output / "linears.md").write_text(table(cells))
+
+
+def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By workload, mode and kind: tokens/s, over those of the first kind, peak memory and losses."""
+    first = next(iter(reports))
+    cells: dict[str, Any] = {}
+    for kind, report in reports.items():
+        for cell, result in report["cells"].items():
+            for mode, made in result["modes"].items():
+                rows = cells.setdefault(cell, {}).setdefault(mode, {})
+                base = reports[first]["cells"][cell]["modes"].get(mode)
+                rows[kind] = {
+                    "tokens_per_s": made["tokens_per_s"],
+                    "over_first": made["tokens_per_s"] / base["tokens_per_s"] if base else None,
+                    "mfu": made["mfu"],
+                    "peak_gib": made["memory_gib"]["max"] if made["memory_gib"] else None,
+                    "losses": made["losses"],
+                    "gradient_norms": made["gradient_norms"],
+                }
+    return cells
+
+
+def table(cells: dict[str, Any]) -> str:
+    """One table a workload: modes in rows, kinds in columns."""
+    lines = []
+    for cell, modes in cells.items():
+        kinds = list(next(iter(modes.values())))
+        lines += [f"## {cell}", "", "| tokens/s | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
+        for mode, rows in modes.items():
+            texts = []
+            for kind in kinds:
+                row = rows.get(kind, {})
+                over = row.get("over_first")
+                texts.append(f"{row['tokens_per_s']:,.0f} ({over:.3f} ×)" if row and over else "")
+            lines.append(f"| {mode} | " + " | ".join(texts) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Whether layers get Transformer Engine's linear layers, and the refusal of FP8 that would not run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from megatron_patches.te.installed import why_not_supported
+from megatron_patches.te.quantization import fp8_of
+from megatron_patches.te.shapes import unfit_widths
+
+Linears = Literal["auto", "local", "te"]
+
+_CAPABILITY = (8, 9)
+_BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
+
+
+def use_te(linears: Linears, config: TransformerConfig, device: torch.device) -> bool:
+    """Whether the layers of a model get Transformer Engine's linear layers.
+
+    Args:
+        linears: "auto": where they can be used. "local": Megatron's own. "te": Transformer Engine's.
+        config: the model's.
+        device: this rank's.
+
+    Raises:
+        SupportError: they are asked for, or FP8 is, which needs them, and they cannot be used.
+    """
+    fp8 = fp8_of(config)
+    if linears == "local":
+        if fp8 != "none":
+            raise SupportError(
+                f"`fp8` is {fp8}, but `linears` is local, and Megatron-Core's own linear layers know no FP8: set "
+                "`linears` to auto or te, or leave `fp8` out."
+            )
+        return False
+    reason = why_not_te(device, config.params_dtype)
+    if reason and (linears == "te" or fp8 != "none"):
+        asked = f"`fp8` is {fp8}" if fp8 != "none" else "`linears` is te"
+        raise SupportError(f"{asked}, but {reason}.")
+    if fp8 != "none":
+        _check_fp8(config, device)
+    return reason is None
+
+
+def why_not_te(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Transformer Engine's linear layers cannot be used; None if they can."""
+    if device.type != "cuda":
+        return "Transformer Engine computes on GPUs only, and torch has none here"
+    if dtype != torch.bfloat16:
+        return f"Transformer Engine's linear layers are served in bfloat16 only, and parameters are {dtype}"
+    return why_not_supported()
+
+
+def why_not_fp8(device: torch.device, blockwise: bool) -> str | None:
+    """Why this GPU cannot compute in FP8; None if it can."""
+    capability, least = torch.cuda.get_device_capability(device), _BLOCKWISE_CAPABILITY if blockwise else _CAPABILITY
+    if capability < least:
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, and "
+            f"{least[0]}.{least[1]} is needed"
+        )
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    if blockwise and cuda < _BLOCKWISE_CUDA:
+        return f"torch is built for CUDA {torch.version.cuda}, and 12.9 is needed"
+    return None
+
+
+def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
+    fp8 = fp8_of(config)
+    if reason := why_not_fp8(device, fp8 == "blockwise"):
+        raise SupportError(f"`fp8` is {fp8}, but {reason}: set `fp8` to none.")
+    assert config.ffn_hidden_size is not None and config.num_query_groups is not None
+    assert config.kv_channels is not None
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    for name, width, multiple in unfit_widths(
+        fp8,
+        hidden=config.hidden_size,
+        ffn=config.ffn_hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        tp=tp,
+        shared=config.sequence_parallel,
+    ):
+        raise SupportError(
+            f"`fp8` is {fp8}, but {name} is {width}, which is not a multiple of {multiple}: change the model's sizes "
+            "or tensor_model_parallel_size, or set `fp8` to none."
+        )

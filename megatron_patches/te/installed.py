@@ -1,0 +1,66 @@
+"""Which Transformer Engine is here, without importing it, and what speaks against using it.
+
+Megatron-Core imports it by itself wherever it is installed, and takes its Adam. Without a GPU that fails, so it is
+hidden there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+NAME = "transformer_engine"
+SUPPORTED = ">=2.11,<2.12"
+_FIRST, _BEYOND = (2, 11), (2, 12)
+
+
+def installed_version() -> str | None:
+    """Version of the Transformer Engine that an import would take, "2.11.0"; None without one."""
+    try:
+        return metadata.version(NAME)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def why_not_supported() -> str | None:
+    """What the Transformer Engine that is here is, and what it should be; None if it can be used."""
+    version = installed_version()
+    if version is None:
+        return f"Transformer Engine is not installed; versions {SUPPORTED} are supported"
+    if not _FIRST <= tuple(map(int, re.findall(r"\d+", version)[:2])) < _BEYOND:
+        return f"Transformer Engine is {version}; versions {SUPPORTED} are supported"
+    try:
+        metadata.version(f"{NAME}_torch")
+    except metadata.PackageNotFoundError:
+        return f"Transformer Engine {version} is here without its part for PyTorch, {NAME}_torch"
+    return None
+
+
+def hide_without_gpu() -> None:
+    """Let imports of Transformer Engine fail as if it were not installed, where torch has no GPU when it is asked for;
+    to be called before Megatron-Core is imported, and harmless to call again."""
+    if NAME not in sys.modules and not any(isinstance(finder, _NotWithoutGpu) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _NotWithoutGpu())
+
+
+class _NotWithoutGpu:
+    """Finds Transformer Engine before others do, and cannot load it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != NAME:
+            return None
+        import torch
+
+        return None if torch.cuda.is_available() else ModuleSpec(name, self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        raise ModuleNotFoundError(f"{spec.name} is hidden: it needs a GPU, and torch has none.", name=spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise AssertionError("no module is ever created")

@@ -1,0 +1,81 @@
+"""Transformer Engine's linear layers, as Megatron wraps them, in layers that run twice per micro-batch.
+
+Importing this imports Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+from megatron_patches.te.quantization import in_fp8, make_recipe
+
+logger = logging.getLogger(__name__)
+
+_HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+
+
+class _Linear:
+    """What both have."""
+
+    @property
+    def is_first_microbatch(self) -> bool:
+        """Never: the first micro-batch's product with a weight overwrites its gradient in place of adding to it, and in
+        backward the first half of a micro-batch comes after the second one."""
+        return False
+
+    @is_first_microbatch.setter
+    def is_first_microbatch(self, first: bool) -> None:
+        """Megatron sets it before a step's first forward: the weights have changed and are quantised anew."""
+        if first:
+            self.__dict__.get("_fp8_workspaces", {}).clear()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output, and the bias where its user adds it."""
+        with in_fp8(self._recipe, self.config):  # type: ignore[attr-defined]
+            output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(x)  # type: ignore[misc]
+        return output
+
+    @cached_property
+    def _recipe(self) -> Any:
+        return make_recipe(self.config)  # type: ignore[attr-defined]
+
+    # Checkpoints hold tensors only: Transformer Engine's own state is a pickle, which would be run when it is loaded.
+
+    def get_extra_state(self) -> dict[str, torch.Tensor] | None:
+        """Scales and largest values of delayed scaling; None where there are none."""
+        meta = self.fp8_meta  # type: ignore[attr-defined]
+        if self._recipe is None or not self._recipe.delayed() or "scaling_fwd" not in meta:
+            return None
+        return {
+            f"{part}_{name}": getattr(meta[key], name).detach().cpu()
+            for part, key in _HISTORY.items()
+            for name in ("scale", "amax_history")
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take what :meth:`get_extra_state` returned; of a checkpoint of other layers nothing is taken."""
+        if self._recipe is None or not self._recipe.delayed() or not isinstance(state, dict):
+            return
+        meta = self.fp8_meta  # type: ignore[attr-defined]
+        meta["recipe"], meta["num_gemms"] = self._recipe, 1
+        self.init_fp8_meta_tensors(self._recipe)  # type: ignore[attr-defined]
+        for part, key in _HISTORY.items():
+            for name in ("scale", "amax_history"):
+                held, loaded = getattr(meta[key], name), state[f"{part}_{name}"]
+                if held.shape != loaded.shape:
+                    logger.warning("The history of scales is of another length than in the checkpoint and begins anew.")
+                    return
+                held.copy_(loaded)
+
+
+class ColumnLinear(_Linear, TEColumnParallelLinear):  # type: ignore[misc]
+    """Split over tensor-parallel ranks by outputs: linear_qkv and linear_fc1."""
+
+
+class RowLinear(_Linear, TERowParallelLinear):  # type: ignore[misc]
+    """Split over tensor-parallel ranks by inputs: linear_proj and linear_fc2."""

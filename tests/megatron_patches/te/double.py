@@ -1,0 +1,216 @@
+"""Stands for Transformer Engine on CPUs: its linear layer as far as wiring goes, with FP8 played by rounding.
+
+What it does as Transformer Engine 2.11 does: a weight's quantised copy is kept until it is told that the weights have
+changed; the product of a first micro-batch overwrites the weight's gradient, others add to it; FP8 is on while a state
+says so; delayed scaling notes largest values, and scales by them after the update. Every other name that Megatron-Core
+imports is an empty class.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+NAME = "transformer_engine"
+ABSENT = (f"{NAME}.pytorch.optimizers", f"{NAME}.pytorch.cpu_offload")
+
+
+class Manager:
+    """FP8GlobalStateManager."""
+
+    state: tuple[Any, ...] = (False, False, None, None, False, False)
+    autocast_arguments: ClassVar[dict[str, Any]] = {}
+    delayed_layers: ClassVar[list[Linear]] = []
+    updates: ClassVar[list[bool]] = []
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return bool(cls.state[0])
+
+    @classmethod
+    def get_autocast_state(cls) -> tuple[Any, ...]:
+        return cls.state
+
+    @classmethod
+    def set_autocast_state(cls, state: tuple[Any, ...]) -> None:
+        assert len(state) == 6
+        cls.state = state
+
+    @classmethod
+    def get_unique_autocast_key(cls, recipe: Any, group: Any) -> str:
+        return f"{recipe}:{hash(group)}"
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool) -> None:
+        cls.updates.append(forward)
+        if not forward:
+            return
+        for layer in cls.delayed_layers:
+            dist.all_reduce(layer.largest, dist.ReduceOp.MAX, group=layer.fp8_group)
+            layer.scale = torch.where(layer.largest > 0, 448 / layer.largest, layer.scale)
+            layer.largest = torch.zeros(())
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.delayed_layers.clear()
+
+
+@contextmanager
+def fp8_autocast(enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[None]:
+    before, Manager.state = Manager.state, (enabled, False, fp8_recipe, fp8_group, True, False)
+    yield
+    Manager.state = before
+
+
+class Recipe:
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+
+    def delayed(self) -> bool:
+        return isinstance(self, DelayedScaling)
+
+
+class DelayedScaling(Recipe):
+    pass
+
+
+class Float8CurrentScaling(Recipe):
+    pass
+
+
+class Float8BlockScaling(Recipe):
+    pass
+
+
+def rounded(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    return ((x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale).detach()
+
+
+def current_scale(x: torch.Tensor) -> torch.Tensor:
+    return 448 / x.detach().abs().max().clamp(min=1e-12)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor, used: torch.Tensor, first: bool, fuse: bool) -> Any:
+        ctx.save_for_backward(x, used)
+        ctx.weight, ctx.first, ctx.fuse = weight, first, fuse
+        return x @ used.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, used = ctx.saved_tensors
+        of_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        if ctx.fuse:
+            if ctx.first:
+                ctx.weight.main_grad.zero_()
+            ctx.weight.main_grad += of_weight
+            ctx.weight.grad_added_to_main_grad = True
+            of_weight = torch.empty_like(of_weight)
+        return of_weight, gradient @ used, None, None, None
+
+
+class Linear(torch.nn.Module):
+    """transformer_engine.pytorch.Linear of one tensor-parallel rank."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        fuse_wgrad_accumulation: bool,
+        params_dtype: torch.dtype,
+        bias: bool,
+        return_bias: bool,
+        parallel_mode: str,
+        tp_size: int,
+        init_method: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert tp_size == 1 and not bias
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.fuse, self.parallel_mode, self.tp_size = fuse_wgrad_accumulation, parallel_mode, tp_size
+        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+        self.bias = torch.Tensor()
+        init_method(self.weight)
+        self._fp8_workspaces: dict[str, torch.Tensor] = {}
+        self.fp8_meta: dict[str, Any] = {}
+        self.scale, self.largest, self.fp8_group = torch.ones(()), torch.zeros(()), None
+        self.quantised = 0
+        self.save_original_input = False
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
+        if Manager.is_fp8_enabled():
+            assert x.numel() // x.shape[-1] % 16 == 0 and x.shape[-1] % 16 == 0, x.shape
+            _, _, recipe, group, _, _ = Manager.state
+            if recipe.delayed() and self not in Manager.delayed_layers:
+                self.fp8_group = group
+                Manager.delayed_layers.append(self)
+            if is_first_microbatch or "weight" not in self._fp8_workspaces:
+                self._fp8_workspaces["weight"] = rounded(weight, current_scale(weight))
+                self.quantised += 1
+            weight = self._fp8_workspaces["weight"]
+            self.largest = torch.maximum(self.largest, x.detach().abs().max())
+            rows = rounded(x, self.scale if recipe.delayed() else current_scale(x))
+            x = x + (rows - x).detach()
+        return _Product.apply(self.weight, x, weight, bool(is_first_microbatch), self.fuse)
+
+    def get_extra_state(self) -> torch.Tensor:
+        raise AssertionError("a pickle")
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (torch.nn.Module,), {})
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if (name == NAME or name.startswith(f"{NAME}.")) and name not in ABSENT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        module = _Module(spec.name)
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def install() -> None:
+    """Put it in the place of Transformer Engine; to be called before Megatron-Core is imported."""
+    assert not any(name.startswith("megatron.core") for name in sys.modules)
+    sys.meta_path.insert(0, _Finder())
+    import transformer_engine
+    import transformer_engine.common.recipe as recipe
+    import transformer_engine.pytorch as te
+    import transformer_engine.pytorch.distributed
+    import transformer_engine.pytorch.fp8
+    import transformer_engine.pytorch.module.base as base
+    import transformer_engine.pytorch.ops
+    import transformer_engine.pytorch.quantization
+
+    transformer_engine.__version__ = "2.11.0"
+    te.Linear, te.fp8_autocast = Linear, fp8_autocast
+    base.get_dummy_wgrad = lambda shape, dtype, zero=False: torch.zeros(shape, dtype=dtype)
+    recipe.Format = type("Format", (), {"E4M3": 1, "HYBRID": 2})
+    recipe.DelayedScaling, recipe.Float8CurrentScaling = DelayedScaling, Float8CurrentScaling
+    recipe.Float8BlockScaling = Float8BlockScaling
+    for name in ("fp8", "quantization"):
+        sys.modules[f"{NAME}.pytorch.{name}"].FP8GlobalStateManager = Manager  # type: ignore[attr-defined]

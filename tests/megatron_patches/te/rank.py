@@ -1,0 +1,108 @@
+"""One rank that trains a small model with the double's linear layers and with Megatron's own; prints what it found.
+
+A process of its own, because Megatron-Core asks once, when it is imported, whether Transformer Engine is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.megatron_patches.te import double
+
+LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
+STEPS = 3
+RECOMPUTED = ("none", "all")
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    double.install()
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+        sys.stdout.write(json.dumps(found()))
+        dist.destroy_process_group()
+
+
+def found() -> dict[str, Any]:
+    """What :func:`train` says by kind of linear layers and what is recomputed."""
+    from megatron_patches.te import choice
+
+    choice.why_not_te = lambda device, dtype: None  # type: ignore[assignment]
+    choice.why_not_fp8 = lambda device, blockwise: None  # type: ignore[assignment]
+    results: dict[str, Any] = {"local": train("local", "none", "none"), "spec": spec()}
+    for fp8 in ("none", "current", "delayed"):
+        for recompute in RECOMPUTED:
+            results[f"{fp8} {recompute}"] = train("te", fp8, recompute)
+    results["packed"] = train("te", "current", "none", disaggregate=False)
+    return results
+
+
+def spec() -> list[str]:
+    """Linear layers of a block whose spec is Transformer Engine's own."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    from megatron_patches.support import check_layer_spec, has_te_linears
+
+    given = get_gpt_layer_with_transformer_engine_spec()
+    check_layer_spec(given)
+    return [str(has_te_linears(given)), given.submodules.self_attention.submodules.linear_qkv.__name__]
+
+
+def train(linears: str, fp8: str, recompute: str, disaggregate: bool = True) -> dict[str, Any]:
+    """Losses and gradient norms of a few steps, and how often weights were quantised."""
+    from megatron_patches import api
+    from megatron_patches.groups import initialize_model_parallel
+    from megatron_patches.model import build_gpt, transformer_config
+    from megatron_patches.parity.harness import ParityCase, ParityShape, case_documents
+    from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+
+    shape = ParityShape(hidden=64, ffn=96, heads=4, kv_heads=2)
+    case = ParityCase(micro_batches=LENGTHS, shape=shape)
+    initialize_model_parallel(1, 1, 1)
+    torch.manual_seed(1)
+    config = transformer_config(
+        shape, torch.float32, recompute_mlp=recompute == "mlp", cpu_initialization=True, fp8=fp8
+    )
+    cad = api.CAD(
+        config,
+        tokens_per_rank=64,
+        kernel="reference",
+        disaggregate=disaggregate,
+        recompute="all" if recompute == "all" else "none",
+        linears=linears,
+    )
+    model = cad.attach(build_gpt(shape, shape.vocabulary, config, cad.block_spec()))
+    ddp = cad.data_parallel(model, distributed_optimizer=False)
+    double.Manager.updates.clear()
+    losses, norms = [], []
+    for _ in range(STEPS):
+        step = cad.plan_step(case_documents(case))
+        total, tokens = sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), cad.device)
+        losses.append(float(total / tokens))
+        norms.append(float(torch.stack([p.main_grad.norm() for p in model.parameters()]).norm()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.3 * parameter.main_grad
+    layer = model.decoder.layers[0].mlp.linear_fc1
+    return {
+        "losses": losses,
+        "norms": norms,
+        "quantised": getattr(layer, "quantised", 0),
+        "updates": len(double.Manager.updates),
+        "kind": type(layer).__name__,
+        "names": sorted(ddp.state_dict()),
+    }
+
+
+if __name__ == "__main__":
+    main()

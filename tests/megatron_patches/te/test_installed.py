@@ -1,0 +1,108 @@
+"""A Transformer Engine that is here but cannot be used. Megatron-Core imports it by itself, so in other processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distca.errors import SupportError
+from megatron_patches.te import choice, installed
+
+ROOT = Path(__file__).parents[3]
+
+
+def _install(folder: Path, version: str, *, torch_part: bool) -> None:
+    package, told = folder / "transformer_engine", folder / f"transformer_engine-{version}.dist-info"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('no driver')\n")
+    told.mkdir()
+    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
+    if torch_part:
+        (folder / "transformer_engine_torch.py").write_text("raise RuntimeError('no driver')\n")
+
+
+def _without_gpu(folder: Path, code: str) -> str:
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout.strip()
+
+
+def test_it_is_hidden_from_megatron_without_a_gpu(tmp_path: Path) -> None:
+    _install(tmp_path, "2.11.0", torch_part=True)
+    code = (
+        "import sys, importlib.util, megatron_patches.world as w; w._use_cpu()\n"
+        "from megatron.core.extensions.transformer_engine import HAVE_TE\n"
+        "found = importlib.util.find_spec('transformer_engine')\n"
+        "print(HAVE_TE, 'transformer_engine' in sys.modules, found is not None)"
+    )
+    assert _without_gpu(tmp_path, code) == "False False True"
+
+
+@pytest.mark.parametrize(
+    ("version", "torch_part", "said"),
+    [
+        ("2.11.0", True, "None"),
+        ("2.11.0", False, "Transformer Engine 2.11.0 is here without its part for PyTorch, transformer_engine_torch"),
+        ("2.9.0", True, "Transformer Engine is 2.9.0; versions >=2.11,<2.12 are supported"),
+        ("3.0.0", True, "Transformer Engine is 3.0.0; versions >=2.11,<2.12 are supported"),
+    ],
+)
+def test_which_one_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, torch_part: bool, said: str
+) -> None:
+    _install(tmp_path, version, torch_part=torch_part)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(installed.why_not_supported()) == said
+
+
+def test_none_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "installed_version", lambda: None)
+    assert installed.why_not_supported() == "Transformer Engine is not installed; versions >=2.11,<2.12 are supported"
+
+
+def _config(**fields: object) -> object:
+    from megatron.core.transformer import TransformerConfig
+
+    from tests.megatron_patches.test_support import LLAMA
+
+    return TransformerConfig(**LLAMA, params_dtype=torch.bfloat16, bf16=True, **fields)
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_local_layers_where_it_cannot_be_used() -> None:
+    assert not choice.use_te("auto", _config(), CPU)
+    assert not choice.use_te("local", _config(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("linears", "fields", "device", "said"),
+    [
+        ("te", {}, CPU, "`linears` is te, but Transformer Engine computes on GPUs only"),
+        ("auto", {"fp8": "hybrid"}, CPU, "`fp8` is delayed, but Transformer Engine computes on GPUs only"),
+        ("local", {"fp8": "hybrid"}, GPU, "`fp8` is delayed, but `linears` is local, and Megatron-Core's own"),
+        (
+            "auto",
+            {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+            GPU,
+            "`fp8` is blockwise, but A100 has compute cap",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, linears: choice.Linears, fields: dict[str, str], device: torch.device, said: str
+) -> None:
+    monkeypatch.setattr(choice, "why_not_supported", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    with pytest.raises(SupportError) as refused:
+        choice.use_te(linears, _config(**fields), device)
+    assert str(refused.value).startswith(said)

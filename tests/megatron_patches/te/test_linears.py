@@ -1,0 +1,61 @@
+"""Disaggregated layers around Transformer Engine's linear layers, with a double of these on one CPU rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron_patches.te.rank import RECOMPUTED, STEPS
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.megatron_patches.te.rank"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(run.stdout)
+    return answer
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_every_half_adds_to_the_gradients(found: dict[str, Any], recompute: str) -> None:
+    """Without FP8 they are the same products; one that overwrote the other half's gradient would show in the norms."""
+    local, te = found["local"], found[f"none {recompute}"]
+    assert (local["kind"], te["kind"]) == ("ColumnParallelLinear", "ColumnLinear")
+    assert te["losses"] == pytest.approx(local["losses"], rel=1e-6)
+    assert te["norms"] == pytest.approx(local["norms"], rel=1e-6)
+    assert te["names"] == local["names"]
+
+
+@pytest.mark.parametrize("fp8", ["current", "delayed"])
+def test_weights_are_quantised_once_a_step(found: dict[str, Any], fp8: str) -> None:
+    for recompute in RECOMPUTED:
+        assert found[f"{fp8} {recompute}"]["quantised"] == STEPS
+    assert found["packed"]["quantised"] == STEPS
+
+
+@pytest.mark.parametrize("fp8", ["current", "delayed"])
+def test_fp8_computes_in_fp8_and_what_is_recomputed_is_the_same(found: dict[str, Any], fp8: str) -> None:
+    plain, local = found[f"{fp8} none"], found["local"]
+    assert plain["losses"] != pytest.approx(local["losses"], rel=1e-5)
+    assert plain["losses"] == pytest.approx(local["losses"], rel=0.02)
+    assert plain["norms"][0] == pytest.approx(local["norms"][0], rel=0.02)
+    for key in ("losses", "norms"):
+        assert found[f"{fp8} all"][key] == pytest.approx(plain[key], rel=1e-6)
+
+
+def test_delayed_scales_move_on_once_a_step(found: dict[str, Any]) -> None:
+    for recompute in RECOMPUTED:
+        assert found[f"delayed {recompute}"]["updates"] == 2 * STEPS  # forward and backward
+        assert found[f"current {recompute}"]["updates"] == 0
+
+
+def test_transformer_engines_own_layer_spec_is_served(found: dict[str, Any]) -> None:
+    assert found["spec"] == ["True", "TELayerNormColumnParallelLinear"]
