@@ -20,6 +20,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from distca.data.batch import rank_batch
 from distca.models.rope import RopeScaling
@@ -188,7 +190,9 @@ def unmodified(case: ParityCase, dtype: torch.dtype) -> GPTModel:
     """Megatron-Core's own model of the case on the CPU, but for the positions of its rotary embedding."""
     initialize_model_parallel(1, 1, case.seed)
     config = _config(replace(case, recompute="none"), dtype)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    # Megatron would take Transformer Engine's final norm where that is installed, which knows no float64.
+    spec = TransformerBlockSubmodules([layer] * config.num_layers, WrappedTorchNorm)
     model = build_gpt(_shape(case), case.shape.vocabulary, config, spec)
     if case.config:
         _draw_vectors(model)
