@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[3]
 
 
 def _install(folder: Path, version: str, *, torch_part: bool) -> None:
-    package, told = folder / "transformer_engine", folder / f"transformer_engine-{version}.dist-info"
+    package = folder / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('no driver')\n")
-    told.mkdir()
-    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
-    if torch_part:
-        (folder / "transformer_engine_torch.py").write_text("raise RuntimeError('no driver')\n")
+    for name in ("transformer_engine", *(["transformer_engine_torch"] if torch_part else [])):
+        told = folder / f"{name}-{version}.dist-info"
+        told.mkdir()
+        (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def _without_gpu(folder: Path, code: str) -> str:
