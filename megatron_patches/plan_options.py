@@ -120,8 +120,8 @@ def _non_attention(
 ) -> NonAttention | None:
     """Seconds per row of a rank's matrix products between two attentions; None where attention alone is levelled.
 
-    By default this is for GPUs with ping-pong: ranks on CPUs may share cores, and where
-    NVSHMEM alone may carry rows, its memory was made for fewer than idle servers get at once.
+    By default this is for GPUs with ping-pong: ranks on CPUs may share cores, and where NVSHMEM alone may carry rows,
+    its memory was made for fewer than idle servers get at once.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()
