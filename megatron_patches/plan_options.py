@@ -14,6 +14,7 @@ from distca.attention import Kernel
 from distca.cluster.topology import pool_links
 from distca.errors import PlanError
 from distca.plan import AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
+from distca.plan.between_attentions import between_attentions
 from distca.plan.cost.model import layer_weights
 from distca.plan.cost.table_file import find_table, open_table
 from distca.plan.step import NonAttention
@@ -119,10 +120,8 @@ def _non_attention(
 ) -> NonAttention | None:
     """Seconds per row of a rank's matrix products between two attentions; None where attention alone is levelled.
 
-    Norms, rotation and activation are not counted, so an idle stage gets rather too little than too much. A stage of n
-    layers computes its linear layers n − 1 times between two attentions; what comes before the first and after the last
-    one leaves nothing to serve. By default this is for GPUs with ping-pong: ranks on CPUs may share cores, and where
-    NVSHMEM alone may carry rows, its memory was made for fewer than idle servers get at once.
+    By default this is for GPUs with ping-pong: ranks on CPUs may share cores, and where NVSHMEM alone may carry rows,
+    its memory was made for fewer than idle servers get at once.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -144,5 +143,4 @@ def _non_attention(
     layers = config.num_layers // stages
     weights = layer_weights(hidden, ffn, config.num_attention_heads, config.num_query_groups, config.kv_channels)
     recomputed = weights if recompute_segments else 3 * hidden * ffn if config.recompute_granularity else 0
-    each = (layers - 1) / layers / tp
-    return NonAttention(each * weights * rate.forward, each * (weights * rate.backward + recomputed * rate.forward))
+    return between_attentions(rate, weights, recomputed, layers, tp)

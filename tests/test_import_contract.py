@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 ROWS = (
     ("distca.errors", "distca.log", "distca.words"),
     ("distca.plan",),
-    ("distca.cluster", "distca.device"),
+    ("distca.baselines", "distca.cluster", "distca.device"),
     ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),
-    ("distca.runtime", "distca.testing"),
+    ("distca.runtime", "distca.simulate", "distca.testing"),
     ("distca.profile",),
     ("megatron_patches",),
     ("distca.train",),

@@ -5,11 +5,12 @@ megatron-core's unmodified layers. Context-parallel ranks are data-parallel rank
 the same and their gradients are added, so only attention has to know of them.
 """
 
-from benchmarks.baselines.errors import BaselineError
 from benchmarks.baselines.groups import CpGroup, CpGroups
-from benchmarks.baselines.mode import Mode, every_mode, parse_mode
-from benchmarks.baselines.prepare import Prepared, groups_of, prepare
-from benchmarks.baselines.work import Work
+from benchmarks.baselines.prepare import Prepared, prepare
+from distca.baselines.dealing import groups_of
+from distca.baselines.errors import BaselineError
+from distca.baselines.mode import Mode, every_mode, parse_mode
+from distca.baselines.work import Work
 
 __all__ = [
     "BaselineError",

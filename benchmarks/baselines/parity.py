@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from benchmarks.baselines.groups import CpGroups
-from benchmarks.baselines.mode import Mode
 from benchmarks.baselines.prepare import prepare
 from benchmarks.baselines.rows import expand
 from distca import CAD
 from distca.attention import Kernel
+from distca.baselines.mode import Mode
 from distca.data.batch import rank_batch
 from distca.device.host_to_device import uploading
 from distca.plan import AttentionShape

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.baselines.errors import BaselineError
-from benchmarks.baselines.mode import Mode, every_mode, parse_mode
+from distca.baselines.dealing import ranks_of_document
+from distca.baselines.errors import BaselineError
+from distca.baselines.mode import Mode, every_mode, parse_mode
 from distca.data.mixes import Mix
 from distca.errors import ConfigError
 from distca.train.config.cli import parse_run_config
@@ -42,9 +43,9 @@ class Cell:
         Raises:
             ConfigError: all ranks together do not hold it.
         """
-        for size in range(1, ranks + 1):
-            if ranks % size == 0 and size * tokens_per_rank >= self.context:
-                return size
+        size = ranks_of_document(self.context, ranks, tokens_per_rank)
+        if size is not None:
+            return size
         raise ConfigError(
             f"A document of {self.context:,} tokens does not fit into {ranks} data-parallel "
             f"rank{'s' if ranks > 1 else ''} of {tokens_per_rank:,} tokens; "

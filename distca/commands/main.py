@@ -26,6 +26,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
         "prune": "distca.commands.checkpoint_runs:prune",
     },
     "profile": "distca.commands.profile:profile",
+    "simulate": "distca.commands.simulate:simulate",
     "parity": "distca.commands.parity:parity",
     "doctor": "distca.commands.doctor:doctor",
 }

@@ -24,8 +24,8 @@ def _differences(wanted, tp=1, kv_heads=2):
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from benchmarks.baselines.mode import parse_mode
     from benchmarks.baselines.parity import BaselineCase, differences
+    from distca.baselines.mode import parse_mode
     from megatron_patches.parity.harness import ParityCase, ParityShape
 
     cases = [
@@ -48,9 +48,9 @@ def _hold(results):
 
 
 def _attention_errors(names, lengths):
-    from benchmarks.baselines.mode import parse_mode
     from benchmarks.baselines.parity import attention_errors
     from distca.attention.reference import ReferenceKernel
+    from distca.baselines.mode import parse_mode
     from distca.plan import AttentionShape
 
     modes = [parse_mode(name) for name in names]
@@ -93,7 +93,7 @@ GROUPS = np.array([0, 1, 0, 1, 0, 0, 1, 1])
 @pytest.mark.parametrize("method", ["head_tail", "zigzag", "contiguous"])
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_layouts_hold_every_token_once_and_equally_many_on_the_ranks_of_a_group(method, degree):
-    from benchmarks.baselines import layouts
+    from distca.baselines import layouts
 
     pieces = getattr(layouts, method)(LENGTHS, GROUPS, degree)
     layout = layouts.layout_of(pieces, LENGTHS, 2 * degree)
@@ -109,7 +109,7 @@ def test_layouts_hold_every_token_once_and_equally_many_on_the_ranks_of_a_group(
 
 
 def test_head_tail_gives_every_rank_the_same_share_of_a_documents_attention():
-    from benchmarks.baselines.layouts import head_tail
+    from distca.baselines.layouts import head_tail
 
     pieces = head_tail(np.array([8000]), np.zeros(1, np.int64), 4)
     pairs = np.bincount(pieces.rank, weights=(pieces.stop * (pieces.stop + 1) - pieces.start * (pieces.start + 1)) / 2)
@@ -117,7 +117,7 @@ def test_head_tail_gives_every_rank_the_same_share_of_a_documents_attention():
 
 
 def test_dealing_levels_work_and_respects_room():
-    from benchmarks.baselines.work import Work, deal
+    from distca.baselines.work import Work, deal
 
     work = Work(per_token=1.0, per_pair=0.01)
     lengths = np.array([1000, 500, 500, 400, 300, 200, 100, 50, 50, 20])

@@ -199,6 +199,8 @@ def options_known(project: Project, command: str) -> None:
         script = next(place for place, word in enumerate(words) if word.endswith(".py"))
         assert {word.partition("=")[0] for word in words[1:script]} <= {"--standalone", "--nproc-per-node", "4"}
         words = ["python", *words[script:]]
+    if words[:2] == ["python", "-m"]:
+        words = ["python", words[2].replace(".", "/") + ".py", *words[3:]]
     words = words[: words.index("--")] if "--" in words else words
     place = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     program = shlex.join([*words[:place], "--help"])
@@ -240,9 +242,9 @@ RULES: list[tuple[str, Rule]] = [
     (r"distca checkpoint .*", checkpoint_command),
     (r"sbatch .*", submitted),
     (r"salloc .*", allocated),
-    (r"torchrun .*|python benchmarks/\w+\.py.*", options_known),
+    (r"torchrun .*|python (benchmarks/\w+\.py|-m benchmarks\.\w+).*", options_known),
     (r"distca profile.*", profiled),
-    (r"distca parity.*", options_known),
+    (r"distca (parity|simulate).*", options_known),
     (r"distca (doctor|plan|data) ?.*|python docs/\w+\.py", as_it_stands),
 ]
 

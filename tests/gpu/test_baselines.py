@@ -13,9 +13,9 @@ TOLERANCE = 6e-3
 
 def _errors(kernel, names):
     warnings.filterwarnings("ignore")
-    from benchmarks.baselines.mode import parse_mode
     from benchmarks.baselines.parity import attention_errors
     from distca.attention import choose_kernel
+    from distca.baselines.mode import parse_mode
     from distca.plan import AttentionShape
 
     device = torch.device("cuda", torch.cuda.current_device())

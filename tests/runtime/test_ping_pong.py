@@ -10,10 +10,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from distca.attention.reference import ReferenceKernel
-from distca.plan import lay_out, plan_at_home
+from distca.data.sampler import MicroBatch
+from distca.plan import PlanOptions, analytic_cost, lay_out, plan_at_home, plan_step
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.attention_call import AttentionCall
 from distca.runtime.timeline import Timeline
+from distca.simulate import Cluster, Job, Model, Workload
+from distca.simulate.cad import Cad
+from distca.simulate.streams import Streams
 from distca.testing.plans import random_plan
 from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
@@ -33,6 +37,19 @@ CASES = {
     "many documents": [1 + (7 * n) % 5 for n in range(300)],
     "no documents": [],
 }
+
+
+ROW_MOVES = ("launch", "join", "serve")
+
+
+def _simulated_order(backward):
+    model = Model(LAYERS, hidden=WIDTH, ffn=WIDTH, heads=4, kv_heads=2, head_dim=6, vocabulary=8)
+    job = Job(model, Cluster(2), analytic_cost(4, 2, 6), tokens_per_rank=46)
+    workload = Workload((MicroBatch(np.arange(5), np.array([13, 7, 40, 29, 3]), None),), 1)
+    options = PlanOptions(2, job.cost, nano_batches=2, resend=backward == "resend")
+    streams = Streams(job.fabric)
+    Cad(job, plan_step([each.lengths for each in workload.micro_batches], options), streams).run()
+    return [entry for entry in streams.order if entry.startswith(ROW_MOVES)]
 
 
 def _documents(lengths):
@@ -171,6 +188,8 @@ def test_backward_hides_every_transfer_behind_the_other_half(backward, recompute
             assert hidden(sent, layer, "ping", f"serve {layer} pong backward")
         for layer in range(LAYERS - 1):
             assert hidden(sent, layer, "pong", f"post+pre {layer + 1} ping backward")
+        # And in the same order as the simulator has it.
+        assert [entry for entry in result["order"] if entry.startswith(ROW_MOVES)] == _simulated_order(backward)
 
 
 @pytest.mark.parametrize("backward", ["keep", "resend"])

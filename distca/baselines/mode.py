@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from benchmarks.baselines.errors import BaselineError
+from distca.baselines.errors import BaselineError
 
 Method = Literal["distca", "packed", "variable", "cp", "cp-keep", "ring", "ulysses"]
 _GROUPED = ("cp", "cp-keep", "ring", "ulysses")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.baselines.mode import Mode
 from distca.plan import Layout, Shards
 
 
@@ -115,6 +116,14 @@ def zigzag(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
 def contiguous(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
     """Each group's documents as one sequence in ``degree`` equal parts, one for each rank."""
     return _cut_sequences(lengths, group_of, degree)
+
+
+def pieces_of(mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> Pieces:
+    """The pieces of a mode that is not DistCA; [D] ``group_of`` as :func:`distca.baselines.dealing.groups_of` says."""
+    methods = {"cp": head_tail, "cp-keep": head_tail, "ring": zigzag, "ulysses": contiguous}
+    if mode.method not in methods:
+        return whole(lengths, group_of)
+    return methods[mode.method](lengths, group_of, mode.degree)
 
 
 def _cut_sequences(lengths: np.ndarray, group_of: np.ndarray, parts: int) -> Pieces:

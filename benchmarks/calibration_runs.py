@@ -1,0 +1,240 @@
+"""Kept runs of ``benchmarks/results`` as jobs of the simulator: the same documents, settings and links."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.throughput.batches import draw_batches
+from benchmarks.throughput.settings import Cell
+from distca.baselines import Mode, parse_mode
+from distca.data.corpus import Corpus
+from distca.data.sampler import Sampler
+from distca.data.sources import open_source
+from distca.plan import AttentionShape, CostModel, StepPlan
+from distca.plan.cost.table_file import find_table
+from distca.simulate import Cluster, Job, Model, Rates, Workload, simulate
+from distca.simulate.cad import planned
+
+RESULTS = Path(__file__).parent / "results"
+NVSHMEM_GB_S = 370.0
+"""Of each GPU over NVLink by copy engines (results/transport.json); NCCL's rates are each file's own."""
+_SEED = 1234
+_TWO_PERCENT = (
+    "2_gpus_30_batches_pretrain_128k.json",
+    "2_gpus_30_batches_prolong_128k.json",
+    "2_gpus_30_batches_prolong_128k_cp.json",
+    "2_gpus_34b_pretrain_128k.json",
+    "2_gpus_others_pretrain_128k.json",
+    "2_gpus_pretrain_128k.json",
+    "2_gpus_pretrain_256k.json",
+    "2_gpus_prolong_512k.json",
+    "4_gpus_128k.json",
+    "4_gpus_prolong_512k.json",
+)
+"""Runs of throughput whose plans let servers be 2 % apart (results/README.md)."""
+NOT_EXPRESSED = {
+    "training_8b_cut_64k.json": "before the output layer and its loss were one operation, which took twice as long",
+    "training_8b_cut_64k_spanning.json": "as training_8b_cut_64k.json",
+    "pipeline_8b_cut_64k.json": "as training_8b_cut_64k.json",
+    "pipeline_8b_8_layers_128k.json": "what it recomputed cannot be told: its time fits MLPs, its peaks do not",
+}
+"""Files of training steps that are left out, and why."""
+
+
+@dataclass
+class Run:
+    """A measured run of one mode. Array legend: B batches.
+
+    Attributes:
+        file: its file's name.
+        workload: mix and context.
+        mode: how it trained.
+        job: what the simulator is told, with default rates.
+        batches: the documents of every measured batch.
+        seconds: measured, of all batches together.
+        step_seconds: [B] measured, where they were kept.
+        idle: measured idle share of the first batches, or None.
+        memory_gib: measured peak of the fullest rank, or None.
+    """
+
+    file: str
+    workload: str
+    mode: Mode
+    job: Job
+    batches: list[Workload]
+    seconds: float
+    step_seconds: list[float]
+    idle: float | None
+    memory_gib: float | None
+    _plans: list[StepPlan] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.file.removesuffix('.json')} · {self.workload} · {self.mode.name}"
+
+    @property
+    def held_out(self) -> bool:
+        """A third of the files, by a hash of their names."""
+        return hashlib.sha256(self.file.encode()).digest()[0] % 3 == 0
+
+    def predicted(self, rates: Rates) -> list[Any]:
+        """A prediction of every batch. Plans do not depend on rates."""
+        if self._plans is None and self.mode.method == "distca":
+            self._plans = [planned(self.job, each) for each in self.batches]
+        job = replace(self.job, rates=rates)
+        plans: list[StepPlan | None] = list(self._plans) if self._plans else [None] * len(self.batches)
+        return [simulate(job, self.mode, each, plan=plan) for each, plan in zip(self.batches, plans, strict=True)]
+
+
+def kept_files() -> list[str]:
+    """Names of all files of training steps that the simulator can express."""
+    found = [path.name for kind in ("throughput", "pipeline_8b") for path in sorted(RESULTS.glob(f"{kind}_*.json"))]
+    return [name for name in found if name not in NOT_EXPRESSED]
+
+
+def kept_runs(files: list[str] | None = None) -> list[Run]:
+    """The runs of these files, by default of all."""
+    found: list[Run] = []
+    for name in kept_files() if files is None else files:
+        found += list((_throughput if name.startswith("throughput") else _pipeline)(RESULTS / name))
+    return found
+
+
+@cache
+def h200_cost(shape: AttentionShape) -> CostModel:
+    """The shipped table, for these heads."""
+    cost = find_table("NVIDIA H200", "flash4", shape.heads, shape.kv_heads, shape.head_dim)
+    assert cost is not None
+    return cost
+
+
+def _throughput(path: Path) -> Iterator[Run]:
+    content = json.loads(path.read_text())
+    ranks, tokens = content["parallel"]["data_parallel_times_cp"], content["tokens_per_rank"]
+    model = _model(content["model"])
+    fused = "fused" in path.name
+    older = path.name.removeprefix("throughput_") in _TWO_PERCENT
+    for cell in content["cells"].values():
+        where = Cell(cell["mix"], cell["context"])
+        drawn = draw_batches(
+            where,
+            content["warm_up"] + content["batches"],
+            ranks=ranks,
+            tokens_per_rank=tokens,
+            micro_batches=content["micro_batches"],
+            vocabulary=model.vocabulary,
+            seed=int(_option(content["command"], "--data.seed", _SEED)),
+        )
+        for name, figures in cell["modes"].items():
+            mode, count = parse_mode(name), figures.get("batches") or content["batches"]
+            batches = [Workload(each, drawn.bins) for each in drawn.global_batches[content["warm_up"] :][:count]]
+            memory = figures.get("memory_gib")
+            job = _job(
+                model,
+                ranks,
+                mode,
+                content,
+                tokens_per_rank=tokens,
+                micro_batches=content["micro_batches"],
+                recompute=content["recompute"],
+                tolerance=0.02 if older else None,
+                fused_rotation=fused,
+            )
+            yield Run(
+                path.name,
+                where.name,
+                mode,
+                job,
+                batches,
+                sum(each.tokens for each in batches) / figures["tokens_per_s"],
+                figures.get("steps_s", []),
+                figures.get("idle_share"),
+                memory["max"] if isinstance(memory, dict) else memory,
+            )
+
+
+def _pipeline(path: Path) -> Iterator[Run]:
+    content = json.loads(path.read_text())
+    command, warm_up = content["command"], content["warm_up_steps"]
+    ranks, tp, pp = content["data_parallel"], content["tensor_parallel"], content["stages"]
+    model = Model(int(_option(command, "--model.layers", 4)), 4096, 14336, 32, 8, vocabulary=32_000)
+    recompute = _option(command, "--train.recompute", "none")
+    for case in content["cases"]:
+        context = case["context"]
+        source = open_source(
+            "mix", f"{case['mix']}-long", "bytes", vocabulary=32_000, seed=case.get("seed", _SEED), max_length=context
+        )
+        documents = Corpus(source, context, "split", 0.0, case.get("seed", _SEED)).train
+        for name, figures in case["modes"].items():
+            if "refused" in figures:
+                continue
+            sampler = Sampler(
+                documents.lengths, ranks, context, content["micro_batches"], case.get("seed", _SEED), whole=True
+            )
+            steps = int(_option(command, "--steps", 3))
+            drawn = [sampler.next() for _ in range(warm_up + steps)][warm_up:]
+            job = _job(
+                model,
+                ranks * tp * pp,
+                parse_mode("distca" if name == "on" else "packed"),
+                {"links": None, "link_channels": None},
+                tp=tp,
+                pp=pp,
+                tokens_per_rank=context,
+                micro_batches=content["micro_batches"],
+                recompute=recompute,
+                tolerance=float(_option(command, "--cad.tolerance", 0.005)),
+                # Runs that name no level and no tolerance are the newest, with today's default.
+                level_time=_option(command, "--cad.level", "time" if "tp2" in path.name else "attention") == "time",
+                fused_rotation=False,
+            )
+            batches = [Workload(each, ranks, whole=True) for each in drawn]
+            yield Run(
+                path.name,
+                f"{case['mix']} {context // 1024}K",
+                parse_mode("distca" if name == "on" else "packed"),
+                job,
+                batches,
+                sum(each.tokens for each in batches) / figures["tokens_per_s"],
+                [],
+                figures["idle_share"]["mean"],
+                max(figures["peak_memory_gb_measured"], default=None),
+            )
+
+
+def _model(content: dict[str, Any]) -> Model:
+    head_dim = content["head_dim"] or content["hidden"] // content["heads"]
+    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")
+    return Model(**{name: int(content[name]) for name in names}, head_dim=head_dim)
+
+
+def _job(model: Model, gpus: int, mode: Mode, content: dict[str, Any], tp: int = 1, **settings: Any) -> Job:
+    """DistCA's rows go by NVSHMEM, unless links are limited; all else by NCCL at the run's own rates."""
+    links, limited = content.get("links") or {}, content["link_channels"] is not None
+    rate = NVSHMEM_GB_S
+    if limited or mode.method in ("ulysses",):
+        rate = links.get("all_to_all_gb_per_s", 300.0)
+    elif mode.method != "distca":
+        rate = links.get("all_gather_gb_per_s", 300.0)
+    cost = h200_cost(model.shape(tp))
+    return Job(model, Cluster(gpus, gpus, nvlink_gb_s=rate), cost, tp=tp, nccl=limited, **settings)
+
+
+def _option(command: str, name: str, default: Any) -> str:
+    words = shlex.split(re.sub(r"\.\.\.", "", command))
+    return words[words.index(name) + 1] if name in words else str(default)
+
+
+def errors(runs: list[Run], rates: Rates) -> np.ndarray:
+    """[N] predicted over measured seconds of every run, less 1."""
+    return np.array([sum(p.step_s for p in run.predicted(rates)) / run.seconds - 1 for run in runs])

@@ -1,0 +1,23 @@
+"""Predicts a training step: the project's own planner over simulated streams, links and memory. numpy only."""
+
+from distca.simulate.cluster import Cluster
+from distca.simulate.errors import SimulationError
+from distca.simulate.job import Job
+from distca.simulate.model import MODELS, Model
+from distca.simulate.prediction import Prediction
+from distca.simulate.rates import Rates, load_rates
+from distca.simulate.simulation import simulate
+from distca.simulate.workload import Workload
+
+__all__ = [
+    "MODELS",
+    "Cluster",
+    "Job",
+    "Model",
+    "Prediction",
+    "Rates",
+    "SimulationError",
+    "Workload",
+    "load_rates",
+    "simulate",
+]

@@ -1,0 +1,264 @@
+"""Steps of the other ways to train: whole documents at home, per-document context parallelism, ring and Ulysses.
+
+Who holds which tokens is what ``distca.baselines`` says, as in the benchmarks. Array legend: R data-parallel ranks, D
+documents, C ranks of a context-parallel group, P pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.baselines import Mode, Work, groups_of, pieces_of
+from distca.baselines.layouts import Pieces
+from distca.data.sampler import MicroBatch
+from distca.simulate.fabric import Exchange
+from distca.simulate.job import Job
+from distca.simulate.streams import Arrival, Streams
+
+
+@dataclass(frozen=True)
+class Block:
+    """What every rank computes of a layer's attention before it waits again; [R] seconds each."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A micro-batch as a mode deals it. Array legend: R ranks.
+
+    Attributes:
+        rows: [R] rows of every rank.
+        blocks: attention in order: one, or with ring one for every step.
+        copies: [R] seconds of putting keys and values together, forward; backward takes twice that.
+        read_rows: [R] key/value rows that are kept beside the rank's own.
+        gather: [R] seconds of an all-gather of keys and values; 0 without.
+        gathered: [R] bytes that a rank sends in it.
+        before: exchange before attention; backward has it behind attention.
+        behind: exchange behind attention; backward has it before attention.
+        hop: of a ring, keys and values to the next rank.
+    """
+
+    rows: np.ndarray
+    blocks: tuple[Block, ...]
+    copies: np.ndarray
+    read_rows: np.ndarray
+    gather: np.ndarray
+    gathered: np.ndarray
+    before: Exchange
+    behind: Exchange
+    hop: Exchange
+
+    @property
+    def attention(self) -> np.ndarray:
+        """[R] seconds of core attention of a layer, forward and backward."""
+        seconds: np.ndarray = np.sum([block.forward + block.backward for block in self.blocks], axis=0)
+        return seconds
+
+
+def work_of(job: Job) -> Work:
+    """What documents cost, for dealing them to groups, as the benchmarks measure it: one long document's pairs."""
+    length = min(job.tokens_per_rank, 65_536)
+    both = job.cost.per_direction("both", np.array([length]), np.array([length])).sum()
+    linear, layers = job.cost.linear, job.model.layers
+    assert linear is not None
+    head = job.model.hidden * job.model.vocabulary
+    per_weight = (linear.forward + linear.backward) / job.tp
+    return Work(
+        per_weight * (layers * job.model.layer_weights + head), layers * float(both) / (length * (length + 1) / 2)
+    )
+
+
+def deal_micro_batch(job: Job, mode: Mode, micro_batch: MicroBatch, bins: int) -> Dealt:
+    """Deal and price one micro-batch.
+
+    Raises:
+        BaselineError: a document does not fit into a rank or a group of this mode.
+    """
+    ranks, lengths = job.data_parallel, micro_batch.lengths
+    assert micro_batch.rank_of is not None
+    group_of = groups_of(mode, lengths, micro_batch.rank_of, bins, ranks, job.tokens_per_rank, work_of(job))
+    pieces = pieces_of(mode, lengths, group_of)
+    rows = np.bincount(pieces.rank, pieces.rows, ranks)
+    fabric, shape = job.stage_fabric, job.shape
+    nothing, none = np.zeros(ranks), fabric.exchange(*np.zeros((3, 0), np.int64))
+    read = np.bincount(pieces.rank, pieces.stop, ranks)
+    dealt = Dealt(rows, (_block(job, pieces),), nothing, nothing, nothing, nothing, none, none, none)
+    if mode.method in ("packed", "variable"):
+        return dealt
+    most = np.repeat(rows.reshape(-1, mode.degree).max(axis=1), mode.degree)
+    if mode.method in ("cp", "cp-keep"):
+        rate, latency = fabric.ring(mode.degree)
+        size = most * (mode.degree - 1) * shape.kv_bytes
+        return replace(
+            dealt,
+            copies=job.copied(2 * read * shape.kv_bytes),
+            read_rows=read,
+            gather=np.where(size > 0, size / rate + latency, 0.0),
+            gathered=size,
+            behind=_everyone(job, mode.degree, most * shape.kv_bytes),
+        )
+    if mode.method == "ulysses":
+        return replace(
+            dealt,
+            blocks=(_by_heads(job, mode, lengths, group_of),),
+            copies=job.copied(2 * rows * (shape.q_bytes + shape.kv_bytes)),
+            before=_everyone(job, mode.degree, rows * (shape.q_bytes + shape.kv_bytes) / mode.degree),
+            behind=_everyone(job, mode.degree, rows * shape.q_bytes / mode.degree),
+        )
+    first = np.arange(ranks) // mode.degree * mode.degree
+    following = first + (np.arange(ranks) - first + 1) % mode.degree
+    return replace(
+        dealt,
+        blocks=_ring_blocks(job, mode.degree, pieces, len(lengths)),
+        copies=job.copied(3 * mode.degree * rows * shape.q_bytes),
+        hop=fabric.exchange(np.arange(ranks), following, most * shape.kv_bytes),
+    )
+
+
+def _everyone(job: Job, degree: int, size: np.ndarray) -> Exchange:
+    """Every rank sends ``size`` [R] bytes to each other rank of its group."""
+    ranks = np.arange(job.data_parallel)
+    source = np.repeat(ranks, degree)
+    target = source // degree * degree + np.tile(np.arange(degree), len(ranks))
+    return job.stage_fabric.exchange(source, target, size[source])
+
+
+def _block(job: Job, pieces: Pieces) -> Block:
+    seconds = job.cost.per_direction("both", pieces.rows, pieces.stop) * job.rates.attention_factor
+    return Block(*(np.bincount(pieces.rank, each, job.data_parallel) for each in seconds))
+
+
+def _by_heads(job: Job, mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> Block:
+    """Ulysses: every rank computes all rows of its group's documents, of its share of the heads."""
+    seconds = job.cost.per_direction("both", lengths, lengths) * job.rates.attention_factor / mode.degree
+    groups = job.data_parallel // mode.degree
+    return Block(*(np.repeat(np.bincount(group_of, each, groups), mode.degree) for each in seconds))
+
+
+def _ring_blocks(job: Job, degree: int, pieces: Pieces, documents: int) -> tuple[Block, ...]:
+    """Zigzag: own rows first, then with the block of every rank before this one in the ring, one step each. The late
+    rows of a rank see both chunks of one that comes after it, all its rows the early chunk of one before."""
+    ranks = job.data_parallel
+    key = pieces.document * ranks + pieces.rank
+    early, late = (
+        np.bincount(key, pieces.rows * chosen, documents * ranks).reshape(documents, ranks)
+        for chosen in (~pieces.late, pieces.late)
+    )
+    own, place = early + late, np.arange(ranks) % degree
+    blocks = [_priced(job, own, own * 0)]
+    for step in range(1, degree):
+        source = np.arange(ranks) - place + (place - step) % degree
+        before = place[source] < place
+        q = np.where(before, own, late)
+        kv = np.where(before, early[:, source], own[:, source])
+        blocks.append(_priced(job, q * (kv > 0), kv))
+    return tuple(blocks)
+
+
+def _priced(job: Job, q: np.ndarray, kv: np.ndarray) -> Block:
+    """[D, R] query rows that see ``kv`` rows all and, where there are none, themselves causally."""
+    document, rank = np.nonzero(q)
+    q, kv = q[document, rank], kv[document, rank]
+    # A causal range of q rows behind kv others has these pairs and q²/2 more.
+    share = np.where(kv > 0, kv / np.maximum(kv + q / 2, 1), 1.0)
+    seconds = job.cost.per_direction("both", q, q + kv) * share * job.rates.attention_factor
+    return Block(*(np.bincount(rank, each, job.data_parallel) for each in seconds))
+
+
+class BaselineLayers:
+    """Runs the layers of a stage on one micro-batch.
+
+    Args:
+        job: what runs.
+        mode: a baseline.
+        hidden: gathers and exchanges travel beside the rest of a layer, and only what is longer is waited for.
+        streams: of a stage's data-parallel ranks.
+
+    Attributes:
+        attention: [R] seconds of core attention so far.
+    """
+
+    def __init__(self, job: Job, mode: Mode, streams: Streams, hidden: bool = False) -> None:
+        self._job, self._mode, self._streams, self._hidden = job, mode, streams, hidden
+        self._late: list[Arrival] = []
+        self.attention = np.zeros(job.data_parallel)
+
+    def forward(self, dealt: Dealt, rows: np.ndarray) -> None:
+        """All layers; ``rows`` [R] may hold padding that linear layers compute too."""
+        each = self._job.rows
+        for layer in range(self._job.layers):
+            self._compute(rows * each.pre_forward, "pre", layer, "forward")
+            self._attend_forward(dealt, layer)
+            self._compute(rows * (each.post_forward + self._job.rotation / 3), "post", layer, "forward")
+            self._catch_up(layer)
+
+    def backward(self, dealt: Dealt, rows: np.ndarray) -> None:
+        each = self._job.rows
+        for layer in reversed(range(self._job.layers)):
+            self._compute(rows * (each.post_backward + self._job.rotation * 2 / 3), "post", layer, "backward")
+            self._attend_backward(dealt, layer)
+            self._compute(rows * each.pre_backward, "pre", layer, "backward")
+            self._catch_up(layer)
+
+    def _attend_forward(self, dealt: Dealt, layer: int) -> None:
+        self._gather(dealt, layer)
+        self._exchange(dealt.before, "q,k,v", layer, "forward")
+        for number, block in enumerate(dealt.blocks):
+            last = number + 1 == len(dealt.blocks)
+            hop = None if last else self._streams.launch(dealt.hop, "hop", layer, 0, "forward")
+            copies = dealt.copies / len(dealt.blocks)
+            self._compute(copies + block.forward, "attention", layer, "forward")
+            self.attention += block.forward
+            if hop is not None:
+                self._streams.join(hop, layer, 0, "forward")
+        if self._mode.method == "ulysses":
+            self._exchange(dealt.behind, "o", layer, "forward")
+
+    def _attend_backward(self, dealt: Dealt, layer: int) -> None:
+        if self._mode.method == "cp":
+            self._gather(dealt, layer)
+        if self._mode.method == "ulysses":
+            self._exchange(dealt.behind, "dO", layer, "backward")
+        for number, block in enumerate(dealt.blocks):
+            last = number + 1 == len(dealt.blocks)
+            # Keys and values, and in float32 the gradients of those before, which go on to their home.
+            count = (2 if last else 3) if dealt.hop.travels else 0
+            hops = [self._streams.launch(dealt.hop, "hop", layer, 0, "backward") for _ in range(count)]
+            copies = 2 * dealt.copies / len(dealt.blocks)
+            self._compute(copies + block.backward, "attention", layer, "backward")
+            self.attention += block.backward
+            for hop in hops:
+                self._streams.join(hop, layer, 0, "backward")
+        if self._mode.method in ("cp", "cp-keep"):
+            self._exchange(dealt.behind, "dk,dv", layer, "backward")
+        self._exchange(dealt.before, "dq,dk,dv", layer, "backward")
+
+    def _gather(self, dealt: Dealt, layer: int) -> None:
+        if not dealt.gather.any():
+            return
+        arrival = self._streams.collective(dealt.gather, dealt.gathered, self._mode.degree, "gather k,v", layer)
+        if self._hidden:
+            self._late.append(arrival)
+        else:
+            self._streams.join(arrival, layer)
+
+    def _exchange(self, exchange: Exchange, what: str, layer: int, direction: str) -> None:
+        if not exchange.travels:
+            return
+        arrival = self._streams.launch(exchange, what, layer, 0, direction)
+        if self._hidden:
+            self._late.append(arrival)
+        else:
+            self._streams.join(arrival, layer, 0, direction)
+
+    def _catch_up(self, layer: int) -> None:
+        late, self._late = self._late, []
+        for arrival in late:
+            self._streams.join(arrival, layer)
+
+    def _compute(self, seconds: np.ndarray, name: str, layer: int, direction: str) -> None:
+        self._streams.compute(seconds, name, layer, 0, direction)

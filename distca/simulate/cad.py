@@ -1,0 +1,200 @@
+"""A step with core attention disaggregation: the project's plan, in the project's order, over simulated streams.
+
+``distca.plan.step`` says which rank computes what in which phase and in which order phases run; the order inside a
+phase is that of ``distca.runtime.ping_pong`` (a test holds both against each other).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distca.plan import Direction, Plan, PlanOptions, StepPlan, Traffic, plan_step, server_seconds, traffic
+from distca.plan.step import Phase
+from distca.simulate.fabric import Exchange
+from distca.simulate.job import VALUE, Job
+from distca.simulate.streams import Arrival, Streams
+from distca.simulate.workload import Workload
+
+
+@dataclass(frozen=True)
+class Half:
+    """One nano-batch of a phase in one direction. Array legend: R ranks of the pool.
+
+    Attributes:
+        rows: [R] home rows.
+        attention: [R] seconds of core attention of a layer.
+        copies: [R] seconds of putting rows together for it.
+        there: rows that servers compute with.
+        back: what they return.
+    """
+
+    rows: np.ndarray
+    attention: np.ndarray
+    copies: np.ndarray
+    there: Exchange
+    back: Exchange
+
+
+def planned(job: Job, workload: Workload) -> StepPlan:
+    """The step's plan, as training makes it."""
+    options = PlanOptions(
+        ranks=job.data_parallel,
+        cost=job.cost,
+        stages=job.pp,
+        nano_batches=2,
+        align=job.tp,
+        resend=job.pp > 1,
+        tolerance=job.tolerance,
+        links=job.links,
+        non_attention=job.non_attention,
+    )
+    homes = [each.rank_of for each in workload.micro_batches] if workload.whole else None
+    return plan_step([each.lengths for each in workload.micro_batches], options, homes)
+
+
+def moved(rows: Any, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[P] home rank, [P] server and [P] rows of one part of :class:`distca.plan.Traffic`."""
+    if isinstance(rows, np.ndarray):
+        home, server = np.nonzero(rows)
+        return home, server, rows[home, server]
+    return rows.home, rows.server, rows.rows
+
+
+class Cad:
+    """Runs a plan's phases.
+
+    Args:
+        job: what runs.
+        plan: of the step.
+        streams: of the pool's ranks.
+
+    Attributes:
+        attention: [R] seconds of core attention so far.
+        received: [R] rows of q and of k,v, as bytes, that a server has at once in its fullest half.
+    """
+
+    def __init__(self, job: Job, plan: StepPlan, streams: Streams) -> None:
+        self._job, self._plan, self._streams = job, plan, streams
+        self._resend = plan.options.resend
+        self._traffic: dict[int, Traffic] = {}
+        ranks = job.servers
+        self.attention = np.zeros(ranks)
+        last = np.arange(ranks) // job.data_parallel == job.pp - 1
+        self._head = np.where(last, job.rows.head, 0.0)
+
+    def run(self) -> None:
+        """All phases in order."""
+        passed: dict[str, Arrival | None] = {"forward": None, "backward": None}
+        for direction, number in self._plan.order():
+            phase = self._plan.forward[number] if direction == "forward" else self._plan.backward[number]
+            incoming = passed[direction]
+            if incoming is not None:
+                self._streams.join(incoming)
+            halves = [self._half(plan, direction) for plan in phase.plans]
+            busy = np.sum([half.rows for half in halves], axis=0) > 0
+            self._streams.compute(np.where(busy, self._job.rates.phase_s, 0.0), "phase", direction=direction)
+            if direction == "forward":
+                self._forward(halves)
+            else:
+                self._backward(halves)
+            passed[direction] = self._pass_on(phase, direction)
+
+    def _half(self, plan: Plan, direction: Direction) -> Half:
+        job, shape = self._job, self._job.shape
+        found = self._traffic.setdefault(id(plan), traffic(plan))
+        q, kv, lse = shape.q_bytes, shape.kv_bytes, 4 * shape.heads
+        if direction == "forward":
+            out, home = (q, kv), (q + (lse if self._resend else 0), 0)
+        elif self._resend:
+            out, home = (3 * q + lse, kv), (q, kv)
+        else:
+            out, home = (q, 0), (q, kv)
+        tasks, ranks = plan.tasks, job.servers
+        q_rows = np.bincount(tasks.server, tasks.stop - tasks.start, ranks)
+        kv_rows = np.bincount(tasks.server, tasks.stop, ranks)
+        return Half(
+            plan.layout.q_rows,
+            server_seconds(plan, job.cost, direction) * job.rates.attention_factor,
+            job.copied(q_rows * (out[0] + home[0]) + kv_rows * (out[1] + home[1])),
+            self._exchange(found, out, there=True),
+            self._exchange(found, home, there=False),
+        )
+
+    def _exchange(self, rows: Traffic, size: tuple[int, int], there: bool) -> Exchange:
+        ranks = self._job.servers
+        parts = [(*moved(part, ranks), each) for part, each in zip((rows.q, rows.kv), size, strict=True)]
+        home, server = (np.concatenate([part[at] for part in parts]) for at in (0, 1))
+        sizes = np.concatenate([part[2] * part[3] for part in parts])
+        key = home * ranks + server
+        pairs, number = np.unique(key, return_inverse=True)
+        total = np.bincount(number, sizes, len(pairs))
+        home, server = np.divmod(pairs, ranks)
+        return self._job.fabric.exchange(*((home, server) if there else (server, home)), total)
+
+    def _forward(self, halves: list[Half]) -> None:
+        streams, rows, layers = self._streams, self._job.rows, self._job.layers
+        under_way: list[Arrival] = []
+
+        def compute(seconds: np.ndarray, name: str, layer: int, nano: int) -> None:
+            streams.compute(seconds, name, layer, nano, "forward")
+
+        def launch(exchange: Exchange, what: str, layer: int, nano: int) -> Arrival:
+            return streams.launch(exchange, what, layer, nano, "forward")
+
+        for nano, half in enumerate(halves):
+            compute(half.rows * rows.pre_forward, "pre", 0, nano)
+            under_way.append(launch(half.there, "q,k,v", 0, nano))
+        for layer in range(layers):
+            for nano, half in enumerate(halves):
+                streams.join(under_way[nano], layer, nano, "forward")
+                self._serve(half, layer, nano, "forward")
+                under_way[nano] = launch(half.back, "o", layer, nano)
+            last = layer + 1 == layers
+            for nano, half in enumerate(halves):
+                streams.join(under_way[nano], layer, nano, "forward")
+                between = rows.post_forward + (0.0 if last else rows.pre_forward)
+                compute(half.rows * between, "post" if last else "post+pre", layer, nano)
+                if not last:
+                    under_way[nano] = launch(half.there, "q,k,v", layer + 1, nano)
+        streams.compute(sum(half.rows for half in halves) * self._head, "head", layers - 1, 0, "forward")
+
+    def _backward(self, halves: list[Half]) -> None:
+        streams, rows, layers = self._streams, self._job.rows, self._job.layers
+        order = list(enumerate(halves))[::-1]
+        under_way: dict[int, Arrival] = {}
+        for layer in reversed(range(layers)):
+            last = layer + 1 == layers
+            for nano, half in order:
+                if not last:
+                    streams.join(under_way[nano], layer + 1, nano, "backward")
+                between = rows.post_backward + (0.0 if last else rows.pre_backward)
+                streams.compute(half.rows * between, "post" if last else "post+pre", layer, nano, "backward")
+                what = "q,k,v,o,dO" if self._resend else "dO"
+                under_way[nano] = streams.launch(half.there, what, layer, nano, "backward")
+            for nano, half in order:
+                streams.join(under_way[nano], layer, nano, "backward")
+                self._serve(half, layer, nano, "backward")
+                under_way[nano] = streams.launch(half.back, "dq,dk,dv", layer, nano, "backward")
+        for nano, half in order:
+            streams.join(under_way[nano], 0, nano, "backward")
+            streams.compute(half.rows * rows.pre_backward, "pre", 0, nano, "backward")
+
+    def _serve(self, half: Half, layer: int, nano: int, direction: str) -> None:
+        self._streams.compute(half.copies + half.attention, "serve", layer, nano, direction)
+        self.attention += half.attention
+
+    def _pass_on(self, phase: Phase, direction: str) -> Arrival | None:
+        """Send what a phase ends with to the next stage, or the previous one."""
+        job, ranks = self._job, self._job.data_parallel
+        if job.pp == 1:
+            return None
+        source = np.arange(job.servers)
+        rows = np.sum([plan.layout.q_rows for plan in phase.plans], axis=0)
+        target = source + (ranks if direction == "forward" else -ranks)
+        some = (target >= 0) & (target < job.servers)
+        size = rows * job.model.hidden * VALUE / job.tp
+        exchange = job.fabric.exchange(source[some], target[some], size[some])
+        return self._streams.launch(exchange, "activations" if direction == "forward" else "gradients")

@@ -1,0 +1,56 @@
+"""The machines of a simulated run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from distca.simulate.errors import SimulationError
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs, nodes and links. Rates are of one GPU, in each direction.
+
+    Attributes:
+        gpus: of all nodes.
+        gpus_per_node: consecutive GPUs that share NVLink.
+        nvlink_gb_s: GB/s between GPUs of a node.
+        network_gb_s: GB/s between nodes.
+        nvlink_latency_us: microseconds from a launch to the first byte inside a node.
+        network_latency_us: the same between nodes.
+        memory_gib: GiB of memory of a GPU.
+
+    Raises:
+        SimulationError: on counts, rates or sizes that no cluster has.
+    """
+
+    gpus: int
+    gpus_per_node: int = 8
+    nvlink_gb_s: float = 370.0
+    network_gb_s: float = 50.0
+    nvlink_latency_us: float = 15.0
+    network_latency_us: float = 30.0
+    memory_gib: float = 139.8
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "gpus_per_node"):
+            if getattr(self, name) < 1:
+                raise SimulationError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            raise SimulationError(
+                f"gpus is {self.gpus}, which nodes of {self.gpus_per_node} do not divide; change gpus or gpus_per_node."
+            )
+        for name in ("nvlink_gb_s", "network_gb_s", "memory_gib"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise SimulationError(f"{name} is {value:g}; it must be above 0.")
+        for name in ("nvlink_latency_us", "network_latency_us"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise SimulationError(f"{name} is {value:g}; it must be 0 or more.")
+
+    @property
+    def nodes(self) -> int:
+        """Machines; one that is not full counts."""
+        return -(-self.gpus // self.gpus_per_node)

@@ -1,0 +1,7 @@
+"""What a user can ask of the simulator that it cannot predict."""
+
+from distca.errors import OptionError
+
+
+class SimulationError(OptionError):
+    """A cluster, a model or a workload that no step can be predicted for."""

@@ -1,0 +1,202 @@
+"""What is simulated: a model on a cluster with its parallelism, and what its parts take on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+
+from distca.plan import AttentionShape, CostModel, Links
+from distca.plan.between_attentions import between_attentions
+from distca.plan.step import NonAttention
+from distca.simulate.cluster import Cluster
+from distca.simulate.errors import SimulationError
+from distca.simulate.fabric import Fabric
+from distca.simulate.model import Model
+from distca.simulate.rates import Rates, load_rates
+
+Recompute = Literal["none", "mlp", "all"]
+VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of a gradient
+
+
+@dataclass(frozen=True)
+class RowSeconds:
+    """Seconds of one row on one GPU in one layer, and of the output layer with its loss.
+
+    Attributes:
+        pre_forward: what comes before core attention.
+        post_forward: what comes behind it.
+        pre_backward, post_backward: their backwards, with what they compute again.
+        head: output layer and loss, which computes its gradients at once.
+    """
+
+    pre_forward: float
+    post_forward: float
+    pre_backward: float
+    post_backward: float
+    head: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run whose steps are simulated.
+
+    Attributes:
+        model: its shape.
+        cluster: where it runs.
+        cost: seconds per CA-task, for the heads of one tensor-parallel rank.
+        tp: tensor-parallel ranks, with sequence parallelism; a server is ``tp`` GPUs.
+        pp: pipeline stages.
+        tokens_per_rank: rows of a micro-batch on a data-parallel rank at most.
+        micro_batches: of a step.
+        recompute: what is computed again in backward.
+        tolerance: of plans; None takes the one for the size of the pool.
+        level_time: whether a pipeline's phases level linear layers with attention.
+        nccl: rows travel by NCCL inside a node too, not only between nodes.
+        fused_rotation: whether the baselines' rotation is a kernel of its own.
+        rates: of the GPU.
+
+    Raises:
+        SimulationError: on parallelism that the cluster or the model does not fit, or a table of other heads.
+    """
+
+    model: Model
+    cluster: Cluster
+    cost: CostModel
+    tp: int = 1
+    pp: int = 1
+    tokens_per_rank: int = 131_072
+    micro_batches: int = 1
+    recompute: Recompute = "none"
+    tolerance: float | None = None
+    level_time: bool = True
+    nccl: bool = False
+    fused_rotation: bool = True
+    rates: Rates = field(default_factory=load_rates)
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "tokens_per_rank", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise SimulationError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.recompute not in get_args(Recompute):
+            raise SimulationError(f"recompute is {self.recompute!r}; choose one of {', '.join(get_args(Recompute))}.")
+        cluster, wanted = self.cluster, self.model.shape(self.tp)
+        if cluster.gpus_per_node % self.tp:
+            raise SimulationError(
+                f"tp is {self.tp}, which does not divide the {cluster.gpus_per_node} GPUs of a node; choose one that "
+                "does: tensor parallelism stays inside a node."
+            )
+        if cluster.gpus % (self.tp * self.pp):
+            raise SimulationError(
+                f"tp × pp is {self.tp} × {self.pp}, which does not divide the {cluster.gpus} GPUs; change one of them."
+            )
+        if self.model.layers % self.pp:
+            raise SimulationError(
+                f"pp is {self.pp}, which does not divide the {self.model.layers} layers; stages have equally many."
+            )
+        if self.shape != wanted:
+            raise SimulationError(
+                f"The cost table is for {self.shape.heads} query heads, {self.shape.kv_heads} key/value heads of size "
+                f"{self.shape.head_dim}, but a tensor-parallel rank of this model has {wanted.heads}, "
+                f"{wanted.kv_heads} of {wanted.head_dim}; give one that `distca profile` measured for these."
+            )
+        if self.cost.linear is None:
+            raise SimulationError("The cost table has no linear layers; `distca profile` measures them.")
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Attention heads of one GPU."""
+        return self.cost.shape
+
+    @property
+    def servers(self) -> int:
+        """Ranks of the server pool, over all stages."""
+        return self.cluster.gpus // self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks of a stage, context-parallel ones among them."""
+        return self.servers // self.pp
+
+    @property
+    def layers(self) -> int:
+        """Of a stage."""
+        return self.model.layers // self.pp
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        """Links of the server pool."""
+        return Fabric.of(self.cluster, self.tp)
+
+    @cached_property
+    def stage_fabric(self) -> Fabric:
+        """Links among the data-parallel ranks of one stage."""
+        fabric = self.fabric
+        return replace(fabric, ranks=self.data_parallel, per_node=min(fabric.per_node, self.data_parallel))
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether rows travel by NVSHMEM, as ``cad.transport`` auto has it inside one node."""
+        return self.fabric.one_node and not self.nccl
+
+    @property
+    def links(self) -> Links:
+        """As training tells the planner: nodes matter where they have several servers each."""
+        per_node = self.fabric.per_node
+        return Links() if self.fabric.one_node or per_node == 1 else Links(per_node)
+
+    @cached_property
+    def rows(self) -> RowSeconds:
+        """Seconds per row."""
+        model, rates, linear = self.model, self.rates, self.cost.linear
+        assert linear is not None
+        first, second = model.attention_weights
+        mlp = model.mlp_weights
+        forward, backward = (rate * rates.linear_factor / self.tp for rate in (linear.forward, linear.backward))
+        again_pre = forward * first if self.recompute == "all" else 0.0
+        again_post = forward * {"none": 0, "mlp": mlp, "all": second + mlp}[self.recompute]
+        # Elementwise kernels take about half as long again backward as forward; what is recomputed runs once more.
+        small = rates.elementwise_s * (2 * model.hidden + model.ffn) / self.tp
+        around, inside = 0.3 * small, 0.7 * small
+        gathered = self._gathered
+        return RowSeconds(
+            pre_forward=forward * first + 0.4 * around + gathered,
+            post_forward=forward * (second + mlp) + 0.4 * inside + 3 * gathered,
+            pre_backward=backward * first + 0.6 * around + again_pre + gathered,
+            post_backward=backward * (second + mlp) + 0.6 * inside + again_post + 3 * gathered,
+            head=rates.head_s * model.hidden * model.vocabulary / self.tp,
+        )
+
+    @property
+    def _gathered(self) -> float:
+        """Seconds per row of one all-gather or reduce-scatter of the residual stream over the tensor-parallel ranks."""
+        size = self.model.hidden * VALUE * (self.tp - 1) / self.tp
+        return size / (self.cluster.nvlink_gb_s * 1e9)
+
+    @property
+    def rotation(self) -> float:
+        """Seconds per row and layer that a rotation that is not fused takes more, forward and backward."""
+        width = self.model.head_dim * (self.shape.heads + 2 * self.shape.kv_heads)
+        return 0.0 if self.fused_rotation else self.rates.rotation_s * width
+
+    @property
+    def non_attention(self) -> NonAttention | None:
+        """What plans of phases level together with attention, as training has it."""
+        if self.pp == 1 or not self.level_time:
+            return None
+        model, linear = self.model, self.cost.linear
+        assert linear is not None
+        recomputed = {"none": 0, "mlp": model.mlp_weights, "all": model.layer_weights}[self.recompute]
+        return between_attentions(linear, model.layer_weights, recomputed, self.layers, self.tp)
+
+    @property
+    def parameters(self) -> int:
+        """Of the fullest stage's rank: its layers, with embedding or output layer."""
+        tables = 2 if self.pp == 1 else 1
+        return (self.layers * self.model.layer_weights + tables * self.model.vocabulary * self.model.hidden) // self.tp
+
+    def copied(self, size: np.ndarray) -> np.ndarray:
+        """Seconds of copying ``size`` bytes of rows on a GPU."""
+        return np.asarray(size / self.rates.copy_bytes_per_s)

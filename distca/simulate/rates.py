@@ -1,0 +1,60 @@
+"""How fast a GPU is at what a cost table does not say, fitted to measured runs (benchmarks/calibration.py)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from distca.simulate.errors import SimulationError
+
+RATES = Path(__file__).parent / "rates_h200.json"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Constants of one kind of GPU.
+
+    Attributes:
+        linear_factor: time of a layer's matrix products in training over that in the cost table, whose products run
+            alone.
+        attention_factor: the same for core attention.
+        head_s: seconds per row, hidden element and row of the vocabulary of the output layer with its loss: forward and
+            both products of backward.
+        elementwise_s: seconds per row and element of what a layer does beside products, forward and backward: norms,
+            activation, rotation, residuals. A row has 2 · hidden + ffn elements.
+        rotation_s: seconds more per row and element of q, k and v where their rotation is no kernel of its own.
+        copy_bytes_per_s: of rows that are put together for the attention kernel, read and written once.
+        optimizer_s: seconds per parameter whose optimizer state is on the rank.
+        parameter_s: seconds per parameter of the rank, for clearing, scaling and measuring its gradient.
+        step_s: seconds of a step that depend on nothing: the host's, before the first kernel and after the last.
+        phase_s: the same of a pipeline's forward or backward of one micro-batch.
+    """
+
+    linear_factor: float
+    attention_factor: float
+    head_s: float
+    elementwise_s: float
+    rotation_s: float
+    copy_bytes_per_s: float
+    optimizer_s: float
+    parameter_s: float
+    step_s: float
+    phase_s: float
+
+
+def load_rates(path: str | Path = RATES) -> Rates:
+    """Constants from a file that ``benchmarks/calibration.py`` wrote, by default the shipped ones of the H200.
+
+    Raises:
+        SimulationError: there is no such file, or it lacks a constant.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Rates(**{field.name: float(content["rates"][field.name]["value"]) for field in fields(Rates)})
+    except OSError as error:
+        raise SimulationError(f"The rates {path} cannot be read ({error.strerror}).") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise SimulationError(
+            f"The rates {path} lack a number ({error}); benchmarks/calibration.py writes them."
+        ) from None

@@ -1,0 +1,177 @@
+"""One step of one mode, from its documents to its seconds. Array legend: R servers over all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from distca.baselines import Mode
+from distca.plan import StepPlan
+from distca.plan.receive_buffer import receive_buffer_gb
+from distca.simulate import memory, one_f_one_b
+from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch
+from distca.simulate.cad import Cad, planned
+from distca.simulate.job import VALUE, Job
+from distca.simulate.prediction import Prediction
+from distca.simulate.reduction import StepEnd, step_end
+from distca.simulate.streams import Span, Streams
+from distca.simulate.workload import Workload
+
+
+def simulate(
+    job: Job,
+    mode: Mode,
+    workload: Workload,
+    *,
+    hidden: bool = False,
+    plan: StepPlan | None = None,
+    watched: Collection[int] = (),
+) -> Prediction:
+    """Predict one step.
+
+    Args:
+        job: what runs.
+        mode: how.
+        workload: its documents.
+        hidden: whether gathers of context parallelism travel beside computation.
+        plan: the step's plan where it is made already.
+        watched: servers whose timeline is kept.
+
+    Raises:
+        BaselineError: documents do not fit into the mode's groups, or the mode not into the ranks.
+        PlanError: as :func:`distca.plan.plan_step`.
+    """
+    if mode.method == "distca":
+        return _with_servers(job, mode, workload, plan or planned(job, workload), watched)
+    mode.check(job.data_parallel, job.shape.kv_heads)
+    dealt = [deal_micro_batch(job, mode, each, workload.bins) for each in workload.micro_batches]
+    if job.pp == 1:
+        return _without_stages(job, mode, workload, dealt, hidden, watched)
+    return _with_stages(job, mode, workload, dealt, hidden, watched)
+
+
+def _with_servers(job: Job, mode: Mode, workload: Workload, plan: StepPlan, watched: Collection[int]) -> Prediction:
+    streams = Streams(job.fabric, rendezvous=not job.one_sided, watched=watched)
+    cad = Cad(job, plan, streams)
+    cad.run()
+    phases = len(plan.backward)
+    backward = float(streams.now.max()) / 2 / phases  # of the last phase: about half of a micro-batch's time
+    on_links = float(streams.on_links.max()) / 2 / phases
+    end = step_end(job, backward, on_links)
+    return _prediction(job, mode.name, workload, streams, cad.attention, end, _cad_memory(job, plan))
+
+
+def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
+    shape, ranks = job.shape, job.servers
+    resend = plan.options.resend
+    peak = np.zeros(ranks)
+    stage = np.arange(ranks) // job.data_parallel
+    flight = np.minimum(2 * (job.pp - 1 - stage) + 1, len(plan.layouts))
+    for forward, backward in zip(plan.forward, plan.backward, strict=True):
+        rows, q_rows, kv_rows = (np.zeros(ranks) for _ in range(3))
+        received = np.zeros(ranks)
+        for there, back in zip(forward.plans, backward.plans, strict=True):
+            q = np.bincount(back.tasks.server, back.tasks.stop - back.tasks.start, ranks)
+            kv = np.bincount(back.tasks.server, back.tasks.stop, ranks)
+            rows += there.layout.q_rows
+            q_rows += there.layout.q_rows if resend else q
+            kv_rows += there.layout.q_rows if resend else kv
+            # Of all rows gradients in float32 and rounded, dO; with resend also the rows themselves.
+            sent = q * (2 * shape.q_bytes + shape.kv_bytes) if resend else 0
+            received = np.maximum(received, q * 4 * shape.q_bytes + kv * 3 * shape.kv_bytes + sent)
+        peak = np.maximum(peak, memory.with_servers(job, rows, q_rows, kv_rows, received, flight))
+    return peak + (receive_buffer_gb(shape, job.tokens_per_rank, resend=resend) * 2**30 if job.one_sided else 0)
+
+
+def _without_stages(
+    job: Job, mode: Mode, workload: Workload, dealt: list[Dealt], hidden: bool, watched: Collection[int]
+) -> Prediction:
+    streams = Streams(job.stage_fabric, rendezvous=True, watched=watched)
+    layers = BaselineLayers(job, mode, streams, hidden)
+    began, on_links = 0.0, 0.0
+    for each in dealt:
+        layers.forward(each, each.rows)
+        streams.compute(each.rows * job.rows.head + job.rates.phase_s, "head", job.layers - 1, 0, "forward")
+        began, on_links = float(streams.now.max()), float(streams.on_links.max())
+        streams.compute(np.full(job.data_parallel, job.rates.phase_s), "phase", 0, 0, "backward")
+        layers.backward(each, each.rows)
+    backward = float(streams.now.max()) - began
+    end = step_end(job, backward, float(streams.on_links.max()) - on_links)
+    return _prediction(job, mode.name, workload, streams, layers.attention, end, _baseline_memory(job, mode, dealt, 0))
+
+
+def _with_stages(
+    job: Job, mode: Mode, workload: Workload, dealt: list[Dealt], hidden: bool, watched: Collection[int]
+) -> Prediction:
+    """1F1B. All stages pad a micro-batch to the rows of a rank's largest one, so that they know what they receive."""
+    stages, lanes = job.pp, job.data_parallel
+    rows = np.max([each.rows for each in dealt], axis=0)
+    forward, backward = np.zeros((2, len(dealt), stages, lanes))
+    busy, exposed, attention, sent, on_links = np.zeros((5, lanes))
+    for number, each in enumerate(dealt):
+        streams = Streams(job.stage_fabric, rendezvous=True)
+        layers = BaselineLayers(job, mode, streams, hidden)
+        layers.forward(each, rows)
+        middle = streams.now.copy()
+        layers.backward(each, rows)
+        group = mode.degree
+        for seconds, into in ((middle, forward), (streams.now - middle, backward)):
+            together = np.repeat(seconds.reshape(-1, group).max(axis=1), group) + job.rates.phase_s
+            into[number] = together
+        forward[number, -1] += rows * job.rows.head
+        busy, exposed, sent = busy + streams.busy, exposed + streams.exposed, sent + streams.sent
+        attention = attention + layers.attention
+        on_links = on_links + streams.on_links
+    size = rows * job.model.hidden * VALUE / job.tp
+    # Stages are as far apart as a stage has ranks.
+    rate = job.fabric.nvlink if job.fabric.one_node else job.fabric.network
+    hop = np.tile(size / rate + job.fabric.network_latency, (len(dealt), 1))
+    passes = one_f_one_b.run(forward, backward, hop)
+    streams = Streams(job.fabric, rendezvous=True, watched=watched)
+    streams.now = np.full(job.servers, max(float(done.end.max()) for done in passes))
+    both = 2 * job.rates.phase_s * len(dealt)
+    streams.busy, streams.exposed = np.tile(busy, stages) + both, np.tile(exposed, stages)
+    streams.busy[-lanes:] += len(dealt) * rows * job.rows.head
+    streams.sent = np.tile(sent, stages)
+    for rank in watched:
+        stage, lane = divmod(rank, lanes)
+        for done in passes:
+            if stage == done.stage:
+                start = float(done.start[lane])
+                name = f"{done.direction} of micro-batch {done.micro_batch}"
+                streams.spans.append(Span(rank, "stage", name, start, float(done.end[lane]) - start))
+    end = step_end(job, 0.0, 0.0)
+    stage_memory = [_baseline_memory(job, mode, dealt, stage) for stage in range(stages)]
+    return _prediction(job, mode.name, workload, streams, np.tile(attention, stages), end, np.concatenate(stage_memory))
+
+
+def _baseline_memory(job: Job, mode: Mode, dealt: list[Dealt], stage: int) -> np.ndarray:
+    """[lanes] bytes of a stage's ranks."""
+    in_flight, last = min(job.pp - stage, len(dealt)), stage == job.pp - 1
+    peak = np.zeros(job.data_parallel)
+    for each in dealt:
+        # Gathered keys and values take the place of the rank's own.
+        kept = each.read_rows if mode.method == "cp-keep" else each.rows
+        # Of the layer at work, what was gathered and its gradients, in float32 and rounded.
+        gathered = each.read_rows * 4 * job.shape.kv_bytes
+        peak = np.maximum(peak, memory.at_home(job, each.rows, kept, gathered, in_flight, last))
+    return peak
+
+
+def _prediction(
+    job: Job, name: str, workload: Workload, streams: Streams, attention: np.ndarray, end: StepEnd, peak: np.ndarray
+) -> Prediction:
+    step = float(streams.now.max()) + end.transfers + end.compute + job.rates.step_s
+    return Prediction(
+        name,
+        step,
+        workload.tokens,
+        streams.busy + end.compute,
+        attention,
+        streams.exposed,
+        end.transfers,
+        streams.sent,
+        peak,
+        streams.spans,
+    )

@@ -1,0 +1,147 @@
+"""Streams of all ranks: every rank runs the same program, each with its own seconds.
+
+A rank has a compute stream, which does one thing after the other, and a stream for transfers on which exchanges follow
+one another. Time is kept for all ranks at once. Array legend: R ranks, P pairs of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.simulate.fabric import Exchange, Fabric
+
+NANO_NAMES = ("ping", "pong")
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank did when, in seconds; ``track`` and ``name`` as the timeline of a run has them."""
+
+    rank: int
+    track: str
+    name: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An exchange under way.
+
+    Attributes:
+        at: [R] when a rank has all that it receives.
+        ready: [R] when it would be there if bytes took no time: the last of those who send had launched.
+        what: its name.
+    """
+
+    at: np.ndarray
+    ready: np.ndarray
+    what: str
+
+
+class Streams:
+    """Clocks of all ranks.
+
+    Args:
+        fabric: the links.
+        rendezvous: a transfer begins when both ends have launched it, as NCCL's do; else when its sender has.
+        watched: ranks whose spans are kept.
+
+    Attributes:
+        now: [R] where the compute streams are, in seconds.
+        busy: [R] seconds in which they computed.
+        exposed: [R] seconds in which they waited for bytes that were under way.
+        waited: [R] seconds in which they waited for another rank to get so far.
+        on_links: [R] seconds in which a rank's busier direction carried rows.
+        sent: [R] bytes.
+        order: names of what rank 0 queued, in order.
+        spans: of the watched ranks.
+    """
+
+    def __init__(self, fabric: Fabric, *, rendezvous: bool = False, watched: Collection[int] = ()) -> None:
+        self.fabric, self._rendezvous, self._watched = fabric, rendezvous, tuple(watched)
+        self.now, self.busy, self.exposed, self.waited, self.on_links, self.sent = np.zeros((6, fabric.ranks))
+        self._out_free, self._in_free = np.zeros((2, fabric.ranks))
+        self._out_ready = np.zeros(fabric.ranks)  # _out_free, if bytes took no time
+        self.order: list[str] = []
+        self.spans: list[Span] = []
+
+    def compute(self, seconds: np.ndarray, name: str, layer: int = 0, nano: int = 0, direction: str = "") -> None:
+        """Queue ``seconds`` [R] of work."""
+        self._note(f"{name} {layer} {NANO_NAMES[nano]} {direction}")
+        for rank in self._watched:
+            if seconds[rank] > 0:
+                track = f"compute {NANO_NAMES[nano]}"
+                self.spans.append(
+                    Span(rank, track, f"{name} {layer} {direction}", float(self.now[rank]), float(seconds[rank]))
+                )
+        self.now = self.now + seconds
+        self.busy += seconds
+
+    def launch(self, exchange: Exchange, what: str, layer: int = 0, nano: int = 0, direction: str = "") -> Arrival:
+        """Begin an exchange behind what the transfer stream still carries."""
+        self._note(f"launch {what} {layer} {NANO_NAMES[nano]} {direction}")
+        if not exchange.travels:
+            return Arrival(self.now, self.now, what)
+        start = np.maximum(self.now, self._out_free)
+        able = np.maximum(self.now, self._out_ready)
+        begin, ready_from = start[exchange.source], able[exchange.source]
+        if self._rendezvous:
+            begin = np.maximum(begin, start[exchange.target])
+            ready_from = np.maximum(ready_from, able[exchange.target])
+        heads, receivers = exchange.heads, exchange.receivers
+        at, ready = start.copy(), self.now.copy()
+        first = np.minimum.reduceat(begin + exchange.latency, heads)
+        last = np.maximum.reduceat(begin + exchange.carried, heads)
+        queued = np.maximum(first, self._in_free[receivers]) + exchange.incoming[receivers]
+        at[receivers] = np.maximum(last, queued)
+        ready[receivers] = np.maximum.reduceat(ready_from, heads)
+        self._in_free = np.maximum(self._in_free, np.where(exchange.incoming > 0, at, 0))
+        sent = start + exchange.outgoing
+        self._out_free = np.maximum(sent, at) if self._rendezvous else sent
+        self._out_ready = np.maximum(able, ready) if self._rendezvous else able
+        self.on_links += np.maximum(exchange.outgoing, exchange.incoming)
+        self.sent += np.bincount(exchange.source, exchange.size, self.fabric.ranks)
+        for rank in self._watched:
+            end = max(float(at[rank]) if exchange.incoming[rank] else 0.0, float(sent[rank]))
+            self.spans.append(
+                Span(
+                    rank,
+                    "transfers",
+                    f"{what} {layer} {NANO_NAMES[nano]} {direction}",
+                    float(start[rank]),
+                    end - float(start[rank]),
+                )
+            )
+        return Arrival(at, ready, what)
+
+    def join(self, arrival: Arrival, layer: int = 0, nano: int = 0, direction: str = "") -> None:
+        """Let the compute streams wait for their rows."""
+        self._note(f"join {arrival.what} {layer} {NANO_NAMES[nano]} {direction}")
+        self._wait(arrival.at, arrival.ready)
+
+    def collective(self, seconds: np.ndarray, size: np.ndarray, group: int, what: str, layer: int = 0) -> Arrival:
+        """All ranks of every ``group`` consecutive ones begin together and send ``size`` [R] bytes in ``seconds``
+        [R]."""
+        start = np.maximum(self.now, self._out_free)
+        begun = np.repeat(start.reshape(-1, group).max(axis=1), group)
+        at = begun + seconds
+        self._out_free = at
+        self.on_links += seconds
+        self.sent += size
+        for rank in self._watched:
+            self.spans.append(Span(rank, "transfers", f"{what} {layer}", float(begun[rank]), float(seconds[rank])))
+        return Arrival(at, begun, what)
+
+    def _wait(self, at: np.ndarray, ready: np.ndarray) -> None:
+        until = np.maximum(self.now, at)
+        for_others = np.clip(ready - self.now, 0, until - self.now)
+        self.waited += for_others
+        self.exposed += until - self.now - for_others
+        self.now = until
+
+    def _note(self, entry: str) -> None:
+        self.order.append(entry)

@@ -1,0 +1,144 @@
+"""Modes beside each other on the same documents: means over steps, and the best degree of context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distca.baselines import BaselineError, Mode, parse_mode
+from distca.simulate.errors import SimulationError
+from distca.simulate.job import Job
+from distca.simulate.prediction import Prediction
+from distca.simulate.simulation import simulate
+from distca.simulate.streams import Span
+from distca.simulate.workload import Workload
+
+BEST, BEST_HIDDEN = "best-cp", "best-cp-hidden"
+_MOST_DEGREE = 64
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One mode over some steps.
+
+    Attributes:
+        mode: its name, as asked for.
+        chosen: the mode that ran: of a sweep, the best one.
+        steps: a prediction of every step.
+    """
+
+    mode: str
+    chosen: str
+    steps: tuple[Prediction, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return float(np.mean([each.step_s for each in self.steps]))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all GPUs."""
+        return sum(each.tokens for each in self.steps) / sum(each.step_s for each in self.steps)
+
+    def mean(self, name: str) -> float:
+        """Mean of an attribute of :class:`Prediction`."""
+        return float(np.mean([getattr(each, name) for each in self.steps]))
+
+    @property
+    def memory_bytes(self) -> float:
+        """Peak of the fullest rank."""
+        return max(float(each.memory_bytes.max()) for each in self.steps)
+
+    def figures(self) -> dict[str, Any]:
+        """For a result file."""
+        return {
+            "mode": self.mode,
+            "chosen": self.chosen,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "idle_share": self.mean("idle_share"),
+            "exposed_share": self.mean("exposed_share"),
+            "bubble_share": self.mean("bubble_share"),
+            "attention_imbalance": self.mean("attention_imbalance"),
+            "sent_bytes_busiest": max(float(each.sent_bytes.max()) for each in self.steps),
+            "sent_bytes_mean": float(np.mean([each.sent_bytes.mean() for each in self.steps])),
+            "memory_gib": self.memory_bytes / 2**30,
+        }
+
+    @property
+    def spans(self) -> list[Span]:
+        """Of the watched ranks in the first step."""
+        return self.steps[0].spans
+
+
+def run_mode(job: Job, name: str, workloads: Sequence[Workload], watched: Iterable[int] = ()) -> Outcome:
+    """Predict the steps of a mode.
+
+    Args:
+        job: what runs.
+        name: "distca", "packed", "variable", "cp4", "cp4-keep", "ring4", "ulysses4" and the like; with "-hidden" behind
+            it, what it sends travels beside computation as far as it can. "best-cp" and "best-cp-hidden" take the
+            fastest of "packed" and all degrees of per-document context parallelism that fit into memory.
+        workloads: the documents of every step.
+        watched: servers whose timeline of the first step is kept.
+
+    Raises:
+        BaselineError, PlanError: the mode does not fit the documents or the ranks.
+        SimulationError: no degree of a sweep fits.
+    """
+    if name in (BEST, BEST_HIDDEN):
+        return _best(job, name, workloads, tuple(watched))
+    mode, hidden = parse(name)
+    steps = [
+        simulate(job, mode, each, hidden=hidden, watched=() if number else tuple(watched))
+        for number, each in enumerate(workloads)
+    ]
+    return Outcome(name, name, tuple(steps))
+
+
+def parse(name: str) -> tuple[Mode, bool]:
+    """The mode of a name, and whether "-hidden" is behind it; sweeps begin with the first mode that they try.
+
+    Raises:
+        BaselineError: there is none.
+    """
+    hidden = name.endswith("-hidden")
+    name = name.removesuffix("-hidden")
+    return (Mode("packed") if name == BEST else parse_mode(name)), hidden
+
+
+def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int, ...]) -> Outcome:
+    found: list[Outcome] = []
+    refused, room = "", job.cluster.memory_gib * 2**30
+    for mode in _degrees(job.data_parallel):
+        keeps = found and found[-1].chosen.startswith(f"cp{mode.degree}-keep") and found[-1].memory_bytes <= room
+        if mode.method == "cp" and keeps:
+            continue  # gathers once more than what was just found to fit
+        try:
+            found.append(run_mode(job, mode.name + ("-hidden" if name == BEST_HIDDEN else ""), workloads, watched))
+        except BaselineError as error:
+            refused = str(error)
+    fitting = [each for each in found if each.memory_bytes <= room]
+    if not fitting:
+        least = min((each.memory_bytes for each in found), default=0.0) / 2**30
+        raise SimulationError(
+            f"No degree of context parallelism fits: {refused}"
+            if not found
+            else f"Every degree of context parallelism needs {least:.0f} GiB or more, and a GPU has "
+            f"{job.cluster.memory_gib:g}; recompute more or raise tp or pp."
+        )
+    best = min(fitting, key=lambda each: each.step_s)
+    return Outcome(name, best.chosen, best.steps)
+
+
+def _degrees(ranks: int) -> list[Mode]:
+    """ "packed", and context parallelism that keeps what it gathers and that gathers again."""
+    modes = [Mode("packed")]
+    for degree in range(2, min(ranks, _MOST_DEGREE) + 1):
+        if ranks % degree == 0:
+            modes += [Mode("cp-keep", degree), Mode("cp", degree)]
+    return modes

@@ -1,0 +1,87 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from distca.commands.main import main
+from distca.commands.simulate import read_model
+from distca.errors import OptionError
+from distca.plan.cost.table_file import TABLES
+from distca.simulate import MODELS
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code and what was said by ``distca simulate``."""
+    code = 0
+    try:
+        main(["simulate", *words])
+    except SystemExit as left:
+        code = int(left.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_command_sweeps_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {
+        name: tmp_path / f"{name}.{end}" for name, end in (("output", "json"), ("picture", "png"), ("timeline", "json"))
+    }
+    options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    code, out, _ = run(
+        capsys, "pretrain-long", "--gpus", "[16,32]", "--context", "131072", "--timeline_rank", "1", *options
+    )
+    assert code == 0
+    assert "best-cp" in out
+    cases = json.loads(files["output"].read_text())["cases"]
+    assert [(case["gpus"], case["mode"]) for case in cases] == [
+        (gpus, mode) for gpus in (16, 32) for mode in ("distca", "best-cp", "best-cp-hidden")
+    ]
+    assert all(case["tokens_per_s"] > 0 and 0 <= case["exposed_share"] <= case["idle_share"] < 1 for case in cases)
+    assert files["picture"].read_bytes().startswith(b"\x89PNG")
+    events = json.loads(files["timeline"].read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1}
+    assert any(event["name"] == "serve 3 forward" for event in events)
+
+
+def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "a" * size}) + "\n" for size in (700, 90, 300)))
+    small = ("--gpus", "16", "--context", "256", "--tokens_per_rank", "512", "--output", str(tmp_path / "found.json"))
+    code, _, said = run(capsys, f"jsonl:{tmp_path / 'texts.jsonl'}", "--modes", "distca,packed", *small)
+    assert code == 0, said
+    assert len(json.loads((tmp_path / "found.json").read_text())["cases"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpus", "12"), "gpus is 12, which nodes of 8 do not divide"),
+        (("--network_gb_s", "0"), "network_gb_s is 0"),
+        (("--cost_table", str(TABLES / "cpu_reference_4x2x32.json")), "was measured for 4 query heads"),
+        (("--tp", "3"), "tp is 3"),
+        (("--gpus", "0"), "--gpus is 0"),
+        (("--model", "9b"), "--model is '9b'; give 8b, 34b"),
+        (("--modes", "cp"), "There is no mode 'cp'"),
+        (("--timeline", "t.json", "--timeline_rank", "8"), "servers 0 to 7"),
+        (("--context", "[16777216]"), "does not fit into 8 data-parallel ranks"),
+    ],
+)
+def test_mistakes_are_sentences(
+    words: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "pretrain-long", *words)
+    assert code == 2
+    assert said in " ".join((out + err).split())
+    assert "Traceback" not in out + err
+
+
+def test_models_are_names_or_configurations(tmp_path: Path) -> None:
+    configurations = Path(__file__).parents[2] / "configs"
+    for name in ("8b", "34b"):
+        assert read_model(str(configurations / f"llama-{name}.yaml")) == MODELS[name]
+    (tmp_path / "none.yaml").write_text("name: x")
+    with pytest.raises(OptionError, match="has no model"):
+        read_model(str(tmp_path / "none.yaml"))

@@ -1,0 +1,45 @@
+"""Against the trainer's own prediction, which tests hold against measured peaks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distca.plan import analytic_cost
+from distca.simulate import MODELS, Cluster, Job, Model
+from distca.simulate.memory import at_home, static_bytes
+from distca.train.config.cli import parse_run_config
+from distca.train.run.memory import predict_memory
+
+CONFIGURATION = str(Path(__file__).parents[2] / "configs" / "llama-8b.yaml")
+
+
+@pytest.mark.parametrize(("tp", "pp", "recompute"), [(1, 1, "none"), (1, 1, "mlp"), (2, 2, "none"), (2, 1, "mlp")])
+def test_packed_documents_need_what_the_trainer_predicts(tp: int, pp: int, recompute: str) -> None:
+    words = {
+        "model.layers": 4,
+        "parallel.tp": tp,
+        "parallel.pp": pp,
+        "train.recompute": recompute,
+        "cad.enabled": False,
+    }
+    words |= {"train.micro_batches": 4, "data.tokens_per_rank": 65_536}
+    line = [str(word) for name, value in words.items() for word in (f"--{name}", str(value).lower())]
+    config = parse_run_config(["--config", CONFIGURATION, *line])
+    stages = predict_memory(config, 8, MODELS["8b"].vocabulary)
+    shape = Model(4, 4096, 14336, 32, 8)
+    part = shape.shape(tp)
+    job = Job(
+        shape,
+        Cluster(8),
+        analytic_cost(part.heads, part.kv_heads, part.head_dim),
+        tp=tp,
+        pp=pp,
+        tokens_per_rank=65_536,
+        recompute=recompute,  # type: ignore[arg-type]
+    )
+    first = stages[0]
+    assert static_bytes(job) == pytest.approx(first.weights + first.gradients + first.optimizer, rel=1e-3)
+    rows = np.array([65_536])
+    found = at_home(job, rows, rows, np.zeros(1), first.micro_batches, last=pp == 1)[0]
+    assert found == pytest.approx(first.total, rel=0.03)

@@ -1,0 +1,70 @@
+"""What cannot be simulated is said in a sentence."""
+
+import numpy as np
+import pytest
+
+from distca.plan import area_cost
+from distca.simulate import MODELS, Cluster, Job, Model, SimulationError, Workload, load_rates
+from distca.simulate.kernel_rate import at_rate, forward_tflops
+from tests.simulate.cases import pair_cost, small_job
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": 12}, "gpus is 12, which nodes of 8 do not divide"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"gpus": 8, "network_gb_s": 0}, "network_gb_s is 0; it must be above 0"),
+        ({"gpus": 8, "nvlink_gb_s": float("nan")}, "nvlink_gb_s is nan"),
+        ({"gpus": 8, "network_latency_us": -1}, "network_latency_us is -1"),
+        ({"gpus": 8, "memory_gib": 0}, "memory_gib is 0"),
+    ],
+)
+def test_clusters(options: dict, said: str):
+    with pytest.raises(SimulationError, match=said):
+        Cluster(**options)
+
+
+def test_jobs():
+    for options, said in (
+        ({"tp": 2}, "The cost table is for 2 query heads"),
+        ({"tp": 3}, "tp is 3, which does not divide the 2 query heads"),
+        ({"pp": 3, "gpus": 4}, "does not divide the 4 GPUs"),
+        ({"recompute": "some"}, "choose one of none, mlp, all"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"cost": area_cost(2, 2, 8)}, "no linear layers"),
+        ({"cost": pair_cost(heads=4)}, "The cost table is for 4 query heads, 2 key/value heads"),
+    ):
+        with pytest.raises(SimulationError, match=said):
+            small_job(**options)
+    with pytest.raises(SimulationError, match="does not divide the 3 layers"):
+        Job(Model(3, 16, 32, 2, 2, 8), Cluster(2), pair_cost(), pp=2)
+    with pytest.raises(SimulationError, match="stays inside a node"):
+        Job(MODELS["8b"], Cluster(8, 4), pair_cost(), tp=8)
+
+
+def test_workloads():
+    with pytest.raises(SimulationError, match="has 50 tokens, but the context is 40"):
+        Workload.draw(np.array([50]), 40, 2, 100, 1, 0)
+    with pytest.raises(SimulationError, match="does not fit into 2 data-parallel ranks of 100 tokens"):
+        Workload.draw(np.array([50]), 400, 2, 100, 1, 0)
+
+
+def test_rates(tmp_path):
+    (tmp_path / "rates.json").write_text('{"rates": {}}')
+    with pytest.raises(SimulationError, match="lack a number"):
+        load_rates(tmp_path / "rates.json")
+    with pytest.raises(SimulationError, match="cannot be read"):
+        load_rates(tmp_path / "none.json")
+
+
+def test_kernels_at_another_rate():
+    scaled = at_rate(pair_cost(), 0.5)
+    assert forward_tflops(scaled) == pytest.approx(0.5)
+    both = (
+        scaled.per_direction("both", np.array([5]), np.array([9])),
+        pair_cost().per_direction("both", np.array([5]), np.array([9])),
+    )
+    assert (both[0] / both[1]).ravel() == pytest.approx([forward_tflops(pair_cost()) / 0.5] * 2)
+    with pytest.raises(SimulationError, match="attention_tflops is 0"):
+        at_rate(pair_cost(), 0)

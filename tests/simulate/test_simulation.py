@@ -1,0 +1,143 @@
+"""Predicted steps: what is computed is computed once, nothing beats its busiest stream, and cases by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distca.baselines import parse_mode
+from distca.plan import server_seconds
+from distca.simulate import Cluster, Workload, simulate
+from distca.simulate.cad import planned
+from distca.simulate.job import VALUE
+from distca.simulate.simulation import Prediction
+from tests.simulate.cases import documents, pair_cost, small_job
+
+RANDOM = np.random.default_rng(3).integers(1, 700, size=24)
+MODES = ("distca", "packed", "variable", "cp2", "cp2-keep", "cp4", "ring4", "ulysses2")
+
+
+def random_workload(micro_batches: int = 1) -> Workload:
+    return Workload.draw(RANDOM, 700, 4, 2000, micro_batches, seed=1)
+
+
+def pairs(workload: Workload) -> float:
+    lengths = np.concatenate([each.lengths for each in workload.micro_batches])
+    return float((lengths * (lengths + 1) / 2).sum())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_pair_is_computed_once_and_no_step_beats_its_busiest_stream(mode: str):
+    job = small_job(4, tokens_per_rank=2000, gpus_per_node=2)
+    workload = random_workload(2)
+    found = simulate(job, parse_mode(mode), workload)
+    # Ring steps are priced as shares of causal ranges, which counts half a pair of each row as one.
+    assert found.attention_s.sum() == pytest.approx(job.layers * 3.5e-6 * pairs(workload), rel=0.01)
+    rows = sum(each.tokens for each in workload.micro_batches)
+    linear = job.layers * 3e-9 * job.model.layer_weights * rows
+    assert found.busy_s.sum() == pytest.approx(found.attention_s.sum() + linear)
+    assert found.step_s >= found.busy_s.max()
+    assert 0 <= found.exposed_share <= found.idle_share + 1e-12
+    assert found.tokens == rows
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_plans_own_bytes_travel_and_its_own_seconds_are_served(pp: int):
+    job = small_job(4, pp=pp, tokens_per_rank=2000, level_time=False)
+    workload = Workload.draw(RANDOM, 700, 4 // pp, 2000, 2, seed=1)
+    plan = planned(job, workload)
+    found = simulate(job, parse_mode("distca"), workload, plan=plan)
+    served = sum(server_seconds(each, job.cost, way) for way, phase in plan.phases for each in phase.plans)
+    if pp == 1:  # phases of forward and backward have one plan, which counts for both
+        served = sum(server_seconds(each, job.cost, "both") for phase in plan.forward for each in phase.plans)
+    assert found.attention_s == pytest.approx(job.layers * served)
+    for _, phase in plan.phases:
+        for each in phase.plans:
+            each.check()
+    passed = 0
+    if pp > 1:  # activations and gradients of all micro-batches, once
+        passed = 2 * sum(each.tokens for each in workload.micro_batches) * job.model.hidden * VALUE
+    assert found.sent_bytes.sum() == pytest.approx(job.layers * plan.balance().bytes_moved + passed)
+
+
+def test_two_ranks_by_hand_packed():
+    job = small_job(2, layers=1)
+    found = simulate(job, parse_mode("packed"), documents([(4, 0), (10, 1)]))
+    seconds = [3.5e-6 * (n * (n + 1) / 2) + 3e-9 * job.model.layer_weights * n for n in (4, 10)]
+    assert found.busy_s == pytest.approx(seconds)
+    assert found.step_s - found.reduction_s == pytest.approx(seconds[1])
+
+
+def test_two_ranks_by_hand_context_parallelism():
+    job = small_job(cluster=Cluster(2, 1, network_gb_s=1e-3, network_latency_us=0), layers=1)
+    found = simulate(job, parse_mode("cp2-keep"), documents([(400, 0)], bins=1))
+    # Pieces of 100 tokens: rank 0 has the first and the last, rank 1 those between.
+    ends = np.array([100, 200, 300, 400])
+    own = 100 * (ends - 49.5)
+    attention = 3.5e-6 * np.array([own[0] + own[3], own[1] + own[2]])
+    linear = 3e-9 * job.model.layer_weights * 200
+    assert found.busy_s == pytest.approx(attention + linear)
+    carried = 200 * job.shape.kv_bytes / 1e6
+    assert found.sent_bytes.tolist() == [2 * 200 * job.shape.kv_bytes] * 2
+    # The gather of keys and values, and the return of their gradients.
+    assert found.step_s - found.reduction_s == pytest.approx(attention.max() + linear + 2 * carried, rel=1e-3)
+    hidden = simulate(job, parse_mode("cp2-keep"), documents([(400, 0)], bins=1), hidden=True)
+    assert found.busy_s.max() < hidden.step_s < found.step_s
+
+
+def test_equal_documents_give_equal_times_and_nothing_travels():
+    job = small_job(4, gpus_per_node=1)
+    found = simulate(job, parse_mode("distca"), documents([(500, r) for r in range(4)] * 2, bins=4))
+    assert np.ptp(found.busy_s) == pytest.approx(0, abs=1e-12)
+    assert not found.sent_bytes.any()
+    assert found.idle_share == pytest.approx(found.reduction_s / found.step_s)
+    assert found.attention_imbalance == pytest.approx(1)
+
+
+def test_faster_links_never_make_a_step_longer_and_slow_ones_show():
+    workload = random_workload()
+    steps = []
+    for rate in (1e-5, 1e-3, 1e-1, 100):
+        job = small_job(cluster=Cluster(4, 1, network_gb_s=rate, network_latency_us=0), tokens_per_rank=2000)
+        for mode in ("distca", "cp4", "ring4", "ulysses2"):
+            found = simulate(job, parse_mode(mode), workload)
+            steps.append((mode, found.step_s, found.exposed_share))
+    for mode in ("distca", "cp4", "ring4", "ulysses2"):
+        seconds, exposed = zip(*[each[1:] for each in steps if each[0] == mode], strict=True)
+        assert list(seconds) == sorted(seconds, reverse=True)
+        assert exposed[0] > 0.5 > 0.01 > exposed[-1]
+
+
+def test_ticks_and_1f1b_take_as_many_phases_as_they_have():
+    """Equal documents that fill every rank: all phases take equally long, and bubbles are warm-up and drain alone."""
+    for micro_batches, pp in ((4, 2), (3, 3), (5, 4)):
+        job = small_job(pp, pp=pp, layers=1, tokens_per_rank=100, level_time=False, cost=pair_cost(linear=0.0))
+        job = replace(job, cluster=Cluster(pp, 8, nvlink_gb_s=1e9, nvlink_latency_us=0, network_latency_us=0))
+        workload = documents(*[[(100, 0)]] * micro_batches, bins=1)
+        found = simulate(job, parse_mode("packed"), workload)
+        one = 3.5e-6 * 5050
+        assert found.step_s == pytest.approx((micro_batches + pp - 1) * one)
+        assert found.idle_share == pytest.approx((pp - 1) / (micro_batches + pp - 1))
+        ticks = simulate(job, parse_mode("distca"), workload)
+        # Idle stages serve, so that the same work takes less than as many full phases.
+        assert micro_batches * one <= ticks.step_s * 1.0001 < (micro_batches + pp - 1) * one
+
+
+def test_memory_grows_with_rows_and_shrinks_with_recomputation():
+    def peak(mode: str = "distca", **options) -> Prediction:
+        return simulate(small_job(4, tokens_per_rank=2000, **options), parse_mode(mode), random_workload())
+
+    for mode in ("distca", "packed", "cp4-keep"):
+        sizes = [peak(mode, recompute=how).memory_bytes.max() for how in ("none", "mlp", "all")]
+        assert sizes[0] > sizes[1] > sizes[2]
+    assert peak("cp4-keep").memory_bytes.max() > peak("cp4").memory_bytes.max()
+    assert peak(layers=4).memory_bytes.max() > peak(layers=2).memory_bytes.max()
+
+
+def test_a_timeline_covers_what_a_rank_did():
+    job = small_job(4, tokens_per_rank=2000, gpus_per_node=1)
+    found = simulate(job, parse_mode("distca"), random_workload(), watched=[2])
+    assert {span.rank for span in found.spans} == {2}
+    computed = sum(span.seconds for span in found.spans if span.track.startswith("compute"))
+    assert computed == pytest.approx(found.busy_s[2])
+    assert max(span.start + span.seconds for span in found.spans) <= found.step_s
