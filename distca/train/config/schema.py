@@ -125,13 +125,23 @@ class DataConfig:
     """Where documents come from and how they fill the ranks.
 
     Attributes:
-        source: stdlib = the Python files of this interpreter's standard library; text = text files; jsonl = one JSON
-            object with a "text" field a line; indexed = Megatron's .bin/.idx pair; mix = random tokens whose document
-            lengths follow the named mix in path.
-        path: file, folder, .bin/.idx prefix, or the name of a mix: pretrain, prolong, and with -long behind it their
-            long-context versions, stretched to context_length.
-        tokenizer: of sources stdlib, text and jsonl, only bytes: for another one, first tokenize with "distca data
-            convert". Sources indexed and mix hold token ids already and ignore it.
+        source: stdlib = the Python files of this interpreter's standard library; text = text files; jsonl = JSON Lines,
+            also .gz and .zst; parquet = Parquet files; arrow = a folder that the library datasets saved to disk; blend
+            = several of these, as a YAML file says; indexed = Megatron's .bin/.idx pair; mix = random tokens whose
+            document lengths follow the named mix in path.
+        path: file, folder, .bin/.idx prefix, a blend's YAML file, or the name of a mix: pretrain, prolong, and with
+            -long behind it their long-context versions, stretched to context_length.
+        field: of each JSON object, or column of each table, that holds the document; null takes text, with
+            conversations messages.
+        conversations: documents are conversations, lists of messages with role and content, which go through the
+            tokenizer's chat template; only the assistant's turns are learned.
+        tokenizer: of text: bytes, a tokenizer.json, or a folder that holds one. Sources indexed and mix hold token ids
+            already and ignore it.
+        begin_token: a token of the tokenizer that every text begins with; null takes the one that a model's folder
+            says, an empty one is none.
+        end_token: the same for the end of every text.
+        cache: folder where tokens of texts are kept: the first start makes them, later ones find them by content and
+            tokenizer. All nodes see it. Null takes the folder tokens in output.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
         context_length: most tokens a document may have.
         longer: what happens to a longer document: error stops the run, split cuts it into documents that fit.
@@ -143,9 +153,14 @@ class DataConfig:
         seed: seed of the order of documents.
     """
 
-    source: Literal["stdlib", "text", "jsonl", "indexed", "mix"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "parquet", "arrow", "blend", "indexed", "mix"] = "stdlib"
     path: str | None = None
+    field: str | None = None
+    conversations: bool = False
     tokenizer: str = "bytes"
+    begin_token: str | None = None
+    end_token: str | None = None
+    cache: str | None = None
     vocabulary: int = 0
     context_length: int = 4096
     longer: Literal["error", "split"] = "error"
@@ -291,6 +306,11 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def resolved_cache(self) -> str:
+        """data.cache, with null resolved."""
+        return self.data.cache or f"{self.output}/tokens"
 
     @property
     def resolved_nvshmem_buffer_gb(self) -> float:

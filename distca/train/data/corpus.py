@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from distca.data.corpus import Corpus, DocumentSet
 from distca.data.sampler import Sampler
 from distca.data.sources import open_source
 from distca.train.config.schema import RunConfig
+from distca.train.data.tokens import is_read_directly, make_tokens, open_tokens
 
 if TYPE_CHECKING:
     from megatron_patches.step import StepDocuments
 
 
-def open_corpus(config: RunConfig) -> Corpus:
+def open_corpus(config: RunConfig, prefixes: Sequence[str | None] | None = None) -> Corpus:
     """Open the run's documents.
+
+    Args:
+        config: the run.
+        prefixes: by source, its tokens; None tokenizes here what has to be.
 
     Raises:
         DataError: on missing or empty data, or documents that are too long.
+        VersionError: a package that the data needs is missing.
     """
     data = config.data
-    source = open_source(
-        data.source,
-        data.path,
-        data.tokenizer,
-        vocabulary=data.vocabulary,
-        seed=data.seed,
-        max_length=data.context_length if data.source == "mix" else None,
-    )
+    if is_read_directly(config):
+        source = open_source(
+            data.source,
+            data.path,
+            vocabulary=data.vocabulary,
+            seed=data.seed,
+            max_length=data.context_length if data.source == "mix" else None,
+            field=data.field or "text",
+        )
+    else:
+        source = open_tokens(config, make_tokens(config) if prefixes is None else prefixes)
     return Corpus(source, data.context_length, data.longer, data.validation_fraction, data.seed)
 
 

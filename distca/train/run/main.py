@@ -57,17 +57,34 @@ def _die(error: DistcaError, everywhere: bool = False) -> NoReturn:
     die(with_settings(str(error)), error.next_step, everywhere)
 
 
-def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | None]:
-    """Everything that can be refused without torch, process groups or tokens."""
-    from distca.train.checkpoint.checkpoints import check_fits
+def _check(config: RunConfig, world_size: int) -> Corpus | None:
+    """Everything that can be refused without torch, process groups or tokens; the documents, unless they have to be
+    tokenized first."""
     from distca.train.checkpoint.folders import check_folders
-    from distca.train.data.corpus import open_corpus, open_sampler
+    from distca.train.data.corpus import open_corpus
+    from distca.train.data.tokens import find_tokens, is_read_directly, vocabulary_of
     from megatron_patches.versions import check_version
 
     check_version()
     validate(config, world_size)
     check_folders(config)
-    corpus = open_corpus(config)
+    corpus = None
+    if is_read_directly(config):
+        corpus = open_corpus(config)
+    elif (prefixes := find_tokens(config)) is not None:
+        corpus = open_corpus(config, prefixes)
+    if corpus is None:
+        validate(config, world_size, vocabulary_of(config))
+        return None
+    _check_corpus(config, corpus, world_size)
+    return corpus
+
+
+def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> None:
+    """What can be refused once the documents are known."""
+    from distca.train.checkpoint.checkpoints import check_fits
+    from distca.train.data.corpus import open_sampler
+
     if len(corpus.train) and corpus.train.lengths.max() < 2:
         raise DataError("No document has more than one token, so there is no next token to learn; change data.path.")
     validate(config, world_size, corpus.vocabulary)
@@ -75,11 +92,10 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
     sampler = open_sampler(config, corpus.train, data_parallel)
     if len(corpus.validation):
         open_sampler(config, corpus.validation, data_parallel)
-    checkpoint = None
     if config.checkpoint.resume and os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
         found = resume_run_folder(config)
         if found is None:
-            return corpus, None
+            return
         _, checkpoint = found
         check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
         if checkpoint.step >= config.train.steps and config.checkpoint.resume not in RESUME_OR_START:
@@ -87,7 +103,6 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
                 f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "
                 "nothing is left to do. Raise train.steps."
             )
-    return corpus, checkpoint
 
 
 def _run(config: RunConfig) -> None:
@@ -99,14 +114,34 @@ def _run(config: RunConfig) -> None:
         from distca.cluster.health import Health
         from megatron_patches.world import join_world, leave_world
 
-        corpus, _ = _check(config, launched().size)
+        corpus = _check(config, launched().size)
         world = join_world()
     setup_logging(world.rank)
     health = Health()
     with health.ends_failures(), settings_named():
-        run_on(replace(world, health=health), config, corpus)
+        run_on(replace(world, health=health), config, tokenized_corpus(config, world, corpus))
         health.part()
     leave_world()
+
+
+def tokenized_corpus(config: RunConfig, world: World, corpus: Corpus | None = None) -> Corpus:
+    """The run's documents on every rank, tokenized by rank 0 where they have to be; every rank calls it.
+
+    Args:
+        config: the run.
+        world: the ranks.
+        corpus: the documents, where this rank has found them already.
+    """
+    from distca.train.data.corpus import open_corpus
+    from distca.train.data.tokens import is_read_directly, make_tokens_together
+
+    if is_read_directly(config):
+        return corpus or open_corpus(config)
+    # Also by ranks that have found them: others may not.
+    prefixes = make_tokens_together(config, world)
+    corpus = open_corpus(config, prefixes)
+    _check_corpus(config, corpus, world.size)
+    return corpus
 
 
 def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
