@@ -128,10 +128,10 @@ def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch
     the gradients of the global batch are divided at its end, and both for the log.
 
     Args:
-        loss_mask: [1, rows] bool.
+        loss_mask: [1, rows] bool, or weights, of which those above 0 count.
         total: the last stage's output, the sum of the losses.
     """
-    tokens = loss_mask.sum()
+    tokens = (loss_mask > 0).sum()
     # A stored clone: Megatron may change the returned loss in place.
     return total, tokens.int(), torch.stack((total.detach().double(), tokens.double()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distca.commands.options import check_least
+from distca.data.chat import chat_recipe
 from distca.data.convert import check_output
 from distca.data.convert import convert as convert_texts
 from distca.data.encoding import processes_for
@@ -27,6 +28,7 @@ def convert(
     field: str | None = None,
     begin_token: str | None = None,
     end_token: str | None = None,
+    conversations: bool = False,
     processes: int = 0,
 ) -> None:
     """Tokenize text once and write it as Megatron's .bin/.idx pair, beside a .json that names the vocabulary. What was
@@ -42,6 +44,8 @@ def convert(
         begin_token: a token of the tokenizer to put before every document, by default the one that a model's folder
             says; empty for none.
         end_token: the same for the end of every document.
+        conversations: documents are lists of messages with role and content, by default in the field messages, which go
+            through the folder's chat template; a file .mask says which tokens the assistant says.
         processes: that tokenize; 0 takes one per CPU, fewer for small texts.
     """
     from rich.console import Console
@@ -50,7 +54,10 @@ def convert(
 
     check_least(0, processes=processes)
     prefix = check_output(output)
-    recipe = Recipe(find_tokenizer(tokenizer, begin_token, end_token), field or "text")
+    usual = "messages" if conversations else "text"
+    recipe = Recipe(find_tokenizer(tokenizer, begin_token, end_token), field or usual)
+    if conversations:
+        recipe = chat_recipe(recipe)
     texts = open_texts(source, path)
     with tokenizing_progress(texts.bytes) as advanced:
         done = convert_texts(

@@ -211,6 +211,8 @@ class TrainConfig:
         fp8: products of Transformer Engine's linear layers in FP8: none; current = scaled by the largest value of each
             tensor; delayed = by those of the steps before; blockwise = by those of blocks. Weights, gradients and
             everything else stay as train.precision says.
+        loss: what weighs the same in the loss of a step: token = every token that is to be learned; document = every
+            document, or conversation, that has some.
         recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
             each layer's MLP, which holds over half of them; all = everything but core attention (with cad.enabled
             only), which needs least memory and most time. Core attention is never recomputed, so nothing is sent twice.
@@ -226,6 +228,7 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = "fp32"
     linears: Literal["auto", "local", "te"] = "auto"
     fp8: Literal["none", "current", "delayed", "blockwise"] = "none"
+    loss: Literal["token", "document"] = "token"
     recompute: Literal["none", "mlp", "all"] = "none"
     seed: int = 1234
     time_limit: float = 0.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from distca.data.blend import Blend, Ingredient, read_blend
 from distca.data.cache import CachedTokens
+from distca.data.chat import chat_recipe
 from distca.data.encoding import processes_for
 from distca.data.progress import tokenizing_progress
 from distca.data.recipe import Recipe
@@ -61,7 +62,9 @@ def caches(config: RunConfig) -> list[CachedTokens | None]:
 def _cached(config: RunConfig, ingredient: Ingredient) -> CachedTokens:
     data = config.data
     tokenizer = find_tokenizer(data.tokenizer, data.begin_token, data.end_token)
-    recipe = Recipe(tokenizer, ingredient.field or data.field or "text")
+    recipe = Recipe(tokenizer, ingredient.field or data.field or ("messages" if data.conversations else "text"))
+    if data.conversations:
+        recipe = chat_recipe(recipe)
     return CachedTokens(Path(config.resolved_cache), open_texts(ingredient.source, ingredient.path), recipe)
 
 

@@ -38,9 +38,9 @@ _CAN_BE_BASE = "import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version
 
 
 def find_python(extras: str = "") -> str | None:
-    """A Python with everything, and with the modules of extras, which commas divide; None where neither the active one nor .venv has it.
-    It is used as it is."""
-    modules = _MODULES + [module for extra in extras.split(",") for module in _MODULES_OF_EXTRA.get(extra, [])]
+    """A Python with everything, and with the modules of extras, which commas divide; None where neither the active one
+    nor .venv has it. It is used as it is."""
+    modules = [*_MODULES, *(module for extra in extras.split(",") for module in _MODULES_OF_EXTRA.get(extra, []))]
     if _succeeds("python", "-", *modules, source=_HAS_MODULES):
         return "python"
     return _activate() if _succeeds(str(_venv_python()), "-", *modules, source=_HAS_MODULES) else None

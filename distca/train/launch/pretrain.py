@@ -19,8 +19,7 @@ from distca.train.launch.machines import Machines, find_machines
 from distca.train.launch.say import leave, report, say
 from distca.words import count
 
-
-_WITH_PACKAGES = ("jsonl", "parquet", "arrow", "blend")
+_WITH_PACKAGES = ("parquet", "arrow", "blend")
 """Values of DATA_SOURCE whose files need packages."""
 
 

@@ -78,7 +78,7 @@ class _Loop:
                 self._metrics = stack.enter_context(MetricsWriter(self._folder.path, log.tensorboard, resumed_at))
                 self._progress = stack.enter_context(StepProgress(steps, done=self._first, every=log.every))
             stack.enter_context(self._garbage)
-            documents = dealt(self._corpus.train, self._sampler, steps - self._first)
+            documents = dealt(self._corpus.train, self._sampler, steps - self._first, self._config.train.loss)
             ahead = stack.enter_context(closing(self._trainer.cad.plan_ahead(documents, self._first + 1)))
             health = self._trainer.world.health
             if health is not None:  # entered last: what is closed above may wait for other ranks

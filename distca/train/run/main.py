@@ -57,9 +57,9 @@ def _die(error: DistcaError, everywhere: bool = False) -> NoReturn:
     die(with_settings(str(error)), error.next_step, everywhere)
 
 
-def _check(config: RunConfig, world_size: int) -> Corpus | None:
+def _check(config: RunConfig, world_size: int) -> tuple[Corpus | None, Checkpoint | None]:
     """Everything that can be refused without torch, process groups or tokens; the documents, unless they have to be
-    tokenized first."""
+    tokenized first, and the checkpoint to go on from."""
     from distca.train.checkpoint.folders import check_folders
     from distca.train.data.corpus import open_corpus
     from distca.train.data.tokens import find_tokens, is_read_directly, vocabulary_of
@@ -75,13 +75,12 @@ def _check(config: RunConfig, world_size: int) -> Corpus | None:
         corpus = open_corpus(config, prefixes)
     if corpus is None:
         validate(config, world_size, vocabulary_of(config))
-        return None
-    _check_corpus(config, corpus, world_size)
-    return corpus
+        return None, None
+    return corpus, _check_corpus(config, corpus, world_size)
 
 
-def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> None:
-    """What can be refused once the documents are known."""
+def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpoint | None:
+    """What can be refused once the documents are known; the checkpoint to go on from."""
     from distca.train.checkpoint.checkpoints import check_fits
     from distca.train.data.corpus import open_sampler
 
@@ -95,7 +94,7 @@ def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> None:
     if config.checkpoint.resume and os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
         found = resume_run_folder(config)
         if found is None:
-            return
+            return None
         _, checkpoint = found
         check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
         if checkpoint.step >= config.train.steps and config.checkpoint.resume not in RESUME_OR_START:
@@ -103,6 +102,8 @@ def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> None:
                 f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "
                 "nothing is left to do. Raise train.steps."
             )
+        return checkpoint
+    return None
 
 
 def _run(config: RunConfig) -> None:
@@ -114,7 +115,7 @@ def _run(config: RunConfig) -> None:
         from distca.cluster.health import Health
         from megatron_patches.world import join_world, leave_world
 
-        corpus = _check(config, launched().size)
+        corpus, _ = _check(config, launched().size)
         world = join_world()
     setup_logging(world.rank)
     health = Health()
