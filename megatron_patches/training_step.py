@@ -123,6 +123,13 @@ def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor
     return loss, partial(loss_and_tokens, batch.loss_mask)
 
 
+def log_probabilities_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    """The forward step that reports the log-probability of every row's label, [1, rows]; for forward only."""
+    batch = next(batches)
+    output = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, log_probabilities=True)
+    return output, lambda values: (values.sum(), batch.loss_mask.sum().int(), values.detach().clone())
+
+
 def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What Megatron's schedules want to know of a micro-batch: the loss summed over its tokens, their number, by which
     the gradients of the global batch are divided at its end, and both for the log.
