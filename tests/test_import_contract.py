@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom to the top; no row imports from its own, but each package from itself.
 ROWS = (
-    ("distca.errors", "distca.log", "distca.words"),
+    ("distca.errors", "distca.log", "distca.versions", "distca.words"),
     ("distca.plan",),
     ("distca.baselines", "distca.cluster", "distca.device"),
     ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),

@@ -172,10 +172,13 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine decay.
+    """AdamW with a linear warm-up and then a schedule.
 
     Attributes:
         lr: learning rate of the first step after the warm-up.
+        schedule: after the warm-up: cosine and linear go down to min_lr, constant stays; wsd stays and goes down
+            linearly in the last decay_steps.
+        decay_steps: steps in which wsd goes down; null takes a tenth of train.steps.
         min_lr: learning rate that a step after the last one would have.
         warmup_steps: steps before lr is reached, the first with lr / warmup_steps; null takes a sixth of train.steps,
             at most 100, and in a resumed run what the run had before.
@@ -188,6 +191,8 @@ class OptimizerConfig:
     """
 
     lr: float = 3e-3
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    decay_steps: int | None = None
     min_lr: float = 3e-4
     warmup_steps: int | None = None
     weight_decay: float = 0.1
@@ -219,6 +224,8 @@ class TrainConfig:
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
             and SIGUSR1 do the same at any time.
+        evaluate: only compute the validation loss, of checkpoint.init_from or checkpoint.resume, and train nothing;
+            with data.validation_fraction 0 over all documents.
         validate_every: steps between validations; 0 validates only at the end, if there is a validation set.
         validate_batches: global batches per validation.
     """
@@ -232,6 +239,7 @@ class TrainConfig:
     recompute: Literal["none", "mlp", "all"] = "none"
     seed: int = 1234
     time_limit: float = 0.0
+    evaluate: bool = False
     validate_every: int = 0
     validate_batches: int = 4
 
@@ -272,6 +280,7 @@ class LogConfig:
         timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
             before records what it has of them.
         tensorboard: also write TensorBoard events.
+        wandb: project of Weights & Biases that metrics also go to; needs the package wandb, and its own settings.
         memory: on CPUs, also record the memory that processes have after each step; the peak memory of GPUs is always
             recorded.
     """
@@ -279,6 +288,7 @@ class LogConfig:
     every: int = 1
     timeline_steps: tuple[int, int] | None = None
     tensorboard: bool = True
+    wandb: str | None = None
     memory: bool = False
 
 
@@ -330,6 +340,12 @@ class RunConfig:
         """optimizer.warmup_steps, with null resolved for a run that does not resume."""
         given = self.optimizer.warmup_steps
         return min(self.train.steps // 6, 100) if given is None else given
+
+    @property
+    def resolved_decay_steps(self) -> int:
+        """optimizer.decay_steps, with null resolved."""
+        given = self.optimizer.decay_steps
+        return max(self.train.steps // 10, 1) if given is None else given
 
     @property
     def resolved_backward(self) -> Literal["keep", "resend"]:

@@ -18,6 +18,7 @@ from distca.train.config.cli import files_first, parse_run_config
 from distca.train.config.names import settings_named, with_settings
 from distca.train.config.schema import RESUME_OR_START, RunConfig
 from distca.train.config.validate import validate
+from distca.train.metrics.writer import check_wandb
 from distca.train.run.run_folder import (
     Checkpoint,
     RunFolder,
@@ -67,6 +68,8 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus | None, Checkpoin
 
     check_version()
     validate(config, world_size)
+    if config.log.wandb:
+        check_wandb()
     check_folders(config)
     corpus = None
     if is_read_directly(config):
@@ -97,7 +100,8 @@ def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpo
             return None
         _, checkpoint = found
         check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
-        if checkpoint.step >= config.train.steps and config.checkpoint.resume not in RESUME_OR_START:
+        done = checkpoint.step >= config.train.steps and not config.train.evaluate
+        if done and config.checkpoint.resume not in RESUME_OR_START:
             raise ConfigError(
                 f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "
                 "nothing is left to do. Raise train.steps."
@@ -160,7 +164,8 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         from distca.train.checkpoint.checkpoints import changes_since, with_saved_warmup
         from distca.train.run.builder import build_trainer
         from distca.train.run.consistency import check_same_start
-        from distca.train.run.loop import train
+        from distca.train.run.loop import evaluate, train
+        from distca.train.run.record import console_log, record_start
 
     check_same_start(config, corpus, world)
     with ExitStack() as held:
@@ -168,7 +173,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         if resumed is not None:
             folder, newest = resumed
             checkpoint = _intact(folder, newest, world)
-            if checkpoint.step >= config.train.steps:
+            if checkpoint.step >= config.train.steps and not config.train.evaluate:
                 logger.info("%s has all of its %d steps: nothing is left to do.", folder.path, config.train.steps)
                 return folder
             config = with_saved_warmup(config, checkpoint.path)
@@ -177,10 +182,13 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         trainer = build_trainer(config, world, corpus.vocabulary)
         if resumed is None:
             folder = _decided(world.rank, lambda: _hold_new(config, held))
-        elif world.rank == 0:
+        elif world.rank == 0 and not config.train.evaluate:
             folder.write_resumed_config(config, checkpoint.step)
+        held.enter_context(console_log(folder, world.rank))
+        record_start(folder, world.rank, world.size)
         logger.info("Run folder: %s", folder.path)
-        train(trainer, corpus, folder, None if resumed is None else checkpoint)
+        run = evaluate if config.train.evaluate else train
+        run(trainer, corpus, folder, None if resumed is None else checkpoint)
     return folder
 
 
