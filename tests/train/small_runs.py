@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,7 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     from megatron_patches.world import World
 
     use_cpu()
+    logging.getLogger("distca").setLevel(logging.INFO)  # for console.log
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     folders = []
     try:
