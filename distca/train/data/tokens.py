@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,16 +114,29 @@ def make_tokens_together(config: RunConfig, world: World) -> list[str | None]:
     """
     import torch.distributed as dist
 
-    with ThreadPoolExecutor(1, thread_name_prefix="distca-tokenizing") as thread:
-        work = thread.submit(make_tokens, config) if world.rank == 0 else None
-        said: list[list[str | None] | Exception | None] = [None]
-        while said[0] is None:
-            if work is not None:
-                said = [_result_of(work)]
-            dist.broadcast_object_list(said)
+    work = _started(config) if world.rank == 0 else None
+    said: list[list[str | None] | Exception | None] = [None]
+    while said[0] is None:
+        if work is not None:
+            said = [_result_of(work)]
+        dist.broadcast_object_list(said)
     if isinstance(said[0], Exception):
         raise said[0]
     return said[0]
+
+
+def _started(config: RunConfig) -> Future[list[str | None]]:
+    """The work in a thread that ends with the process: what interrupts the run must not wait for it."""
+    work: Future[list[str | None]] = Future()
+
+    def run() -> None:
+        try:
+            work.set_result(make_tokens(config))
+        except BaseException as error:
+            work.set_exception(error)
+
+    threading.Thread(target=run, name="distca-tokenizing", daemon=True).start()
+    return work
 
 
 def _result_of(work: Future[list[str | None]]) -> list[str | None] | Exception | None:

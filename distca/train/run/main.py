@@ -142,6 +142,8 @@ def tokenized_corpus(config: RunConfig, world: World, corpus: Corpus | None = No
 
     if is_read_directly(config):
         return corpus or open_corpus(config)
+    if world.health is not None:
+        world.health.doing("tokenizing")
     # Also by ranks that have found them: others may not.
     prefixes = make_tokens_together(config, world)
     corpus = open_corpus(config, prefixes)
