@@ -32,14 +32,17 @@ def tokenizing_progress(total: int) -> Iterator[Callable[[int], None]]:
 class _Lines:
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
+        self._before: int | None = None
         self._began = self._said = time.monotonic()
 
     def advance(self, size: int) -> None:
+        if self._before is None:
+            self._before = size  # what an earlier start has done
         self._done += size
         now = time.monotonic()
         if now - self._said > _LINE_S:
             self._said = now
-            rate = self._done / (now - self._began)
+            rate = (self._done - self._before) / (now - self._began)
             left = max(self._total - self._done, 0) / max(rate, 1)
             done, total = format_bytes(self._done), format_bytes(self._total)
             logger.info("tokenizing: %s of %s, %s/s, %.0f s to go", done, total, format_bytes(rate), left)
