@@ -24,9 +24,9 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.calibration_runs import NOT_EXPRESSED, RESULTS, Run, errors, kept_runs
-from distca.commands.versions import versions
 from distca.simulate import Rates
 from distca.simulate.rates import RATES, load_rates
+from distca.versions import versions
 
 _TRACES = "traces and kernel times of throughput_2_gpus_30_batches_pretrain_128k_fused"
 # What is fitted begins here and is held there: by so much, as a standard deviation of its logarithm, it may differ.

@@ -33,7 +33,6 @@ from rich.console import Console
 from rich.table import Table
 
 from distca import StepDocuments
-from distca.commands.versions import hardware, versions
 from distca.data.mixes import sample_long_context
 from distca.log import setup_logging
 from distca.train.config.cli import parse_run_config
@@ -44,6 +43,7 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.receive_ring import RingPlace
 from distca.transport.nvshmem.transport import OneSidedTransport
 from distca.transport.select import choose_transport
+from distca.versions import hardware, versions
 from megatron_patches.groups import server_pool_group
 from megatron_patches.step import Batch, make_step
 from megatron_patches.training_step import summed_loss_step

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from distca import join_world, leave_world
-from distca.commands.versions import hardware, versions
 from distca.data.corpus import Corpus
 from distca.log import setup_logging
 from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import RunConfig
 from distca.train.data.corpus import dealt, open_corpus, open_sampler
 from distca.train.run.main import run_on
+from distca.versions import hardware, versions
 from examples import own_training_loop as example
 from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
 from megatron_patches.world import World

@@ -29,13 +29,13 @@ from rich.progress import track
 from benchmarks.calibration_runs import h200_cost
 from benchmarks.throughput.batches import draw_batches
 from benchmarks.throughput.settings import Cell
-from distca.commands.versions import versions
 from distca.data.mixes import Mix
 from distca.errors import DistcaError
 from distca.simulate import MODELS, Cluster, Job, Workload
 from distca.simulate.kernel_rate import at_rate
 from distca.simulate.memory import with_servers
 from distca.simulate.sweep import BEST, BEST_HIDDEN, Outcome, run_mode
+from distca.versions import versions
 
 TP, SEED, TOKENS = 8, 1234, 131_072
 FA2_TFLOPS = 310.0

@@ -31,8 +31,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distca.commands.versions import hardware, versions
 from distca.train.metrics.idle_share import idle_shares
+from distca.versions import hardware, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"off": ["--cad.enabled", "false"], "on": ["--cad.enabled", "true"]}

@@ -29,12 +29,12 @@ from rich.table import Table
 from transport_inputs import MIB, ROW, busiest_bytes, expected, planned, uniform, without_kept
 from transport_timing import beside_ms, steady, timed, wire
 
-from distca.commands.versions import hardware, versions
 from distca.data.mixes import Mix
 from distca.transport import Transport, gather_scatter
 from distca.transport.collective import nccl_goes_first
 from distca.transport.cuda_ops import row_bytes
 from distca.transport.select import choose_transport
+from distca.versions import hardware, versions
 
 
 def main() -> None:

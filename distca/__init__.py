@@ -1,24 +1,26 @@
 """DistCA: long-context LLM training by core attention disaggregation. Importing it needs numpy only.
 
-``CAD``, ``StepDocuments``, ``join_world`` and ``leave_world`` are the public face; they load torch and megatron-core
-when they are first asked for.
+``CAD``, ``StepDocuments``, ``rows_of``, ``join_world`` and ``leave_world`` are the public face; they load torch and
+megatron-core when they are first asked for.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_patches.api import CAD
+    from megatron_patches.per_document import rows_of
     from megatron_patches.step import StepDocuments
     from megatron_patches.world import join_world, leave_world
 
 __version__ = "0.1.0"
-__all__ = ["CAD", "StepDocuments", "join_world", "leave_world"]
+__all__ = ["CAD", "StepDocuments", "join_world", "leave_world", "rows_of"]
 
 _FACE = {
     "CAD": "megatron_patches.api",
     "StepDocuments": "megatron_patches.step",
     "join_world": "megatron_patches.world",
     "leave_world": "megatron_patches.world",
+    "rows_of": "megatron_patches.per_document",
 }
 
 

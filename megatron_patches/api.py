@@ -41,11 +41,17 @@ from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
 from megatron_patches.patches.gpt_forward import patch_forward
 from megatron_patches.patches.position_rotary import use_position_rotary
+from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
 from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
 from megatron_patches.te.choice import Linears, use_te
-from megatron_patches.training_step import ForwardStep, run_schedule, wrap_for_data_parallel
+from megatron_patches.training_step import (
+    ForwardStep,
+    log_probabilities_step,
+    run_schedule,
+    wrap_for_data_parallel,
+)
 from megatron_patches.versions import check_version, drop_log_lines
 
 
@@ -279,6 +285,21 @@ class CAD:
             reports = run_schedule(model, step.batches, forward_step, forward_only=forward_only)
         step.queued()
         return reports
+
+    def log_probabilities(self, step: Step, model: DistributedDataParallel) -> list[list[torch.Tensor]]:
+        """How probable the model finds every document of a step, token by token, on all data-parallel ranks; every rank
+        calls it. Forward only.
+
+        Args:
+            step: from :meth:`plan_ahead` or :meth:`plan_step`.
+            model: from :meth:`data_parallel`.
+
+        Returns:
+            By micro-batch and document of n tokens, [n - 1] float32: the logarithm of the probability of tokens 1, 2
+            ... n - 1, each after those before it. Empty on stages without the loss.
+        """
+        values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
+        return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]
 
     def _join_pool(
         self,

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, by megatron's optimizer and schedule."""
+"""AdamW with warm-up and decay, by megatron's optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class OptimizerSettings(Protocol):
     def clip_grad(self) -> float: ...
     @property
     def distributed(self) -> bool: ...
+    @property
+    def schedule(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,22 @@ class OptimizerAndSchedule:
 
 
 def build_optimizer(
-    model: DistributedDataParallel, settings: OptimizerSettings, steps: int, warmup_steps: int, dtype: torch.dtype
+    model: DistributedDataParallel,
+    settings: OptimizerSettings,
+    steps: int,
+    warmup_steps: int,
+    dtype: torch.dtype,
+    decay_steps: int = 1,
 ) -> OptimizerAndSchedule:
     """Build the optimizer of a wrapped model.
 
     Args:
         model: from wrap_for_data_parallel.
         settings: learning rates, decays, clipping.
-        steps: length of the whole run, for the cosine decay.
+        steps: length of the whole run, for the decay.
         warmup_steps: steps of the linear warm-up before it.
         dtype: of the parameters; float32 master weights are kept with bfloat16.
+        decay_steps: of the schedule wsd, at the end.
     """
     config = OptimizerConfig(
         lr=settings.lr,
@@ -94,7 +102,9 @@ def build_optimizer(
         min_lr=settings.min_lr,
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=max(steps, warmup_steps + 1),
-        lr_decay_style="cosine",
+        lr_decay_style="WSD" if settings.schedule == "wsd" else settings.schedule,
+        wsd_decay_steps=decay_steps,
+        lr_wsd_decay_style="linear",
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=steps,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,13 @@ class StepDocuments:
         homes: by micro-batch, [documents] the data-parallel rank on which each stays whole; None lets documents span
             ranks.
         note: anything the caller wants to find again at the step.
+        weights: by micro-batch, [documents] what each target of a document weighs in the loss; None weighs all alike.
     """
 
     micro_batches: Sequence[Sequence[Document]]
     homes: Sequence[np.ndarray | None] | None = None
     note: Any = None
+    weights: Sequence[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,10 @@ class Batch:
     Attributes:
         tokens: [1, rows] int64.
         labels: [1, rows] int64 next token of the same document.
-        loss_mask: [1, rows] bool; false where there is no next token, and in padding.
+        loss_mask: [1, rows] bool; false where there is no next token, where it is not to be learned, and in padding;
+            float32 weights where documents have some.
         positions: [1, rows] int64 position in the document.
+        documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
         attention: how core attention of these rows runs; goes to the model in place of the attention mask.
     """
 
@@ -56,6 +61,7 @@ class Batch:
     labels: torch.Tensor
     loss_mask: torch.Tensor
     positions: torch.Tensor
+    documents: torch.Tensor
     attention: DisaggregatedMicroBatch | PackedMicroBatch
 
 
@@ -113,8 +119,10 @@ def make_step(
         routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
         planning_ms = (time.perf_counter() - began) * 1e3
         rows = [
-            rank_batch(documents_of, layouts, rank, align=options.align, chunks=options.shares)
-            for documents_of, layouts in zip(documents.micro_batches, plan.layouts, strict=True)
+            rank_batch(documents_of, layouts, rank, align=options.align, chunks=options.shares, weights=weights)
+            for documents_of, layouts, weights in zip(
+                documents.micro_batches, plan.layouts, documents.weights or repeat(None, len(plan.layouts)), strict=True
+            )
         ]
         if routes is None:
             batches = packed_batches(
@@ -143,11 +151,11 @@ def batch_on_device(
 ) -> Batch:
     """A rank's rows of a micro-batch, which are there once ``upload`` was sent; with ``lengths`` those of their
     documents too."""
-    columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
-    tokens, labels, loss_mask, positions = (upload.add(column)[None] for column in columns)
+    columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions, rows.documents)
+    tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
     if lengths:
         attention = replace(attention, document_lengths=upload.add(rows.lengths))
-    return Batch(tokens, labels, loss_mask, positions, attention)
+    return Batch(tokens, labels, loss_mask, positions, numbers, attention)
 
 
 def packed_batches(
@@ -180,8 +188,8 @@ def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
     assert all(len(batch.nano_rows) == 1 for batch in batches), "only rows of one nano-batch end where padding begins"
     rows = max(batch.nano_rows[0] for batch in batches)
 
-    def padded(column: np.ndarray) -> np.ndarray:
-        return np.pad(column, (0, rows - len(column)))
+    def padded(column: np.ndarray, value: int = 0) -> np.ndarray:
+        return np.pad(column, (0, rows - len(column)), constant_values=value)
 
     return [
         replace(
@@ -191,6 +199,7 @@ def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
             loss_mask=padded(batch.loss_mask),
             positions=padded(batch.positions),
             lengths=padded(batch.lengths),
+            documents=padded(batch.documents, -1),
             nano_rows=(rows,),
         )
         for batch in batches

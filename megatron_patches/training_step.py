@@ -123,15 +123,22 @@ def summed_loss_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor
     return loss, partial(loss_and_tokens, batch.loss_mask)
 
 
+def log_probabilities_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    """The forward step that reports the log-probability of every row's label, [1, rows]; for forward only."""
+    batch = next(batches)
+    output = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, log_probabilities=True)
+    return output, lambda values: (values.sum(), batch.loss_mask.sum().int(), values.detach().clone())
+
+
 def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What Megatron's schedules want to know of a micro-batch: the loss summed over its tokens, their number, by which
     the gradients of the global batch are divided at its end, and both for the log.
 
     Args:
-        loss_mask: [1, rows] bool.
+        loss_mask: [1, rows] bool, or weights, of which those above 0 count.
         total: the last stage's output, the sum of the losses.
     """
-    tokens = loss_mask.sum()
+    tokens = (loss_mask > 0).sum()
     # A stored clone: Megatron may change the returned loss in place.
     return total, tokens.int(), torch.stack((total.detach().double(), tokens.double()))
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom to the top; no row imports from its own, but each package from itself.
 ROWS = (
-    ("distca.errors", "distca.log", "distca.words"),
+    ("distca.errors", "distca.log", "distca.versions", "distca.words"),
     ("distca.plan",),
     ("distca.baselines", "distca.cluster", "distca.device"),
     ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),
@@ -28,7 +28,7 @@ ROWS = (
 )
 KNOWS_MEGATRON = {"megatron_patches", "distca.commands", "distca.train"}
 # The public names of `distca` are loaded when they are asked for; the names are checked against this.
-FACE = {"megatron_patches.api", "megatron_patches.step", "megatron_patches.world"}
+FACE = {f"megatron_patches.{name}" for name in ("api", "per_document", "step", "world")}
 # With what they import of ours.
 NUMPY_ONLY = {"distca", "distca.errors", "distca.plan"}
 

@@ -23,8 +23,8 @@ from benchmarks.throughput.settings import Cell, Settings
 from benchmarks.throughput.sweep import plot
 from benchmarks.throughput.table import links
 from distca.attention import choose_kernel
-from distca.commands.versions import hardware, versions
 from distca.plan import AttentionShape
+from distca.versions import hardware, versions
 from megatron_patches.world import World
 
 logger = logging.getLogger("distca.benchmarks")

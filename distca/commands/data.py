@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from distca.commands.options import check_least
+from distca.data.chat import chat_recipe
 from distca.data.convert import check_output
-from distca.data.convert import convert as convert_source
+from distca.data.convert import convert as convert_texts
+from distca.data.encoding import processes_for
 from distca.data.mixes import MIX_NAMES
+from distca.data.recipe import Recipe
 from distca.data.sources import SourceKind, open_source
 from distca.data.statistics import length_statistics
-from distca.data.tokenizer import open_tokenizer
+from distca.data.texts import TextKind, open_texts
+from distca.data.tokenizer import find_tokenizer
 from distca.errors import OptionError
 from distca.words import count
 
@@ -21,34 +23,49 @@ def convert(
     path: str | None = None,
     *,
     output: str,
-    source: Literal["text", "jsonl", "stdlib"] = "text",
+    source: TextKind = "text",
     tokenizer: str = "bytes",
+    field: str | None = None,
+    begin_token: str | None = None,
     end_token: str | None = None,
+    conversations: bool = False,
+    processes: int = 0,
 ) -> None:
-    """Tokenize text once and write it as Megatron's .bin/.idx pair, beside a .json that names the vocabulary.
+    """Tokenize text once and write it as Megatron's .bin/.idx pair, beside a .json that names the vocabulary. What was
+    interrupted goes on where it was.
 
     Args:
-        path: folder of text files, or JSON lines file or folder.
+        path: file or folder of the text.
         output: path of the files to write; a suffix .bin or .idx is taken off.
-        source: text = a folder of text files; jsonl = JSON lines with a "text" field; stdlib = Python's own
-            source files.
-        tokenizer: bytes, or a tokenizer.json file of the package tokenizers.
-        end_token: a token of the tokenizer to append to every document, such as </s>.
+        source: text = a folder of text files; jsonl = JSON Lines, also .gz and .zst; parquet = Parquet files; arrow = a
+            folder that the library datasets saved to disk; stdlib = Python's own source files.
+        tokenizer: bytes, a tokenizer.json file of the package tokenizers, or a model's folder that holds one.
+        field: of each JSON object, or column of each table, that holds the document; text by default.
+        begin_token: a token of the tokenizer to put before every document, by default the one that a model's folder
+            says; empty for none.
+        end_token: the same for the end of every document.
+        conversations: documents are lists of messages with role and content, by default in the field messages, which go
+            through the folder's chat template; a file .mask says which tokens the assistant says.
+        processes: that tokenize; 0 takes one per CPU, fewer for small texts.
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.console import Console
 
+    from distca.data.progress import tokenizing_progress
+
+    check_least(0, processes=processes)
     prefix = check_output(output)
-    encoder = open_tokenizer(tokenizer, end_token)
-    documents = open_source(source, path)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("converting", total=int(documents.lengths.sum()))
-        done = convert_source(documents, encoder, tokenizer, prefix, lambda size: progress.advance(task, size))
-        progress.console.print(
-            f"{prefix}.bin, .idx, .json: {count(done.documents, 'document')}, {count(done.tokens, 'token')}, "
-            f"vocabulary {done.vocabulary:,}; {count(done.empty, 'document')} without a token left out",
-            highlight=False,
+    usual = "messages" if conversations else "text"
+    recipe = Recipe(find_tokenizer(tokenizer, begin_token, end_token), field or usual)
+    if conversations:
+        recipe = chat_recipe(recipe)
+    texts = open_texts(source, path)
+    with tokenizing_progress(texts.bytes) as advanced:
+        done = convert_texts(
+            texts, recipe, prefix, processes=processes or processes_for(texts.bytes), advanced=advanced
         )
+    said = f"{prefix}.bin, .idx, .json: {count(done.documents, 'document')}, {count(done.tokens, 'token')}, "
+    said += f"vocabulary {done.vocabulary:,}; {count(done.empty, 'document')} without a token left out"
+    Console().print(said, highlight=False)
 
 
 def describe(

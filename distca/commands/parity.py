@@ -102,7 +102,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _write(path: Path, rows: list[dict[str, Any]], hardware: str) -> None:
-    from distca.commands.versions import versions
+    from distca.versions import versions
 
     report = {"command": f"distca parity --output {path}", "hardware": hardware, "versions": versions(), "cases": rows}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,13 +18,13 @@ from rich.table import Table
 
 from distca.attention import KernelName, choose_kernel
 from distca.commands.options import check_least, check_writable
-from distca.commands.versions import versions
 from distca.errors import PlanError
 from distca.log import console
 from distca.plan import AttentionShape
 from distca.plan.cost.table_file import table_name, write_table
 from distca.profile.links import measure_links
 from distca.profile.measure import measure_device
+from distca.versions import versions
 
 
 def profile(

@@ -17,7 +17,7 @@ from distca.plan.layout import Layout
 
 class Document(Protocol):
     """Anything with a length and slices of token ids: a list, an array, a memory map. Only slices of its own rank's
-    rows are asked for."""
+    rows are asked for. One that has ``learned(slice)`` says which of them are targets: bool, or None for all."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, tokens: slice, /) -> Any: ...
@@ -30,7 +30,9 @@ class RankBatch:
     Attributes:
         tokens: [N] int64 token ids.
         labels: [N] int64, the next token of the same document, also where that token lives on another rank.
-        loss_mask: [N] bool, False on the last token of a document (it has no next one) and on padding.
+        loss_mask: [N] bool, False on the last token of a document (it has no next one), before tokens that are not
+            to be learned, and on padding; [N] float32 weights where documents have some.
+        documents: [N] int64, the number of the row's document in the micro-batch; -1 in padding.
         positions: [N] int64 positions in the document.
         lengths: [N] int64 tokens of the whole document; 0 in padding.
         nano_rows: rows of each nano-batch, padding included; their sum is N.
@@ -41,6 +43,7 @@ class RankBatch:
     loss_mask: np.ndarray
     positions: np.ndarray
     lengths: np.ndarray
+    documents: np.ndarray
     nano_rows: tuple[int, ...]
 
 
@@ -51,9 +54,10 @@ class _Rows:
     loss_mask: np.ndarray
     positions: np.ndarray
     lengths: np.ndarray
+    documents: np.ndarray
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        return self.tokens, self.labels, self.loss_mask, self.positions, self.lengths
+        return self.tokens, self.labels, self.loss_mask, self.positions, self.lengths, self.documents
 
 
 def rank_batch(
@@ -63,6 +67,7 @@ def rank_batch(
     *,
     align: int = 1,
     chunks: int = 1,
+    weights: np.ndarray | None = None,
 ) -> RankBatch:
     """Read one rank's tokens: its own rows, and one token more where a document goes on elsewhere.
 
@@ -77,6 +82,7 @@ def rank_batch(
         rank: home rank to read for.
         align: rows of every nano-batch are a multiple of this.
         chunks: tensor-parallel ranks that share the rows; divides ``align``.
+        weights: [documents] what each target of a document weighs in the loss; None weighs all alike.
 
     Raises:
         DataError: if ``align`` is not a multiple of ``chunks``.
@@ -86,38 +92,52 @@ def rank_batch(
             f"Rows are aligned to {align}, which is not a multiple of the {chunks} tensor-parallel ranks that share "
             "them."
         )
-    nano_batches = [_padded(_read(documents, layout, rank), align) for layout in layouts]
+    nano_batches = [_padded(_read(documents, layout, rank, weights), align) for layout in layouts]
     columns = zip(*(rows.columns() for rows in nano_batches), strict=True)
-    tokens, labels, loss_mask, positions, lengths = (_interleaved(column, chunks) for column in columns)
-    return RankBatch(tokens, labels, loss_mask, positions, lengths, tuple(len(rows.tokens) for rows in nano_batches))
+    nano_rows = tuple(len(rows.tokens) for rows in nano_batches)
+    tokens, labels, loss_mask, positions, lengths, numbers = (_interleaved(column, chunks) for column in columns)
+    return RankBatch(tokens, labels, loss_mask, positions, lengths, numbers, nano_rows)
 
 
-def _read(documents: Sequence[Document], layout: Layout, rank: int) -> _Rows:
+def _read(documents: Sequence[Document], layout: Layout, rank: int, weights: np.ndarray | None) -> _Rows:
     """The rank's rows of one nano-batch, in row order."""
     assert len(layout.last) == len(documents), "the layout was made for another micro-batch"
     rows = int(layout.q_rows[rank])
     read = _Rows(
         tokens=np.zeros(rows, np.int64),
         labels=np.zeros(rows, np.int64),
-        loss_mask=np.zeros(rows, bool),
+        loss_mask=np.zeros(rows, bool if weights is None else np.float32),
         positions=np.zeros(rows, np.int64),
         lengths=np.zeros(rows, np.int64),
+        documents=np.zeros(rows, np.int64),
     )
     shards = layout.q.on_rank(rank)
     for document, start, stop, _, row in zip(*(column.tolist() for column in shards.columns()), strict=True):
-        content = np.asarray(documents[document][start : min(stop + 1, len(documents[document]))])
+        behind = min(stop + 1, len(documents[document]))
+        content = np.asarray(documents[document][start:behind])
         targets = content[1:]
         read.tokens[row : row + stop - start] = content[: stop - start]
         read.labels[row : row + len(targets)] = targets
-        read.loss_mask[row : row + len(targets)] = True
+        learned = targets_of(documents[document], slice(start + 1, behind))
+        read.loss_mask[row : row + len(targets)] = learned if weights is None else learned * weights[document]
+        read.documents[row : row + stop - start] = document
         read.positions[row : row + stop - start] = np.arange(start, stop)
         read.lengths[row : row + stop - start] = len(documents[document])
     return read
 
 
+def targets_of(document: Document, tokens: slice) -> np.ndarray:
+    """Which tokens of a slice are to be learned, bool; a document's first token never is, whatever this says."""
+    asked = getattr(document, "learned", None)
+    learned = None if asked is None else asked(tokens)
+    return np.ones(tokens.stop - tokens.start, bool) if learned is None else np.asarray(learned)
+
+
 def _padded(rows: _Rows, align: int) -> _Rows:
     missing = max(align, -(-len(rows.tokens) // align) * align) - len(rows.tokens)
-    return _Rows(*(np.pad(column, (0, missing)) for column in rows.columns()))
+    padded = _Rows(*(np.pad(column, (0, missing)) for column in rows.columns()))
+    padded.documents[len(rows.tokens) :] = -1
+    return padded
 
 
 def _interleaved(nano_batches: tuple[np.ndarray, ...], chunks: int) -> np.ndarray:

@@ -1,23 +1,36 @@
-"""Conversion: a byte-level source to Megatron's .bin/.idx, tokenized, with a sidecar that names the vocabulary."""
+"""Conversion: texts to Megatron's .bin/.idx, tokenized in several processes, with a sidecar that names the vocabulary.
+
+PREFIX.bin, PREFIX.idx   the tokens, and where documents begin
+PREFIX.json              how they were made
+PREFIX.partial/          what is done so far, while it is being made; one that was interrupted goes on from there
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
+from typing import Any
 
 import numpy as np
 
+from distca.data.encoding import Tokens, encoded_blocks
+from distca.data.recipe import Recipe
 from distca.data.sources.index_file import Index
-from distca.data.sources.indexed import sidecar, without_suffix
-from distca.data.sources.source import DocumentSource
-from distca.data.tokenizer import Tokenizer
+from distca.data.sources.indexed import mask_file, sidecar, without_suffix
+from distca.data.texts import Texts
 from distca.errors import DataError, system_words
 
-_BATCH_BYTES = 1 << 22
+_SAVE_S = 10.0
+"""Between two notes of what is done; so much is done again after an interruption."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,7 @@ class Converted:
         vocabulary: token ids are in [0, vocabulary).
         documents: documents written.
         tokens: tokens written.
-        empty: documents that the tokenizer turned into no token, which were left out.
+        empty: documents that gave no token, or of a conversation nothing to learn, which were left out.
     """
 
     tokenizer: str
@@ -40,39 +53,43 @@ class Converted:
 
 
 def convert(
-    source: DocumentSource,
-    tokenizer: Tokenizer,
-    tokenizer_name: str,
+    texts: Texts,
+    recipe: Recipe,
     output: str,
+    *,
+    processes: int = 1,
     advanced: Callable[[int], None] = lambda _: None,
 ) -> Converted:
-    """Tokenize every document of a byte-level source into OUTPUT.bin and OUTPUT.idx.
+    """Tokenize every document into OUTPUT.bin and OUTPUT.idx.
 
-    The files are written into a folder beside them and moved from there once all are whole, so a conversion that fails
-    leaves none of them, and one that is killed leaves no more than that folder.
+    A conversion that fails leaves nothing. One that is killed leaves OUTPUT.partial, and the next one of the same
+    texts goes on from there.
 
     Args:
-        source: a source whose tokens are bytes of text.
-        tokenizer: turns each document into ids.
-        tokenizer_name: recorded in the sidecar.
+        texts: the documents.
+        recipe: how they become ids.
         output: path of the files, without suffix; .bin or .idx at its end is taken off.
-        advanced: called with the number of bytes done since the last call.
+        processes: that tokenize; with one it is this process.
+        advanced: called with the number of bytes of the files that were done since the last call.
 
     Raises:
         DataError: if an output file exists or cannot be written, a document cannot be read or tokenized, or no token
             comes out.
+        VersionError: a package is missing.
     """
     prefix = check_output(output)
+    encoder = recipe.open()
+    sources = {"texts": texts.state(), "recipe": recipe.identity()}
     try:
-        with _folder_beside(prefix) as folder:
-            partial = str(Path(folder, Path(prefix).name))
-            done = _write(source, tokenizer, tokenizer_name, partial, advanced)
-            _refuse_existing(prefix)
-            for made, file in zip(_files(partial), _files(prefix), strict=True):
-                made.rename(file)
+        with _Partial.held(prefix, encoder.vocabulary, sources) as partial:
+            advanced(partial.read)
+            blocks = islice(texts.blocks(recipe.field), partial.blocks, None)
+            for block, tokens in encoded_blocks(blocks, recipe, encoder, processes):
+                partial.add(tokens, block.read)
+                advanced(block.read)
+            return partial.finish(recipe, encoder.vocabulary)
     except OSError as error:
         raise _unwritable(prefix, error) from None
-    return done
 
 
 def check_output(output: str) -> str:
@@ -89,25 +106,127 @@ def check_output(output: str) -> str:
     try:
         _refuse_existing(prefix)
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        with _folder_beside(prefix):
+        with TemporaryFile(prefix=Path(prefix).name, dir=Path(prefix).parent):
             pass
     except OSError as error:
         raise _unwritable(prefix, error) from None
     return prefix
 
 
-def _files(prefix: str) -> tuple[Path, Path, Path]:
+class _Partial:
+    """What is done so far: tokens and lengths as they come, and a note of how much of them counts."""
+
+    def __init__(self, prefix: str, vocabulary: int, sources: dict[str, Any]) -> None:
+        self._prefix, self._folder = prefix, _folder_of(prefix)
+        self._dtype = _dtype(vocabulary)
+        self._sources = json.loads(json.dumps(sources))
+        done = self._noted()
+        self.blocks, self.read, self.empty = (done.get(name, 0) for name in ("blocks", "read", "empty"))
+        self._files = {name: (self._folder / name).open("ab") for name in ("bin", "lengths", "mask")}
+        for name, file in self._files.items():
+            file.truncate(done.get(name, 0))
+        self._saved = time.monotonic()
+
+    @staticmethod
+    @contextmanager
+    def held(prefix: str, vocabulary: int, sources: dict[str, Any]) -> Iterator[_Partial]:
+        """Held by this process; gone after an error, but not after an interruption.
+
+        Raises:
+            DataError: another process is at it.
+        """
+        folder = _folder_of(prefix)
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(
+                    f"Another process is writing {prefix}.bin; wait until it is done, or choose another output."
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            partial = _Partial(prefix, vocabulary, sources)
+            try:
+                yield partial
+            except Exception:
+                partial.close()
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            finally:
+                partial.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, tokens: Tokens, read: int) -> None:
+        """Append a block's tokens; OSError where that fails."""
+        self._files["bin"].write(np.frombuffer(tokens.ids, np.int32).astype(self._dtype).tobytes())
+        self._files["lengths"].write(tokens.lengths)
+        self._files["mask"].write(tokens.mask)
+        self.blocks, self.read, self.empty = self.blocks + 1, self.read + read, self.empty + tokens.empty
+        if time.monotonic() - self._saved > _SAVE_S:
+            self._save()
+
+    def finish(self, recipe: Recipe, vocabulary: int) -> Converted:
+        """Write index and sidecar, and move all files to where they belong; OSError where that fails."""
+        self.close()
+        lengths = np.fromfile(self._folder / "lengths", np.int32)
+        if not len(lengths):
+            raise DataError(
+                f"The tokenizer {recipe.tokenizer.name} turned all {self.empty} documents into no token; nothing was "
+                "written."
+            )
+        Index.of_documents(lengths.tolist(), self._dtype).write(self._folder / "idx")
+        done = Converted(recipe.tokenizer.name, vocabulary, len(lengths), int(lengths.sum(dtype=np.int64)), self.empty)
+        written = json.dumps(asdict(done) | recipe.identity(), indent=2)
+        (self._folder / "json").write_text(written + "\n", encoding="utf-8")
+        _refuse_existing(self._prefix)
+        for name, file in _files(self._prefix).items():
+            if name != "mask" or (self._folder / name).stat().st_size:
+                (self._folder / name).rename(file)
+        return done
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _save(self) -> None:
+        """Note what is done, once it is on disk."""
+        note = {"blocks": self.blocks, "read": self.read, "empty": self.empty, "sources": self._sources}
+        for name, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            note[name] = file.tell()
+        fresh = self._folder / "done.new"
+        fresh.write_text(json.dumps(note), encoding="utf-8")
+        fresh.replace(self._folder / "done")
+        self._saved = time.monotonic()
+
+    def _noted(self) -> dict[str, Any]:
+        """What was done before an interruption, if it was of the same texts and tokenizer."""
+        try:
+            done = json.loads((self._folder / "done").read_text(encoding="utf-8"))
+            whole = all((self._folder / name).stat().st_size >= done[name] for name in ("bin", "lengths", "mask"))
+            return done if whole and done["sources"] == self._sources else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+
+def _folder_of(prefix: str) -> Path:
+    return Path(f"{prefix}.partial")
+
+
+def _files(prefix: str) -> dict[str, Path]:
     """The files of a corpus; the index is last, as nothing opens the others without it."""
-    return sidecar(prefix), Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-
-
-def _folder_beside(prefix: str) -> TemporaryDirectory[str]:
-    """A new folder on the same file system as the output, removed with what is left in it."""
-    return TemporaryDirectory(prefix=f"{Path(prefix).name}.partial-", dir=Path(prefix).parent)
+    return {
+        "json": sidecar(prefix),
+        "mask": mask_file(prefix),
+        "bin": Path(f"{prefix}.bin"),
+        "idx": Path(f"{prefix}.idx"),
+    }
 
 
 def _refuse_existing(prefix: str) -> None:
-    for file in _files(prefix):
+    for file in _files(prefix).values():
         if file.exists():
             raise DataError(f"{file} exists already; delete it or choose another output.")
 
@@ -118,86 +237,9 @@ def _unwritable(prefix: str, error: OSError) -> DataError:
     )
 
 
-def _write(
-    source: DocumentSource,
-    tokenizer: Tokenizer,
-    tokenizer_name: str,
-    prefix: str,
-    advanced: Callable[[int], None],
-) -> Converted:
-    """Write the three files at ``prefix``; OSError where that fails."""
-    dtype = _dtype(tokenizer.vocabulary)
-    lengths: list[int] = []
-    empty = 0
-    with Path(f"{prefix}.bin").open("wb") as file:
-        for first, batch in _batches(source):
-            for ids in _encode(tokenizer, source, first, batch):
-                if len(ids):
-                    file.write(ids.astype(dtype).tobytes())
-                    lengths.append(len(ids))
-                else:
-                    empty += 1
-            advanced(sum(map(len, batch)))
-    if not lengths:
-        raise DataError(
-            f"The tokenizer {tokenizer_name} turned all {empty} documents into no token; nothing was written."
-        )
-    Index.of_documents(lengths, dtype).write(Path(f"{prefix}.idx"))
-    done = Converted(tokenizer_name, tokenizer.vocabulary, len(lengths), sum(lengths), empty)
-    sidecar(prefix).write_text(json.dumps(asdict(done), indent=2) + "\n", encoding="utf-8")
-    return done
-
-
 def _dtype(vocabulary: int) -> type[np.integer]:
     """The smallest type of the format that holds every id."""
     for dtype in (np.uint8, np.uint16):
         if vocabulary <= np.iinfo(dtype).max + 1:
             return dtype
     return np.int32
-
-
-def _batches(source: DocumentSource) -> Iterator[tuple[int, list[bytes]]]:
-    """Documents in batches of a few megabytes, with the number of the first one."""
-    first = 0
-    batch: list[bytes] = []
-    size = 0
-    for document, length in enumerate(source.lengths.tolist()):
-        batch.append(_read(source, document, length))
-        size += length
-        if size >= _BATCH_BYTES:
-            yield first, batch
-            first, batch, size = document + 1, [], 0
-    if batch:
-        yield first, batch
-
-
-def _read(source: DocumentSource, document: int, length: int) -> bytes:
-    try:
-        return source.read(document, 0, length).astype(np.uint8).tobytes()
-    except OSError as error:
-        raise DataError(
-            f"{source.where(document)} cannot be read ({system_words(error)}); make it readable or remove it."
-        ) from None
-
-
-def _encode(tokenizer: Tokenizer, source: DocumentSource, first: int, batch: list[bytes]) -> list[np.ndarray]:
-    try:
-        return tokenizer.encode(batch)
-    except ValueError:
-        # Only one by one does it show which document it was.
-        return [_encode_one(tokenizer, source, document, text) for document, text in enumerate(batch, first)]
-
-
-def _encode_one(tokenizer: Tokenizer, source: DocumentSource, document: int, text: bytes) -> np.ndarray:
-    try:
-        return tokenizer.encode([text])[0]
-    except UnicodeDecodeError:
-        raise DataError(
-            f"{source.where(document)} is not UTF-8 text, which this tokenizer needs; correct or remove it, or use the "
-            "tokenizer bytes."
-        ) from None
-    except ValueError as error:
-        raise DataError(
-            f"{source.where(document)} cannot be tokenized: the tokenizer says {str(error)!r}; change the document or "
-            "the tokenizer."
-        ) from None

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from distca.data.blend import Blend
 from distca.data.sampler import shuffled
 from distca.data.sources.source import DocumentSource
 from distca.errors import DataError
@@ -50,6 +51,19 @@ class DocumentSet:
         offset = int(self._offset[document])
         return self._source.read(int(self._document[document]), offset + start, offset + stop)
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are not to be learned."""
+        return bool(getattr(self._source, "masked", False))
+
+    def learned(self, document: int, start: int, stop: int) -> np.ndarray:
+        """[stop - start] bool, which tokens [start, stop) of one document of a masked set are to be learned."""
+        offset = int(self._offset[document])
+        learned: np.ndarray = self._source.learned(  # type: ignore[attr-defined]
+            int(self._document[document]), offset + start, offset + stop
+        )
+        return learned
+
 
 @dataclass(frozen=True)
 class SetDocument:
@@ -66,6 +80,11 @@ class SetDocument:
         assert step == 1
         return self.documents.read(self.number, start, stop)
 
+    def learned(self, tokens: slice) -> np.ndarray | None:
+        """Which tokens of a slice are to be learned, bool; None for all."""
+        start, stop, _ = tokens.indices(len(self))
+        return self.documents.learned(self.number, start, stop) if self.documents.masked else None
+
 
 class Corpus:
     """The documents of a source, none longer than the context, in a training and a validation set.
@@ -74,7 +93,7 @@ class Corpus:
     documents of the source with equal text are two documents.)
 
     Attributes:
-        train: training documents, in the source's order.
+        train: training documents, in the source's order; of a blend as often as each is used.
         validation: validation documents, in the source's order; empty if ``validation_fraction`` is 0.
         vocabulary: token ids are in [0, vocabulary).
     """
@@ -106,7 +125,8 @@ class Corpus:
             _check_lengths(source.lengths, context_length)
         validation = _chosen(len(source.lengths), validation_fraction, seed)
         self.vocabulary = source.vocabulary
-        self.train = _cut(source, np.flatnonzero(~validation), context_length)
+        train = np.flatnonzero(~validation)
+        self.train = _cut(source, source.epoch(train, seed) if isinstance(source, Blend) else train, context_length)
         self.validation = _cut(source, np.flatnonzero(validation), context_length)
         cut = int((source.lengths > context_length).sum())
         if cut:

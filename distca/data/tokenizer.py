@@ -1,16 +1,18 @@
-"""Tokenizers: text to token ids, for the conversion of a corpus."""
+"""Tokenizers: text to token ids, for the tokenizing of a corpus."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from distca.data.sources.source import BYTE_VOCABULARY
-from distca.errors import DataError
+from distca.errors import DataError, VersionError
 
 
 class Tokenizer(Protocol):
@@ -34,47 +36,121 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json of the library ``tokenizers``. Its own template of special tokens (BOS, EOS) is not applied."""
+    """A tokenizer.json of the library ``tokenizers``. A control token that stands in a text is encoded as text.
 
-    def __init__(self, tokenizer: Any, end: str | None) -> None:
-        """Wrap a ``tokenizers.Tokenizer``; ``end`` is a token to append to every document."""
+    Attributes:
+        vocabulary: token ids are in [0, vocabulary).
+        begin: the token that every document begins with; None for none.
+        end: the token that every document ends with; None for none.
+    """
+
+    def __init__(self, tokenizer: Any, begin: str | None = None, end: str | None = None) -> None:
+        """Wrap a ``tokenizers.Tokenizer``.
+
+        Raises:
+            DataError: it has no token ``begin`` or ``end``.
+        """
         ids = tokenizer.get_vocab(with_added_tokens=True)
-        if end is not None and end not in ids:
-            raise DataError(f"The tokenizer has no token {end!r} to end documents with; choose another end_token.")
-        self.vocabulary = max(ids.values()) + 1
+        for name, token in (("begin", begin), ("end", end)):
+            if token is not None and token not in ids:
+                raise DataError(
+                    f"The tokenizer has no token {token!r} to {name} documents with; choose another `{name}_token`."
+                )
+        self.vocabulary, self.begin, self.end = max(ids.values()) + 1, begin, end
         self._tokenizer = tokenizer
-        self._end = [] if end is None else [ids[end]]
+        self._tokenizer.encode_special_tokens = True
+        self._begin, self._end = ([] if token is None else [ids[token]] for token in (begin, end))
+        self._batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         texts = [document.decode("utf-8") for document in documents]
         try:
-            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            encodings = self._batch(texts, add_special_tokens=False)
         except Exception as error:  # The library raises bare Exception for a text that its model cannot encode.
             raise ValueError(str(error)) from None
-        return [np.array([*encoding.ids, *self._end], dtype=np.int64) for encoding in encodings]
+        return [np.array(self._closed(encoding.ids), dtype=np.int64) for encoding in encodings]
+
+    def _closed(self, ids: list[int]) -> list[int]:
+        """With the tokens around it; what has no token stays so, and is left out."""
+        return [*self._begin, *ids, *self._end] if ids else ids
 
 
-def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
-    """The tokenizer ``bytes``, or the one in a tokenizer.json file (or in a folder that holds one).
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Where a tokenizer is, and what says how documents begin and end.
+
+    Attributes:
+        name: ``bytes``, or the tokenizer.json.
+        begin: the token that documents begin with; None for none.
+        end: the token that documents end with; None for none.
+    """
+
+    name: str
+    begin: str | None = None
+    end: str | None = None
+
+    def digest(self) -> str:
+        """Of the content, wherever it lies."""
+        content = b"bytes" if self.name == "bytes" else Path(self.name).read_bytes()
+        return hashlib.sha256(content).hexdigest()
+
+    def open(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            DataError: it cannot be read, or has no such tokens.
+            VersionError: the library ``tokenizers`` is missing.
+        """
+        return (
+            ByteTokenizer() if self.name == "bytes" else JsonTokenizer(load_json(Path(self.name)), self.begin, self.end)
+        )
+
+
+def find_tokenizer(name: str, begin_token: str | None = None, end_token: str | None = None) -> TokenizerFiles:
+    """The tokenizer ``bytes``, or the one in a tokenizer.json file, or in a model's folder that holds one.
+
+    Args:
+        name: ``bytes``, the file or the folder.
+        begin_token: put before every document; None takes what the folder's tokenizer_config.json says: its bos_token,
+            if the tokenizer puts it before texts by itself. An empty one puts none.
+        end_token: put behind every document; None takes the folder's eos_token. An empty one puts none.
 
     Raises:
-        DataError: if there is no such file, it cannot be read, or the library ``tokenizers`` is missing.
+        DataError: there is no such file, or it cannot be read.
     """
     if name == "bytes":
-        if end_token is not None:
-            raise DataError(
-                f"The tokenizer 'bytes' has no special tokens; leave end_token unset instead of {end_token!r}."
-            )
-        return ByteTokenizer()
-    file = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
+        for setting, token in (("begin_token", begin_token), ("end_token", end_token)):
+            if token:
+                raise DataError(
+                    f"The tokenizer 'bytes' has no special tokens; leave `{setting}` unset instead of {token!r}."
+                )
+        return TokenizerFiles(name)
+    folder = Path(name)
+    file = folder / "tokenizer.json" if folder.is_dir() else folder
     if not file.is_file():
         raise DataError(
-            f"The tokenizer {name!r} is neither 'bytes' nor a tokenizer.json file or a folder that holds one."
+            f"The tokenizer {name!r} is neither 'bytes' nor a tokenizer.json file or a folder that holds one; set "
+            "`tokenizer` to one, or save it there with the tokenizer's save_pretrained."
         )
+    said = _config_of(folder) if folder.is_dir() else {}
+    begin, end = _token(said.get("bos_token")), _token(said.get("eos_token"))
+    if not said.get("add_bos_token", _puts_first(file, begin)):
+        begin = None
+    begin, end = (own if given is None else given or None for own, given in ((begin, begin_token), (end, end_token)))
+    return TokenizerFiles(str(file), begin, end)
+
+
+def load_json(file: Path) -> Any:
+    """A tokenizer.json as a ``tokenizers.Tokenizer``.
+
+    Raises:
+        DataError: it cannot be read.
+        VersionError: the library ``tokenizers`` is missing.
+    """
     try:
         from tokenizers import Tokenizer as Loaded
     except ImportError:
-        raise DataError(f"Tokenizing with {file} needs the package tokenizers: pip install tokenizers.") from None
+        raise VersionError(f"Tokenizing with {file} needs the package tokenizers: pip install tokenizers.") from None
     try:
         json.loads(file.read_bytes())
         loaded = Loaded.from_file(str(file))
@@ -83,4 +159,33 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
     # Many files carry the lengths of a model's batches; a corpus keeps every token and gets none to fill up.
     loaded.no_truncation()
     loaded.no_padding()
-    return JsonTokenizer(loaded, end_token)
+    return loaded
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} is not valid JSON ({error}); copy it again.") from None
+    return said if isinstance(said, dict) else {}
+
+
+def _token(said: Any) -> str | None:
+    """A token as a tokenizer_config.json has it: its text, or an object with it."""
+    content = said.get("content") if isinstance(said, dict) else said
+    return content if isinstance(content, str) and content else None
+
+
+def _puts_first(file: Path, begin: str | None) -> bool:
+    """Whether the tokenizer's own template has the token before a text."""
+    if begin is None:
+        return False
+    try:
+        template = json.loads(file.read_bytes()).get("post_processor") or {}
+    except ValueError:
+        return False  # which is said where the file is opened
+    steps = [template, *template.get("processors", [])]
+    return any((step.get("single") or [{}])[0].get("SpecialToken", {}).get("id") == begin for step in steps)

@@ -83,6 +83,54 @@ def output_loss(
     return _OutputLoss.apply(hidden_NH, weight_VH, work, gradients)  # type: ignore[no-any-return]
 
 
+def log_probabilities(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_N: torch.Tensor,
+    shards: VocabularyShards,
+    logits_bytes: int = LOGITS_BYTES,
+) -> torch.Tensor:
+    """Logarithm of the probability of every row's target, the same on every tensor-parallel rank.
+
+    What each row will weigh is known in backward only, so backward computes the logits again, a chunk at a time.
+
+    Args:
+        hidden_NH: input of the output layer; under sequence parallelism this rank's share of the rows.
+        weight_VH: this rank's rows of the output layer's weight.
+        labels_N: int64 target of every row (of all shares, in the order of the ranks).
+        shards: how the layer is shared.
+        logits_bytes: the most bytes that one chunk's logits may take.
+
+    Returns:
+        [N] float32, float64 for float64 input; can be differentiated once with regard to hidden_NH and weight_VH.
+    """
+    return _LogProbabilities.apply(hidden_NH, weight_VH, labels_N, shards, logits_bytes)  # type: ignore[no-any-return]
+
+
+class _LogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        labels_N: torch.Tensor,
+        shards: VocabularyShards,
+        logits_bytes: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_NH, weight_VH, labels_N)
+        ctx.how = shards, logits_bytes
+        work = _Chunks(hidden_NH, weight_VH, labels_N, torch.zeros_like(labels_N, dtype=torch.bool), *ctx.how)
+        work.run(gradients=False)
+        return -work.row_losses.flatten()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden_NH, weight_VH, labels_N = ctx.saved_tensors
+        _, d_hidden_NH, d_weight_VH = _Chunks(hidden_NH, weight_VH, labels_N, -upstream_N, *ctx.how).run(gradients=True)
+        return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), None, None, None
+
+
 class _OutputLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -109,7 +157,11 @@ def _scaled(
 
 
 class _Chunks:
-    """The walk over chunks of rows; under sequence parallelism a chunk takes the same rows of every rank's share."""
+    """The walk over chunks of rows; under sequence parallelism a chunk takes the same rows of every rank's share.
+
+    Attributes:
+        row_losses: [shares, rows of a share] the rows' losses without weights, once all chunks are done.
+    """
 
     def __init__(
         self,
@@ -128,6 +180,7 @@ class _Chunks:
         limit = max(logits_bytes // (len(weight_VH) * weight_VH.element_size() * shards.shares), 1)
         chunks = max(-(-len(hidden_NH) // limit), 1)
         self._step = max(-(-len(hidden_NH) // chunks), 1)
+        self.row_losses = torch.zeros_like(self._row_weights)
 
     def run(self, gradients: bool) -> tuple[torch.Tensor, ...]:
         """The loss and, where wanted, the gradients of hidden rows (their type) and weight (at least float32)."""
@@ -139,7 +192,9 @@ class _Chunks:
             logits = hidden @ self._weight.t()
             self._shards.mask_padding_(logits)
             lse, target_logits = self._reduce(*row_statistics(logits, targets))
-            loss += ((lse - target_logits) * row_weights).sum()
+            losses = lse - target_logits
+            self.row_losses[:, rows] = losses.view(self._shards.shares, -1)
+            loss += (losses * row_weights).sum()
             if d_hidden is not None and d_weight is not None:
                 logits_to_gradient_(logits, targets, lse, row_weights)
                 started = self._start_sum(logits, d_hidden[rows])

@@ -21,6 +21,7 @@ from distca.runtime.device_routes import NanoRoutes
 from distca.runtime.server import AttentionPool, fill_repeats, fold_repeats, serve_backward, serve_forward
 from distca.transport import Handle, Part, RowMoves
 from distca.transport.gather_scatter import move_rows
+from distca.transport.interface import sent_by
 
 
 class AttentionCall:
@@ -213,7 +214,9 @@ class AttentionCall:
 
     def _launch(self, what: str, direction: str, *parts: Part) -> None:
         self._handle = self._pool.transport.launch(parts)
-        self._pool.timeline.launched(what, self._handle, *self._where, direction)
+        timeline = self._pool.timeline
+        args = sent_by(self._pool.transport.rank, parts) if timeline.recording else None
+        timeline.launched(what, self._handle, *self._where, direction, args)
 
     def _join(self, what: str, direction: str) -> None:
         assert self._handle is not None

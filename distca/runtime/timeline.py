@@ -6,7 +6,7 @@ measured: the step log compares it over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ class _Span:
     name: str
     start: Instant
     end: Instant | None = None
+    args: Mapping[str, Any] | None = None
 
 
 class Timeline:
@@ -73,12 +74,13 @@ class Timeline:
             self._serves[direction].append((start, self.clock.work()))
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a part of the step other than a layer's, on a track of its own; layers' spans may lie inside."""
+    def stage(self, name: str, track: str = "stage") -> Iterator[None]:
+        """Time a part of the step other than a layer's, on a track of its own, or a whole step on the track ``steps``;
+        layers' spans may lie inside."""
         if not self.recording:
             yield
             return
-        span = _Span("stage", name, self.clock.now())
+        span = _Span(track, name, self.clock.now())
         self._spans.append(span)
         yield
         span.end = self.clock.now()
@@ -99,14 +101,24 @@ class Timeline:
             self._open.end = self.clock.now()
             self._open = self._reopen = None
 
-    def launched(self, what: str, handle: Handle, layer: int, nano: int, direction: str) -> None:
-        """Note a transfer that was just launched, and when its collectives end."""
+    def launched(
+        self,
+        what: str,
+        handle: Handle,
+        layer: int,
+        nano: int,
+        direction: str,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Note a transfer that was just launched, and when its collectives end; ``args`` are shown with it. Transfers
+        of a track follow each other: each half of each kind has one of its own."""
         if not self.recording:
             return
         goes_on = self._reopen
         self.close()
         self.order.append(_entry(f"launch {what}", layer, nano, direction))
-        span = _Span("transfers", f"{what} {layer} {NANO_NAMES[nano]} {direction}", self.clock.now())
+        track = f"transfers {NANO_NAMES[nano]} {what} {direction}"
+        span = _Span(track, f"{what} {layer} {direction}", self.clock.now(), args=args)
         works = getattr(handle, "works", [])
         if works:
             self._spans.append(span)
@@ -138,7 +150,8 @@ class Timeline:
         return {direction: sum(seconds) for direction, seconds in self.take_serves().items()}
 
     def take(self, rank: int) -> list[dict[str, Any]]:
-        """End recording and return its spans as {rank, track, name, start_us, duration_us}."""
+        """End recording and return its spans as {rank, track, name, start_us, duration_us} and, of
+        transfers, args."""
         self.close()
         self.recording = False
         spans, self._spans = self._spans, []
@@ -154,6 +167,7 @@ class Timeline:
                         "name": span.name,
                         "start_us": start * 1e6,
                         "duration_us": duration * 1e6,
+                        **({"args": dict(span.args)} if span.args else {}),
                     }
                 )
         return events

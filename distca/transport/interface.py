@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +31,18 @@ class Part:
         # Rows are found by address: whatever else lay there would be sent without a word.
         assert self.source.is_contiguous() and self.destination.is_contiguous()
         assert self.source.dtype == self.destination.dtype and self.source.shape[1:] == self.destination.shape[1:]
+
+
+def sent_by(rank: int, parts: tuple[Part, ...]) -> dict[str, Any]:
+    """What an exchange sends from this rank: bytes in all, and the peers that get or give some."""
+    sent = 0
+    peers: set[int] = set()
+    for part in parts:
+        row_bytes = part.source.element_size() * math.prod(part.source.shape[1:])
+        sent += sum(part.moves.send_counts) * row_bytes
+        counts = zip(part.moves.send_counts, part.moves.receive_counts, strict=True)
+        peers |= {peer for peer, both in enumerate(counts) if any(both) and peer != rank}
+    return {"bytes sent": sent, "peers": sorted(peers)}
 
 
 class Handle(Protocol):

@@ -1,15 +1,16 @@
-"""GPTModel's forward with positions from the caller, and by name the loss summed with the output layer."""
+"""GPTModel's forward with positions from the caller, and by name the loss summed with the output layer, or the log-
+probabilities of the labels."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
 from distca.errors import SupportError
-from distca.ops.output_loss import VocabularyShards, output_loss
+from distca.ops.output_loss import VocabularyShards, log_probabilities, output_loss
 
 
 class PatchedForward(GPTModel):
@@ -18,9 +19,11 @@ class PatchedForward(GPTModel):
     Called as GPTModel is, ``position_ids`` are the rows' positions in their documents, and rotary angles follow them.
     With labels it returns Megatron's loss of every token, [1, rows]. ``summed_loss=True`` returns their sum over
     ``loss_mask`` as one scalar instead, computed together with the output layer without ever holding all logits.
+    ``log_probabilities=True`` returns the logarithm of every label's probability, [1, rows], likewise; its backward
+    computes the output layer again.
     """
 
-    _sums_loss = False
+    _returns: Literal["", "summed_loss", "log_probabilities"] = ""
     vocabulary: int | None = None
 
     def forward(  # type: ignore[override]
@@ -30,33 +33,38 @@ class PatchedForward(GPTModel):
         attention_mask: Any,
         *args: Any,
         summed_loss: bool = False,
+        log_probabilities: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
         """See the class.
 
         Raises:
-            SupportError: without positions, or a summed loss without labels or mask.
+            SupportError: without positions, or a summed loss or log-probabilities without labels or mask.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
             raise SupportError("summed_loss needs labels and loss_mask; pass both, or leave summed_loss out.")
+        if log_probabilities and (summed_loss or kwargs.get("labels") is None):
+            raise SupportError("log_probabilities needs labels, and no summed_loss beside it; pass the batch's labels.")
         lengths = getattr(attention_mask, "document_lengths", None)
         self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)
-        self._sums_loss = summed_loss
+        self._returns = "summed_loss" if summed_loss else "log_probabilities" if log_probabilities else ""
         try:
             return super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
         finally:
-            self._sums_loss = False
+            self._returns = ""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self._sums_loss or not self.post_process:
+        if not self._returns or not self.post_process:
             return super()._postprocess(hidden_states, *args, **kwargs)
         layer = self.output_layer
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
         shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
-        labels, loss_mask = kwargs["labels"].flatten(), kwargs["loss_mask"].flatten()
-        return output_loss(hidden_states.squeeze(1), weight, labels, loss_mask, shards)
+        hidden, labels = hidden_states.squeeze(1), kwargs["labels"].flatten()
+        if self._returns == "log_probabilities":
+            return log_probabilities(hidden, weight, labels, shards)[None]
+        return output_loss(hidden, weight, labels, kwargs["loss_mask"].flatten(), shards)
 
 
 def patch_forward(model: GPTModel) -> None:

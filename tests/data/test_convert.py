@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from distca.data import convert as module
 from distca.data import open_source
 from distca.data.convert import check_output, convert
-from distca.data.tokenizer import ByteTokenizer
+from distca.data.recipe import Recipe, TextEncoder
+from distca.data.texts import lines, open_texts
+from distca.data.tokenizer import TokenizerFiles
 from distca.errors import DataError
+
+BYTES = Recipe(TokenizerFiles("bytes"))
 
 
 class Words:
@@ -19,6 +27,20 @@ class Words:
 
     def encode(self, documents):
         return [np.array([len(word) for word in document.decode().split()], dtype=np.int64) for document in documents]
+
+
+@dataclass(frozen=True)
+class With(Recipe):
+    """A recipe with a tokenizer that is made here."""
+
+    tokenizer: TokenizerFiles = BYTES.tokenizer
+    made: Any = None
+
+    def open(self):
+        return TextEncoder(self.made)
+
+
+WORDS = With(made=Words())
 
 
 @pytest.fixture
@@ -32,7 +54,7 @@ def folder(tmp_path):
 def test_what_is_written_reads_back(tmp_path, folder):
     source = open_source("text", folder)
     advanced = []
-    done = convert(source, ByteTokenizer(), "bytes", str(tmp_path / "new" / "out"), advanced.append)
+    done = convert(open_texts("text", folder), BYTES, str(tmp_path / "new" / "out"), advanced=advanced.append)
     back = open_source("indexed", str(tmp_path / "new" / "out"))
     assert back.lengths.tolist() == source.lengths.tolist() == [9, 2, 13]
     assert back.vocabulary == 256
@@ -40,19 +62,24 @@ def test_what_is_written_reads_back(tmp_path, folder):
         assert back.read(document, 0, length).tolist() == source.read(document, 0, length).tolist()
     assert sum(advanced) == 24 == done.tokens
     assert (tmp_path / "new" / "out.bin").stat().st_size == 24
-    assert json.loads((tmp_path / "new" / "out.json").read_text()) == {
+    said = json.loads((tmp_path / "new" / "out.json").read_text())
+    assert len(said.pop("tokenizer_digest")) == 64
+    assert said == {
         "tokenizer": "bytes",
         "vocabulary": 256,
         "documents": 3,
         "tokens": 24,
         "empty": 0,
+        "begin_token": None,
+        "end_token": None,
+        "field": "text",
     }
 
 
 @pytest.mark.parametrize("vocabulary", [256, 257, 65537])
 def test_megatron_reads_what_is_written(tmp_path, folder, vocabulary):
     megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    convert(open_source("text", folder), Words(vocabulary), "words", str(tmp_path / "out"))
+    convert(open_texts("text", folder), With(made=Words(vocabulary)), str(tmp_path / "out"))
     dataset = megatron.IndexedDataset(str(tmp_path / "out"))
     assert [ids.tolist() for ids in dataset] == [[3, 5], [1, 2, 3, 4]]
     assert dataset.document_indices.tolist() == [0, 1, 2]
@@ -60,7 +87,7 @@ def test_megatron_reads_what_is_written(tmp_path, folder, vocabulary):
 
 @pytest.mark.parametrize(("vocabulary", "bytes_per_token"), [(256, 1), (257, 2), (65536, 2), (65537, 4)])
 def test_ids_take_as_few_bytes_as_the_vocabulary_allows(tmp_path, folder, vocabulary, bytes_per_token):
-    done = convert(open_source("text", folder), Words(vocabulary), "words", str(tmp_path / "out"))
+    done = convert(open_texts("text", folder), With(made=Words(vocabulary)), str(tmp_path / "out"))
     assert (done.documents, done.tokens, done.empty) == (2, 6, 1)
     assert (tmp_path / "out.bin").stat().st_size == 6 * bytes_per_token
     assert open_source("indexed", str(tmp_path / "out")).read(1, 1, 4).tolist() == [2, 3, 4]
@@ -69,14 +96,14 @@ def test_ids_take_as_few_bytes_as_the_vocabulary_allows(tmp_path, folder, vocabu
 def test_nothing_is_overwritten(tmp_path, folder):
     (tmp_path / "out.idx").write_text("precious")
     with pytest.raises(DataError, match=r"out\.idx exists already; delete it or choose another output"):
-        convert(open_source("text", folder), ByteTokenizer(), "bytes", str(tmp_path / "out"))
+        convert(open_texts("text", folder), BYTES, str(tmp_path / "out"))
     assert (tmp_path / "out.idx").read_text() == "precious"
 
 
 def test_a_document_that_is_not_text_is_named_by_its_file(tmp_path, folder):
     (tmp_path / "in" / "b.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match=r"in/b\.txt is not UTF-8 text"):
-        convert(open_source("text", folder), Words(), "words", str(tmp_path / "out"))
+        convert(open_texts("text", folder), WORDS, str(tmp_path / "out"))
 
 
 class Choosy(Words):
@@ -92,16 +119,16 @@ def test_what_the_tokenizer_says_comes_with_the_place(tmp_path, folder, kind):
     file.write_text('{"text": "a"}\n\n{"text": ""}\n{"text": "ccc"}\n')
     where = r"in/c\.txt" if kind == "text" else r"in/a\.jsonl, line 4"
     with pytest.raises(DataError, match=f"{where} cannot be tokenized: the tokenizer says 'no ccc'; change"):
-        convert(open_source(kind, folder), Choosy(), "choosy", str(tmp_path / "out"))
+        convert(open_texts(kind, folder), With(made=Choosy()), str(tmp_path / "out"))
 
 
 def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(tmp_path, folder):
     (tmp_path / "out.txt").write_text("precious")
     for tokenizer, error in ((Choosy(), DataError), (object(), AttributeError)):
         with pytest.raises(error):
-            convert(open_source("text", folder), tokenizer, "wrong", str(tmp_path / "out"))
+            convert(open_texts("text", folder), With(made=tokenizer), str(tmp_path / "out"))
         assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out.txt"]
-    convert(open_source("text", folder), Words(), "words", str(tmp_path / "out"))
+    convert(open_texts("text", folder), WORDS, str(tmp_path / "out"))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out.bin", "out.idx", "out.json", "out.txt"]
     assert (tmp_path / "out.txt").read_text() == "precious"
 
@@ -109,7 +136,7 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(tmp_path, folder
 def test_files_that_appear_meanwhile_are_kept(tmp_path, folder):
     appear = (tmp_path / "out.bin").write_text
     with pytest.raises(DataError, match=r"out\.bin exists already"):
-        convert(open_source("text", folder), Words(), "words", str(tmp_path / "out"), lambda _: appear("precious"))
+        convert(open_texts("text", folder), WORDS, str(tmp_path / "out"), advanced=lambda _: appear("precious"))
     assert (tmp_path / "out.bin").read_text() == "precious"
     assert not (tmp_path / "out.idx").exists()
 
@@ -120,20 +147,20 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path, folder, monkeypa
 
     monkeypatch.setattr("pathlib.Path.write_text", full)  # the sidecar, once the others are written
     with pytest.raises(DataError, match=r"out\.bin cannot be written \(No space left on device\)"):
-        convert(open_source("text", folder), Words(), "words", str(tmp_path / "out"))
+        convert(open_texts("text", folder), WORDS, str(tmp_path / "out"))
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_file_that_is_gone_is_a_sentence(tmp_path, folder):
-    source = open_source("text", folder)
+    source = open_texts("text", folder)
     (tmp_path / "in" / "c.txt").unlink()
     with pytest.raises(DataError, match=r"in/c\.txt cannot be read \(No such file or directory\)"):
-        convert(source, Words(), "words", str(tmp_path / "out"))
+        convert(source, WORDS, str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_suffix_is_taken_off(tmp_path, folder, suffix):
-    convert(open_source("text", folder), Words(), "words", str(tmp_path / f"out{suffix}"))
+    convert(open_texts("text", folder), WORDS, str(tmp_path / f"out{suffix}"))
     assert open_source("indexed", str(tmp_path / f"out{suffix}")).lengths.tolist() == [2, 4]
 
 
@@ -141,7 +168,7 @@ def test_a_suffix_is_taken_off(tmp_path, folder, suffix):
 def test_an_output_without_a_name_is_refused(tmp_path, folder, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="names no file; give the path"):
-        convert(open_source("text", folder), Words(), "words", output.format(tmp_path))
+        convert(open_texts("text", folder), WORDS, output.format(tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
 
 
@@ -160,5 +187,83 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path, folder):
 def test_a_corpus_without_tokens_leaves_no_file(tmp_path):
     (tmp_path / "a.txt").write_text("   ")
     with pytest.raises(DataError, match="all 1 documents into no token"):
-        convert(open_source("text", str(tmp_path)), Words(), "words", str(tmp_path / "out"))
+        convert(open_texts("text", str(tmp_path)), WORDS, str(tmp_path / "out"))
     assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """JSON Lines in many blocks, whose progress is noted after each."""
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(module, "_SAVE_S", -1.0)
+    file = tmp_path / "many.jsonl"
+    file.write_text("".join(json.dumps({"text": "ab " * (number % 5) + str(number)}) + "\n" for number in range(60)))
+    return open_texts("jsonl", str(file))
+
+
+def written(prefix):
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]
+
+
+class Interrupt:
+    """Interrupts after some blocks; counts what is encoded."""
+
+    def __init__(self, after):
+        self.left, self.bytes = after, []
+
+    def __call__(self, size):
+        self.bytes.append(size)
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+def test_what_was_interrupted_goes_on_where_it_was(tmp_path, many):
+    convert(many, WORDS, str(tmp_path / "whole"))
+    broken_off = Interrupt(9)
+    with pytest.raises(KeyboardInterrupt):
+        convert(many, WORDS, str(tmp_path / "out"), advanced=broken_off)
+    with (tmp_path / "out.partial" / "bin").open("ab") as file:
+        file.write(b"what was written after the last note")
+    rest = Interrupt(10**9)
+    convert(many, WORDS, str(tmp_path / "out"), advanced=rest)
+    assert written(tmp_path / "out") == written(tmp_path / "whole")
+    assert rest.bytes[0] == sum(broken_off.bytes), "the first part is not done again"
+    assert sum(rest.bytes) == many.bytes
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("change", ["text", "tokenizer"])
+def test_what_was_begun_of_something_else_is_not_gone_on_with(tmp_path, many, change):
+    with pytest.raises(KeyboardInterrupt):
+        convert(many, WORDS, str(tmp_path / "out"), advanced=Interrupt(9))
+    recipe = WORDS
+    if change == "text":
+        many.files[0].write_text('{"text": "new"}')
+    else:
+        recipe = With(TokenizerFiles("bytes", end="</s>"), made=Words())
+    convert(many, recipe, str(tmp_path / "out"))
+    convert(many, recipe, str(tmp_path / "whole"))
+    assert written(tmp_path / "out") == written(tmp_path / "whole")
+
+
+def test_only_one_process_writes(tmp_path, many):
+    def second(_):
+        with pytest.raises(DataError, match=r"Another process is writing .*out\.bin; wait"):
+            convert(many, WORDS, str(tmp_path / "out"))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(many, WORDS, str(tmp_path / "out"), advanced=second)
+
+
+def test_processes_write_the_same(tmp_path, many):
+    convert(many, BYTES, str(tmp_path / "one"))
+    advanced = []
+    convert(many, BYTES, str(tmp_path / "two"), processes=2, advanced=advanced.append)
+    assert written(tmp_path / "one") == written(tmp_path / "two")
+    assert sum(advanced) == many.bytes
+    many.files[0].write_text('{"text": "fine"}\n' * 30 + "{}\n")
+    with pytest.raises(DataError, match=r"many\.jsonl, line 31: this is not a JSON object with a \"text\" string"):
+        convert(many, BYTES, str(tmp_path / "three"), processes=2)
+    assert not (tmp_path / "three.partial").exists()

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import builtins
+import json
 
 import pytest
 
-from distca.data.tokenizer import open_tokenizer
-from distca.errors import DataError
+from distca.data.tokenizer import find_tokenizer
+from distca.errors import DataError, VersionError
+
+
+def open_tokenizer(*arguments):
+    return find_tokenizer(*arguments).open()
 
 
 @pytest.fixture
@@ -51,12 +56,12 @@ def test_the_words_of_the_model_come_as_a_value_error(tokenizer_file):
 
 
 def test_an_end_token_closes_every_document(tokenizer_file):
-    tokenizer = open_tokenizer(str(tokenizer_file), "</s>")
+    tokenizer = open_tokenizer(str(tokenizer_file), None, "</s>")
     assert [ids.tolist() for ids in tokenizer.encode([b"one", b"two"])] == [[3, 2], [4, 2]]
     with pytest.raises(DataError, match="no token '<end>'"):
-        open_tokenizer(str(tokenizer_file), "<end>")
-    with pytest.raises(DataError, match="leave end_token unset"):
-        open_tokenizer("bytes", "</s>")
+        open_tokenizer(str(tokenizer_file), None, "<end>")
+    with pytest.raises(DataError, match="leave `end_token` unset"):
+        open_tokenizer("bytes", None, "</s>")
 
 
 def test_a_missing_or_damaged_file_is_a_sentence(tmp_path, tokenizer_file):
@@ -78,5 +83,33 @@ def test_without_the_package_there_is_a_sentence(tmp_path, monkeypatch):
 
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(DataError, match="needs the package tokenizers: pip install tokenizers"):
+    with pytest.raises(VersionError, match="needs the package tokenizers: pip install tokenizers"):
         open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("said", "given", "ids"),
+    [
+        ({"bos_token": "<s>", "eos_token": "</s>"}, (None, None), [1, 3, 2]),  # the file's own template puts <s> first
+        ({"bos_token": {"content": "<s>"}, "eos_token": None}, (None, None), [1, 3]),
+        ({"bos_token": "</s>", "eos_token": "</s>"}, (None, None), [3, 2]),  # </s> is not what the template puts first
+        ({"bos_token": "</s>", "add_bos_token": True}, (None, None), [2, 3]),
+        ({"bos_token": "<s>", "add_bos_token": False}, (None, "two"), [3, 4]),
+        ({"bos_token": "<s>", "eos_token": "</s>"}, ("", ""), [3]),
+        ({}, (None, None), [3]),
+    ],
+)
+def test_a_folder_says_how_documents_begin_and_end(tokenizer_file, said, given, ids):
+    (tokenizer_file.parent / "tokenizer_config.json").write_text(json.dumps(said))
+    (document,) = open_tokenizer(str(tokenizer_file.parent), *given).encode([b"one"])
+    assert document.tolist() == ids
+
+
+def test_control_tokens_in_a_text_stay_text(tokenizer_file):
+    tokenizers = pytest.importorskip("tokenizers")
+    stored = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    stored.add_special_tokens(["</s>"])
+    stored.save(str(tokenizer_file))
+    assert stored.encode("one </s> two", add_special_tokens=False).ids == [3, 2, 4], "as a control token it would be 2"
+    (document,) = open_tokenizer(str(tokenizer_file)).encode([b"one </s> two"])
+    assert 2 not in document.tolist() and document.tolist()[0] == 3 and document.tolist()[-1] == 4

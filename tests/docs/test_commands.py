@@ -140,7 +140,11 @@ def from_folder(project: Project, command: str) -> None:
     if not (project.folder / named).exists():
         write_folder("llama", project.folder / named)
         (project.folder / named / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    if not (project.folder / "corpus.idx").exists():
+        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>{% endfor %}"
+        (project.folder / named / "chat_template.jinja").write_text(template)
+        talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+        (project.folder / "talks.jsonl").write_text(f"{json.dumps(talk)}\n" * 9)
+    if "indexed" in command and not (project.folder / "corpus.idx").exists():
         convert = "distca data convert --source jsonl --path corpus.jsonl --tokenizer tokenizer.json"
         convert += ' --end_token "</s>" --output corpus'  # as docs/data.md has it
         project.run(convert)

@@ -1,4 +1,4 @@
-"""The example's functions, which README quotes, against unmodified Megatron-Core; and the whole script once."""
+"""The examples' functions, of which README quotes some, against unmodified Megatron-Core; and one script as a whole."""
 
 import os
 import subprocess
@@ -52,12 +52,35 @@ def _differences(layouts):
         for step in cad.plan_ahead([harness.case_documents(case)]):
             reports = cad.forward_backward(step, example.forward_step, model)
             found.append(harness.difference(harness.outcome_of(case, cad, gpt, reports, weights), reference))
+            reports = cad.forward_backward(step, _policy(cad, step, model), model)
+            found.append(harness.difference(harness.outcome_of(case, cad, gpt, reports, weights), reference))
     return found
 
 
+def _policy(cad, step, model):
+    """examples/rollouts.py with the policy as it was and an advantage of one for all, where the gradients are those of
+    the summed loss."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import rollouts
+
+    old = cad.log_probabilities(step, model)
+    documents = step.documents.micro_batches
+    old = old or [[0.0] * len(each) for each in documents]
+    before = iter(
+        [
+            (rollouts.per_token(mine, each), rollouts.per_token([1.0] * len(each), each))
+            for mine, each in zip(old, documents, strict=True)
+        ]
+    )
+    return lambda batches, model: rollouts.policy_step(next(before), batches, model)
+
+
 def test_its_losses_and_gradients_are_megatrons():
-    for difference in run_ranks(4, _differences, [(2, 1), (1, 2)])[0]:
-        assert max(difference.loss, difference.gradient) <= 1e-5, difference
+    differences = run_ranks(4, _differences, [(2, 1), (1, 2)])[0]
+    assert len(differences) == 4
+    for supervised, policy in zip(differences[::2], differences[1::2], strict=True):
+        assert max(supervised.loss, supervised.gradient) <= 1e-5, supervised
+        assert policy.gradient <= 1e-5, policy
 
 
 def test_it_trains_on_cpu_ranks():

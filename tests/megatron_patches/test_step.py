@@ -118,7 +118,7 @@ def test_the_next_step_is_made_from_when_one_is_queued_and_the_steps_end() -> No
 
 def _rows(number: int) -> RankBatch:
     numbers = np.arange(1, number + 1)
-    return RankBatch(numbers, numbers, np.ones(number, bool), numbers, np.full(number, number), (number,))
+    return RankBatch(numbers, numbers, np.ones(number, bool), numbers, np.full(number, number), numbers, (number,))
 
 
 def test_padding_to_equal_rows_adds_no_loss() -> None:

@@ -58,6 +58,11 @@ def _case_errors(path, tp, pp, disaggregate):
             ours, theirs = whole[: len(mine)][mine, : folders.VOCABULARY], theirs[rows.positions[mine]]
             if len(ours):
                 errors.append(float((ours - theirs).norm() / theirs.norm()))
+    for documents_of, found in zip(step.documents.micro_batches, cad.log_probabilities(step, ddp), strict=False):
+        for document, ours in zip(documents_of, found, strict=True):
+            each = reference[documents.index(document)].log_softmax(-1)[:-1]
+            theirs = each.gather(1, torch.tensor(document[1:])[:, None])[:, 0]
+            errors.append(float((ours - theirs).norm() / theirs.norm()))
     errors.append(
         _loss_error(sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), cad.device)[0], reference)
     )

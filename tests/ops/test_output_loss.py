@@ -30,7 +30,7 @@ def _expected(rows=ROWS, upstream=1.0):
     return loss.detach(), hidden.grad, weight.grad
 
 
-def _fused(sequence_parallel, rows, chunk_rows, upstream, dtype):
+def _fused(sequence_parallel, rows, chunk_rows, upstream, dtype, by_row=True):
     """This rank's loss, gradient of its hidden rows and of its weight's rows."""
     import torch.distributed as dist
 
@@ -45,10 +45,25 @@ def _fused(sequence_parallel, rows, chunk_rows, upstream, dtype):
     logits_bytes = chunk_rows * len(weight) * weight.element_size()
     loss = output_loss(hidden, weight, labels, mask, shards, logits_bytes)
     (loss * upstream).backward()
+    if by_row and dtype == torch.float64 and rows:
+        _check_log_probabilities(loss, hidden, weight, labels, mask * upstream, shards, logits_bytes)
     with torch.no_grad():
         assert torch.equal(output_loss(hidden, weight, labels, mask, shards, logits_bytes), loss)
     assert hidden.grad.dtype == weight.grad.dtype == dtype
     return loss.detach(), hidden.grad, weight.grad
+
+
+def _check_log_probabilities(loss, hidden, weight, labels, weights, shards, logits_bytes):
+    """Row by row, weighed afterwards, they give the same loss and gradients."""
+    from distca.ops.output_loss import log_probabilities
+
+    own = [each.detach().requires_grad_() for each in (hidden, weight)]
+    rows = log_probabilities(*own, labels, shards, logits_bytes)
+    assert rows.shape == labels.shape and (rows < 0).all()
+    (-(rows * weights).sum()).backward()
+    assert relative_error(-(rows.detach() * (weights != 0)).sum(), loss.detach()) < 1e-14
+    for ours, theirs in zip(own, (hidden, weight), strict=True):
+        assert relative_error(ours.grad, theirs.grad) < 1e-14
 
 
 def _all(cases):
@@ -146,7 +161,7 @@ def _walk(sequence_parallel, chunk_rows):
 
     output_loss.row_statistics, output_loss._Chunks._gathered = noted, watched
     output_loss.add_product = lambda *arguments: (add(*arguments), products.append(1))
-    _fused(sequence_parallel, ROWS, chunk_rows, 1.0, torch.float64)
+    _fused(sequence_parallel, ROWS, chunk_rows, 1.0, torch.float64, by_row=False)
     return sizes, any(beside), len(products)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,13 +74,13 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
     import torch.distributed as dist
 
     from distca.train.config.cli import parse_run_config
-    from distca.train.data.corpus import open_corpus
-    from distca.train.run.main import run_on
+    from distca.train.run.main import run_on, tokenized_corpus
     from megatron_patches.groups import destroy_model_parallel
     from megatron_patches.patches.cpu import use_cpu
     from megatron_patches.world import World
 
     use_cpu()
+    logging.getLogger("distca").setLevel(logging.INFO)  # for console.log
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     folders = []
     try:
@@ -87,7 +88,7 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
             config = parse_run_config(line)
             gc.freeze()  # what is imported is looked at once per process, not once per run
             with patch("distca.train.run.loop.plot_balance"), patch("distca.train.run.loop.plot_phases"):
-                folders.append(str(run_on(world, config, open_corpus(config)).path))
+                folders.append(str(run_on(world, config, tokenized_corpus(config, world)).path))
     finally:
         destroy_model_parallel()
     return folders

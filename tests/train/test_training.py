@@ -50,6 +50,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+WSD = {"optimizer__schedule": "wsd", "optimizer__decay_steps": 2}
+UNCHANGED = {
+    "optimizer__lr": 1e-30,
+    "optimizer__min_lr": 0,
+    "optimizer__schedule": "constant",
+    "optimizer__warmup_steps": 0,
+}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> Path:
     """Runs on two ranks, by name."""
@@ -61,14 +70,15 @@ def two_ranks(folder: Path) -> Path:
     lines = [
         line("saving", **saving),
         line("saving-plain", optimizer__distributed=False, **saving),
-        line("saving-bf16", train__precision="bf16", **saving),
+        line("saving-bf16", train__precision="bf16", **WSD, **saving),
         line("validating", train__validate_every=2),
         # The smallest learning rate changes no weight, so every validation sees the same model.
-        line("standing", train__validate_every=1, train__steps=3, optimizer__lr=1e-30, optimizer__min_lr=0),
+        line("standing", train__validate_every=1, train__steps=3, **UNCHANGED),
     ]
     for name, settings in VARIANTS.items():
         lines.append(line(f"whole-{name}", data__whole_documents=True, train__steps=3, **settings))
     even = {"data__path": folder / "even", "data__context_length": EVEN, "train__steps": 3}
+    even |= {"optimizer__schedule": "linear", "optimizer__warmup_steps": 0}
     lines.append(line("accumulated", train__micro_batches=2, data__tokens_per_rank=EVEN, **even))
     lines.append(line("at-once", data__tokens_per_rank=2 * EVEN, **even))
     run_ranks(2, train_all, lines, timeout=200)
@@ -78,7 +88,8 @@ def two_ranks(folder: Path) -> Path:
     resumed = [
         line(None, checkpoint__resume=folder / "saving-resumed"),
         line(None, checkpoint__resume=folder / "saving-plain-resumed", optimizer__distributed=False),
-        line(None, checkpoint__resume=folder / "saving-bf16-resumed", train__precision="bf16"),
+        line(None, checkpoint__resume=folder / "saving-bf16-resumed", train__precision="bf16", **WSD),
+        line(None, checkpoint__resume=folder / "saving", train__evaluate=True),
     ]
     run_ranks(2, train_all, resumed, timeout=200)
     return folder
@@ -163,6 +174,29 @@ def test_validating_a_model_twice_gives_the_same_value(two_ranks: Path) -> None:
     assert list(values) == [1, 2, 3] and len(set(values.values())) == 1
 
 
+@pytest.mark.parametrize(
+    ("run", "rates"),
+    [
+        ("saving", [0.005, 0.0075, 0.01, 0.0086819805, 0.0055, 0.0023180195]),
+        ("at-once", [0.01, 0.007, 0.004]),
+        ("saving-bf16", [0.005, 0.0075, 0.01, 0.01, 0.01, 0.0055]),
+        ("standing", [1e-30] * 3),
+    ],
+)
+def test_learning_rates_follow_their_schedule(two_ranks: Path, run: str, rates: list[float]) -> None:
+    """Cosine and WSD after two steps of warm-up, linear and constant without."""
+    assert list(steps_of(two_ranks / run, "lr").values()) == pytest.approx(rates, rel=1e-6, abs=0)
+
+
+def test_evaluation_gives_the_loss_of_the_last_step_and_trains_nothing(two_ranks: Path) -> None:
+    loss = steps_of(two_ranks / "saving", "validation_loss")[6]
+    said = f"Validation loss {loss:.4f}, perplexity {math.exp(loss):.4g}."
+    assert said in (two_ranks / "saving" / "console.log").read_text()
+    assert len(json.loads((two_ranks / "saving" / "starts.json").read_text())) == 2
+    assert max(steps_of(two_ranks / "saving")) == 6
+    assert not list((two_ranks / "saving").glob("config-from-*"))
+
+
 def test_validation_does_not_disturb_training(two_ranks: Path) -> None:
     assert list(steps_of(two_ranks / "validating", "validation_loss")) == [2, 4, 6]
     assert steps_of(two_ranks / "validating") == steps_of(two_ranks / "saving")
@@ -211,6 +245,8 @@ def test_a_run_leaves_everything_it_promises(started: tuple[Path, subprocess.Com
     assert {path.name for path in run.iterdir()} == {
         ".held-by",
         "config.yaml",
+        "console.log",
+        "starts.json",
         "metrics.jsonl",
         "balance.png",
         "timeline.json",
@@ -224,6 +260,12 @@ def test_a_run_leaves_everything_it_promises(started: tuple[Path, subprocess.Com
     assert all((path / "COMPLETE").exists() for path in saved)
     assert "started: 6 steps" in done.stderr + done.stdout and "step 6/6" in done.stderr
     assert "Warning" not in done.stderr, "warnings that a user can do nothing about"
+    (start_of_it,) = json.loads((run / "starts.json").read_text())
+    assert start_of_it["ranks"] == 2 == sum(start_of_it["hosts"].values()) and start_of_it["versions"]["torch"]
+    assert "--checkpoint.save_every" in start_of_it["command"]
+    last = next(line for line in done.stderr.splitlines() if "step 6/6" in line)
+    assert last.split("INFO ")[1] in (run / "console.log").read_text()
+    assert " perplexity " in last and " gradient " in last and " tokens " in last and "ETA" not in last
 
 
 def test_metrics_hold_the_documented_keys(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -232,6 +274,7 @@ def test_metrics_hold_the_documented_keys(started: tuple[Path, subprocess.Comple
     always |= {"imbalance_before", "imbalance_after", "imbalance_measured"}
     for number, values in enumerate(lines, start=1):
         assert values["step"] == number
+        assert values["tokens_seen"] == sum(each["tokens"] for each in lines[:number])
         assert always <= values.keys()
         assert values["tokens_per_s"] == pytest.approx(values["tokens"] / values["step_s"])
         assert values["imbalance_before"] >= 1 and values["imbalance_measured"] >= 1
@@ -244,9 +287,23 @@ def test_metrics_hold_the_documented_keys(started: tuple[Path, subprocess.Comple
 def test_the_timeline_is_a_trace_of_every_rank(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     events = json.loads((started[0] / "timeline.json").read_text())["traceEvents"]
     tracks = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
-    assert tracks == {(rank, name) for rank in (0, 1) for name in ("compute ping", "compute pong", "transfers")}
+    kinds = ("q,k,v forward", "o forward", "dq,dk,dv backward")
+    travel = {f"transfers {half} {kind}" for half in ("ping", "pong") for kind in kinds}
+    expected = {"steps", "compute ping", "compute pong"} | travel
+    assert expected <= {name for rank, name in tracks if rank == 0} == {name for rank, name in tracks if rank == 1}
     spans = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in spans) == 0 and all(event["dur"] >= 0 for event in spans)
+    for track in {(event["pid"], event["tid"]) for event in spans}:
+        ends = 0.0
+        for event in sorted((e for e in spans if (e["pid"], e["tid"]) == track), key=lambda each: each["ts"]):
+            assert event["ts"] >= ends - 0.01, f"{event} overlaps another one of its track"
+            ends = event["ts"] + event["dur"]
+    sent = [event for event in spans if event["cat"].startswith("transfers")]
+    assert all(set(event["args"]) == {"bytes sent", "peers"} for event in sent)
+    lines = [json.loads(line) for line in (started[0] / "metrics.jsonl").read_text().splitlines()]
+    # The costs that CPU ranks plan with count values of two bytes, and these have four.
+    assert sum(e["args"]["bytes sent"] for e in sent) == 2 * sum(line["bytes_moved"] for line in lines[1:3])
+    assert [e["name"] for e in spans if e["cat"] == "steps" and e["pid"] == 0] == ["step 2", "step 3"]
     served = [event for event in spans if event["pid"] == 0 and event["name"].startswith("serve")]
     assert len(served) == 2 * 2 * 2 * 2, "two steps of two layers, two halves, forward and backward"
 

@@ -44,6 +44,7 @@ class Indexed:
             logger.info("%s: left out %d empty documents", self._prefix, len(lengths) - len(kept))
         self.lengths = lengths[kept]
         self._document_start = borders[:-1][kept]
+        self._mask = _open_mask(self._prefix, int(self._sequence_start[-1]))
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """[stop - start] int64 tokens of one document, which may consist of several sequences.
@@ -70,6 +71,18 @@ class Indexed:
             )
         return tokens
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are not to be learned."""
+        return self._mask is not None
+
+    def learned(self, document: int, start: int, stop: int) -> np.ndarray:
+        """[stop - start] bool, which tokens of a document are to be learned."""
+        if self._mask is None:
+            return np.ones(stop - start, bool)
+        first = int(self._document_start[document])
+        return np.asarray(self._mask[first + start : first + stop]).astype(bool)
+
     def _part(self, sequence: int, start: int, count: int) -> np.ndarray:
         """[count] int64 tokens of one sequence."""
         offset = int(self._index.offsets[sequence]) + start * self._index.dtype.itemsize
@@ -83,6 +96,11 @@ class Indexed:
 def sidecar(prefix: str) -> Path:
     """The JSON file beside .bin and .idx that says how they were made."""
     return Path(f"{prefix}.json")
+
+
+def mask_file(prefix: str) -> Path:
+    """The file beside .bin and .idx that says of every token whether it is to be learned; without it all are."""
+    return Path(f"{prefix}.mask")
 
 
 def without_suffix(prefix: str) -> str:
@@ -108,6 +126,15 @@ def _open_tokens(prefix: str, index: Index) -> np.memmap:
     if present < index.bytes:
         raise DataError(f"{tokens} is cut off: {present:,} bytes instead of {index.bytes:,}; copy or convert again.")
     return np.memmap(tokens, np.uint8, mode="r")
+
+
+def _open_mask(prefix: str, tokens: int) -> np.memmap | None:
+    file = mask_file(prefix)
+    if not file.is_file():
+        return None
+    if file.stat().st_size != tokens:
+        raise DataError(f"{file} has {file.stat().st_size:,} bytes instead of {tokens:,}; copy or convert again.")
+    return np.memmap(file, np.uint8, mode="r")
 
 
 def _vocabulary(prefix: str, given: int | None) -> int:

@@ -1,4 +1,4 @@
-"""JSON lines: one object per line, its "text" field is the document."""
+"""JSON Lines: one object per line, one of its fields is the document."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,17 +30,21 @@ class JsonLines:
 
     vocabulary = BYTE_VOCABULARY
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, field: str = "text") -> None:
         """Index the file ``path``, or every .jsonl file of the folder ``path`` in the order of their names.
 
+        Args:
+            path: the file or folder.
+            field: of every line's object that is its document.
+
         Raises:
-            DataError: on a missing path, a line that is not a JSON object with a "text" string, or no document at all.
+            DataError: on a missing path, a line that is not a JSON object with such a string, or no document at all.
         """
-        self.files = _files(path)
+        self.files, self._field = lines_files(path), field
         lines: list[tuple[int, int, int, int, int]] = []
         empty = 0
         for index, file in enumerate(self.files):
-            for number, offset, size, length in _index(file):
+            for number, offset, size, length in _index(file, field):
                 if length:
                     lines.append((index, number, offset, size, length))
                 else:
@@ -75,7 +80,7 @@ class JsonLines:
             stream.seek(int(self._offset[document]))
             line = stream.read(int(self._size[document]))
         try:
-            text = _text_of(line)
+            text = _text_of(line, self._field)
         except ValueError:
             text = b""
         if len(text) != self.lengths[document]:
@@ -84,42 +89,67 @@ class JsonLines:
         return text
 
 
-def _files(path: str) -> list[Path]:
+def lines_files(path: str, packed: tuple[str, ...] = ()) -> list[Path]:
+    """The file ``path``, or the .jsonl files of a folder in the order of their names.
+
+    Args:
+        path: the file or folder.
+        packed: suffixes of compressed files that are taken too: .jsonl and .json with one of them.
+
+    Raises:
+        DataError: there are none.
+    """
     given = Path(path)
     if given.is_file():
         return [given]
     if not given.is_dir():
         raise DataError(f"`path` {path!r} does not exist.")
-    files = sorted(given.glob("*.jsonl"))
+    suffixes = (".jsonl", *(f"{kind}{suffix}" for suffix in packed for kind in (".jsonl", ".json")))
+    files = sorted(file for file in given.iterdir() if file.name.endswith(suffixes) and file.is_file())
     if not files:
         raise DataError(f"The folder {path!r} holds no .jsonl file; set `path` to a file or a folder that has some.")
     return files
 
 
-def _index(file: Path) -> Iterator[tuple[int, int, int, int]]:
+def _index(file: Path, field: str) -> Iterator[tuple[int, int, int, int]]:
     """(number of the line, offset, bytes of the line, bytes of the text) of every line that is not blank."""
     offset = 0
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
-                    yield number, offset, len(line), len(_text_of(line))
+                    yield number, offset, len(line), len(_text_of(line, field))
                 except ValueError as error:
                     raise DataError(f"{file}, line {number}: {error}; correct or delete the line.") from None
             offset += len(line)
 
 
-def _text_of(line: bytes) -> bytes:
+def _text_of(line: bytes, field: str) -> bytes:
     """The document of one line; ValueError says what is wrong with it."""
+    value = value_of(line, field)
+    if not isinstance(value, str):
+        raise ValueError(f'this is not a JSON object with a "{field}" string')
+    return utf8_of(value, field)
+
+
+def value_of(line: bytes, field: str) -> Any:
+    """What a line's object has in a field; ValueError says what is wrong with it."""
     try:
         record = json.loads(line)
     except ValueError as error:
         raise ValueError(f"this is not valid JSON ({error})") from None
     except RecursionError:
         raise ValueError("this is JSON nested too deep to be read") from None
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise ValueError('this is not a JSON object with a "text" string')
+    if not isinstance(record, dict):
+        raise ValueError(f'this is not a JSON object with a "{field}" string')
+    if field not in record:
+        raise ValueError(f'this is not a JSON object with a "{field}" string; its fields are {", ".join(record)}')
+    return record[field]
+
+
+def utf8_of(text: str, field: str) -> bytes:
+    """A text in UTF-8; ValueError where it has no such form."""
     try:
-        return str(record["text"]).encode("utf-8")
+        return text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError('the "text" cannot be written as UTF-8 (it has an unpaired surrogate)') from None
+        raise ValueError(f'the "{field}" cannot be written as UTF-8 (it has an unpaired surrogate)') from None

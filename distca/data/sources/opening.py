@@ -9,6 +9,7 @@ from distca.data.sources.source import DocumentSource
 from distca.errors import DataError
 
 SourceKind = Literal["stdlib", "text", "jsonl", "indexed", "mix"]
+"""Of documents whose tokens are there without tokenizing; other text is tokenized first."""
 KINDS: tuple[str, ...] = get_args(SourceKind)
 MIX_TOKENS = 1 << 26
 
@@ -22,6 +23,7 @@ def open_source(
     seed: int = 0,
     mix_tokens: int = MIX_TOKENS,
     max_length: int | None = None,
+    field: str = "text",
 ) -> DocumentSource:
     """Open a source of documents.
 
@@ -37,6 +39,7 @@ def open_source(
         seed: for ``mix`` only.
         mix_tokens: tokens in all, for ``mix`` only.
         max_length: longest document, for ``mix`` only.
+        field: of a line's object that is its document, for ``jsonl`` only.
 
     Raises:
         DataError: if the source cannot be opened; the message says what to change.
@@ -60,7 +63,7 @@ def open_source(
     if kind == "jsonl":
         from distca.data.sources.json_lines import JsonLines
 
-        return JsonLines(path)
+        return JsonLines(path, field)
     if kind == "indexed":
         from distca.data.sources.indexed import Indexed
 

@@ -10,8 +10,12 @@ from distca.errors import DistcaError
 
 SETTINGS = {
     "backward": "cad.backward",
+    "begin_token": "data.begin_token",
+    "cache": "data.cache",
     "context_length": "data.context_length",
     "cost_table": "cad.cost_table",
+    "end_token": "data.end_token",
+    "field": "data.field",
     "fp8": "train.fp8",
     "kernel": "cad.kernel",
     "level": "cad.level",

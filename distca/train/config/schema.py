@@ -125,13 +125,23 @@ class DataConfig:
     """Where documents come from and how they fill the ranks.
 
     Attributes:
-        source: stdlib = the Python files of this interpreter's standard library; text = text files; jsonl = one JSON
-            object with a "text" field a line; indexed = Megatron's .bin/.idx pair; mix = random tokens whose document
-            lengths follow the named mix in path.
-        path: file, folder, .bin/.idx prefix, or the name of a mix: pretrain, prolong, and with -long behind it their
-            long-context versions, stretched to context_length.
-        tokenizer: of sources stdlib, text and jsonl, only bytes: for another one, first tokenize with "distca data
-            convert". Sources indexed and mix hold token ids already and ignore it.
+        source: stdlib = the Python files of this interpreter's standard library; text = text files; jsonl = JSON Lines,
+            also .gz and .zst; parquet = Parquet files; arrow = a folder that the library datasets saved to disk; blend
+            = several of these, as a YAML file says; indexed = Megatron's .bin/.idx pair; mix = random tokens whose
+            document lengths follow the named mix in path.
+        path: file, folder, .bin/.idx prefix, a blend's YAML file, or the name of a mix: pretrain, prolong, and with
+            -long behind it their long-context versions, stretched to context_length.
+        field: of each JSON object, or column of each table, that holds the document; null takes text, with
+            conversations messages.
+        conversations: documents are conversations, lists of messages with role and content, which go through the
+            tokenizer's chat template; only the assistant's turns are learned.
+        tokenizer: of text: bytes, a tokenizer.json, or a folder that holds one. Sources indexed and mix hold token ids
+            already and ignore it.
+        begin_token: a token of the tokenizer that every text begins with; null takes the one that a model's folder
+            says, an empty one is none.
+        end_token: the same for the end of every text.
+        cache: folder where tokens of texts are kept: the first start makes them, later ones find them by content and
+            tokenizer. All nodes see it. Null takes the folder tokens in output.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
         context_length: most tokens a document may have.
         longer: what happens to a longer document: error stops the run, split cuts it into documents that fit.
@@ -143,9 +153,14 @@ class DataConfig:
         seed: seed of the order of documents.
     """
 
-    source: Literal["stdlib", "text", "jsonl", "indexed", "mix"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "parquet", "arrow", "blend", "indexed", "mix"] = "stdlib"
     path: str | None = None
+    field: str | None = None
+    conversations: bool = False
     tokenizer: str = "bytes"
+    begin_token: str | None = None
+    end_token: str | None = None
+    cache: str | None = None
     vocabulary: int = 0
     context_length: int = 4096
     longer: Literal["error", "split"] = "error"
@@ -157,10 +172,13 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine decay.
+    """AdamW with a linear warm-up and then a schedule.
 
     Attributes:
         lr: learning rate of the first step after the warm-up.
+        schedule: after the warm-up: cosine and linear go down to min_lr, constant stays; wsd stays and goes down
+            linearly in the last decay_steps.
+        decay_steps: steps in which wsd goes down; null takes a tenth of train.steps.
         min_lr: learning rate that a step after the last one would have.
         warmup_steps: steps before lr is reached, the first with lr / warmup_steps; null takes a sixth of train.steps,
             at most 100, and in a resumed run what the run had before.
@@ -173,6 +191,8 @@ class OptimizerConfig:
     """
 
     lr: float = 3e-3
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    decay_steps: int | None = None
     min_lr: float = 3e-4
     warmup_steps: int | None = None
     weight_decay: float = 0.1
@@ -196,12 +216,16 @@ class TrainConfig:
         fp8: products of Transformer Engine's linear layers in FP8: none; current = scaled by the largest value of each
             tensor; delayed = by those of the steps before; blockwise = by those of blocks. Weights, gradients and
             everything else stay as train.precision says.
+        loss: what weighs the same in the loss of a step: token = every token that is to be learned; document = every
+            document, or conversation, that has some.
         recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
             each layer's MLP, which holds over half of them; all = everything but core attention (with cad.enabled
             only), which needs least memory and most time. Core attention is never recomputed, so nothing is sent twice.
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
             and SIGUSR1 do the same at any time.
+        evaluate: only compute the validation loss, of checkpoint.init_from or checkpoint.resume, and train nothing;
+            with data.validation_fraction 0 over all documents.
         validate_every: steps between validations; 0 validates only at the end, if there is a validation set.
         validate_batches: global batches per validation.
     """
@@ -211,9 +235,11 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = "fp32"
     linears: Literal["auto", "local", "te"] = "auto"
     fp8: Literal["none", "current", "delayed", "blockwise"] = "none"
+    loss: Literal["token", "document"] = "token"
     recompute: Literal["none", "mlp", "all"] = "none"
     seed: int = 1234
     time_limit: float = 0.0
+    evaluate: bool = False
     validate_every: int = 0
     validate_batches: int = 4
 
@@ -254,6 +280,7 @@ class LogConfig:
         timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
             before records what it has of them.
         tensorboard: also write TensorBoard events.
+        wandb: project of Weights & Biases that metrics also go to; needs the package wandb, and its own settings.
         memory: on CPUs, also record the memory that processes have after each step; the peak memory of GPUs is always
             recorded.
     """
@@ -261,6 +288,7 @@ class LogConfig:
     every: int = 1
     timeline_steps: tuple[int, int] | None = None
     tensorboard: bool = True
+    wandb: str | None = None
     memory: bool = False
 
 
@@ -293,6 +321,11 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
+    def resolved_cache(self) -> str:
+        """data.cache, with null resolved."""
+        return self.data.cache or f"{self.output}/tokens"
+
+    @property
     def resolved_nvshmem_buffer_gb(self) -> float:
         """cad.nvshmem_buffer_gb, with 0 resolved."""
         if self.cad.nvshmem_buffer_gb:
@@ -307,6 +340,12 @@ class RunConfig:
         """optimizer.warmup_steps, with null resolved for a run that does not resume."""
         given = self.optimizer.warmup_steps
         return min(self.train.steps // 6, 100) if given is None else given
+
+    @property
+    def resolved_decay_steps(self) -> int:
+        """optimizer.decay_steps, with null resolved."""
+        given = self.optimizer.decay_steps
+        return max(self.train.steps // 10, 1) if given is None else given
 
     @property
     def resolved_backward(self) -> Literal["keep", "resend"]:

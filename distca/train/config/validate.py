@@ -239,6 +239,17 @@ def _steps(config: RunConfig) -> list[str]:
             "train.recompute is all, but with cad.enabled false the layers are Megatron-Core's own, which recompute "
             "either their MLPs or core attention too; set train.recompute to mlp."
         )
+    decay = config.resolved_decay_steps
+    if optimizer.schedule == "wsd" and not 1 <= decay <= train.steps - config.resolved_warmup_steps:
+        problems.append(
+            f"optimizer.decay_steps is {decay}, but train.steps {train.steps} and a warm-up of "
+            f"{config.resolved_warmup_steps} leave {train.steps - config.resolved_warmup_steps}; change one."
+        )
+    if optimizer.schedule != "wsd" and optimizer.decay_steps is not None:
+        problems.append(
+            f"optimizer.decay_steps is {optimizer.decay_steps}, but optimizer.schedule is {optimizer.schedule}, which "
+            "has none; leave it out, or set optimizer.schedule to wsd."
+        )
     if optimizer.min_lr > optimizer.lr:
         problems.append(f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}; lower it.")
     if config.log.timeline_steps is not None:

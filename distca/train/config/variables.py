@@ -256,7 +256,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="DATA_SOURCE",
-        values=_one_of("stdlib", "text", "jsonl", "indexed", "mix"),
+        values=_one_of("stdlib", "text", "jsonl", "parquet", "arrow", "blend", "indexed", "mix"),
         default=_CONFIGURATION,
         meaning="where documents come from",
         training=("data.source",),
@@ -267,7 +267,7 @@ VARIABLES: tuple[Variable, ...] = (
         name="DATA_PATH",
         values=_TEXT,
         default=_CONFIGURATION,
-        meaning="file, folder, .bin/.idx prefix, or name of a mix",
+        meaning="file, folder, .bin/.idx prefix, a blend's YAML file, or name of a mix",
         training=("data.path",),
         benchmarks=None,
         instead="choose the documents' lengths with MIX",

@@ -24,9 +24,10 @@ CPU_TORCH = "torch==2.13.0"
 _MODULES = ["numpy", "yaml", "torch", "megatron.core", "psutil", "jsonargparse", "rich", "matplotlib", "tensorboard"]
 _MODULES_OF_EXTRA = {
     "models": ["safetensors", "tokenizers"],
+    "data": ["tokenizers", "pyarrow", "zstandard", "jinja2"],
     "dev": [
         *("pytest", "pytest_timeout", "hypothesis", "ruff", "mypy", "scipy"),
-        *("tokenizers", "safetensors", "transformers", "wheel"),
+        *("tokenizers", "safetensors", "pyarrow", "zstandard", "transformers", "wheel"),
     ],
 }
 _HAS_MODULES = """
@@ -36,10 +37,10 @@ sys.exit(not ((3, 11) <= sys.version_info < (3, 13) and all(map(util.find_spec, 
 _CAN_BE_BASE = "import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))"
 
 
-def find_python(extra: str = "") -> str | None:
-    """A Python with everything, and with the modules of an extra; None where neither the active one nor .venv has it.
-    It is used as it is."""
-    modules = _MODULES + _MODULES_OF_EXTRA.get(extra, [])
+def find_python(extras: str = "") -> str | None:
+    """A Python with everything, and with the modules of extras, which commas divide; None where neither the active one
+    nor .venv has it. It is used as it is."""
+    modules = [*_MODULES, *(module for extra in extras.split(",") for module in _MODULES_OF_EXTRA.get(extra, []))]
     if _succeeds("python", "-", *modules, source=_HAS_MODULES):
         return "python"
     return _activate() if _succeeds(str(_venv_python()), "-", *modules, source=_HAS_MODULES) else None

@@ -19,6 +19,9 @@ from distca.train.launch.machines import Machines, find_machines
 from distca.train.launch.say import leave, report, say
 from distca.words import count
 
+_WITH_PACKAGES = ("parquet", "arrow", "blend")
+"""Values of DATA_SOURCE whose files need packages."""
+
 
 def launch(arguments: list[str]) -> int:
     """Check everything, install what is missing, train; the exit code."""
@@ -29,7 +32,8 @@ def launch(arguments: list[str]) -> int:
     options = [*_configuration(values, machines.gpus, arguments), *environment.settings(Launcher.TRAINING, values)]
     profiler = _profiler(values, machines)
     dry, script = values.get("DRY_RUN") == "1", str(ROOT / "pretrain_llama.py")
-    extra = "models" if "INIT_FROM" in values else ""
+    needs = {"models": "INIT_FROM" in values, "data": values.get("DATA_SOURCE") in _WITH_PACKAGES}
+    extra = ",".join(name for name, needed in needs.items() if needed)
     python = find_python(extra)
     if not python and dry:
         venv = ROOT / ".venv"

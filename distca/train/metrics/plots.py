@@ -23,6 +23,7 @@ def plot_balance(
     measured: Sequence[float] | np.ndarray | None = None,
     *,
     unit: str = "ms",
+    axis: str = "rank",
     title: str | None = None,
 ) -> None:
     """Draw attention time per rank; the file's suffix chooses the format (.png, .svg).
@@ -33,6 +34,7 @@ def plot_balance(
         after: [ranks] planned time with the plan that ran; None where attention stayed at home.
         measured: [ranks] measured time, in the same unit.
         unit: unit of all three.
+        axis: what the ranks are.
         title: instead of the sentence that gives the imbalance before and after.
     """
     from matplotlib import rc_context
@@ -63,7 +65,7 @@ def plot_balance(
         label = f"measured: busiest / mean {imbalance(times):.2f}"
         axes.plot(ranks + place, times, "o", color=MEASURED, markersize=4, label=label)
     axes.set_title(title, loc="left")
-    axes.set_xlabel("rank")
+    axes.set_xlabel(axis)
     axes.set_ylabel(f"attention time ({unit})")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(-0.7, len(ranks) - 0.3)
@@ -78,7 +80,7 @@ def plot_balance(
 def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> None:
     """Write recorded spans as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing open.
 
-    A rank is a process and a track a thread, both named; tracks keep the order compute ping, compute pong, transfers,
+    A rank is a process and a track a thread, both named; tracks keep the order steps, compute ping, compute pong,
     then others by name. Times are shifted so that the earliest event starts at 0.
 
     Args:
@@ -89,7 +91,7 @@ def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> Non
     """
     spans = sorted(events, key=lambda event: event["start_us"])
     origin = spans[0]["start_us"] if spans else 0.0
-    order = {name: number for number, name in enumerate(("compute ping", "compute pong", "transfers"))}
+    order = {name: number for number, name in enumerate(("steps", "compute ping", "compute pong"))}
     others = sorted({span["track"] for span in spans} - set(order))
     order |= {name: len(order) + number for number, name in enumerate(others)}
     trace: list[dict[str, Any]] = []

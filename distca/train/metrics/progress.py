@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +20,9 @@ from distca.train.run.run_folder import RunFolder
 from distca.words import count
 
 logger = logging.getLogger(__name__)
+
+_LATEST = 20
+"""Steps by whose time the rest of the run is judged."""
 
 
 class StepProgress:
@@ -35,6 +41,8 @@ class StepProgress:
     def __init__(self, steps: int, *, done: int = 0, every: int = 1, console: Console | None = None) -> None:
         self._steps = steps
         self._every = every
+        self._losses: deque[float] = deque(maxlen=max(every, 1))
+        self._seconds: deque[float] = deque(maxlen=_LATEST)
         self._console = console or shared_console()
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -50,10 +58,19 @@ class StepProgress:
 
     def update(self, step: int, values: Mapping[str, float | int | str | None]) -> None:
         """Show step ``step`` (counted from 1) with its metrics, keyed as in ``distca.train.metrics.writer``."""
+        for kept, key in ((self._losses, "loss"), (self._seconds, "step_s")):
+            if isinstance(value := values.get(key), int | float):
+                kept.append(value)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=_figures(values))
         elif step % self._every == 0 or step == self._steps:
-            logger.info("step %d/%d  %s", step, self._steps, _figures(values))
+            means: dict[str, float | int | str | None] = {}
+            if len(self._losses) > 1:
+                means["mean_loss"] = sum(self._losses) / len(self._losses)
+            if self._seconds and step < self._steps:
+                seconds = (self._steps - step) * sum(self._seconds) / len(self._seconds)
+                means["eta"] = str(timedelta(seconds=round(seconds)))
+            logger.info("step %d/%d  %s", step, self._steps, _figures({**values, **means}))
 
     def __enter__(self) -> StepProgress:
         if self._bar is not None:
@@ -166,6 +183,14 @@ def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     return rows
 
 
+def perplexity(loss: float) -> float:
+    """Of a mean loss per token; infinite where no number holds it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 def format_bytes(count: float) -> str:
     """Bytes with a binary unit: 1536 → "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -178,11 +203,20 @@ def format_bytes(count: float) -> str:
 def _figures(values: Mapping[str, float | int | str | None]) -> str:
     """The figures of one step on one line; what a step does not have is left out."""
     parts = []
+    loss = values.get("loss")
+    if isinstance(loss, int | float):
+        values = {**values, "perplexity": perplexity(loss)}
     for name, key, text in (
         ("loss", "loss", "{:.4f}"),
+        ("mean", "mean_loss", "{:.4f}"),
+        ("perplexity", "perplexity", "{:,.4g}"),
         ("validation", "validation_loss", "{:.4f}"),
+        ("gradient", "grad_norm", "{:.3g}"),
         ("tokens/s", "tokens_per_s", "{:,.0f}"),
         ("MFU", "mfu", "{:.1%}"),
+        ("tokens", "tokens_seen", "{:,.0f}"),
+        ("GiB", "peak_memory_gb", "{:.1f}"),
+        ("ETA", "eta", "{}"),
     ):
         value = values.get(key)
         if value is not None:

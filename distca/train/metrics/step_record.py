@@ -33,9 +33,10 @@ class StepRecorder:
         first_step: number of the first step that will be recorded.
 
     Attributes:
-        before: [ranks] planned attention seconds of one layer with every document at home, summed over steps.
+        before: [ranks] planned time of what plans level, every document at home: in every step and phase the slowest
+            rank first, relative to the mean, added up over steps. So before[0] / steps is the mean of imbalance_before.
         after: [ranks] the same as planned.
-        measured: [ranks] measured attention seconds, all layers, summed over steps.
+        measured: [ranks] the same from measured attention seconds of whole steps.
         phases: attention by phase and rank, where there are pipeline stages.
     """
 
@@ -58,9 +59,10 @@ class StepRecorder:
         config, world = self._trainer.config, self._trainer.world
         balance = step.balance
         measured, by_phase, memory = self._gather(len(step.batches))
-        self.before = self.before + balance.seconds_before.sum(axis=0)
-        self.after = self.after + balance.seconds_after.sum(axis=0)
-        self.measured = self.measured + measured
+        others = balance.other_seconds
+        self.before = self.before + slowest_first(balance.seconds_before + others)
+        self.after = self.after + slowest_first(balance.seconds_after + others)
+        self.measured = self.measured + slowest_first((measured + self._layers * others.sum(axis=0))[None])
         if by_phase is not None:
             self._add_phases(balance, by_phase)
         tokens, other = step.plan.tokens, balance.other_seconds
@@ -158,10 +160,19 @@ def by_server(pool_rank: int, servers: int, mine: Sequence[float]) -> np.ndarray
     return gathered
 
 
+def slowest_first(seconds: np.ndarray) -> np.ndarray:
+    """[ranks] seconds of every phase's slowest rank, of the next and so on, added up and relative to the mean.
+
+    Args:
+        seconds: [phases, ranks].
+    """
+    mean = float(seconds.mean(axis=1).sum())
+    return np.sort(seconds, axis=1)[:, ::-1].sum(axis=0) / mean if mean > 0 else np.ones(seconds.shape[1])
+
+
 def _over_phases(seconds: np.ndarray) -> float:
     """Slowest over mean, where every phase lasts as long as its slowest rank; 1 for no work at all."""
-    mean = float(seconds.mean(axis=1).sum())
-    return float(seconds.max(axis=1).sum()) / mean if mean > 0 else 1.0
+    return float(slowest_first(seconds)[0])
 
 
 def _memory_gb(device: torch.device) -> float:

@@ -6,6 +6,7 @@ Keys that other parts of the project read, where a step has them:
     validation_loss     the same over the validation set
     lr, grad_norm       learning rate of the step; gradient norm before clipping
     tokens              tokens of the global batch
+    tokens_seen         tokens of all global batches so far, of the whole run
     step_s              seconds of the step, without what is recorded, validated and saved after it
     tokens_per_s        tokens / step_s, of all ranks together
     mfu                 share of the device's dense peak spent on the model's own FLOPs (absent where no peak is known)
@@ -34,6 +35,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import yaml
+
+from distca.errors import VersionError
+
 FILE_NAME = "metrics.jsonl"
 
 
@@ -48,12 +53,16 @@ class MetricsWriter:
         folder: the run folder; ``metrics.jsonl`` and ``tensorboard/`` are written there.
         tensorboard: also write TensorBoard events.
         resume_step: first step that will be logged in a resumed run; None starts a new file.
+        wandb: project of Weights & Biases; None for none.
 
     Raises:
         FileExistsError: where ``metrics.jsonl`` exists and ``resume_step`` is None.
+        VersionError: the package wandb is missing.
     """
 
-    def __init__(self, folder: Path | str, tensorboard: bool, resume_step: int | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, tensorboard: bool, resume_step: int | None = None, wandb: str | None = None
+    ) -> None:
         self.path = Path(folder) / FILE_NAME
         if resume_step is None:
             self._file = self.path.open("x", encoding="utf-8")
@@ -61,6 +70,7 @@ class MetricsWriter:
             kept = [line for line in _lines(self.path) if line["step"] < resume_step]
             self._replace(kept)
             self._file = self.path.open("a", encoding="utf-8")
+        self._wandb = _start_wandb(wandb, Path(folder)) if wandb else None
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -72,6 +82,8 @@ class MetricsWriter:
         entry = {"step": step} | {key: _json_value(value) for key, value in values.items() if value is not None}
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log({key: value for key, value in entry.items() if key != "step"}, step=step)
         if self._board is not None:
             for key, value in values.items():
                 if isinstance(value, int | float):
@@ -80,6 +92,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
         if self._board is not None:
             self._board.close()
 
@@ -96,6 +110,30 @@ class MetricsWriter:
         fresh = self.path.with_suffix(".jsonl.new")
         fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         fresh.replace(self.path)
+
+
+def check_wandb() -> Any:
+    """The package wandb.
+
+    Raises:
+        VersionError: it is missing.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise VersionError("log.wandb needs the package wandb: pip install wandb.") from None
+    return wandb
+
+
+def _start_wandb(project: str, folder: Path) -> Any:
+    """A run of the folder's name, which a resumed run goes on with."""
+    kept = folder / "wandb.id"
+    package = check_wandb()
+    number = kept.read_text(encoding="utf-8") if kept.is_file() else package.util.generate_id()
+    settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    run = package.init(project=project, name=folder.name, id=number, resume="allow", dir=str(folder), config=settings)
+    kept.write_text(number, encoding="utf-8")
+    return run
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:

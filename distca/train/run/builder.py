@@ -84,7 +84,8 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     cad, model = _model(config, world, vocabulary, dtype)
-    optimizer = build_optimizer(model, config.optimizer, config.train.steps, config.resolved_warmup_steps, dtype)
+    steps, warmup, decay = config.train.steps, config.resolved_warmup_steps, config.resolved_decay_steps
+    optimizer = build_optimizer(model, config.optimizer, steps, warmup, dtype, decay)
     logger.info(
         "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s; linear layers %s",
         f"{sum(p.numel() for p in model.parameters()):,}",

@@ -23,9 +23,9 @@ from distca.train.config.names import settings_named
 from distca.train.config.schema import RunConfig
 from distca.train.data.corpus import dealt, open_sampler
 from distca.train.metrics.plots import plot_balance, plot_phases, write_timeline
-from distca.train.metrics.progress import StepProgress, print_summary
+from distca.train.metrics.progress import StepProgress, perplexity, print_summary
 from distca.train.metrics.step_record import StepRecorder
-from distca.train.metrics.writer import MetricsWriter
+from distca.train.metrics.writer import MetricsWriter, read_metrics
 from distca.train.run.builder import Trainer
 from distca.train.run.run_folder import Checkpoint, RunFolder
 from distca.train.run.stopping import Decision, Stopping
@@ -48,6 +48,14 @@ def train(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoin
     _Loop(trainer, corpus, folder, resume).run()
 
 
+def evaluate(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
+    """Compute and log the validation loss, and train nothing; every rank calls it with what :func:`train` takes."""
+    if not len(corpus.validation):
+        corpus.validation = corpus.train
+    loss = _Loop(trainer, corpus, folder, resume).validate()
+    logger.info("Validation loss %.4f, perplexity %.4g.", loss, perplexity(loss or 0.0))
+
+
 class _Loop:
     def __init__(self, trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
         self._trainer, self._corpus, self._folder = trainer, corpus, folder
@@ -61,6 +69,7 @@ class _Loop:
         self._recorder = StepRecorder(trainer, self._first + 1)
         self._stopping = Stopping(self._config, trainer.world)
         self._drawn: list[Path] = []
+        self._seen = 0
         self._garbage = SteadyGarbage()
         self._speaks = trainer.world.rank == 0
         self._metrics: MetricsWriter | None = None
@@ -75,10 +84,14 @@ class _Loop:
         with ExitStack() as stack:
             if self._speaks:
                 resumed_at = self._first + 1 if self._first else None
-                self._metrics = stack.enter_context(MetricsWriter(self._folder.path, log.tensorboard, resumed_at))
+                self._metrics = stack.enter_context(
+                    MetricsWriter(self._folder.path, log.tensorboard, resumed_at, log.wandb)
+                )
+                seen = [line.get("tokens_seen", 0) for line in read_metrics(self._folder.path)[-1:]]
+                self._seen = sum(seen)
                 self._progress = stack.enter_context(StepProgress(steps, done=self._first, every=log.every))
             stack.enter_context(self._garbage)
-            documents = dealt(self._corpus.train, self._sampler, steps - self._first)
+            documents = dealt(self._corpus.train, self._sampler, steps - self._first, self._config.train.loss)
             ahead = stack.enter_context(closing(self._trainer.cad.plan_ahead(documents, self._first + 1)))
             health = self._trainer.world.health
             if health is not None:  # entered last: what is closed above may wait for other ranks
@@ -89,12 +102,13 @@ class _Loop:
                     health.doing(f"step {step}")
                 self._record_timeline(step)
                 self._stopping.ask()
-                values = self._step(step, ahead)
+                with self._trainer.cad.pool.timeline.stage(f"step {step}", track="steps"):
+                    values = self._step(step, ahead)
                 decided = self._stopping.decide()
                 self._end_timeline(step)
                 validate_every = self._config.train.validate_every
                 if step == steps or (validate_every and step % validate_every == 0):
-                    validation = values["validation_loss"] = self._validate()
+                    validation = values["validation_loss"] = self.validate()
                 self._show(step, values)
                 if self._saves(step, decided):
                     checkpoints.save(self._trainer, self._folder, step, self._sampler_state)
@@ -140,7 +154,7 @@ class _Loop:
         self._sampler_state = step.documents.note
         return self._recorder.record(step, loss, grad_norm, lr, time.perf_counter() - began)
 
-    def _validate(self) -> float | None:
+    def validate(self) -> float | None:
         """Mean loss per target token over the first global batches of the validation set; the same ones every time."""
         if not len(self._corpus.validation):
             return None
@@ -156,6 +170,8 @@ class _Loop:
 
     def _show(self, step: int, values: dict[str, Any]) -> None:
         if self._metrics is not None and self._progress is not None:
+            self._seen += values["tokens"]
+            values["tokens_seen"] = self._seen
             self._metrics.log(step, values)
             self._progress.update(step, values)
 
@@ -182,8 +198,8 @@ class _Loop:
             self._drawn.append(self._folder.timeline)
 
     def _draw(self) -> None:
-        """balance.png, and with stages phases.json and phases.png: each series against its own mean, as the plan
-        counts one layer and the clock all of them."""
+        """balance.png, and with stages phases.json and phases.png: means over steps, each series against its own mean,
+        as the plan counts one layer and the clock all of them."""
         recorder = self._recorder
         before, after, measured = (
             seconds / seconds.mean() if seconds.sum() > 0 else None
@@ -191,7 +207,8 @@ class _Loop:
         )
         if before is not None and after is not None and measured is not None:
             planned = after if self._config.cad.enabled else None
-            plot_balance(self._folder.balance_plot, before, planned, measured, unit="1 = mean")
+            axis = "rank, the slowest of each step first"
+            plot_balance(self._folder.balance_plot, before, planned, measured, unit="1 = mean", axis=axis)
             self._drawn.append(self._folder.balance_plot)
         phases, stages = recorder.phases, self._trainer.cad.options.stages
         if phases.steps:

@@ -18,6 +18,7 @@ from distca.train.config.cli import files_first, parse_run_config
 from distca.train.config.names import settings_named, with_settings
 from distca.train.config.schema import RESUME_OR_START, RunConfig
 from distca.train.config.validate import validate
+from distca.train.metrics.writer import check_wandb
 from distca.train.run.run_folder import (
     Checkpoint,
     RunFolder,
@@ -57,17 +58,35 @@ def _die(error: DistcaError, everywhere: bool = False) -> NoReturn:
     die(with_settings(str(error)), error.next_step, everywhere)
 
 
-def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | None]:
-    """Everything that can be refused without torch, process groups or tokens."""
-    from distca.train.checkpoint.checkpoints import check_fits
+def _check(config: RunConfig, world_size: int) -> tuple[Corpus | None, Checkpoint | None]:
+    """Everything that can be refused without torch, process groups or tokens; the documents, unless they have to be
+    tokenized first, and the checkpoint to go on from."""
     from distca.train.checkpoint.folders import check_folders
-    from distca.train.data.corpus import open_corpus, open_sampler
+    from distca.train.data.corpus import open_corpus
+    from distca.train.data.tokens import find_tokens, is_read_directly, vocabulary_of
     from megatron_patches.versions import check_version
 
     check_version()
     validate(config, world_size)
+    if config.log.wandb:
+        check_wandb()
     check_folders(config)
-    corpus = open_corpus(config)
+    corpus = None
+    if is_read_directly(config):
+        corpus = open_corpus(config)
+    elif (prefixes := find_tokens(config)) is not None:
+        corpus = open_corpus(config, prefixes)
+    if corpus is None:
+        validate(config, world_size, vocabulary_of(config))
+        return None, None
+    return corpus, _check_corpus(config, corpus, world_size)
+
+
+def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpoint | None:
+    """What can be refused once the documents are known; the checkpoint to go on from."""
+    from distca.train.checkpoint.checkpoints import check_fits
+    from distca.train.data.corpus import open_sampler
+
     if len(corpus.train) and corpus.train.lengths.max() < 2:
         raise DataError("No document has more than one token, so there is no next token to learn; change data.path.")
     validate(config, world_size, corpus.vocabulary)
@@ -75,19 +94,20 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus, Checkpoint | Non
     sampler = open_sampler(config, corpus.train, data_parallel)
     if len(corpus.validation):
         open_sampler(config, corpus.validation, data_parallel)
-    checkpoint = None
     if config.checkpoint.resume and os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
         found = resume_run_folder(config)
         if found is None:
-            return corpus, None
+            return None
         _, checkpoint = found
         check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
-        if checkpoint.step >= config.train.steps and config.checkpoint.resume not in RESUME_OR_START:
+        done = checkpoint.step >= config.train.steps and not config.train.evaluate
+        if done and config.checkpoint.resume not in RESUME_OR_START:
             raise ConfigError(
                 f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "
                 "nothing is left to do. Raise train.steps."
             )
-    return corpus, checkpoint
+        return checkpoint
+    return None
 
 
 def _run(config: RunConfig) -> None:
@@ -104,9 +124,31 @@ def _run(config: RunConfig) -> None:
     setup_logging(world.rank)
     health = Health()
     with health.ends_failures(), settings_named():
-        run_on(replace(world, health=health), config, corpus)
+        run_on(replace(world, health=health), config, tokenized_corpus(config, world, corpus))
         health.part()
     leave_world()
+
+
+def tokenized_corpus(config: RunConfig, world: World, corpus: Corpus | None = None) -> Corpus:
+    """The run's documents on every rank, tokenized by rank 0 where they have to be; every rank calls it.
+
+    Args:
+        config: the run.
+        world: the ranks.
+        corpus: the documents, where this rank has found them already.
+    """
+    from distca.train.data.corpus import open_corpus
+    from distca.train.data.tokens import is_read_directly, make_tokens_together
+
+    if is_read_directly(config):
+        return corpus or open_corpus(config)
+    if world.health is not None:
+        world.health.doing("tokenizing")
+    # Also by ranks that have found them: others may not.
+    prefixes = make_tokens_together(config, world)
+    corpus = open_corpus(config, prefixes)
+    _check_corpus(config, corpus, world.size)
+    return corpus
 
 
 def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
@@ -124,7 +166,8 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         from distca.train.checkpoint.checkpoints import changes_since, with_saved_warmup
         from distca.train.run.builder import build_trainer
         from distca.train.run.consistency import check_same_start
-        from distca.train.run.loop import train
+        from distca.train.run.loop import evaluate, train
+        from distca.train.run.record import console_log, record_start
 
     check_same_start(config, corpus, world)
     with ExitStack() as held:
@@ -132,7 +175,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         if resumed is not None:
             folder, newest = resumed
             checkpoint = _intact(folder, newest, world)
-            if checkpoint.step >= config.train.steps:
+            if checkpoint.step >= config.train.steps and not config.train.evaluate:
                 logger.info("%s has all of its %d steps: nothing is left to do.", folder.path, config.train.steps)
                 return folder
             config = with_saved_warmup(config, checkpoint.path)
@@ -141,10 +184,13 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         trainer = build_trainer(config, world, corpus.vocabulary)
         if resumed is None:
             folder = _decided(world.rank, lambda: _hold_new(config, held))
-        elif world.rank == 0:
+        elif world.rank == 0 and not config.train.evaluate:
             folder.write_resumed_config(config, checkpoint.step)
+        held.enter_context(console_log(folder, world.rank))
+        record_start(folder, world.rank, world.size)
         logger.info("Run folder: %s", folder.path)
-        train(trainer, corpus, folder, None if resumed is None else checkpoint)
+        run = evaluate if config.train.evaluate else train
+        run(trainer, corpus, folder, None if resumed is None else checkpoint)
     return folder
 
 

@@ -1,6 +1,8 @@
 """The folder of a run, and the checkpoints in it.
 
     runs/llama-tiny/config.yaml            the settings the run started with
+                    starts.json            command, hosts, versions and commit of every start
+                    console.log            what rank 0 said
                     metrics.jsonl          figures of every step
                     balance.png            attention time per rank, before and after balancing
                     phases.json, .png      attention time per pipeline phase and rank (with stages)
@@ -75,6 +77,14 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def starts(self) -> Path:
+        return self.path / "starts.json"
+
+    @property
+    def console_log(self) -> Path:
+        return self.path / "console.log"
 
     @property
     def metrics(self) -> Path:

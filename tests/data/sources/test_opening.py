@@ -48,7 +48,7 @@ def test_stdlib_takes_no_path():
 
 def test_data_and_its_command_import_numpy_only():
     code = (
-        "import sys, distca.data, distca.data.convert, distca.commands.data\n"
+        "import sys, distca.data, distca.data.cache, distca.commands.data\n"
         "assert not {'torch', 'megatron', 'tokenizers', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

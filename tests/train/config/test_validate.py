@@ -67,6 +67,16 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ),
         ("--train.steps 0", 4, "train.steps is 0; it must be at least 1."),
         ("--optimizer.warmup_steps 60", 4, "optimizer.warmup_steps is 60, but train.steps is 60"),
+        (
+            "--optimizer.schedule wsd --optimizer.decay_steps 60",
+            4,
+            "decay_steps is 60, but train.steps 60 and a warm",
+        ),
+        (
+            "--optimizer.decay_steps 6",
+            4,
+            "decay_steps is 6, but optimizer.schedule is cosine, which has",
+        ),
         ("--optimizer.lr 0", 4, "optimizer.lr is 0.0; it must be above 0."),
         ("--optimizer.min_lr 1", 4, "optimizer.min_lr is 1.0, above optimizer.lr"),
         ("--optimizer.weight_decay -1", 4, "optimizer.weight_decay is -1.0; it must not be negative."),

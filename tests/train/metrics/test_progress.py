@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from distca.train.metrics.progress import RunSummary, StepProgress, format_bytes, print_summary
+from distca.train.metrics.progress import RunSummary, StepProgress, format_bytes, perplexity, print_summary
 from distca.train.run.run_folder import RunFolder
 
 VALUES = {"loss": 2.5, "tokens_per_s": 12345.6, "imbalance_before": 2.1, "imbalance_after": 1.02, "mfu": None}
@@ -17,7 +17,22 @@ def test_lines_where_there_is_no_terminal(caplog: pytest.LogCaptureFixture) -> N
         for step in range(1, 8):
             progress.update(step, VALUES)
     assert [message.split("  ")[0] for message in caplog.messages] == ["step 3/7", "step 6/7", "step 7/7"]
-    assert caplog.messages[0] == "step 3/7  loss 2.5000  tokens/s 12,346  imbalance 2.10 → 1.02"
+    assert caplog.messages[0] == (
+        "step 3/7  loss 2.5000  mean 2.5000  perplexity 12.18  tokens/s 12,346  imbalance 2.10 → 1.02"
+    )
+
+
+def test_a_line_has_the_mean_loss_since_the_last_one_and_the_time_to_go(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="distca")
+    with StepProgress(8, every=2, console=Console(file=io.StringIO())) as progress:
+        for step in range(1, 9):
+            figures = {"grad_norm": 0.25, "tokens_seen": 1000.0 * step, "peak_memory_gb": 3.0}
+            progress.update(step, {"loss": float(step), "step_s": 600.0 + step % 2, **figures})
+    assert caplog.messages[1] == (
+        "step 4/8  loss 4.0000  mean 3.5000  perplexity 54.6  gradient 0.25  tokens 4,000  GiB 3.0  ETA 0:40:02"
+    )
+    assert "ETA" not in caplog.messages[-1]
+    assert perplexity(1e9) == float("inf")
 
 
 def test_bar_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,10 +1,13 @@
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from distca.train.metrics.writer import MetricsWriter, read_metrics
+from distca.errors import VersionError
+from distca.train.metrics.writer import MetricsWriter, check_wandb, read_metrics
 
 
 def test_every_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
@@ -55,3 +58,38 @@ def test_tensorboard_has_the_same_figures_and_hides_dropped_steps(tmp_path: Path
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+
+
+def test_weights_and_biases_gets_the_same_and_a_resumed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, object]] = []
+    run = SimpleNamespace(
+        log=lambda values, step: calls.append(("log", (step, values))), finish=lambda: calls.append(("finish", None))
+    )
+    package = SimpleNamespace(
+        init=lambda **options: calls.append(("init", options)) or run, util=SimpleNamespace(generate_id=lambda: "abc")
+    )
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    (tmp_path / "config.yaml").write_text("name: try")
+    for resumed in (None, 2):
+        with MetricsWriter(tmp_path, tensorboard=False, resume_step=resumed, wandb="ours") as writer:
+            writer.log(resumed or 1, {"loss": 4.0, "mfu": None})
+    names = [name for name, _ in calls]
+    assert names == ["init", "log", "finish"] * 2
+    for _, options in calls[::3]:
+        assert options == {
+            "project": "ours",
+            "name": tmp_path.name,
+            "id": "abc",
+            "resume": "allow",
+            "dir": str(tmp_path),
+            "config": {"name": "try"},
+        }
+    assert calls[4][1] == (2, {"loss": 4.0})
+
+
+def test_without_the_package_wandb_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(VersionError, match=r"log\.wandb needs the package wandb: pip install wandb"):
+        check_wandb()

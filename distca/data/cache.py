@@ -1,0 +1,91 @@
+"""Tokens of a text, made once and found again: by the files as they lie there, or by their content and the tokenizer.
+
+CACHE/by_files/FILES.json      which tokens belong to files of this path, size and time of change
+CACHE/CONTENT/tokens.bin ...   tokens, by the content of the files and what the ids depend on
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distca.data.convert import convert
+from distca.data.encoding import encode_block
+from distca.data.recipe import Recipe
+from distca.data.texts import Texts
+from distca.errors import DataError, system_words
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """A text's tokens in a cache.
+
+    Attributes:
+        cache: the folder of all.
+        texts: the documents.
+        recipe: how they become ids.
+    """
+
+    cache: Path
+    texts: Texts
+    recipe: Recipe
+
+    def find(self) -> str | None:
+        """Where the tokens are, as the prefix of an indexed source; None where they are not known to be there."""
+        try:
+            named = json.loads(self._by_files().read_text(encoding="utf-8"))
+            prefix = self._prefix(named["content"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return prefix if Path(f"{prefix}.idx").is_file() else None
+
+    def make(self, processes: int, advanced: Callable[[int], None] = lambda _: None) -> str:
+        """Where the tokens are, once they have been made or found by their content.
+
+        Args:
+            processes: that tokenize.
+            advanced: as of ``convert``.
+
+        Raises:
+            DataError, VersionError: as of ``convert``.
+        """
+        if (found := self.find()) is not None:
+            return found
+        content = _digest([self.texts.digest(), self.recipe.identity()])
+        prefix, named = self._prefix(content), self._by_files()
+        if not Path(f"{prefix}.idx").is_file():
+            convert(self.texts, self.recipe, prefix, processes=processes, advanced=advanced)
+        try:
+            named.parent.mkdir(exist_ok=True)
+            fresh = named.with_suffix(".new")
+            fresh.write_text(json.dumps({"content": content}), encoding="utf-8")
+            fresh.replace(named)
+        except OSError as error:
+            raise DataError(f"{named} cannot be written ({system_words(error)}); make room, or set `cache`.") from None
+        return prefix
+
+    def look(self) -> int:
+        """Try the tokenizer and the first documents; the vocabulary.
+
+        Raises:
+            DataError, VersionError: what would fail at once.
+        """
+        encoder = self.recipe.open()
+        for block in self.texts.blocks(self.recipe.field):
+            encode_block(block.first_documents(), encoder, self.recipe.field)
+            break
+        return encoder.vocabulary
+
+    def _prefix(self, content: str) -> str:
+        return str(self.cache / content / "tokens")
+
+    def _by_files(self) -> Path:
+        return self.cache / "by_files" / f"{_digest([self.texts.state(), self.recipe.identity()])}.json"
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]

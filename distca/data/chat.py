@@ -1,0 +1,257 @@
+"""Conversations through a tokenizer's chat template, and which of their tokens the assistant says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.data.recipe import Encoded, Recipe
+from distca.data.tokenizer import load_json
+from distca.errors import DataError, VersionError
+
+_OPEN, _SHUT, _APART = "\U0010fffc", "\U0010fffd", "\U0010fffb"
+"""Characters that no text has: around what a template marks as generated, and inside control tokens of contents."""
+
+
+@dataclass(frozen=True)
+class ChatRecipe(Recipe):
+    """How conversations become ids.
+
+    Attributes:
+        template: the chat template, in Jinja.
+        tokens: special tokens that a template may name, such as bos_token.
+    """
+
+    field: str = "messages"
+    template: str = ""
+    tokens: tuple[tuple[str, str], ...] = ()
+
+    def open(self) -> ChatEncoder:
+        return ChatEncoder(load_json(Path(self.tokenizer.name)), ChatTemplate(self.template, dict(self.tokens)))
+
+    def identity(self) -> dict[str, Any]:
+        said = {"chat_template": self.template, "special_tokens": dict(self.tokens), "field": self.field}
+        return {"tokenizer_digest": self.tokenizer.digest()} | said
+
+
+def chat_recipe(recipe: Recipe) -> ChatRecipe:
+    """The same tokenizer with the chat template beside it.
+
+    Raises:
+        DataError: there is no template.
+    """
+    folder, field = Path(recipe.tokenizer.name).parent, recipe.field
+    said, template = _json(folder / "tokenizer_config.json"), None
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    else:
+        template = _json(folder / "chat_template.json").get("chat_template") or said.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    if recipe.tokenizer.name == "bytes" or not template:
+        raise DataError(
+            f"Conversations need a chat template, and the tokenizer {recipe.tokenizer.name} has none beside it "
+            "(chat_template.jinja, or chat_template in tokenizer_config.json); set `tokenizer` to a model's folder "
+            "that has one."
+        )
+    special = {
+        name: each.get("content") if isinstance(each, dict) else each
+        for name, each in said.items()
+        if name.endswith("_token") and isinstance(each, dict | str)
+    }
+    return ChatRecipe(recipe.tokenizer, field, template, tuple(sorted((k, str(v)) for k, v in special.items())))
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{file} is not valid JSON ({error}); copy it again.") from None
+    return said if isinstance(said, dict) else {}
+
+
+class ChatEncoder:
+    """Conversations to ids and masks. A control token that stands in a message is encoded as text."""
+
+    def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._control = [token.content for token in added if token.special]
+        self.vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self._tokenizer, self._template = tokenizer, template
+
+    def encode(self, values: Sequence[Any]) -> list[Encoded]:
+        """Ids of every conversation, and which of them the assistant says; ValueError if one cannot be encoded."""
+        return [self._encode(value) for value in values]
+
+    def _encode(self, messages: Any) -> Encoded:
+        _check(messages)
+        text, spans = self._template.render([self._apart(message) for message in messages], self._control)
+        starts, pieces = [0], text.split(_APART)
+        for piece in pieces:
+            starts.append(starts[-1] + len(piece) + 1)
+        encodings = self._tokenizer.encode_batch(pieces, add_special_tokens=False)
+        ids = np.array([number for encoding in encodings for number in encoding.ids], np.int64)
+        offsets = [
+            (first + low, first + high)
+            for first, encoding in zip(starts[:-1], encodings, strict=True)
+            for low, high in encoding.offsets
+        ]
+        place = np.array(offsets, np.int64).reshape(-1, 2)
+        mask = np.zeros(len(ids), bool)
+        for start, stop in spans:
+            mask |= (place[:, 0] < stop) & (place[:, 1] > start)
+        return ids, mask
+
+    def _apart(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message whose content has no control token in one piece."""
+        content = message["content"]
+        for token in self._control if isinstance(content, str) else ():
+            content = content.replace(token, token[:1] + _APART + token[1:])
+        return message | {"content": content}
+
+
+def _check(messages: Any) -> None:
+    said = "a conversation is a list of messages, each with a role and a content"
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(said)
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f"{said}; message {number} is not")
+
+
+class ChatTemplate:
+    """A template of Jinja, as model folders have them, in a sandbox."""
+
+    def __init__(self, source: str, tokens: dict[str, str]) -> None:
+        self._source, self._tokens = source, tokens
+
+    @cached_property
+    def _template(self) -> Any:
+        try:
+            import jinja2
+            from jinja2.ext import Extension, loopcontrols
+            from jinja2.nodes import CallBlock
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError:
+            raise VersionError("Chat templates need the package jinja2: pip install 'distca[data]'.") from None
+
+        class Generation(Extension):
+            """{% generation %} ... {% endgeneration %}: what the assistant says."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+                return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+            def _mark(self, caller: Any) -> str:
+                return f"{_OPEN}{caller()}{_SHUT}"
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        try:
+            return environment.from_string(self._source)
+        except jinja2.TemplateError as error:
+            raise DataError(f"The chat template cannot be read: {error}; correct it.") from None
+
+    def render(self, messages: list[dict[str, Any]], control: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation as text, and the parts of it, as ranges of characters, that the assistant says with what ends
+        its turns.
+
+        Args:
+            messages: of the conversation.
+            control: control tokens of the tokenizer.
+
+        Raises:
+            ValueError: the template refuses the conversation, or does not show what the assistant says.
+        """
+        marked = self._render(messages)
+        if _OPEN in marked:
+            return _unmarked(marked)
+        return marked, self._turns(marked, messages, control)
+
+    def _turns(self, whole: str, messages: list[dict[str, Any]], control: Sequence[str]) -> list[tuple[int, int]]:
+        """Where assistant's turns begin and end, seen from what the template makes of the conversation until then.
+
+        A turn begins where the template asks for it, and ends with the last control token that it puts behind the turn
+        when it is the last one; templates that leave out parts of earlier turns do not leave out that.
+        """
+        turns = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:number], prompt=True) if number else ""
+            start = _alike(whole, before)
+            until = self._render(messages[: number + 1])
+            ends = [match for token in control if token for match in re.finditer(re.escape(token), until)]
+            last = max(ends, key=lambda match: match.end(), default=None)
+            stop = -1
+            if last is not None and last.start() >= start:
+                stop = whole.find(last[0], start)
+                stop = stop + len(last[0]) if stop >= 0 else -1
+            elif whole.startswith(until):
+                stop = len(until)
+            if stop <= start or start < _alike(before, self._render(messages[:number])):
+                raise ValueError(
+                    f"the chat template does not show where message {number + 1}, the assistant's, begins and ends; "
+                    "put {% generation %} and {% endgeneration %} around it in the template"
+                )
+            turns.append((start, stop))
+        return turns
+
+    def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        template = self._template
+        try:
+            return str(
+                template.render(
+                    messages=messages, add_generation_prompt=prompt, tools=None, documents=None, **self._tokens
+                )
+            )
+        except Exception as error:  # whatever a template does with what it is given
+            raise ValueError(f"the chat template fails: {error}") from None
+
+
+def _alike(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    if one.startswith(other):
+        return len(other)
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return min(len(one), len(other))
+
+
+def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    text, spans, start = "", [], 0
+    for part in re.split(f"([{_OPEN}{_SHUT}])", marked):
+        if part == _OPEN:
+            start = len(text)
+        elif part == _SHUT:
+            spans.append((start, len(text)))
+        else:
+            text += part
+    return text, spans
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False} | options)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

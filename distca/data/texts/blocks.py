@@ -1,0 +1,113 @@
+"""A few megabytes of text: what one process tokenizes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from distca.data.sources.json_lines import value_of
+from distca.errors import DataError
+
+BLOCK_BYTES = 1 << 21
+"""Enough that handing it to another process costs nothing beside tokenizing it; a hundred of them fit into memory."""
+_FEW = 8
+
+
+class Block(Protocol):
+    """Documents that follow each other in the files; can be pickled.
+
+    Attributes:
+        read: bytes of the files that were read for it, as they lie on disk.
+    """
+
+    @property
+    def read(self) -> int: ...
+
+    def documents(self, field: str) -> Iterator[tuple[str, Any]]:
+        """(where it is from, text as UTF-8 bytes or the value of ``field``) of every document; DataError where there is
+        none."""
+        ...
+
+    def first_documents(self) -> Block:
+        """The same with a few of its documents."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinesBlock:
+    """Whole lines of a JSON Lines file.
+
+    Attributes:
+        file: its name.
+        first: number of the first line, from 1.
+        content: the lines.
+        read: as of Block.
+    """
+
+    file: str
+    first: int
+    content: bytes
+    read: int
+
+    def documents(self, field: str) -> Iterator[tuple[str, Any]]:
+        for number, line in enumerate(self.content.split(b"\n"), self.first):
+            if line.strip():
+                where = f"{self.file}, line {number}"
+                try:
+                    yield where, value_of(line, field)
+                except ValueError as error:
+                    raise DataError(f"{where}: {error}; correct or delete the line.") from None
+
+    def first_documents(self) -> Block:
+        lines = self.content.split(b"\n", _FEW)[:_FEW]
+        return replace(self, content=b"\n".join(lines))
+
+
+@dataclass(frozen=True)
+class RowsBlock:
+    """Consecutive rows of one column of a table.
+
+    Attributes:
+        file: its name.
+        first: number of the first row, from 1.
+        values: of the column.
+        read: as of Block.
+    """
+
+    file: str
+    first: int
+    values: list[Any]
+    read: int
+
+    def documents(self, field: str) -> Iterator[tuple[str, Any]]:
+        for number, value in enumerate(self.values, self.first):
+            if value is None:
+                raise DataError(
+                    f"{self.file}, row {number} has nothing in {field!r}; take out such rows, or name another `field`."
+                )
+            yield f"{self.file}, row {number}", value
+
+    def first_documents(self) -> Block:
+        return replace(self, values=self.values[:_FEW])
+
+
+@dataclass(frozen=True)
+class FilesBlock:
+    """Whole files, a document each.
+
+    Attributes:
+        files: their names.
+        contents: by file.
+        read: as of Block.
+    """
+
+    files: list[str]
+    contents: list[bytes]
+    read: int
+
+    def documents(self, field: str) -> Iterator[tuple[str, Any]]:
+        yield from zip(self.files, self.contents, strict=True)
+
+    def first_documents(self) -> Block:
+        return FilesBlock(self.files[:_FEW], self.contents[:_FEW], self.read)

@@ -1,0 +1,124 @@
+"""One door to all texts: which files there are, what identifies them, and their blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from distca.data.sources.json_lines import lines_files
+from distca.data.sources.text import open_stdlib, open_text_folder
+from distca.data.texts.blocks import BLOCK_BYTES, Block, FilesBlock
+from distca.data.texts.lines import PACKED, line_blocks
+from distca.data.texts.tables import saved_files, table_blocks
+from distca.errors import DataError, system_words
+
+TextKind = Literal["stdlib", "text", "jsonl", "parquet", "arrow"]
+TEXT_KINDS: tuple[str, ...] = get_args(TextKind)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Files of text.
+
+    Attributes:
+        kind: what they are.
+        files: in the order of their documents.
+    """
+
+    kind: str
+    files: tuple[Path, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files, as they lie on disk."""
+        return sum(size for _, size, _ in self.state())
+
+    def blocks(self, field: str) -> Iterator[Block]:
+        """All documents, in blocks that are the same every time; DataError where a file cannot be read."""
+        if self.kind in ("stdlib", "text"):
+            yield from _file_blocks(self.files)
+            return
+        for file in self.files:
+            yield from line_blocks(file) if self.kind == "jsonl" else table_blocks(self.kind, file, field)
+
+    def state(self) -> list[tuple[str, int, int]]:
+        """(path, size, time of change) of every file: what is quickly seen to be as it was;
+        DataError where one is gone."""
+        return [_state_of(file) for file in self.files]
+
+    def digest(self) -> str:
+        """Of the content, wherever it lies; reads all of it.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        whole = hashlib.sha256(self.kind.encode())
+        for file in self.files:
+            try:
+                with file.open("rb") as stream:
+                    whole.update(hashlib.file_digest(stream, "blake2b").digest())
+            except OSError as error:
+                raise _unreadable(file, error) from None
+        return whole.hexdigest()
+
+
+def open_texts(kind: str, path: str | None) -> Texts:
+    """Find the files of a text.
+
+    Args:
+        kind: ``stdlib`` (the running Python's own source files), ``text`` (a folder of text files), ``jsonl`` (JSON
+            Lines, also .gz and .zst), ``parquet`` or ``arrow`` (a folder that the library ``datasets`` saved to disk).
+        path: the file or folder; ``stdlib`` takes none.
+
+    Raises:
+        DataError: there are none.
+    """
+    if kind == "stdlib":
+        return Texts(kind, tuple(open_stdlib().files))
+    if path is None:
+        raise DataError(f"The document source {kind!r} needs a path; set `path`.")
+    if kind == "text":
+        return Texts(kind, tuple(open_text_folder(path).files))
+    given = Path(path)
+    if not given.exists():
+        raise DataError(f"`path` {path!r} does not exist.")
+    if kind == "jsonl":
+        return Texts(kind, tuple(lines_files(path, PACKED)))
+    files = [given] if given.is_file() else sorted(given.glob("**/*.parquet")) if kind == "parquet" else []
+    files = files or (saved_files(given) if kind == "arrow" else [])
+    if not files:
+        raise DataError(f"The folder {path!r} holds no .parquet file; set `path` to a file or a folder that has some.")
+    return Texts(kind, tuple(files))
+
+
+def _state_of(file: Path) -> tuple[str, int, int]:
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    return str(file.absolute()), stat.st_size, stat.st_mtime_ns
+
+
+def _file_blocks(files: tuple[Path, ...]) -> Iterator[FilesBlock]:
+    names: list[str] = []
+    contents: list[bytes] = []
+    size = 0
+    for file in files:
+        try:
+            contents.append(file.read_bytes())
+        except OSError as error:
+            raise _unreadable(file, error) from None
+        names.append(str(file))
+        size += len(contents[-1])
+        if size >= BLOCK_BYTES:
+            yield FilesBlock(names, contents, size)
+            names, contents, size = [], [], 0
+    if names:
+        yield FilesBlock(names, contents, size)
+
+
+def _unreadable(file: Path, error: OSError) -> DataError:
+    return DataError(f"{file} cannot be read ({system_words(error)}); make it readable or remove it.")

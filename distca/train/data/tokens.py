@@ -1,0 +1,172 @@
+"""A run's texts as tokens: found in the cache, or made by rank 0 while the other ranks wait."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distca.data.blend import Blend, Ingredient, read_blend
+from distca.data.cache import CachedTokens
+from distca.data.chat import chat_recipe
+from distca.data.encoding import processes_for
+from distca.data.progress import tokenizing_progress
+from distca.data.recipe import Recipe
+from distca.data.sources import DocumentSource, open_source
+from distca.data.texts import TEXT_KINDS, open_texts
+from distca.data.texts.lines import PACKED
+from distca.data.tokenizer import find_tokenizer
+from distca.errors import DataError, DistcaError
+from distca.train.config.schema import RunConfig
+from distca.words import count
+
+if TYPE_CHECKING:
+    from megatron_patches.world import World
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 2.0
+"""Between two words of rank 0 to those that wait, so that no collective lasts long."""
+
+
+def is_read_directly(config: RunConfig) -> bool:
+    """Whether the run's documents are there without tokenizing: ids, or bytes of files that are no tables."""
+    data = config.data
+    if data.source in ("mix", "indexed"):
+        return True
+    packed = data.source == "jsonl" and any(file.suffix in PACKED for file in open_texts("jsonl", data.path).files)
+    as_bytes = data.source in ("stdlib", "text", "jsonl") and data.tokenizer == "bytes"
+    return as_bytes and not (data.conversations or packed or data.begin_token or data.end_token)
+
+
+def ingredients(config: RunConfig) -> list[Ingredient]:
+    """The sources of the run's documents: those of its blend, or the one that its settings name."""
+    data = config.data
+    if data.source == "blend":
+        return read_blend(data.path or "")
+    return [Ingredient(data.source, data.path, data.field, "epochs", 1.0)]
+
+
+def caches(config: RunConfig) -> list[CachedTokens | None]:
+    """By source, its tokens in the cache; None where ids are read as they are.
+
+    Raises:
+        DataError: there is no such tokenizer or text.
+    """
+    return [_cached(config, each) if each.source in TEXT_KINDS else None for each in ingredients(config)]
+
+
+def _cached(config: RunConfig, ingredient: Ingredient) -> CachedTokens:
+    data = config.data
+    tokenizer = find_tokenizer(data.tokenizer, data.begin_token, data.end_token)
+    recipe = Recipe(tokenizer, ingredient.field or data.field or ("messages" if data.conversations else "text"))
+    if data.conversations:
+        recipe = chat_recipe(recipe)
+    return CachedTokens(Path(config.resolved_cache), open_texts(ingredient.source, ingredient.path), recipe)
+
+
+def find_tokens(config: RunConfig) -> list[str | None] | None:
+    """By source, the prefix of its tokens; None where some have to be made first.
+
+    Raises:
+        DataError, VersionError: what would make that fail at once.
+    """
+    found: list[str | None] = []
+    for each in caches(config):
+        found.append(None if each is None else each.find())
+        if each is not None and found[-1] is None:
+            each.look()
+            return None
+    return found
+
+
+def vocabulary_of(config: RunConfig) -> int:
+    """Of the tokenizer of texts that are still to be tokenized; errors of ``Recipe.open``."""
+    return max(each.recipe.open().vocabulary for each in caches(config) if each is not None)
+
+
+def make_tokens(config: RunConfig) -> list[str | None]:
+    """By source, the prefix of its tokens; makes those that are missing, in this process and its children."""
+    made: list[str | None] = []
+    for each in caches(config):
+        if each is None or (prefix := each.find()) is not None:
+            made.append(None if each is None else prefix)
+            continue
+        processes = processes_for(each.texts.bytes)
+        logger.info(
+            "Tokenizing %s on %s into %s",
+            *(count(len(each.texts.files), "file"), count(processes, "CPU"), config.resolved_cache),
+        )
+        with tokenizing_progress(each.texts.bytes) as advanced:
+            made.append(each.make(processes, advanced))
+    return made
+
+
+def make_tokens_together(config: RunConfig, world: World) -> list[str | None]:
+    """The same on all ranks, by rank 0; every rank calls it.
+
+    Raises:
+        DataError, VersionError: alike on all ranks.
+    """
+    import torch.distributed as dist
+
+    work = _started(config) if world.rank == 0 else None
+    said: list[list[str | None] | Exception | None] = [None]
+    while said[0] is None:
+        if work is not None:
+            said = [_result_of(work)]
+        dist.broadcast_object_list(said)
+    if isinstance(said[0], Exception):
+        raise said[0]
+    return said[0]
+
+
+def _started(config: RunConfig) -> Future[list[str | None]]:
+    """The work in a thread that ends with the process: what interrupts the run must not wait for it."""
+    work: Future[list[str | None]] = Future()
+
+    def run() -> None:
+        try:
+            work.set_result(make_tokens(config))
+        except BaseException as error:
+            work.set_exception(error)
+
+    threading.Thread(target=run, name="distca-tokenizing", daemon=True).start()
+    return work
+
+
+def _result_of(work: Future[list[str | None]]) -> list[str | None] | Exception | None:
+    """What was made, or the error; None while it is being made."""
+    end = time.monotonic() + _BEAT_S
+    while not work.done() and time.monotonic() < end:
+        time.sleep(0.02)
+    if not work.done():
+        return None
+    error = work.exception()
+    if isinstance(error, DistcaError):
+        return error
+    return work.result()
+
+
+def open_tokens(config: RunConfig, prefixes: Sequence[str | None]) -> DocumentSource:
+    """The run's documents from the tokens of its sources.
+
+    Raises:
+        DataError: they are not there.
+    """
+    opened: list[DocumentSource] = []
+    parts = ingredients(config)
+    for each, prefix in zip(parts, prefixes, strict=True):
+        if prefix is not None and not Path(f"{prefix}.idx").is_file():
+            raise DataError(
+                f"The tokens that rank 0 made at {prefix} are not there on this node; set `cache` to a folder that all "
+                "nodes see."
+            )
+        opened.append(
+            open_source("indexed", each.path if prefix is None else prefix, vocabulary=config.data.vocabulary)
+        )
+    return Blend(opened, parts) if config.data.source == "blend" else opened[0]

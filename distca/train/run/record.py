@@ -1,0 +1,90 @@
+"""What a run folder says about its starts: the console's log, and with what, where and from which commit it ran.
+
+console.log    what rank 0 said, of all starts
+starts.json    of every start: command, time, hosts of the ranks, versions, commit
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from distca.train.run.run_folder import RunFolder
+from distca.versions import hardware, versions
+
+logger = logging.getLogger(__name__)
+
+
+def record_start(folder: RunFolder, rank: int, size: int) -> None:
+    """Add this start to starts.json; every rank calls it. What cannot be written is warned about."""
+    hosts = [""] * size
+    dist.all_gather_object(hosts, socket.gethostname())
+    if rank:
+        return
+    start = {
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "folder": str(Path.cwd()),
+        "ranks": size,
+        "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
+        "hardware": hardware(size),
+        "versions": versions(),
+        "commit": commit_of(Path(__file__).parents[3]),
+    }
+    try:
+        folder.starts.write_text(json.dumps([*_earlier(folder.starts), start], indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning("%s cannot be written (%s).", folder.starts, error.strerror)
+
+
+def _earlier(file: Path) -> list[Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def commit_of(project: Path) -> str | None:
+    """The commit of a checkout, with "changed" behind it where files differ; None outside of one, or without git."""
+    if not (project / ".git").exists():
+        return None
+    try:
+        said = [
+            subprocess.run(["git", *words], cwd=project, capture_output=True, text=True, timeout=10, check=True).stdout
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said[0].strip() + (", changed" if said[1].strip() else "")
+
+
+@contextmanager
+def console_log(folder: RunFolder, rank: int) -> Iterator[None]:
+    """Keep what rank 0 logs inside in console.log too."""
+    if rank:
+        yield
+        return
+    try:
+        handler = logging.FileHandler(folder.console_log, encoding="utf-8")
+    except OSError as error:
+        logger.warning("%s cannot be written (%s).", folder.console_log, error.strerror)
+        yield
+        return
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()

@@ -1,0 +1,54 @@
+"""Figures of every row by document, and back: what a rank has of a document is a part of it, in an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_patches.step import Batch, Step
+
+
+def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Figures of all rows of a step, by micro-batch and document, on every data-parallel rank; every rank calls it.
+
+    Args:
+        step: that was run.
+        values: by micro-batch, [1, rows] of this rank; empty on pipeline stages without them.
+
+    Returns:
+        By micro-batch and document of n tokens, [n] figures in the order of its tokens; empty on those stages.
+    """
+    gathered = []
+    for batch, mine, documents in zip(step.batches, values, step.documents.micro_batches, strict=False):
+        lengths = [len(document) for document in documents]
+        whole = mine.new_zeros(sum(lengths))
+        places, here = _places(batch, lengths)
+        whole[places[here]] = mine.detach().flatten()[here]
+        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
+        gathered.append(list(whole.split(lengths)))
+    return gathered
+
+
+def rows_of(batch: Batch, documents: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[1, rows] figures of a rank's rows; 0 in padding.
+
+    Args:
+        batch: the rows.
+        documents: by document of the micro-batch of n tokens, [n] figures in the order of its tokens.
+    """
+    places, here = _places(batch, [len(document) for document in documents])
+    whole = torch.cat(list(documents)).to(batch.tokens.device)
+    rows = whole.new_zeros(len(here))
+    rows[here] = whole[places[here]]
+    return rows[None]
+
+
+def _places(batch: Batch, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows] where each row is among all tokens of the micro-batch, document after document; and whether it is any."""
+    numbers, positions = batch.documents.flatten(), batch.positions.flatten()
+    starts = torch.tensor([0, *lengths], device=numbers.device).cumsum(0)
+    here = numbers >= 0
+    return starts[numbers.clamp(min=0)] + positions, here

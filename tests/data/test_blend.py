@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distca.data import Corpus
+from distca.data.blend import Blend, Ingredient, read_blend
+from distca.errors import DataError
+from tests.data.conftest import CountingSource
+
+
+def blend(*parts, **long):
+    """Parts are (lengths, amount, value)."""
+    ingredients = [Ingredient("jsonl", str(number), None, *part[1:], **long) for number, part in enumerate(parts)]
+    return Blend([CountingSource(part[0]) for part in parts], ingredients)
+
+
+def tokens_by_source(source, corpus):
+    borders = np.cumsum([0, *(len(each.lengths) for each in source._sources)])
+    owner = np.searchsorted(borders, corpus.train._document, side="right") - 1
+    return [int(corpus.train.lengths[owner == number].sum()) for number in range(len(borders) - 1)]
+
+
+LENGTHS = [10 + number % 7 for number in range(200)]
+
+
+def test_weights_are_shares_of_tokens_and_nothing_is_left_out():
+    source = blend((LENGTHS, "weight", 3), (LENGTHS[:50], "weight", 1), ([12] * 10, "weight", 1))
+    corpus = Corpus(source, 100)
+    first, second, third = tokens_by_source(source, corpus)
+    assert first / second == pytest.approx(3, rel=0.02) and second / third == pytest.approx(1, rel=0.02)
+    assert set(corpus.train._document) == set(range(260))
+
+
+@pytest.mark.parametrize(
+    ("amount", "value", "tokens"), [("epochs", 2.5, 2.5 * sum(LENGTHS)), ("tokens", 700, 700), ("epochs", 0.1, 258.7)]
+)
+def test_epochs_and_tokens(amount, value, tokens):
+    source = blend((LENGTHS, amount, value), ([10], "epochs", 1))
+    first, second = tokens_by_source(source, Corpus(source, 100))
+    assert first == pytest.approx(tokens, abs=16) and second == 10
+    counts = np.bincount(Corpus(source, 100).train._document, minlength=201)[:200]
+    assert counts.max() - counts.min() <= 1
+
+
+def test_long_documents_get_their_share():
+    source = blend((LENGTHS, "epochs", 1), long_tokens=16, long_share=0.6)
+    corpus = Corpus(source, 100)
+    lengths = corpus.train.lengths
+    assert lengths.sum() == pytest.approx(sum(LENGTHS), rel=0.02)
+    assert lengths[lengths >= 16].sum() / lengths.sum() == pytest.approx(0.6, rel=0.02)
+
+
+def test_validation_documents_are_never_trained_on_and_never_repeated():
+    source = blend((LENGTHS, "weight", 1), (LENGTHS[:20], "weight", 1))
+    corpus = Corpus(source, 8, "split", validation_fraction=0.1, seed=3)
+    assert not set(corpus.train._document) & set(corpus.validation._document)
+    pieces = list(zip(corpus.validation._document, corpus.validation._offset, strict=True))
+    assert len(pieces) == len(set(pieces)) > 22
+
+
+def test_the_same_seed_chooses_the_same_documents():
+    source = blend((LENGTHS, "epochs", 0.5))
+    chosen = [source.epoch(np.arange(200), seed).tolist() for seed in (1, 1, 2)]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+def test_documents_are_read_from_their_source():
+    source = blend(([5, 6], "weight", 1), ([7], "weight", 1))
+    assert source.lengths.tolist() == [5, 6, 7]
+    assert source.read(1, 2, 4).tolist() == [1002, 1003] and source.read(2, 0, 2).tolist() == [0, 1]
+    assert not source.masked and source.learned(2, 0, 3).all()
+
+
+def test_a_file_is_read(tmp_path):
+    (tmp_path / "blend.yaml").write_text(
+        "- {source: jsonl, path: a.jsonl, weight: 3}\n"
+        "- {source: parquet, path: /web, field: body, weight: 7, long: {tokens: 65536, share: 0.6}}\n"
+    )
+    assert read_blend(str(tmp_path / "blend.yaml")) == [
+        Ingredient("jsonl", str(tmp_path / "a.jsonl"), None, "weight", 3),
+        Ingredient("parquet", "/web", "body", "weight", 7, 65536, 0.6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a: 1", "must hold a list of sources"),
+        ("- {", "is not valid YAML"),
+        ("- {source: jsonl, weigth: 1}", r"source 1 must be a mapping with some of source, path"),
+        ("- {source: csv, weight: 1}", "source 1 has source 'csv'; it is one of text, jsonl"),
+        ("- {source: text, weight: 1, tokens: 2}", "needs one of weight, epochs, tokens, and has weight, tokens"),
+        ("- {source: text}", "and has none"),
+        ("- {source: text, weight: 0}", "has weight 0; it must be a number above 0"),
+        ("- {source: text, weight: 1, long: {tokens: 3}}", "write it as {tokens: 65536, share: 0.6}"),
+        ("- {source: text, weight: 1, long: {tokens: 3, share: 2}}", "has long.share 2.0; it is a share"),
+        ("- {source: text, weight: 1}\n- {source: text, epochs: 1}", "give weights to all or to none"),
+    ],
+)
+def test_mistakes_are_sentences(tmp_path, content, said):
+    (tmp_path / "blend.yaml").write_text(content)
+    with pytest.raises(DataError) as refused:
+        read_blend(str(tmp_path / "blend.yaml"))
+    assert said in str(refused.value)
+
+
+def test_a_share_of_long_documents_needs_some():
+    with pytest.raises(DataError, match="has no documents on both sides of 1,000 tokens"):
+        Corpus(blend((LENGTHS, "epochs", 1), long_tokens=1000, long_share=0.5), 100)
+    with pytest.raises(DataError, match=r"cannot be read \(No such file"):
+        read_blend("nowhere.yaml")

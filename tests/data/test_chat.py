@@ -1,0 +1,134 @@
+"""Chat templates: ids as transformers makes them, and which of them the assistant says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distca.data import chat
+from distca.data.chat import ChatTemplate, chat_recipe
+from distca.data.recipe import Recipe
+from distca.data.tokenizer import find_tokenizer
+from distca.errors import DataError
+from tests.models.folders import CHAT, write_tokenizer
+
+PLAIN = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+THINKING = PLAIN.replace(
+    "message['content']", "(message['content'] if loop.last else message['content'].split('</think>')[-1])"
+)
+SYSTEM_MOVES = (
+    "{% for message in messages %}{% if message.role == 'user' and loop.index0 == messages|length - 2 %}"
+    "new {% endif %}{{ message.content }}<|end|>{% endfor %}"
+)
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "<think>hm</think>hi there"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "<think>so</think>no"},
+]
+
+
+def learned(folder, template, messages=TALK):
+    """(text of all tokens, text of each run of tokens that is to be learned)."""
+    tokenizers = pytest.importorskip("tokenizers")
+    write_tokenizer(folder, template)
+    ((ids, mask),) = chat_recipe(Recipe(find_tokenizer(str(folder)))).open().encode([messages])
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def text(chosen):
+        return tokenizer.decode(chosen, skip_special_tokens=False)
+
+    runs, run = [], []
+    for number, is_learned in zip(ids.tolist(), mask.tolist(), strict=True):
+        if is_learned:
+            run.append(number)
+        elif run:
+            runs.append(text(run))
+            run = []
+    return ids.tolist(), text(ids.tolist()), runs + ([text(run)] if run else [])
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHAT], ids=["plain", "with generation"])
+def test_the_assistants_turns_are_learned_and_their_ends(tmp_path, template):
+    _, text, runs = learned(tmp_path, template)
+    assert text == (
+        "<|begin|>system\nbe kind<|end|>user\nhello<|end|>assistant\n<think>hm</think>hi there<|end|>"
+        "user\nmore<|end|>assistant\n<think>so</think>no<|end|>"
+    )
+    assert runs == ["<think>hm</think>hi there<|end|>", "<think>so</think>no<|end|>"]
+
+
+def test_templates_that_shorten_earlier_turns(tmp_path):
+    _, _, runs = learned(tmp_path, THINKING)
+    assert runs == ["hi there<|end|>", "<think>so</think>no<|end|>"]
+
+
+def test_it_is_what_transformers_makes(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ids, _, _ = learned(tmp_path, CHAT)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<|begin|>"
+    )
+    made = theirs.apply_chat_template(
+        TALK, chat_template=CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert made["input_ids"] == ids
+    ((_, mask),) = chat_recipe(Recipe(find_tokenizer(str(tmp_path)))).open().encode([TALK])
+    assert made["assistant_masks"] == mask.astype(int).tolist() and 0 < sum(mask) < len(mask)
+
+
+def test_control_tokens_in_a_message_stay_text(tmp_path):
+    said = [{"role": "user", "content": "a<|end|>assistant\nb"}, {"role": "assistant", "content": "c"}]
+    ids, text, runs = learned(tmp_path, PLAIN, said)
+    assert text == "<|begin|>user\na<|end|>assistant\nb<|end|>assistant\nc<|end|>" and runs == ["c<|end|>"]
+    assert ids.count(257) == 2, "of three that can be read"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        (PLAIN, "hello", "a conversation is a list of messages, each with a role and a content"),
+        (PLAIN, [{"role": "user"}], "message 1 is not"),
+        ("{{ raise_exception('roles must alternate') }}", TALK, "the chat template fails: roles must alternate"),
+        ("{{ messages.nothing.more }}", TALK, "the chat template fails: .*has no attribute 'nothing'"),
+        (SYSTEM_MOVES, TALK, r"does not show where message 5, the assistant's, begins and ends; put {% generation %}"),
+    ],
+)
+def test_mistakes_of_conversations_are_sentences(tmp_path, template, messages, said):
+    with pytest.raises(ValueError, match=said):
+        learned(tmp_path, template, messages)
+
+
+def test_mistakes_of_templates_are_sentences(tmp_path):
+    with pytest.raises(DataError, match=r"The chat template cannot be read: .*endfor"):
+        learned(tmp_path, "{% endfor %}")
+    (tmp_path / "chat_template.jinja").unlink()
+    for name in (str(tmp_path), "bytes"):
+        with pytest.raises(DataError, match="has none beside it"):
+            chat_recipe(Recipe(find_tokenizer(name)))
+
+
+@pytest.mark.parametrize("where", ["chat_template.json", "tokenizer_config.json", "several"])
+def test_where_templates_are(tmp_path, where):
+    write_tokenizer(tmp_path, PLAIN)
+    (tmp_path / "chat_template.jinja").unlink()
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    held = (
+        [{"name": "tools", "template": "no"}, {"name": "default", "template": PLAIN}] if where == "several" else PLAIN
+    )
+    if where == "chat_template.json":
+        said = {}
+    file = "tokenizer_config.json" if where == "several" else where
+    (tmp_path / file).write_text(json.dumps(said | {"chat_template": held}))
+    assert chat_recipe(Recipe(find_tokenizer(str(tmp_path)))).template == PLAIN
+
+
+def test_a_template_runs_in_a_sandbox():
+    with pytest.raises(ValueError, match=r"the chat template fails: .*unsafe"):
+        ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render(TALK, [])
+
+
+def test_marks_are_taken_out():
+    assert chat._unmarked(f"a{chat._OPEN}b{chat._SHUT}c{chat._OPEN}{chat._SHUT}") == ("abc", [(1, 2), (3, 3)])

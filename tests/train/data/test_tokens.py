@@ -1,0 +1,144 @@
+"""Tests distca/train/data/tokens.py: what is refused before ranks start, and what rank 0 does for the others."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from distca.errors import DataError, DistcaError
+from distca.train.config.cli import parse_run_config
+from distca.train.data import tokens
+from distca.train.data.corpus import dealt, document_weights, open_corpus, open_sampler
+from distca.train.run.main import _check
+from tests.models.folders import write_tokenizer
+from tests.train.small_runs import arguments
+
+TALK = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_tokenizer(tmp_path)
+    for name, field, value in (("texts", "text", "some text"), ("talks", "messages", TALK)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({field: value}) + "\n") * 20)
+    return tmp_path
+
+
+def config(root, source="jsonl", path="texts.jsonl", **settings):
+    chosen = {"output": root / "runs", "data__tokenizer": root} | settings
+    return parse_run_config(arguments(data__source=source, data__path=root / path, **chosen))
+
+
+def test_the_first_start_makes_tokens_and_a_check_makes_none(root):
+    asked = config(root)
+    assert tokens.find_tokens(asked) is None and not (root / "runs").exists()
+    corpus = open_corpus(asked)
+    assert corpus.vocabulary == 258 and corpus.train.lengths.tolist() == [11] * 18
+    assert bytes(corpus.train.read(0, 1, 3).tolist()) != b"so", "ids of the tokenizer, not bytes"
+    assert corpus.train.read(0, 0, 11)[[0, 10]].tolist() == [256, 257]
+    assert tokens.find_tokens(asked) == [tokens.caches(asked)[0].find()] != [None]
+    assert list((root / "runs").iterdir()) == [root / "runs" / "tokens"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data__tokenizer": "nowhere"}, "The tokenizer 'nowhere' is neither 'bytes' nor a tokenizer.json"),
+        ({"model__vocabulary": 200}, "model.vocabulary is 200, but the data uses 258 tokens"),
+        ({"data__field": "body"}, 'line 1: this is not a JSON object with a "body" string; its fields are text'),
+        ({"path": "bad.jsonl"}, 'bad.jsonl, line 7: this is not a JSON object with a "text" string'),
+        ({"path": "bad.jsonl.gz"}, "bad.jsonl.gz is cut off or damaged"),
+        ({"path": "nothing.jsonl"}, "does not exist"),
+        ({"data__conversations": True}, 'line 1: this is not a JSON object with a "messages" string'),
+        ({"data__conversations": True, "data__field": "text"}, "a conversation is a list of messages"),
+        ({"data__conversations": True, "data__tokenizer": "bytes"}, "Conversations need a chat template"),
+        ({"data__end_token": "</s>"}, "The tokenizer has no token '</s>' to end documents with"),
+        ({"source": "blend", "path": "texts.jsonl"}, "texts.jsonl is not valid YAML"),
+        ({"source": "parquet", "path": "texts.jsonl"}, "is no Parquet file that can be read"),
+    ],
+)
+def test_mistakes_are_sentences_before_ranks_start(root, settings, said):
+    (root / "bad.jsonl").write_text('{"text": "fine"}\n' * 6 + '{"body": "?"}\n')
+    (root / "bad.jsonl.gz").write_bytes(gzip.compress((root / "texts.jsonl").read_bytes())[:-9])
+    with pytest.raises(DistcaError) as refused:
+        _check(config(root, **settings), 4)
+    assert said in str(refused.value)
+    assert not (root / "runs" / "tokens").exists()
+
+
+def test_a_template_that_fails_is_a_sentence(root):
+    (root / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
+    with pytest.raises(DataError, match=r"talks\.jsonl, line 1 cannot be tokenized.*chat template fails: no system"):
+        _check(config(root, path="talks.jsonl", data__conversations=True), 4)
+
+
+def test_a_blend_of_files_and_tokens(root):
+    open_corpus(config(root))
+    prefix = tokens.caches(config(root))[0].find()
+    blend, indexed = root / "blend.yaml", f"- {{source: indexed, path: {prefix}, epochs: 1}}\n"
+    blend.write_text("- {source: jsonl, path: talks.jsonl, field: messages, epochs: 2}\n" + indexed)
+    with pytest.raises(DataError, match='its "messages" is no text'):
+        open_corpus(config(root, "blend", "blend.yaml"))
+    blend.write_text("- {source: jsonl, path: texts.jsonl, epochs: 2}\n" + indexed)
+    asked = config(root, "blend", "blend.yaml", data__validation_fraction=0)
+    assert open_corpus(asked).train.tokens == 11 * (2 * 20 + 20)
+
+
+def test_conversations_weigh_the_same_in_the_loss_of_documents(root):
+    asked = config(root, path="talks.jsonl", data__conversations=True, train__loss="document")
+    corpus = open_corpus(asked)
+    (step,) = dealt(corpus.train, open_sampler(asked, corpus.train, 2), 1, "document")
+    assert [each.shape for each in step.weights] == [(len(step.micro_batches[0]),)]
+
+    class Part(list):
+        def learned(self, part):
+            return [token > 0 for token in self[part]]
+
+    (weights,) = document_weights([[Part([1, 1, 1, 1, 1]), Part([1, 0, 1, 0]), Part([1, 0])]])
+    assert weights[:2].tolist() == [5 / 2 / 4, 5 / 2 / 1] and 4 * weights[0] + weights[1] == 5
+
+
+def test_ranks_wait_for_rank_0_and_hear_its_error(root, monkeypatch):
+    """Two ranks as threads, with words of rank 0 that pass in turn."""
+    import torch.distributed as dist
+
+    heard, words = [], threading.Barrier(2)
+    said = [None]
+
+    def broadcast(values):
+        if threading.current_thread().name == "rank 0":
+            said[0] = values[0]
+        words.wait(20)
+        values[0] = said[0]
+        heard.append(values[0])
+        words.wait(20)
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(tokens, "_BEAT_S", 0.05)
+    release, results = threading.Event(), {}
+
+    def make(_):
+        release.wait(20)
+        raise DataError("no")
+
+    def rank(number):
+        try:
+            tokens.make_tokens_together(config(root), SimpleNamespace(rank=number))
+        except DataError as error:
+            results[number] = str(error)
+
+    monkeypatch.setattr(tokens, "make_tokens", make)
+    threads = [threading.Thread(target=rank, args=(number,), name=f"rank {number}") for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    while len(heard) < 6:
+        threading.Event().wait(0.01)
+    release.set()
+    for thread in threads:
+        thread.join(20)
+    assert results == {0: "no", 1: "no"}
+    assert heard[:6] == [None] * 6, "a word now and then while it works"
