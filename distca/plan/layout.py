@@ -22,6 +22,7 @@ from distca.plan.cost.model import CostModel
 from distca.plan.home_rows import home_rows
 from distca.plan.nano_split import Dealing, Stream, dealt_evenly, halves, without_short_tail
 from distca.plan.placement import Placement, deal, work_of
+from distca.plan.placement_by_half import spread
 from distca.plan.sorting import order_by
 
 
@@ -145,8 +146,9 @@ def lay_out(
             both halves also have about equal attention work. "lean": where documents are spread, ping may have less
             work, if that moves fewer bytes; else as "even".
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
-            every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks.
-            With ``rank_of`` it is always "in_order".
+            every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks,
+            in shares that live in both halves. "spread_by_half": the same for each half by itself, which is also taken
+            where shares do not fit. With ``rank_of`` it is always "in_order".
         cost: what "spread" counts as work; None counts query-key pairs.
         ranks_per_node: consecutive ranks that share a node, between which "spread" deals first; 0 when all do.
 
@@ -161,8 +163,12 @@ def lay_out(
     if rank_of is not None:
         placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64), dealing)
     else:
-        how = (cost or area_cost(), ranks_per_node) if placement == "spread" else None
-        placed = _place_spanning(length, ranks, nano_batches, align, dealing, how)
+        cost = cost or area_cost()
+        found = None
+        if placement == "spread":
+            found = _spread(length, ranks, nano_batches, align, cost, ranks_per_node, lean=dealing == "lean")
+        by_work = None if placement == "in_order" else cost
+        placed = found or _place_halves(length, ranks, nano_batches, align, dealing, by_work)
     layouts: list[Layout] = []
     for shards, rows in placed:
         layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
@@ -201,30 +207,35 @@ def _check(
             raise PlanError(f"rank_of names rank {int(outside[0])}, but the {ranks} ranks are 0 to {ranks - 1}.")
 
 
-def _place_spanning(
-    length: np.ndarray,
-    ranks: int,
-    nano_batches: int,
-    align: int,
-    dealing: Dealing,
-    spread: tuple[CostModel, int] | None,
+def _place_halves(
+    length: np.ndarray, ranks: int, nano_batches: int, align: int, dealing: Dealing, cost: CostModel | None
 ) -> list[tuple[Shards, np.ndarray]]:
+    """Deal documents to halves, then place each half by itself: by work where there is a cost, else in order."""
     total = int(length.sum())
-    cut = min(total, -(-total // (2 * align)) * align)
-    if spread is not None:
-        bounds = _bounds(total, cut, ranks, nano_batches, align)
-        found = _spread(length, bounds, *spread, lean=dealing == "lean")
-        if found is not None:
-            return found
     documents = np.arange(len(length))
+    cut = _half(total, align)
     if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
     if nano_batches == 2:
         # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
         cut = without_short_tail(length, documents, cut, ranks * align)
-    bounds = _bounds(total, cut, ranks, nano_batches, align)
-    streams = halves(length, documents, nano_batches, cut)
-    return [_cut_at_ranks(stream, bound) for stream, bound in zip(streams, bounds, strict=True)]
+    placed = []
+    for stream, bounds in zip(
+        halves(length, documents, nano_batches, cut), _bounds(total, cut, ranks, nano_batches, align), strict=True
+    ):
+        if cost is None or not bounds[-1]:
+            placed.append(_cut_at_ranks(stream, bounds))
+            continue
+        # Who needs the most keys of ping is to need the fewest of pong.
+        found, rank = spread(stream, np.diff(bounds), cost, backwards=len(placed) == 1)
+        goes_on = np.zeros(len(length), bool)
+        goes_on[stream.document] = stream.stop < length[stream.document]
+        placed.append(_in_rows(found, rank, goes_on, bounds))
+    return placed
+
+
+def _half(total: int, align: int) -> int:
+    return min(total, -(-total // (2 * align)) * align)
 
 
 def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
@@ -256,32 +267,33 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
 
 
 def _spread(
-    length: np.ndarray, bounds: list[np.ndarray], cost: CostModel, ranks_per_node: int, lean: bool
+    length: np.ndarray, ranks: int, nano_batches: int, align: int, cost: CostModel, ranks_per_node: int, lean: bool
 ) -> list[tuple[Shards, np.ndarray]] | None:
-    """Place documents by work; every rank's rows are in order of document and position."""
+    """Place the documents of both halves together by work; None where that cannot be."""
     if not len(length):
         return None
+    total = int(length.sum())
+    bounds = _bounds(total, _half(total, align), ranks, nano_batches, align)
     budgets = [np.diff(bound) for bound in bounds]
-    ranks = len(budgets[0])
     node = np.arange(ranks) // (ranks_per_node or ranks)
-    work = work_of(length, ranks, cost)
+    work = work_of(np.zeros_like(length), length, ranks, cost)
     dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets), lean)
     found = home_rows(length, dealt, budgets, work)
     if found is None:
         return None
-    # Documents that go on in pong come last on every rank, because carried rows are a rank's tail.
-    goes_on = np.zeros(len(length), np.int64)
-    goes_on[found[0][0].document] = 1
-    pong = np.zeros(len(length), np.int64)
-    pong[found[-1][0].document] = len(found) - 1
-    goes_on &= pong
-    placed = []
-    for (stream, rank), bound, budget in zip(found, bounds, budgets, strict=True):
-        order = order_by(rank, goes_on[stream.document], stream.document, stream.start)
-        document, start, stop, rank = (x[order] for x in (stream.document, stream.start, stream.stop, rank))
-        row = np.cumsum(stop - start) - (stop - start) - bound[rank]
-        placed.append((Shards(document, start, stop, rank, row), budget))
-    return placed
+    goes_on = np.ones(len(length), bool)
+    for stream, _ in found:
+        goes_on &= np.bincount(stream.document, minlength=len(length)) > 0
+    return [_in_rows(stream, rank, goes_on, bound) for (stream, rank), bound in zip(found, bounds, strict=True)]
+
+
+def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
+    """Rows of placed ranges: on every rank in order of document and position, but documents that go on in the next
+    half [D] come last, because carried rows are a rank's tail."""
+    order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
+    document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
+    row = np.cumsum(stop - start) - (stop - start) - bounds[rank]
+    return Shards(document, start, stop, rank, row), np.diff(bounds)
 
 
 def _place_whole(

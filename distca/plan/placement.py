@@ -28,7 +28,7 @@ import numpy as np
 
 from distca.plan.cost.model import CostModel
 
-Placement = Literal["in_order", "spread"]
+Placement = Literal["in_order", "spread", "spread_by_half"]
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 _DENSE = 0.6
@@ -123,9 +123,9 @@ class Dealt:
     halves: Halves
 
 
-def work_of(length: np.ndarray, ranks: int, cost: CostModel) -> Work:
-    """Work of query ranges; forward and backward count equally, and all documents' comes to 1 per rank."""
-    unit = cost.per_direction("both", length, length).sum(axis=1) * (2 / ranks)
+def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
+    """Work of query ranges; forward and backward count equally, and that of all those given comes to 1 per rank."""
+    unit = cost.per_direction("both", stop - start, stop).sum(axis=1) * (2 / ranks)
 
     def work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         return np.asarray((1 / unit) @ cost.per_direction("both", stop - start, stop))

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
 from distca.errors import PlanError
+from distca.plan.choice import SMALL_POOL, Scheduler, cheaper, once, price_of
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout, Shards, lay_out
 from distca.plan.metrics import server_seconds, traffic
@@ -39,14 +41,6 @@ class NonAttention:
 
     forward: float
     backward: float
-
-
-class Scheduler(Protocol):
-    """Plans one nano-batch of a phase."""
-
-    def __call__(self, layout: Layout, direction: Direction) -> Plan:
-        """The plan of ``layout``, over the whole pool."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -99,6 +93,11 @@ class PlanOptions:
     def pool_ranks(self) -> int:
         """Servers of the pool."""
         return self.stages * self.ranks
+
+    @property
+    def keeps(self) -> bool:
+        """Servers keep rows and compute the backward of what they computed forward."""
+        return self.stages == 1 and not self.resend
 
     @property
     def stage_node(self) -> int:
@@ -256,8 +255,8 @@ def plan_step(
         None if home is None else np.asarray(home, np.int64)
         for home in (homes if homes is not None else [None] * len(rows))
     )
-    layouts = tuple(_laid_out(options, *each) for each in zip(rows, places, strict=True))
-    scheduler = (options.scheduler or _scheduler(options)) if options.disaggregate else _at_home
+    scheduler = once((options.scheduler or _scheduler(options)) if options.disaggregate else _at_home)
+    layouts = tuple(_laid_out(options, *each, scheduler) for each in zip(rows, places, strict=True))
     return StepPlan(options, rows, places, layouts, *_phases(layouts, options, scheduler), drawn=drawn)
 
 
@@ -268,12 +267,27 @@ def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) ->
     return per_row * layout.q_rows
 
 
-def _laid_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None) -> tuple[Layout, ...]:
+def _laid_out(
+    options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Scheduler
+) -> tuple[Layout, ...]:
     # Idle stages of a pipeline can only take over what attention a half has.
-    how: dict[str, Any] = {"nano_batches": options.nano_batches, "dealing": "lean" if options.stages == 1 else "even"}
-    if options.disaggregate:
-        how |= {"placement": "spread", "cost": options.cost, "ranks_per_node": options.stage_node}
-    return _lay_out(options, lengths, homes, **how)
+    dealing = "lean" if options.stages == 1 else "even"
+    laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
+    if not options.disaggregate or homes is not None:
+        return laid()
+    together = partial(laid, placement="spread", cost=options.cost, ranks_per_node=options.stage_node)
+    by_half = partial(laid, placement="spread_by_half", cost=options.cost)
+    if options.ranks > SMALL_POOL:
+        return together()
+    if options.ranks == 1:
+        return by_half()
+
+    def planned(layout: Layout) -> tuple[Plan, Plan]:
+        forward = scheduler(layout, "both" if options.keeps else "forward")
+        return forward, forward if options.keeps else scheduler(layout, "backward")
+
+    price = partial(price_of, cost=options.cost, links=options.links, resend=options.resend)
+    return cheaper(by_half, together, planned, price)
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
@@ -285,7 +299,7 @@ def _phases(
     layouts: Sequence[tuple[Layout, ...]], options: PlanOptions, scheduler: Scheduler
 ) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     """All forward phases, and all backward phases."""
-    stages, keeps = options.stages, options.stages == 1 and not options.resend
+    stages, keeps = options.stages, options.keeps
 
     def phase(number: int, direction: Direction) -> Phase:
         due = [number - (stages - 1 - stage if direction == "backward" else stage) for stage in range(stages)]

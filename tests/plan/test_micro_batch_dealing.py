@@ -34,12 +34,12 @@ def test_every_document_is_in_one_micro_batch_that_has_room(lengths: list[int], 
 
 @pytest.mark.parametrize("mix", ["pretrain", "prolong"])
 def test_less_is_left_to_move(mix: Mix) -> None:
-    options = PlanOptions(8, LLAMA_8B, nano_batches=2, tolerance=0.02)
+    options = PlanOptions(16, LLAMA_8B, nano_batches=2, tolerance=0.02)
     dealt_bytes = drawn_bytes = 0
     for seed in range(3):
-        drawn = [sample_lengths(mix, 8 * 131_072, 10 * seed + number) for number in range(4)]
+        drawn = [sample_lengths(mix, 16 * 131_072, 10 * seed + number) for number in range(4)]
         plain = plan_step(drawn, options)
-        dealt = plan_step(drawn, options, room=[8 * 131_072 + 2048] * 4)
+        dealt = plan_step(drawn, options, room=[16 * 131_072 + 2048] * 4)
         assert dealt.tokens == plain.tokens
         for lengths, origin in zip(dealt.lengths, dealt.drawn, strict=True):
             assert lengths.tolist() == [drawn[at][document] for at, document in origin.tolist()]
