@@ -18,7 +18,9 @@ import numpy as np
 from distca.errors import PlanError
 
 
-def deal_over_micro_batches(lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+def deal_over_micro_batches(
+    lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray
+) -> list[np.ndarray] | None:
     """Which documents each micro-batch gets; the same for the same arguments.
 
     Args:
@@ -26,10 +28,11 @@ def deal_over_micro_batches(lengths: Sequence[int] | np.ndarray, room: Sequence[
         room: [M] most tokens of each micro-batch.
 
     Returns:
-        By micro-batch, the numbers of its documents, ascending. Every document is in one of them.
+        By micro-batch, the numbers of its documents, ascending. Every document is in one of them. None where a whole
+        document finds no place.
 
     Raises:
-        PlanError: the documents do not fit into the micro-batches whole.
+        PlanError: on documents without tokens, or room below 0.
     """
     length = np.asarray(lengths, np.int64).reshape(-1)
     tokens = np.asarray(room, np.int64).reshape(-1)
@@ -42,11 +45,7 @@ def deal_over_micro_batches(lengths: Sequence[int] | np.ndarray, room: Sequence[
     for document, own in zip(order.tolist(), length[order].tolist(), strict=True):
         at = next((number for number, space in enumerate(left) if space >= own), None)
         if at is None:
-            raise PlanError(
-                f"{len(length)} documents of {int(length.sum()):,} tokens do not fit whole into {len(tokens)} "
-                f"micro-batches with room for {int(tokens.sum()):,}; give the micro-batches more room or fewer "
-                "documents."
-            )
+            return None
         left[at] -= own
         dealt[document] = at
     return [np.flatnonzero(dealt == number) for number in range(len(tokens))]

@@ -29,6 +29,10 @@ from distca.plan.plan import Plan, fingerprint, plan_at_home
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.scheduler import schedule, training_tolerance
 
+_LONGER = 1.02
+"""Than the longest micro-batch may be those that documents are dealt over anew: full ones have room for a few tokens
+more, without which no two documents as long as the context go together."""
+
 
 @dataclass(frozen=True)
 class NonAttention:
@@ -101,9 +105,10 @@ class PlanOptions:
 
     @property
     def stage_node(self) -> int:
-        """Consecutive ranks of a stage that share a node; 0 where all do, or where stages share nodes unevenly."""
+        """Consecutive ranks of a stage that share a node; 0 where all do or none, or where stages share nodes
+        unevenly."""
         size = self.links.ranks_per_node
-        return size if size and self.ranks % size == 0 else 0
+        return size if size > 1 and self.ranks % size == 0 else 0
 
     def pool_rank(self, stage: int, rank: int) -> int:
         """Number in the pool of a stage's data-parallel rank."""
@@ -234,10 +239,11 @@ def plan_step(
         homes: by micro-batch, the home rank of every document, for documents that stay whole; None lets them span
             ranks.
         room: by micro-batch, most tokens; the step's documents are then dealt over its micro-batches anew, and
-            ``StepPlan.drawn`` says which went where. None leaves them where they are.
+            ``StepPlan.drawn`` says which went where. None leaves them where they are, as does room in which whole
+            documents, longest first, do not find a place.
 
     Raises:
-        PlanError: on no micro-batch, lengths that cannot be laid out, or documents that do not fit into the room.
+        PlanError: on no micro-batch, lengths that cannot be laid out, or room for other micro-batches.
     """
     if not len(lengths):
         raise PlanError("A step has at least one micro-batch, and this one has none.")
@@ -249,8 +255,11 @@ def plan_step(
         if len(room) != len(rows):
             raise PlanError(f"room is for {len(room)} micro-batches, and the step has {len(rows)}.")
         flat, origin = np.concatenate(rows), np.concatenate(drawn)
-        chosen = deal_over_micro_batches(flat, room)
-        rows, drawn = tuple(flat[each] for each in chosen), tuple(origin[each] for each in chosen)
+        # No micro-batch should get much longer than the longest was, if that can be.
+        longest = np.minimum(int(_LONGER * max(int(each.sum()) for each in rows)), room)
+        chosen = deal_over_micro_batches(flat, longest) or deal_over_micro_batches(flat, room)
+        if chosen is not None:
+            rows, drawn = tuple(flat[each] for each in chosen), tuple(origin[each] for each in chosen)
     places = tuple(
         None if home is None else np.asarray(home, np.int64)
         for home in (homes if homes is not None else [None] * len(rows))

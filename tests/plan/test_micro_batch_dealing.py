@@ -17,9 +17,8 @@ LLAMA_8B = analytic_cost(32, 8, 128)
 
 @given(st.lists(st.integers(1, 400), max_size=40), st.lists(st.integers(0, 1500), min_size=1, max_size=5))
 def test_every_document_is_in_one_micro_batch_that_has_room(lengths: list[int], room: list[int]) -> None:
-    try:
-        found = deal_over_micro_batches(lengths, room)
-    except PlanError:
+    found = deal_over_micro_batches(lengths, room)
+    if found is None:
         # Whoever has that much room left in all, and documents that small, cannot have failed.
         assert sum(lengths) + max(lengths) * len(room) > sum(room)
         return
@@ -29,6 +28,7 @@ def test_every_document_is_in_one_micro_batch_that_has_room(lengths: list[int], 
         assert np.array(lengths, np.int64)[each].sum() <= most
         assert (np.diff(each) > 0).all()
     again = deal_over_micro_batches(np.array(lengths, np.int64), room)
+    assert again is not None
     assert all(np.array_equal(a, b) for a, b in zip(found, again, strict=True))
 
 
@@ -57,13 +57,14 @@ def test_a_step_is_dealt_into_the_room_that_it_has() -> None:
         plan_step([[5], [7]], options, room=[12])
     with pytest.raises(PlanError, match="give homes or room, not both"):
         plan_step([[5], [7]], options, [[0], [1]], room=[7, 7])
-    assert [each.tolist() for each in plan_step([[5, 2], [7]], options, room=[7, 7]).lengths] == [[7], [5, 2]]
+    assert [each.tolist() for each in plan_step([[5, 2], [7]], options, room=[9, 9]).lengths] == [[7], [5, 2]]
+    # Without a place for each they stay where they are.
+    assert [each.tolist() for each in plan_step([[5, 2], [7]], options, room=[6, 8]).lengths] == [[5, 2], [7]]
 
 
 @pytest.mark.parametrize(
     "lengths, room, words",
     [
-        ([5, 5], [4, 9], r"2 documents of 10 tokens do not fit whole into 2 micro-batches with room for 13; give"),
         ([5], [], "at least one micro-batch"),
         ([5], [-1], "give 0 tokens or more"),
         ([5, 0], [9], "Document 1 has 0 tokens"),
