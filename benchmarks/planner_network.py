@@ -5,7 +5,8 @@
 Every case is planned in two halves for nodes of 8 servers with 128K tokens each, in a process per checkout, and judged
 by one ruler here: slowest over mean, the worst of both halves and directions; KB per token that travel in forward
 (16 per query row with its o, 4 per k,v row); the same between nodes; the busiest server's larger direction, both halves
-together, in KB per token and over the mean; and CPU milliseconds (``time.process_time``) of layout and plan, one rank's
+together, in KB per token and over the mean; what of its transfers at 50 GB/s a layer of 8B of the other half does not
+hide, over the layer's time; and CPU milliseconds (``time.process_time``) of layout and plan, one rank's
 routes, and the metrics of the log, the least of two runs. Costs are those of the analytic model. Nothing runs on GPUs.
 """
 
@@ -29,6 +30,10 @@ from distca.plan import Links, analytic_cost, imbalance, plan_micro_batch, route
 
 TOKENS, NODE = 131_072, 8
 COST = analytic_cost(32, 8, 128)
+NETWORK = 50e9
+"""Bytes per second and direction of a server's links."""
+LINEAR = np.array([2 / 718e12, 4 / 686e12]) * (4096 * 128 * 80 + 3 * 4096 * 14336)
+"""Seconds per token of a layer of 8B's matrix products, forward and backward, as ``analytic_cost`` has them."""
 SERVERS = (8, 64, 256, 512)
 MIXES = (
     ("pretrain", None),
@@ -64,10 +69,24 @@ def travelling(plan: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     return found
 
 
+def exposed(attention: list[np.ndarray], bytes_of: list[np.ndarray]) -> float:
+    """Part of a layer's time, forward and backward, that the busiest rank waits for transfers at 50 GB/s.
+
+    Args:
+        attention: by half, [2] seconds of the slowest server, forward and backward.
+        bytes_of: by half, [R] bytes of the larger direction; backward's are as many.
+    """
+    compute = [each + LINEAR * TOKENS / 2 for each in attention]
+    travel = [float(each.max()) / NETWORK for each in bytes_of]
+    waits = [np.maximum(own - other, 0).sum() for own, other in zip(travel, compute[::-1], strict=True)]
+    return float(sum(waits) / (sum(waits) + np.sum(compute)))
+
+
 def judged(made: Any, servers: int) -> dict[str, float]:
     """What a plan achieves."""
     total = between = 0.0
     busiest, worst = np.zeros(servers), 1.0
+    attention, travel = [], []
     for nano in made.nano_batches:
         nano.forward.check()
         out, into = np.zeros(servers), np.zeros(servers)
@@ -77,6 +96,8 @@ def judged(made: Any, servers: int) -> dict[str, float]:
             between += float((rows * (there + back))[home // NODE != server // NODE].sum())
         total += float(out.sum())
         busiest += np.maximum(out, into)
+        travel.append(1024 * np.maximum(out, into))
+        attention.append(np.array([server_seconds(nano.forward, COST, way).max() for way in ("forward", "backward")]))
         worst = max(worst, *(imbalance(server_seconds(nano.forward, COST, way)) for way in ("forward", "backward")))
     tokens = servers * TOKENS
     return {
@@ -85,6 +106,7 @@ def judged(made: Any, servers: int) -> dict[str, float]:
         "kb_per_token_between_nodes": between / tokens,
         "busiest_kb_per_token": float(busiest.max()) / TOKENS,
         "busiest_over_mean": imbalance(busiest),
+        "exposed": exposed(attention, travel),
     }
 
 
@@ -155,7 +177,14 @@ def main() -> None:
                 command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=True
             )
             cases[name][tree] = json.loads(ran.stdout)
-        shown = ("slowest_over_mean", "kb_per_token", "busiest_over_mean", "kb_per_token_between_nodes", "all_ms")
+        shown = (
+            "slowest_over_mean",
+            "kb_per_token",
+            "busiest_over_mean",
+            "kb_per_token_between_nodes",
+            "exposed",
+            "all_ms",
+        )
         parts = [" ".join(f"{found[key]['median']:.3f}" for key in shown) for found in cases[name].values()]
         print(f"{name}: {' | '.join(parts)}", flush=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -81,6 +81,7 @@ def cheaper(
     together: Callable[[], tuple[Layout, ...]],
     planned: Callable[[Layout], tuple[Plan, Plan]],
     price: Callable[[Halves], Price],
+    whole: bool,
 ) -> tuple[Layout, ...]:
     """The layouts that cost less: of halves by themselves, unless transfers would be waited for.
 
@@ -89,6 +90,7 @@ def cheaper(
         together: lays out both together.
         planned: forward and backward plan of a layout.
         price: of all nano-batches' plans.
+        whole: no document has more work than a rank, so that both together may move nothing.
 
     Raises:
         PlanError: neither can be planned.
@@ -99,7 +101,7 @@ def cheaper(
     except PlanError:
         # A memory cap that one placement cannot keep the other may.
         return together()
-    if not before.bytes:
+    if not before.bytes or not (before.exposed or whole):
         return halves
     both = together()
     try:

@@ -29,6 +29,8 @@ from distca.plan.plan import Plan, fingerprint, plan_at_home
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.scheduler import schedule, training_tolerance
 
+_WHOLE = 1.05
+"""Of the mean rank's work a document may have to stay on one."""
 _LONGER = 1.02
 """Than the longest micro-batch may be those that documents are dealt over anew: full ones have room for a few tokens
 more, without which no two documents as long as the context go together."""
@@ -296,7 +298,9 @@ def _laid_out(
         return forward, forward if options.keeps else scheduler(layout, "backward")
 
     price = partial(price_of, cost=options.cost, links=options.links, resend=options.resend)
-    return cheaper(by_half, together, planned, price)
+    work = options.cost.per_direction("both", lengths, lengths)
+    whole = bool((work.max(axis=1, initial=0.0) <= work.sum(axis=1) * _WHOLE / options.ranks).all())
+    return cheaper(by_half, together, planned, price, whole)
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
