@@ -236,7 +236,7 @@ def case(mix: str, context: int | None, servers: int, seeds: int, most: dict[str
     results: dict[str, Any] = {}
     for name, balance in BALANCERS.items():
         if servers > most.get(name, servers):
-            results[name] = f"not run above {most[name]} servers: takes minutes"
+            results[name] = f"not run above {most[name]} servers: takes minutes, or memory for every pair of ranks"
             continue
         rows, notes = [], set()
         try:
@@ -271,7 +271,7 @@ def main() -> None:
         "seeds": options.seeds,
         "cases": cases,
     }
-    most = {"Megatron-Core BalancedCPScheduler": 64, "torch per-document head-tail": 64}
+    most = dict.fromkeys(("Megatron-Core BalancedCPScheduler", "torch per-document head-tail", "torch PTRR"), 64)
     for servers in options.servers:
         for mix, context in MIXES:
             name = f"{mix} {servers}" + (f", context {context // 1024}K" if context else "")
