@@ -71,6 +71,10 @@ class CAD:
         transport: "auto", "nvshmem", "nccl" or "gloo".
         kernel: "auto", "flash4", "torch" or "reference".
         tolerance: how far above the mean the busiest server may be; None takes the one for the number of servers.
+        deal: deal a step's documents over its micro-batches anew, so that fewer rows move; the step's gradient is the
+            same sum. With pipeline stages, or homes, they stay where they are.
+        ranks_per_node: consecutive servers that are planned as one node; a server is a data-parallel rank of a stage.
+            0 takes those of one machine.
         level: what is levelled in a pipeline's phases: "attention", "time" (linear layers and attention together), or
             "auto".
         cost_table: a file that ``distca profile`` wrote; None takes the package's table of this device and kernel.
@@ -103,6 +107,8 @@ class CAD:
         transport: str = "auto",
         kernel: str = "auto",
         tolerance: float | None = None,
+        deal: bool = True,
+        ranks_per_node: int = 0,
         level: Level = "auto",
         cost_table: str | None = None,
         deterministic: bool = False,
@@ -123,6 +129,7 @@ class CAD:
             parallel_state.get_data_parallel_rank(),
         )
         self._tokens_per_rank = tokens_per_rank
+        self._deal = deal and disaggregate and self._stages == 1
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
@@ -139,6 +146,7 @@ class CAD:
             ping_pong=ping_pong,
             resend=how == "resend",
             tolerance=tolerance,
+            ranks_per_node=ranks_per_node,
             level=level,
             cost_table=cost_table,
             transport=transport,
@@ -231,7 +239,10 @@ class CAD:
         if not isinstance(documents, StepDocuments):
             documents = StepDocuments(documents)
         self._check_room(documents)
-        return make_step(documents, self.options, self._stage, self._rank, self.device, lengths=self._lengths)
+        room = self.options.ranks * self._tokens_per_rank if self._deal else 0
+        return make_step(
+            documents, self.options, self._stage, self._rank, self.device, lengths=self._lengths, room=room
+        )
 
     def plan_ahead(
         self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1

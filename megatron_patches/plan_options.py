@@ -35,6 +35,7 @@ def plan_options(
     ping_pong: bool,
     resend: bool,
     tolerance: float | None,
+    ranks_per_node: int,
     level: Level,
     cost_table: str | None,
     transport: str,
@@ -48,13 +49,15 @@ def plan_options(
         device: this rank's.
         disaggregate, resend, tolerance: see :class:`distca.plan.step.PlanOptions`.
         ping_pong: two nano-batches.
+        ranks_per_node: consecutive servers that are planned as one node; 0 takes those of one machine.
         level: "attention", "time" (linear layers and attention together, in a pipeline's phases), or "auto".
         cost_table: a file that ``distca profile`` wrote; None takes the package's table of this device, or a model.
         transport: its name as asked for.
         recompute_segments: whether everything but core attention is recomputed.
 
     Raises:
-        PlanError: on an unusable cost table, one of other heads, or a level that nothing was measured for.
+        PlanError: on an unusable cost table, one of other heads, a level that nothing was measured for, or nodes that
+            do not divide the servers.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -74,7 +77,7 @@ def plan_options(
         resend=disaggregate and resend,
         disaggregate=disaggregate,
         tolerance=tolerance,
-        links=pool_links(tp),
+        links=pool_links(tp, ranks_per_node),
         non_attention=non_attention,
     )
 

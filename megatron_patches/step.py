@@ -70,7 +70,7 @@ class Step:
     """One global batch, ready to run.
 
     Attributes:
-        documents: what it was made from.
+        documents: what it was made from; by micro-batch as in the plan, which may have dealt them anew.
         plan: of all ranks.
         balance: what the plan achieves.
         routes: this rank's; None where attention stays at home.
@@ -98,6 +98,7 @@ def make_step(
     device: torch.device | str,
     *,
     lengths: bool = False,
+    room: int = 0,
 ) -> Step:
     """Plan a step and bring this rank's routes and rows to the device, in one transfer.
 
@@ -108,13 +109,19 @@ def make_step(
         rank: this rank's data-parallel rank.
         device: where the rows go.
         lengths: the model's positions need the lengths of the rows' documents.
+        room: most tokens of a micro-batch, into which documents without homes are dealt anew; 0 leaves them where they
+            are.
 
     Raises:
         PlanError: on documents that cannot be laid out.
     """
     began = time.perf_counter()
     document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
-    plan = plan_step(document_lengths, options, documents.homes)
+    homes = documents.homes if any(home is not None for home in documents.homes or ()) else None
+    count = len(document_lengths)
+    plan = plan_step(document_lengths, options, homes, [room] * count if room and homes is None and count > 1 else None)
+    given = documents.micro_batches
+    documents = replace(documents, micro_batches=[[given[m][d] for m, d in each.tolist()] for each in plan.drawn])
     with uploading(device) as upload:
         routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
         planning_ms = (time.perf_counter() - began) * 1e3

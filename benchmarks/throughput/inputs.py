@@ -63,7 +63,7 @@ class _Baseline:
                 rows.append(rank_batch(micro_batch, layouts[-1], rank, align=options.align, chunks=options.shares))
             ready = packed_batches(rows, attention, options, upload)
         unplanned = np.zeros((1, options.pool_ranks))
-        plan = StepPlan(options, tuple(lengths), tuple(documents.homes), tuple(layouts), (), ())
+        plan = StepPlan(options, tuple(lengths), tuple(documents.homes), tuple(layouts), (), (), drawn=())
         balance = StepBalance(unplanned, unplanned, unplanned, bytes_moved)
         return Step(documents, plan, balance, None, ready, planning_ms)
 

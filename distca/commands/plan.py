@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from distca.plan import (
     CostModel,
     Links,
     MicroBatchPlan,
+    Traffic,
     analytic_cost,
     imbalance,
     load_table,
@@ -77,6 +79,11 @@ def plan(
     if lengths in MIX_NAMES and ranks * tokens_per_rank > MOST_TOKENS:
         most = MOST_TOKENS // ranks
         raise OptionError(f"--tokens_per_rank is {tokens_per_rank}; with --ranks {ranks} it must be at most {most}.")
+    if ranks_per_node and ranks % ranks_per_node:
+        raise OptionError(
+            f"--ranks is {ranks}, which nodes of --ranks_per_node {ranks_per_node} do not divide; every node needs "
+            "equally many ranks."
+        )
     if tolerance is None:
         tolerance = training_tolerance(ranks)
     if not 0 <= tolerance < 1:
@@ -192,7 +199,7 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
     table.add_column("what")
     table.add_column("value", justify="right")
     moved, shape, shortest = made.bytes_moved, made.cost.shape, shortest_shard(made)
-    everywhere = f"all ranks, {count(layers, 'layer')}"
+    everywhere, busiest = f"all ranks, {count(layers, 'layer')}", busiest_rank(made)
     rows = [
         ("query heads, key/value heads, size of a head", f"{shape.heads}, {shape.kv_heads}, {shape.head_dim}"),
         ("slowest / mean attention time, documents in order", f"{made.imbalance_before:.3f}"),
@@ -205,6 +212,9 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
         (f"k,v to servers, {everywhere}", format_bytes(moved.kv * layers)),
         (f"backward, {everywhere}", format_bytes(moved.backward * layers)),
         ("most received by one server, forward, one layer", format_bytes(most_received(made))),
+        ("busiest rank, forward, one layer", f"{format_bytes(busiest.bytes)}, {busiest.over_mean:.1f} times the mean"),
+        *node_rows(made, layers),
+        *half_rows(made, layers),
         ("shortest shard sent away", count(shortest, "token") if shortest else "none"),
         ("planning", f"{made.planning_ms:.1f} ms"),
     ]
@@ -222,8 +232,61 @@ def most_received(made: MicroBatchPlan) -> int:
     """Bytes of q, k and v rows that the busiest receiver takes in for one nano-batch's forward."""
     shape = made.cost.shape
     moved = [traffic(nano.forward) for nano in made.nano_batches]
-    received = [rows.q.sum(axis=0) * shape.q_bytes + rows.kv.sum(axis=0) * shape.kv_bytes for rows in moved]
+    received = [rows.q.received * shape.q_bytes + rows.kv.received * shape.kv_bytes for rows in moved]
     return int(np.max(received))
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """The rank that moves most in forward, all nano-batches together.
+
+    Attributes:
+        bytes: of q, o, k and v in its larger direction.
+        over_mean: them over the mean rank's; 1 where nothing moves.
+    """
+
+    bytes: int
+    over_mean: float
+
+
+def busiest_rank(made: MicroBatchPlan) -> Busiest:
+    """Bytes of the busiest rank in the forward of one layer."""
+    shape = made.cost.shape
+    both, _ = shape.moved_bytes("forward", made.resend)
+    moved = np.sum(
+        [
+            traffic(nano.forward).busiest(shape.q_bytes, both - shape.q_bytes, shape.kv_bytes)
+            for nano in made.nano_batches
+        ],
+        axis=0,
+    )
+    return Busiest(int(moved.max()), imbalance(moved))
+
+
+def node_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
+    """What travels between nodes, where ranks are on several."""
+    nodes = made.step.options.links.nodes(made.nano_batches[0].layout.ranks)
+    if nodes[-1] == 0:
+        return []
+    far = sum(forward_bytes(made, traffic(nano.forward).between(nodes)) for nano in made.nano_batches)
+    every = sum(forward_bytes(made, traffic(nano.forward)) for nano in made.nano_batches)
+    share = f", {100 * far / every:.1f} % of all" if every else ""
+    name = f"between {count(int(nodes[-1]) + 1, 'node')}, forward, {count(layers, 'layer')}"
+    return [(name, format_bytes(far * layers) + share)]
+
+
+def half_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
+    """What travels in ping and in pong, where a micro-batch is cut in two."""
+    if len(made.nano_batches) == 1:
+        return []
+    halves = [format_bytes(forward_bytes(made, traffic(nano.forward)) * layers) for nano in made.nano_batches]
+    return [(f"in ping and in pong, forward, {count(layers, 'layer')}", " and ".join(halves))]
+
+
+def forward_bytes(made: MicroBatchPlan, rows: Traffic) -> int:
+    """Bytes of rows that travel in the forward of one layer."""
+    q_bytes, kv_bytes = made.cost.shape.moved_bytes("forward", made.resend)
+    return rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
 
 
 def shortest_shard(made: MicroBatchPlan) -> int:

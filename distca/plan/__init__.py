@@ -6,10 +6,11 @@ from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.cost.table import TableCost
 from distca.plan.cost.table_file import load_table
 from distca.plan.layout import Layout, Shards, lay_out
-from distca.plan.metrics import Traffic, imbalance, makespan_bound, server_seconds, traffic
+from distca.plan.metrics import PairRows, Traffic, imbalance, makespan_bound, server_seconds, traffic
 from distca.plan.micro_batch import Bytes, MicroBatchPlan, NanoPlan, plan_micro_batch
+from distca.plan.micro_batch_dealing import deal_over_micro_batches
 from distca.plan.plan import Plan, Tasks, plan_at_home
-from distca.plan.routes import Route, RowExchange, Segments, route
+from distca.plan.routes import Route, Routes, RowExchange, Segments, route
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.scheduler import DEFAULT_TOLERANCE, schedule, training_tolerance
 from distca.plan.step import PlanOptions, StepPlan, plan_step
@@ -24,10 +25,12 @@ __all__ = [
     "Links",
     "MicroBatchPlan",
     "NanoPlan",
+    "PairRows",
     "Plan",
     "PlanError",
     "PlanOptions",
     "Route",
+    "Routes",
     "RowExchange",
     "Segments",
     "Shards",
@@ -37,6 +40,7 @@ __all__ = [
     "Traffic",
     "analytic_cost",
     "area_cost",
+    "deal_over_micro_batches",
     "imbalance",
     "lay_out",
     "load_table",

@@ -10,9 +10,8 @@ Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -20,8 +19,10 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.cost.analytic import area_cost
 from distca.plan.cost.model import CostModel
+from distca.plan.home_rows import home_rows
 from distca.plan.nano_split import Dealing, Stream, dealt_evenly, halves, without_short_tail
-from distca.plan.placement import Placement, spread
+from distca.plan.placement import Placement, deal, work_of
+from distca.plan.placement_by_half import spread
 from distca.plan.sorting import order_by
 
 
@@ -115,10 +116,6 @@ class Layout:
         return int(self.q_rows.sum())
 
 
-Place = Callable[[Stream, np.ndarray], tuple[Shards, np.ndarray]]
-"""Puts a stream on ranks whose rows end at [R+1] bounds: its shards, and the rows per rank."""
-
-
 def lay_out(
     lengths: Sequence[int] | np.ndarray,
     ranks: int,
@@ -129,6 +126,7 @@ def lay_out(
     dealing: Dealing = "in_order",
     placement: Placement = "in_order",
     cost: CostModel | None = None,
+    ranks_per_node: int = 0,
 ) -> tuple[Layout, ...]:
     """Place a micro-batch's documents on ranks, as one or two nano-batches.
 
@@ -145,11 +143,14 @@ def lay_out(
         align: rows per rank are multiples of this where documents may span ranks.
         dealing: which documents go into which of two halves of equal tokens; ping may be up to 1/32 longer so as not
             to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so that
-            both halves also have about equal attention work.
+            both halves also have about equal attention work. "lean": where documents are spread, ping may have less
+            work, if that moves fewer bytes; else as "even".
         placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
-            every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks.
-            With ``rank_of`` it is always "in_order".
+            every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks,
+            in shares that live in both halves. "spread_by_half": the same for each half by itself, which is also taken
+            where shares do not fit. With ``rank_of`` it is always "in_order".
         cost: what "spread" counts as work; None counts query-key pairs.
+        ranks_per_node: consecutive ranks that share a node, between which "spread" deals first; 0 when all do.
 
     Returns:
         One layout per nano-batch.
@@ -162,12 +163,12 @@ def lay_out(
     if rank_of is not None:
         placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64), dealing)
     else:
-        places: tuple[Place, Place] = (_cut_at_ranks, _cut_at_ranks)
+        cost = cost or area_cost()
+        found = None
         if placement == "spread":
-            # Who needs the most keys of ping is to need the fewest of pong.
-            place = partial(_spread, length=length, cost=cost or area_cost())
-            places = (place, partial(place, backwards=True))
-        placed = _place_spanning(length, ranks, nano_batches, align, dealing, places)
+            found = _spread(length, ranks, nano_batches, align, cost, ranks_per_node, lean=dealing == "lean")
+        by_work = None if placement == "in_order" else cost
+        placed = found or _place_halves(length, ranks, nano_batches, align, dealing, by_work)
     layouts: list[Layout] = []
     for shards, rows in placed:
         layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
@@ -206,25 +207,40 @@ def _check(
             raise PlanError(f"rank_of names rank {int(outside[0])}, but the {ranks} ranks are 0 to {ranks - 1}.")
 
 
-def _place_spanning(
-    length: np.ndarray,
-    ranks: int,
-    nano_batches: int,
-    align: int,
-    dealing: Dealing,
-    places: tuple[Place, Place],
+def _place_halves(
+    length: np.ndarray, ranks: int, nano_batches: int, align: int, dealing: Dealing, cost: CostModel | None
 ) -> list[tuple[Shards, np.ndarray]]:
+    """Deal documents to halves, then place each half by itself: by work where there is a cost, else in order."""
     total = int(length.sum())
     documents = np.arange(len(length))
-    if nano_batches == 2 and dealing == "even":
+    cut = _half(total, align)
+    if nano_batches == 2 and dealing != "in_order":
         documents = dealt_evenly(length, documents, ping_first=True)
-    cut = min(total, -(-total // (2 * align)) * align)
     if nano_batches == 2:
         # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
         cut = without_short_tail(length, documents, cut, ranks * align)
-    bounds = [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
-    streams = halves(length, documents, nano_batches, cut)
-    return [place(stream, bound) for place, stream, bound in zip(places[:nano_batches], streams, bounds, strict=True)]
+    placed = []
+    for stream, bounds in zip(
+        halves(length, documents, nano_batches, cut), _bounds(total, cut, ranks, nano_batches, align), strict=True
+    ):
+        if cost is None or not bounds[-1]:
+            placed.append(_cut_at_ranks(stream, bounds))
+            continue
+        # Who needs the most keys of ping is to need the fewest of pong.
+        found, rank = spread(stream, np.diff(bounds), cost, backwards=len(placed) == 1)
+        goes_on = np.zeros(len(length), bool)
+        goes_on[stream.document] = stream.stop < length[stream.document]
+        placed.append(_in_rows(found, rank, goes_on, bounds))
+    return placed
+
+
+def _half(total: int, align: int) -> int:
+    return min(total, -(-total // (2 * align)) * align)
+
+
+def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
+    """By nano-batch, [R+1] where the rows of each rank end."""
+    return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
 
 
 def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
@@ -251,23 +267,33 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
 
 
 def _spread(
-    stream: Stream,
-    bounds: np.ndarray,
-    length: np.ndarray,
-    cost: CostModel,
-    backwards: bool = False,
-) -> tuple[Shards, np.ndarray]:
-    """Place a stream of document ranges by work; every rank's rows are in order of document and position."""
-    budgets = np.diff(bounds)
-    if not budgets.any():
-        return _cut_at_ranks(stream, bounds)
-    placed, rank = spread(stream, budgets, cost, backwards=backwards)
-    # A document that goes on in the next nano-batch comes last on every rank, because carried rows are a rank's tail.
-    goes_on = np.zeros(len(length), bool)
-    goes_on[stream.document] = stream.stop < length[stream.document]
-    order = order_by(rank, goes_on[placed.document].astype(np.int64), placed.document, placed.start)
-    document, start, stop, rank = (x[order] for x in (placed.document, placed.start, placed.stop, rank))
-    return Shards(document, start, stop, rank, np.cumsum(stop - start) - (stop - start) - bounds[rank]), budgets
+    length: np.ndarray, ranks: int, nano_batches: int, align: int, cost: CostModel, ranks_per_node: int, lean: bool
+) -> list[tuple[Shards, np.ndarray]] | None:
+    """Place the documents of both halves together by work; None where that cannot be."""
+    if not len(length):
+        return None
+    total = int(length.sum())
+    bounds = _bounds(total, _half(total, align), ranks, nano_batches, align)
+    budgets = [np.diff(bound) for bound in bounds]
+    node = np.arange(ranks) // (ranks_per_node or ranks)
+    work = work_of(np.zeros_like(length), length, ranks, cost)
+    dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets), lean)
+    found = home_rows(length, dealt, budgets, work)
+    if found is None:
+        return None
+    goes_on = np.ones(len(length), bool)
+    for stream, _ in found:
+        goes_on &= np.bincount(stream.document, minlength=len(length)) > 0
+    return [_in_rows(stream, rank, goes_on, bound) for (stream, rank), bound in zip(found, bounds, strict=True)]
+
+
+def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
+    """Rows of placed ranges: on every rank in order of document and position, but documents that go on in the next
+    half [D] come last, because carried rows are a rank's tail."""
+    order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
+    document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
+    row = np.cumsum(stop - start) - (stop - start) - bounds[rank]
+    return Shards(document, start, stop, rank, row), np.diff(bounds)
 
 
 def _place_whole(
@@ -278,7 +304,7 @@ def _place_whole(
     ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
     for rank in range(ranks):
         mine = np.flatnonzero(rank_of == rank)
-        if nano_batches == 2 and dealing == "even":
+        if nano_batches == 2 and dealing != "in_order":
             mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
         cut = without_short_tail(length, mine, -(-int(length[mine].sum()) // 2))
         for half, stream in enumerate(halves(length, mine, nano_batches, cut)):

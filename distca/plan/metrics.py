@@ -1,6 +1,6 @@
 """What a plan does to the cluster: seconds per server, rows that travel, rows received; and what no plan can beat.
 
-Array legend: R ranks. Rows are int64, seconds float64.
+Array legend: R ranks, P pairs of them. Rows are int64, seconds float64.
 """
 
 from __future__ import annotations
@@ -15,24 +15,72 @@ from distca.plan.plan import Plan, Tasks
 
 
 @dataclass(frozen=True)
+class PairRows:
+    """Rows by (home rank, server), of pairs that exchange any; sorted. Array legend: P pairs; all arrays are int64.
+
+    Attributes:
+        ranks: R.
+        home: [P] rank that the rows live on.
+        server: [P] another rank, which reads them.
+        rows: [P] how many, at least 1.
+    """
+
+    ranks: int
+    home: np.ndarray
+    server: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def total(self) -> int:
+        """Rows of all pairs."""
+        return int(self.rows.sum())
+
+    @property
+    def sent(self) -> np.ndarray:
+        """[R] int64 rows that leave every home rank."""
+        return np.bincount(self.home, self.rows, self.ranks).astype(np.int64)
+
+    @property
+    def received(self) -> np.ndarray:
+        """[R] int64 rows that reach every server."""
+        return np.bincount(self.server, self.rows, self.ranks).astype(np.int64)
+
+    def between(self, group: np.ndarray) -> PairRows:
+        """Those whose home rank and server are of different groups; [R] ``group`` of every rank."""
+        far = group[self.home] != group[self.server]
+        return PairRows(self.ranks, self.home[far], self.server[far], self.rows[far])
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Rows that travel between ranks for one plan, once.
 
     Attributes:
-        q: [R, R] query rows from home rank to server, 0 on the diagonal.
-        kv: [R, R] key/value rows from home rank to server, 0 on the diagonal.
+        q: query rows from home rank to server.
+        kv: key/value rows from home rank to server.
     """
 
-    q: np.ndarray
-    kv: np.ndarray
+    q: PairRows
+    kv: PairRows
 
     @property
     def q_rows(self) -> int:
-        return int(self.q.sum())
+        return self.q.total
 
     @property
     def kv_rows(self) -> int:
-        return int(self.kv.sum())
+        return self.kv.total
+
+    def between(self, group: np.ndarray) -> Traffic:
+        """The part of it between ranks of different groups; [R] ``group`` of every rank."""
+        return Traffic(self.q.between(group), self.kv.between(group))
+
+    def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
+        """[R] int64 bytes of every rank's larger direction, sent or received, where a query row takes ``q_out`` bytes
+        to the server and ``q_back`` home, a key/value row ``kv_out``."""
+        sent = self.q.sent * q_out + self.q.received * q_back + self.kv.sent * kv_out
+        received = self.q.received * q_out + self.q.sent * q_back + self.kv.received * kv_out
+        return np.asarray(np.maximum(sent, received))
 
 
 def server_seconds(plan: Plan, cost: CostModel, direction: Direction) -> np.ndarray:
@@ -54,15 +102,20 @@ def traffic(plan: Plan) -> Traffic:
     layout, tasks = plan.layout, plan.tasks
     last = tasks.take(tasks.last_on_server)
     reading = Tasks(last.document, np.zeros(len(last), np.int64), last.stop, last.server)
-    return Traffic(_matrix(tasks, layout.q, layout.ranks), _matrix(reading, layout.kv, layout.ranks))
+    return Traffic(_pair_rows(tasks, layout.q, layout.ranks), _pair_rows(reading, layout.kv, layout.ranks))
 
 
-def _matrix(ranges: Tasks, shards: Shards, ranks: int) -> np.ndarray:
+def _pair_rows(ranges: Tasks, shards: Shards, ranks: int) -> PairRows:
     piece, shard, rows = overlaps(ranges.document, ranges.start, ranges.stop, shards)
     home, server = shards.rank[shard], ranges.server[piece]
-    away = home != server
-    flat = np.bincount((home * ranks + server)[away], weights=rows[away], minlength=ranks * ranks)
-    return flat.astype(np.int64).reshape(ranks, ranks)
+    away = np.flatnonzero(home != server)
+    pair, rows = (home * ranks + server)[away], rows[away]
+    order = np.argsort(pair, kind="stable")
+    pair = pair[order]
+    heads = np.flatnonzero(np.append(True, pair[1:] != pair[:-1])[: len(pair)])
+    total = np.add.reduceat(rows[order], heads) if len(heads) else rows
+    home, server = np.divmod(pair[heads], ranks)
+    return PairRows(ranks, home, server, total)
 
 
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:

@@ -98,7 +98,8 @@ class MicroBatchPlan:
     def seconds_before(self) -> np.ndarray:
         """[R] attention seconds per rank of one layer, forward and backward, without placement by work,
         servers or halves: documents in order, every shard computed at home."""
-        return self.step.balance().seconds_before.sum(axis=0)
+        seconds: np.ndarray = self.step.seconds_before().sum(axis=0)
+        return seconds
 
     @property
     def seconds_at_home(self) -> np.ndarray:

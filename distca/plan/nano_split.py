@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-Dealing = Literal["in_order", "even"]
+Dealing = Literal["in_order", "even", "lean"]
 _DEALT_ONE_BY_ONE = 64
 _SHORT_TAIL = 1 / 32
 """Of what comes before the tail. By so much, of its tokens, the first half may get longer."""

@@ -9,7 +9,9 @@ document travel to a server once, into the region of its last task there; region
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -46,20 +48,13 @@ class Segments:
         """[ranks] rows exchanged with each peer."""
         return np.bincount(self.peer, weights=self.rows, minlength=ranks).astype(np.int64)
 
-    @staticmethod
-    def merged(peer: np.ndarray, source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> Segments:
-        """Sort by (peer, destination) and join segments that continue each other on both sides."""
-        order = order_by(peer, destination)
-        peer, source, destination, rows = (column[order] for column in (peer, source, destination, rows))
-        if len(peer) == 0:
-            return Segments(peer, source, destination, rows)
-        joins = (
-            (peer[1:] == peer[:-1])
-            & (source[1:] == source[:-1] + rows[:-1])
-            & (destination[1:] == destination[:-1] + rows[:-1])
-        )
-        heads = np.flatnonzero(np.append(True, ~joins))
-        return Segments(peer[heads], source[heads], destination[heads], np.add.reduceat(rows, heads))
+    def take(self, chosen: np.ndarray | slice) -> Segments:
+        """Those of a slice or of indices."""
+        return Segments(self.peer[chosen], self.source[chosen], self.destination[chosen], self.rows[chosen])
+
+    def between(self, low: int, high: int) -> Segments:
+        """Those from index ``low`` up to ``high``."""
+        return self.take(slice(low, high))
 
 
 @dataclass(frozen=True)
@@ -134,32 +129,74 @@ def route(plan: Plan, rank: int) -> Route:
     Raises:
         PlanError: the plan was made for fewer ranks.
     """
-    if not 0 <= rank < plan.layout.ranks:
-        raise PlanError(
-            f"Rank {rank} has no part in the plan, which was made for {plan.layout.ranks} ranks; plan again."
+    return Routes(plan, only=rank)[rank]
+
+
+class Routes(Sequence[Route]):
+    """The routes of all ranks of a plan, found in one pass; each is put together when it is asked for.
+
+    Args:
+        plan: over R ranks.
+        only: the one rank that is going to be asked for, if there is no other; that takes a fraction of the time.
+    """
+
+    def __init__(self, plan: Plan, only: int | None = None) -> None:
+        tasks, layout = plan.tasks, plan.layout
+        self._ranks = layout.ranks
+        self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
+        q_rows = tasks.stop - tasks.start
+        q_offset, kv_offset = (_offsets_within_server(tasks, self._bounds, rows) for rows in (q_rows, tasks.stop))
+        self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(tasks.stop)
+        last_on_server = tasks.last_on_server
+        last = tasks.take(last_on_server)
+        self._q = _Exchanges(tasks, tasks.start, q_offset, layout.q, layout.q_rows, only)
+        self._kv = _Exchanges(
+            last, np.zeros(len(last), np.int64), kv_offset[last_on_server], layout.kv, layout.kv_rows, only
         )
-    tasks, layout = plan.tasks, plan.layout
-    q_offset = _offsets_within_server(tasks, tasks.stop - tasks.start)
-    kv_offset = _offsets_within_server(tasks, tasks.stop)
-    last_on_server = tasks.last_on_server
-    mine = np.flatnonzero(tasks.server == rank)
-    return Route(
-        rank=rank,
-        ranks=layout.ranks,
-        q=_exchange(tasks, tasks.start, q_offset, layout.q, rank, layout.q_rows, _none()),
-        kv=_exchange(
-            tasks.take(last_on_server),
-            np.zeros(int(last_on_server.sum()), np.int64),
-            kv_offset[last_on_server],
-            layout.kv,
-            rank,
-            layout.kv_rows,
-            _repeats(tasks, kv_offset, last_on_server, mine),
-            destination_rows=int(tasks.stop[mine].sum()),
-        ),
-        cu_q=np.concatenate(([0], np.cumsum((tasks.stop - tasks.start)[mine]))).astype(np.int32),
-        cu_kv=np.concatenate(([0], np.cumsum(tasks.stop[mine]))).astype(np.int32),
-    )
+        # Earlier tasks of a document copy their region from that of its last task on the server.
+        lasts = np.flatnonzero(last_on_server)
+        earlier = np.flatnonzero(~last_on_server)
+        source = kv_offset[lasts[np.searchsorted(lasts, earlier)]]
+        self._repeats = Segments(tasks.server[earlier], source, kv_offset[earlier], tasks.stop[earlier])
+        self._repeat_bounds = np.searchsorted(tasks.server[earlier], np.arange(layout.ranks + 1))
+
+    def __len__(self) -> int:
+        return self._ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> Route: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Route]: ...
+    def __getitem__(self, rank: int | slice) -> Route | list[Route]:
+        """The route of a rank.
+
+        Raises:
+            PlanError: the plan was made for fewer ranks.
+        """
+        if isinstance(rank, slice):
+            return [self[each] for each in range(*rank.indices(self._ranks))]
+        if not 0 <= rank < self._ranks:
+            raise PlanError(f"Rank {rank} has no part in the plan, which was made for {self._ranks} ranks; plan again.")
+        low, high = self._bounds[rank : rank + 2].tolist()
+        cu_q, cu_kv = (_borders(ends, low, high) for ends in (self._q_ends, self._kv_ends))
+        repeat = self._repeats.between(*self._repeat_bounds[rank : rank + 2].tolist())
+        return Route(
+            rank=rank,
+            ranks=self._ranks,
+            q=self._q.of(rank, int(cu_q[-1]), _none()),
+            kv=self._kv.of(rank, int(cu_kv[-1]), repeat),
+            cu_q=cu_q,
+            cu_kv=cu_kv,
+        )
+
+    def __iter__(self) -> Iterator[Route]:
+        return (self[rank] for rank in range(self._ranks))
+
+
+def _borders(ends: np.ndarray, low: int, high: int) -> np.ndarray:
+    """[high - low + 1] int32 borders of the tasks from ``low`` on, counted from the first."""
+    before = ends[low - 1] if low else 0
+    return np.concatenate(([0], ends[low:high] - before)).astype(np.int32)
 
 
 def _none() -> Segments:
@@ -167,79 +204,118 @@ def _none() -> Segments:
     return Segments(empty, empty, empty, empty)
 
 
-def _offsets_within_server(tasks: Tasks, rows: np.ndarray) -> np.ndarray:
-    """[T] first row of each task in its server's buffer; tasks are sorted by server."""
-    ends = np.cumsum(rows)
-    first = np.searchsorted(tasks.server, np.arange(int(tasks.server.max(initial=0)) + 1))
-    return ends - rows - np.concatenate(([0], ends))[first][tasks.server]
+def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """[T] first row of each task in its server's buffer; those of server r are tasks [bounds[r], bounds[r + 1])."""
+    begins = np.concatenate(([0], np.cumsum(rows)))
+    return begins[:-1] - begins[bounds[tasks.server]]
 
 
-def _exchange(
-    tasks: Tasks,
-    begin: np.ndarray,
-    offset: np.ndarray,
-    shards: Shards,
-    rank: int,
-    source_rows: np.ndarray,
-    repeat: Segments,
-    destination_rows: int | None = None,
-) -> RowExchange:
-    """Segments of the token ranges [begin, stop) of ``tasks`` whose first row lands at ``offset`` on the server.
+class _Exchanges:
+    """The exchange of one kind of row, of all ranks: the token ranges [begin, stop) of ``tasks``, whose first row lands
+    at ``offset`` on the server.
 
-    ``source_rows`` [R] are the rows of every rank's home tensor.
+    Array legend: N segments, W pairs of a home rank and another server that exchange rows, R ranks.
+
+    Args:
+        tasks: ranges end at their stops.
+        begin: [T] first position of each.
+        offset: [T] row of that position in the server's buffer.
+        shards: home rows.
+        source_rows: [R] rows of every rank's home tensor.
+        only: the one rank that is going to be asked for, or None.
     """
-    task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
-    start = np.maximum(begin[task], shards.start[shard])
-    home, server = shards.rank[shard], tasks.server[task]
-    source = shards.row[shard] + start - shards.start[shard]
-    destination = offset[task] + start - begin[task]
 
-    def pick(chosen: np.ndarray, peer: np.ndarray) -> Segments:
-        return Segments.merged(peer[chosen], source[chosen], destination[chosen], rows[chosen])
+    def __init__(
+        self,
+        tasks: Tasks,
+        begin: np.ndarray,
+        offset: np.ndarray,
+        shards: Shards,
+        source_rows: np.ndarray,
+        only: int | None,
+    ) -> None:
+        ranks = len(source_rows)
+        task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
+        start = np.maximum(begin[task], shards.start[shard])
+        home, server = shards.rank[shard], tasks.server[task]
+        source = shards.row[shard] + start - shards.start[shard]
+        destination = offset[task] + start - begin[task]
+        self._ranks, self._source_rows = ranks, source_rows
+        # By home rank and server for those who send, by server and home rank for those who receive.
+        self._by_home = _Grouped(home, Segments(server, source, destination, rows), ranks, only)
+        self._by_server = _Grouped(server, Segments(home, source, destination, rows), ranks, only)
+        away = home != server
+        self._to_server = _Arrivals(home[away], server[away], rows[away], ranks, only)
+        self._to_home = _Arrivals(server[away], home[away], rows[away], ranks, only)
 
-    sends = (home == rank) & (server != rank)
-    receives = (server == rank) & (home != rank)
-    keeps = (home == rank) & (server == rank)
-    if destination_rows is None:
-        destination_rows = int(rows[server == rank].sum())
-    away = home != server
-    to_server = _Arrivals.of(home[away], server[away], rows[away], rank, len(source_rows))
-    to_home = _Arrivals.of(server[away], home[away], rows[away], rank, len(source_rows))
-    return RowExchange(
-        int(source_rows[rank]),
-        destination_rows,
-        pick(sends, server),
-        pick(receives, home),
-        pick(keeps, server),
-        repeat,
-        to_server.total,
-        to_server.ahead,
-        to_home.ahead,
-        to_server.most,
-        to_home.most,
-    )
+    def of(self, rank: int, destination_rows: int, repeat: Segments) -> RowExchange:
+        """That of one rank, whose server buffer has ``destination_rows``."""
+        send, keep = self._by_home.of(rank)
+        receive, _ = self._by_server.of(rank)
+        return RowExchange(
+            int(self._source_rows[rank]),
+            destination_rows,
+            send,
+            receive,
+            keep,
+            repeat,
+            self._to_server.total,
+            self._to_server.ahead(rank),
+            self._to_home.ahead(rank),
+            self._to_server.most,
+            self._to_home.most,
+        )
 
 
-@dataclass(frozen=True)
+class _Grouped:
+    """[N] segments of all ranks by ``owner`` [N], the rank at this end, those that continue each other joined."""
+
+    def __init__(self, owner: np.ndarray, segments: Segments, ranks: int, only: int | None) -> None:
+        if only is None:
+            order = order_by(owner, segments.peer, segments.destination)
+        else:
+            order = np.flatnonzero(owner == only)
+            order = order[order_by(segments.peer[order], segments.destination[order])]
+        owner, found = owner[order], segments.take(order)
+        peer, source, destination, rows = found.peer, found.source, found.destination, found.rows
+        joins = (
+            (owner[1:] == owner[:-1])
+            & (peer[1:] == peer[:-1])
+            & (source[1:] == source[:-1] + rows[:-1])
+            & (destination[1:] == destination[:-1] + rows[:-1])
+        )
+        heads = np.flatnonzero(np.append(True, ~joins)[: len(owner)])
+        if len(heads):
+            rows = np.add.reduceat(rows, heads)
+        self._segments = Segments(peer[heads], source[heads], destination[heads], rows)
+        self._bounds = np.searchsorted(owner[heads], np.arange(ranks + 1))
+
+    def of(self, rank: int) -> tuple[Segments, Segments]:
+        """The rank's segments with others, and with itself."""
+        mine = self._segments.between(*self._bounds[rank : rank + 2].tolist())
+        low, high = np.searchsorted(mine.peer, (rank, rank + 1)).tolist()
+        others = np.concatenate((np.arange(low), np.arange(high, len(mine))))
+        return (mine.take(others) if high > low else mine), mine.between(low, high)
+
+
 class _Arrivals:
-    """Rows that reach other ranks in one direction: in all, the most at one receiver, and at each receiver those of
-    senders below one rank, ``ahead`` [R] int64."""
+    """Rows that reach other ranks in one direction, from [N] senders at [N] receivers.
 
-    total: int
-    most: int
-    ahead: np.ndarray
+    Attributes:
+        total: of all.
+        most: at one receiver.
+    """
 
-    @staticmethod
-    def of(sender: np.ndarray, receiver: np.ndarray, rows: np.ndarray, rank: int, ranks: int) -> _Arrivals:
+    def __init__(
+        self, sender: np.ndarray, receiver: np.ndarray, rows: np.ndarray, ranks: int, only: int | None
+    ) -> None:
+        order = np.argsort(sender, kind="stable") if only is None else np.flatnonzero(sender < only)
+        self._sender, self._receiver, self._rows = sender[order], receiver[order], rows[order]
+        self._ranks, self._all_below = ranks, only is not None
         everything = np.bincount(receiver, rows, ranks)
-        below = sender < rank
-        ahead = np.bincount(receiver[below], rows[below], ranks).astype(np.int64)
-        return _Arrivals(int(everything.sum()), int(everything.max()), ahead)
+        self.total, self.most = int(everything.sum()), int(everything.max())
 
-
-def _repeats(tasks: Tasks, kv_offset: np.ndarray, last_on_server: np.ndarray, mine: np.ndarray) -> Segments:
-    """Copies from the region of a document's last task on this server to those of its earlier tasks."""
-    lasts = np.flatnonzero(last_on_server)
-    earlier = mine[~last_on_server[mine]]
-    source_task = lasts[np.searchsorted(lasts, earlier)]
-    return Segments(tasks.server[earlier], kv_offset[source_task], kv_offset[earlier], tasks.stop[earlier])
+    def ahead(self, rank: int) -> np.ndarray:
+        """[R] int64: at each receiver, the rows of senders below ``rank``."""
+        below = slice(len(self._sender) if self._all_below else int(np.searchsorted(self._sender, rank)))
+        return np.bincount(self._receiver[below], self._rows[below], self._ranks).astype(np.int64)

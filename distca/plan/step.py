@@ -14,17 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
 from distca.errors import PlanError
+from distca.plan.choice import SMALL_POOL, Scheduler, cheaper, once, price_of
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout, Shards, lay_out
 from distca.plan.metrics import server_seconds, traffic
+from distca.plan.micro_batch_dealing import deal_over_micro_batches
 from distca.plan.plan import Plan, fingerprint, plan_at_home
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.scheduler import schedule, training_tolerance
+
+_WHOLE = 1.05
+"""Of the mean rank's work a document may have to stay on one."""
+_LONGER = 1.02
+"""Than the longest micro-batch may be those that documents are dealt over anew: full ones have room for a few tokens
+more, without which no two documents as long as the context go together."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +47,6 @@ class NonAttention:
 
     forward: float
     backward: float
-
-
-class Scheduler(Protocol):
-    """Plans one nano-batch of a phase."""
-
-    def __call__(self, layout: Layout, direction: Direction) -> Plan:
-        """The plan of ``layout``, over the whole pool."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,18 @@ class PlanOptions:
         """Servers of the pool."""
         return self.stages * self.ranks
 
+    @property
+    def keeps(self) -> bool:
+        """Servers keep rows and compute the backward of what they computed forward."""
+        return self.stages == 1 and not self.resend
+
+    @property
+    def stage_node(self) -> int:
+        """Consecutive ranks of a stage that share a node; 0 where all do or none, or where stages share nodes
+        unevenly."""
+        size = self.links.ranks_per_node
+        return size if size > 1 and self.ranks % size == 0 else 0
+
     def pool_rank(self, stage: int, rank: int) -> int:
         """Number in the pool of a stage's data-parallel rank."""
         return stage * self.ranks + rank
@@ -129,6 +142,8 @@ class StepPlan:
             stages.
         forward: forward phases in order.
         backward: backward phases in order; with one stage that keeps, their plans are those of the forward phases.
+        drawn: by micro-batch, [D, 2] int64: where each of its documents was among those given, by micro-batch and
+            number there.
     """
 
     options: PlanOptions
@@ -137,6 +152,7 @@ class StepPlan:
     layouts: tuple[tuple[Layout, ...], ...]
     forward: tuple[Phase, ...]
     backward: tuple[Phase, ...]
+    drawn: tuple[np.ndarray, ...]
 
     @property
     def phases(self) -> list[tuple[Direction, Phase]]:
@@ -171,14 +187,18 @@ class StepPlan:
             if tick >= last:
                 yield "backward", tick - last
 
+    def seconds_before(self) -> np.ndarray:
+        """[P, R] attention seconds of one layer with documents in order, computed at home."""
+        in_order = [_lay_out(self.options, *each) for each in zip(self.lengths, self.homes, strict=True)]
+        forward, backward = _phases(in_order, self.options, _at_home)
+        before = replace(self, forward=forward, backward=backward)
+        return np.stack([_seconds(phase, self.options.cost, direction) for direction, phase in before.phases])
+
     def balance(self) -> StepBalance:
         """What the plan achieves; costs about as much as planning did."""
         options, phases = self.options, self.phases
-        in_order = [_lay_out(options, *each) for each in zip(self.lengths, self.homes, strict=True)]
-        forward, backward = _phases(in_order, options, _at_home)
-        before = replace(self, forward=forward, backward=backward)
         return StepBalance(
-            np.stack([_seconds(phase, options.cost, direction) for direction, phase in before.phases]),
+            self.seconds_before(),
             np.stack([_seconds(phase, options.cost, direction) for direction, phase in phases]),
             np.stack(
                 [
@@ -211,6 +231,7 @@ def plan_step(
     lengths: Sequence[Sequence[int] | np.ndarray],
     options: PlanOptions,
     homes: Sequence[Sequence[int] | np.ndarray | None] | None = None,
+    room: Sequence[int] | np.ndarray | None = None,
 ) -> StepPlan:
     """Plan a step from its documents' lengths; deterministic, so every rank gets the same answer.
 
@@ -219,20 +240,35 @@ def plan_step(
         options: how to plan.
         homes: by micro-batch, the home rank of every document, for documents that stay whole; None lets them span
             ranks.
+        room: by micro-batch, most tokens; the step's documents are then dealt over its micro-batches anew, and
+            ``StepPlan.drawn`` says which went where. None leaves them where they are, as does room in which whole
+            documents, longest first, do not find a place.
 
     Raises:
-        PlanError: on no micro-batch, or lengths that cannot be laid out.
+        PlanError: on no micro-batch, lengths that cannot be laid out, or room for other micro-batches.
     """
     if not len(lengths):
         raise PlanError("A step has at least one micro-batch, and this one has none.")
     rows = tuple(np.asarray(each, np.int64).reshape(-1) for each in lengths)
+    drawn = tuple(np.stack((np.full(len(each), at), np.arange(len(each))), axis=1) for at, each in enumerate(rows))
+    if room is not None:
+        if homes is not None:
+            raise PlanError("Documents with homes stay in their micro-batches: give homes or room, not both.")
+        if len(room) != len(rows):
+            raise PlanError(f"room is for {len(room)} micro-batches, and the step has {len(rows)}.")
+        flat, origin = np.concatenate(rows), np.concatenate(drawn)
+        # No micro-batch should get much longer than the longest was, if that can be.
+        longest = np.minimum(int(_LONGER * max(int(each.sum()) for each in rows)), room)
+        chosen = deal_over_micro_batches(flat, longest) or deal_over_micro_batches(flat, room)
+        if chosen is not None:
+            rows, drawn = tuple(flat[each] for each in chosen), tuple(origin[each] for each in chosen)
     places = tuple(
         None if home is None else np.asarray(home, np.int64)
         for home in (homes if homes is not None else [None] * len(rows))
     )
-    layouts = tuple(_laid_out(options, *each) for each in zip(rows, places, strict=True))
-    scheduler = (options.scheduler or _scheduler(options)) if options.disaggregate else _at_home
-    return StepPlan(options, rows, places, layouts, *_phases(layouts, options, scheduler))
+    scheduler = once((options.scheduler or _scheduler(options)) if options.disaggregate else _at_home)
+    layouts = tuple(_laid_out(options, *each, scheduler) for each in zip(rows, places, strict=True))
+    return StepPlan(options, rows, places, layouts, *_phases(layouts, options, scheduler), drawn=drawn)
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
@@ -242,11 +278,29 @@ def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) ->
     return per_row * layout.q_rows
 
 
-def _laid_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None) -> tuple[Layout, ...]:
-    how: dict[str, Any] = {"nano_batches": options.nano_batches, "dealing": "even"}
-    if options.disaggregate:
-        how |= {"placement": "spread", "cost": options.cost}
-    return _lay_out(options, lengths, homes, **how)
+def _laid_out(
+    options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, scheduler: Scheduler
+) -> tuple[Layout, ...]:
+    # Idle stages of a pipeline can only take over what attention a half has.
+    dealing = "lean" if options.stages == 1 else "even"
+    laid = partial(_lay_out, options, lengths, homes, nano_batches=options.nano_batches, dealing=dealing)
+    if not options.disaggregate or homes is not None:
+        return laid()
+    together = partial(laid, placement="spread", cost=options.cost, ranks_per_node=options.stage_node)
+    by_half = partial(laid, placement="spread_by_half", cost=options.cost)
+    if options.ranks > SMALL_POOL:
+        return together()
+    if options.ranks == 1:
+        return by_half()
+
+    def planned(layout: Layout) -> tuple[Plan, Plan]:
+        forward = scheduler(layout, "both" if options.keeps else "forward")
+        return forward, forward if options.keeps else scheduler(layout, "backward")
+
+    price = partial(price_of, cost=options.cost, links=options.links, resend=options.resend)
+    work = options.cost.per_direction("both", lengths, lengths)
+    whole = bool((work.max(axis=1, initial=0.0) <= work.sum(axis=1) * _WHOLE / options.ranks).all())
+    return cheaper(by_half, together, planned, price, whole)
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
@@ -258,7 +312,7 @@ def _phases(
     layouts: Sequence[tuple[Layout, ...]], options: PlanOptions, scheduler: Scheduler
 ) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
     """All forward phases, and all backward phases."""
-    stages, keeps = options.stages, options.stages == 1 and not options.resend
+    stages, keeps = options.stages, options.keeps
 
     def phase(number: int, direction: Direction) -> Phase:
         due = [number - (stages - 1 - stage if direction == "backward" else stage) for stage in range(stages)]

@@ -260,16 +260,16 @@ def document_losses(
     """Per micro-batch, [documents] summed loss of each document, by the disaggregated model over all ranks, which has
     one stage."""
     cad, model = attached(case, dtype, device, kernel, weights)
-    step, results = cad.plan_step(case_documents(case)), []
-    owners = [[np.full(length, number) for number, length in enumerate(each)] for each in case.micro_batches]
-    for batch, layouts, owner in zip(step.batches, step.plan.layouts, owners, strict=True):
+    step, first = cad.plan_step(case_documents(case)), np.cumsum([0, *map(len, case.micro_batches)])
+    results = torch.zeros(int(first[-1]), dtype=torch.float64, device=device)
+    for batch, layouts, drawn in zip(step.batches, step.plan.layouts, step.plan.drawn, strict=True):
+        owner = [np.full(case.micro_batches[m][d], first[m] + d) for m, d in drawn.tolist()]
         rows = rank_batch(owner, layouts, cad.rank, align=cad.options.align, chunks=cad.options.shares)
         with torch.no_grad():
             losses = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels) * batch.loss_mask
-        total = _per_document(losses.flatten(), rows.tokens, len(owner))
-        dist.all_reduce(total, group=server_pool_group())
-        results.append(total)
-    return results
+        results += _per_document(losses.flatten(), rows.tokens, len(results))
+    dist.all_reduce(results, group=server_pool_group())
+    return list(results.split([len(each) for each in case.micro_batches]))
 
 
 def attached(

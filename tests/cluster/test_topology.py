@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from distca.cluster import topology
 from distca.cluster.topology import links_of
+from distca.errors import PlanError
 from distca.plan import Links
 from distca.testing.ranks import run_ranks
 
@@ -16,7 +17,7 @@ from distca.testing.ranks import run_ranks
     [
         ("a", Links(), None),
         ("aaaa", Links(), None),
-        ("abcd", Links(), None),  # each alone: all bytes cost alike
+        ("abcd", Links(1), "Plans prefer servers on the same machine: 4 machines of 1."),
         ("aabb", Links(2), "Plans prefer servers on the same machine: 2 machines of 2."),
         ("aaabbbccc", Links(3), "Plans prefer servers on the same machine: 3 machines of 3."),
         ("aaab", Links(), "do not know which of the 4 servers share a machine"),
@@ -38,4 +39,17 @@ def _found(tp: int) -> Links:
 def test_a_server_is_where_its_first_tensor_parallel_rank_is() -> None:
     assert run_ranks(8, _found, 1) == [Links(4)] * 8
     assert run_ranks(8, _found, 2) == [Links(2)] * 8
-    assert run_ranks(8, _found, 4) == [Links()] * 8
+    assert run_ranks(8, _found, 4) == [Links(1)] * 8
+
+
+def _chosen(ranks_per_node: int) -> Links | str:
+    topology.machine_name = lambda: "a"
+    try:
+        return topology.pool_links(1, ranks_per_node)
+    except PlanError as error:
+        return str(error)
+
+
+def test_a_setting_may_say_who_shares_a_node() -> None:
+    assert [run_ranks(2, _chosen, size)[0] for size in (0, 1, 2)] == [Links(), Links(1), Links()]
+    assert "`ranks_per_node` is 3, which does not divide the 2 servers" in run_ranks(2, _chosen, 3)[0]

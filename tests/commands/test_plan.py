@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from distca.commands.plan import (
+    busiest_rank,
     draw,
     lower_bound,
     most_received,
@@ -19,15 +20,17 @@ from distca.commands.plan import (
     summary,
 )
 from distca.errors import OptionError, PlanError
-from distca.plan import analytic_cost, load_table, plan_micro_batch, route
+from distca.plan import Links, analytic_cost, load_table, plan_micro_batch, route
 from distca.plan.cost.table_file import TABLES
+from distca.words import format_bytes
 
 TABLE = TABLES / "cpu_reference_4x2x32.json"
 COST = analytic_cost(32, 8, 128)
 
 
 def made():
-    return plan_micro_batch([100_000, 4000, 6000, 900, 20_000], 4, COST, nano_batches=2)
+    # With homes given, query rows travel too.
+    return plan_micro_batch([100_000, 4000, 6000, 900, 20_000], 4, COST, nano_batches=2, rank_of=[0, 1, 2, 3, 1])
 
 
 def test_the_command_prints_the_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +50,7 @@ def test_figures_agree_with_the_plan() -> None:
     text = console.export_text()
     assert f"{found.imbalance_before:.3f}" in text
     assert f"{found.imbalance_after:.3f}" in text
-    assert f"{found.bytes_moved.q * 3 / 2**20:,.1f} MiB" in text
+    assert format_bytes(found.bytes_moved.q * 3) in text
     assert 0 < lower_bound(found) <= found.seconds_after.max()
     parts = [[route(nano.forward, rank) for rank in range(4)] for nano in found.nano_batches]
     received = [[p.q.receive.total * 8192 + p.kv.receive.total * 4096 for p in ranks] for ranks in parts]
@@ -60,6 +63,38 @@ def test_figures_agree_with_the_plan() -> None:
     )
     np.testing.assert_allclose(seconds.sum(), forward)
     assert (seconds[np.eye(4) == 0] > 0).any()
+
+
+def test_busiest_rank_nodes_and_halves_are_those_of_the_routes() -> None:
+    documents = [100_000, 4000, 6000, 900, 20_000]
+    found = plan_micro_batch(documents, 4, COST, nano_batches=2, links=Links(2))
+    ranks, far, halves = np.zeros(4), 0, []
+    for nano in found.nano_batches:
+        parts = [route(nano.forward, rank) for rank in range(4)]
+        out = [8192 * (p.q.send.total + p.q.receive.total) + 4096 * p.kv.send.total for p in parts]
+        inward = [8192 * (p.q.send.total + p.q.receive.total) + 4096 * p.kv.receive.total for p in parts]
+        ranks += np.maximum(out, inward)
+        halves.append(sum(out))
+        for rank, part in enumerate(parts):
+            q, kv = part.q.send.per_peer(4), part.kv.send.per_peer(4)
+            other = np.arange(4) // 2 != rank // 2
+            far += int(16384 * q[other].sum() + 4096 * kv[other].sum())
+    assert busiest_rank(found).bytes == ranks.max() > 0
+    assert busiest_rank(found).over_mean == pytest.approx(ranks.max() / ranks.mean())
+    console = Console(record=True, width=140)
+    console.print(summary(found, layers=3))
+    text = console.export_text()
+    assert "between 2 nodes, forward, 3 layers" in text and format_bytes(3 * far) in text
+    assert f"{format_bytes(3 * halves[0])} and {format_bytes(3 * halves[1])}" in text
+    one = plan_micro_batch(documents, 4, COST)
+    console.print(summary(one))
+    text = console.export_text()
+    assert "nodes" not in text and "ping" not in text
+
+
+def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
+    with pytest.raises(OptionError, match="--ranks is 12, which nodes of --ranks_per_node 8 do not divide"):
+        plan("pretrain", ranks=12, ranks_per_node=8)
 
 
 def test_a_mix_is_drawn_for_all_ranks() -> None:

@@ -101,7 +101,7 @@ def _used() -> dict[str, Any]:
     cad = CAD(config, tokens_per_rank=TOKENS_PER_RANK)
     model, documents = _own_model(cad, config, case.shape), harness.case_documents(case)
     found["model"] = (model.note, model.described())
-    found["called"] = _called(model, cad.plan_step(documents).batches[0])
+    found["called"] = _called(model, cad.plan_step(documents[:1]).batches[0])
     found["trained"] = _train(cad, model, documents)
     found["gain"] = float(model.gain.detach())
 

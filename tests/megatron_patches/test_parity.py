@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from distca.plan import PlanOptions, area_cost, plan_step
 from distca.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -61,6 +62,16 @@ def _check(results):
 @pytest.mark.parametrize("ranks,tp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
 def test_loss_and_every_gradient_in_float32(ranks, tp):
     _check(run_ranks(ranks, _float32, tp, "all_modes")[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_compared_documents_changed_micro_batches(ranks):
+    """The gradients above are those of documents dealt anew, the reference's of documents where they were given."""
+    from megatron_patches.parity.suite import LENGTHS
+
+    room = ranks * max(map(sum, LENGTHS))
+    plan = plan_step(LENGTHS, PlanOptions(ranks, area_cost(4, 2, 8), nano_batches=2), room=[room] * len(LENGTHS))
+    assert any((origin[:, 0] != number).any() for number, origin in enumerate(plan.drawn))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

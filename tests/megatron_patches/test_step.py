@@ -60,6 +60,26 @@ def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggr
         assert {count for _, count in shapes} == {1}, "1F1B moves activations of one size"
 
 
+def test_documents_are_dealt_over_micro_batches_anew_into_their_room() -> None:
+    from megatron_patches.step import StepDocuments, make_step
+
+    documents = StepDocuments(_documents(), [None] * len(LENGTHS), note="kept")
+    steps = [make_step(documents, _options(1), 0, rank, "cpu", room=70) for rank in range(RANKS)]
+    found = steps[0].documents
+    assert [[len(document) for document in each] for each in found.micro_batches] == [
+        [1, 66],
+        [40, 3, 21, 2, 1],
+        [30, 31],
+    ]
+    assert found.note == "kept"
+    for number, dealt in enumerate(found.micro_batches):
+        tokens = np.concatenate([step.batches[number].tokens[0].numpy() for step in steps])
+        assert sorted(tokens[tokens > 0].tolist()) == np.sort(np.concatenate(dealt)).tolist()
+    whole = StepDocuments(_documents(), [np.arange(len(lengths)) % RANKS for lengths in LENGTHS])
+    step = make_step(whole, _options(1), 0, 0, "cpu", room=70)
+    assert [len(each) for each in step.documents.micro_batches] == [len(each) for each in LENGTHS]
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_rows_lie_in_the_sequence_shards_of_their_layouts(stages: int) -> None:
     from megatron_patches.step import StepDocuments, make_step

@@ -7,7 +7,20 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from distca.plan import Layout, Plan, Route, RowExchange, Tasks, lay_out, route
+from distca.plan import (
+    CostModel,
+    Layout,
+    Plan,
+    Route,
+    RowExchange,
+    Tasks,
+    imbalance,
+    lay_out,
+    plan_at_home,
+    route,
+    server_seconds,
+    traffic,
+)
 
 lengths = st.lists(st.integers(1, 40), min_size=0, max_size=14) | st.lists(st.integers(1, 400), min_size=1, max_size=4)
 
@@ -18,12 +31,12 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, ...]:
     documents = draw(lengths)
     ranks = draw(st.integers(1, 6))
     nano_batches = draw(st.sampled_from((1, 2)))
-    dealing = draw(st.sampled_from(("in_order", "even")))
+    dealing = draw(st.sampled_from(("in_order", "even", "lean")))
     if draw(st.booleans()):
         rank_of = draw(st.lists(st.integers(0, ranks - 1), min_size=len(documents), max_size=len(documents)))
         return lay_out(documents, ranks, nano_batches=nano_batches, rank_of=rank_of, dealing=dealing)
     align = draw(st.sampled_from((1, 4)))
-    placement = draw(st.sampled_from(("in_order", "spread")))
+    placement = draw(st.sampled_from(("in_order", "spread", "spread_by_half")))
     return lay_out(documents, ranks, nano_batches=nano_batches, align=align, dealing=dealing, placement=placement)
 
 
@@ -105,3 +118,15 @@ def readers(plan: Plan) -> dict[tuple[int, int], int]:
         for position in range(stop):
             counts[document, position] = counts.get((document, position), 0) + 1
     return counts
+
+
+def kilobytes(plan: Plan) -> float:
+    """A moved q row counts with its o row."""
+    moved = traffic(plan)
+    return 16 * moved.q_rows + 4 * moved.kv_rows
+
+
+def home_imbalance(layout: Layout, cost: CostModel) -> float:
+    """Slowest over mean with everything at home, in the worse direction."""
+    plan = plan_at_home(layout)
+    return max(imbalance(server_seconds(plan, cost, direction)) for direction in ("forward", "backward"))

@@ -1,21 +1,45 @@
 import numpy as np
 from hypothesis import given
+from hypothesis import strategies as st
 
-from distca.plan import Plan, area_cost, imbalance, server_seconds, traffic
+from distca.plan import PairRows, Plan, area_cost, imbalance, server_seconds, traffic
 from tests.plan.cases import arbitrary_plans, routes
+
+
+def matrix(pairs: PairRows) -> np.ndarray:
+    """[R, R] rows by home rank and server."""
+    found = np.zeros((pairs.ranks, pairs.ranks), np.int64)
+    found[pairs.home, pairs.server] = pairs.rows
+    return found
 
 
 @given(arbitrary_plans())
 def test_counted_rows_are_the_rows_the_routes_carry(plan: Plan) -> None:
     counted = traffic(plan)
     ranks = plan.layout.ranks
-    for rank, part in enumerate(routes(plan)):
-        assert np.array_equal(counted.q[rank], part.q.send.per_peer(ranks))
-        assert np.array_equal(counted.kv[rank], part.kv.send.per_peer(ranks))
-        assert np.array_equal(counted.q[:, rank], part.q.receive.per_peer(ranks))
-        assert np.array_equal(counted.kv[:, rank], part.kv.receive.per_peer(ranks))
-    assert counted.q_rows == counted.q.sum()
-    assert counted.kv_rows == counted.kv.sum()
+    for pairs, name in ((counted.q, "q"), (counted.kv, "kv")):
+        rows = matrix(pairs)
+        assert (pairs.rows > 0).all() and np.count_nonzero(rows) == len(pairs.rows)
+        for rank, part in enumerate(routes(plan)):
+            exchange = getattr(part, name)
+            assert np.array_equal(rows[rank], exchange.send.per_peer(ranks))
+            assert np.array_equal(rows[:, rank], exchange.receive.per_peer(ranks))
+            assert (pairs.sent[rank], pairs.received[rank]) == (exchange.send.total, exchange.receive.total)
+    assert counted.q_rows == counted.q.rows.sum()
+    assert counted.kv_rows == counted.kv.rows.sum()
+
+
+@given(arbitrary_plans(), st.integers(1, 3))
+def test_rows_between_groups_and_of_the_busiest_rank(plan: Plan, size: int) -> None:
+    counted, ranks = traffic(plan), plan.layout.ranks
+    group = np.arange(ranks) // size
+    q, kv = matrix(counted.q), matrix(counted.kv)
+    far = group[:, None] != group
+    assert np.array_equal(matrix(counted.between(group).q), q * far)
+    assert np.array_equal(matrix(counted.between(group).kv), kv * far)
+    sent = 3 * q.sum(axis=1) + 5 * q.sum(axis=0) + 7 * kv.sum(axis=1)
+    received = 3 * q.sum(axis=0) + 5 * q.sum(axis=1) + 7 * kv.sum(axis=0)
+    assert counted.busiest(3, 5, 7).tolist() == np.maximum(sent, received).tolist()
 
 
 @given(arbitrary_plans())

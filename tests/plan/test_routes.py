@@ -1,7 +1,12 @@
+import dataclasses
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
-from distca.plan import Plan, lay_out, plan_at_home, route
+from distca.errors import PlanError
+from distca.plan import Plan, Routes, lay_out, plan_at_home, route
 from tests.plan.cases import arbitrary_plans, deliver, home_rows, readers, return_home, routes
 
 
@@ -88,3 +93,30 @@ def test_nothing_travels_when_no_document_spans_ranks() -> None:
         assert part.q.send.total == part.q.receive.total == part.kv.send.total == part.kv.receive.total == 0
         assert part.q.keep.total == layout.q_rows[rank]
     assert route(plan_at_home(layout), 2).max_q == 0
+
+
+def columns(part: Any) -> list[Any]:
+    """All arrays and numbers of a dataclass, those of its fields' dataclasses too."""
+    if not dataclasses.is_dataclass(part):
+        return [part]
+    return [each for field in dataclasses.fields(part) for each in columns(getattr(part, field.name))]
+
+
+@given(arbitrary_plans())
+def test_the_routes_of_all_ranks_are_those_of_each(plan: Plan) -> None:
+    found = Routes(plan)
+    assert len(found) == plan.layout.ranks
+    for together, alone in zip(found, routes(plan), strict=True):
+        for one, other in zip(columns(together), columns(alone), strict=True):
+            assert np.array_equal(one, other)
+            assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
+    assert [part.rank for part in found[1:]] == list(range(1, plan.layout.ranks))
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_a_rank_that_the_plan_does_not_know_is_refused(rank: int) -> None:
+    plan = plan_at_home(lay_out([5, 7], 3)[0])
+    with pytest.raises(PlanError, match=f"Rank {rank} has no part in the plan, which was made for 3 ranks"):
+        route(plan, rank)
+    with pytest.raises(PlanError, match="plan again"):
+        Routes(plan)[rank]

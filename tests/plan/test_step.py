@@ -115,7 +115,7 @@ def test_halves_are_dealt_evenly_and_spread_and_before_is_in_order_and_at_home()
     made = plan_step(LENGTHS, STAGES)
     at_home = []
     for lengths, layouts in zip(LENGTHS, made.layouts, strict=True):
-        spread = lay_out(lengths, 3, nano_batches=2, dealing="even", placement="spread", cost=COST)
+        spread = lay_out(lengths, 3, nano_batches=2, dealing="even", placement="spread_by_half", cost=COST)
         assert _columns(layouts) == _columns(spread)
         (packed,) = lay_out(lengths, 3)
         at_home.append([server_seconds(plan_at_home(packed), COST, way) for way in ("forward", "backward")])
@@ -205,8 +205,8 @@ def test_options_reach_the_scheduler(stages: int) -> None:
     node = np.arange(4 * stages) // 2
     between = [
         sum(
-            int((rows.q + rows.kv)[node[:, None] != node].sum())
-            for rows in (traffic(plan) for _, phase in plan.phases for plan in phase.plans)
+            far.q_rows + far.kv_rows
+            for far in (traffic(plan).between(node) for _, phase in plan.phases for plan in phase.plans)
         )
         for plan in (near, level)
     ]

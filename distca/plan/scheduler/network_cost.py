@@ -52,22 +52,20 @@ class HeldRows:
         heads = np.flatnonzero(new)
         self._start, self._stop = start[heads], stop[np.append(heads[1:], len(key)) - 1] if len(key) else stop
         key = key[heads]
-        self._key, self._first, count = np.unique(key, return_index=True, return_counts=True)
-        self._count = count
-        self._most = int(count.max(initial=0))
+        self._span = int(self._stop.max(initial=0)) + 1
+        self._at = key * self._span + self._start
+        self._before = np.concatenate(([0], np.cumsum(self._stop - self._start)))
 
     def below(self, document: np.ndarray | int, group: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Rows of ``document`` before ``position`` that ``group`` holds; arguments broadcast."""
         document, group, position = np.broadcast_arrays(document, group, position)
-        rows = np.zeros(position.shape, position.dtype)
-        if not len(self._key):
-            return rows
-        key = document * self._groups + group
-        found = np.minimum(np.searchsorted(self._key, key), len(self._key) - 1)
-        known = self._key[found] == key
-        for interval in range(self._most):
-            has = known & (self._count[found] > interval)
-            at = np.where(has, self._first[found] + interval, 0)
-            held = np.minimum(position, self._stop[at]) - self._start[at]
-            rows += np.where(has, np.maximum(held, 0), 0)
-        return rows
+        if not len(self._at):
+            return np.zeros(position.shape, np.int64)
+        key = (document * self._groups + group) * self._span
+        first = np.searchsorted(self._at, key)
+        last = np.searchsorted(self._at, key + np.minimum(position, self._span - 1)) - 1
+        some = last >= first
+        at = np.where(some, last, 0)
+        held = self._before[at] - self._before[np.where(some, first, 0)]
+        held = held + np.minimum(position, self._stop[at]) - self._start[at]
+        return np.where(some, held, 0)

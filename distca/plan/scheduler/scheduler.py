@@ -17,6 +17,7 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
+from distca.plan.metrics import server_seconds
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.range_split import Excess, Receivers, Timer, area, least_of, split_range
@@ -33,10 +34,12 @@ _ENOUGH = 1e-9
 _LEAST_ROOM = 1e-4
 _TRIES = 3
 _AIM = 0.95
+_JOININGS = 3
+"""Times that ranges are balanced again after those that touch were joined."""
 _SHORT_TRIES = 2
 _PARTNERS = 8
 """Receivers with which an exchange of pieces is tried."""
-_MORE_TOLERANCE = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
+_MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
 little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
 relieve."""
@@ -93,32 +96,53 @@ def schedule(
     home = plan_at_home(layout)
     best, lowest, over = home.tasks, np.inf, np.inf
     aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
+    least = _least_imbalance(home, cost, direction) if other_seconds is None else 0.0
     for tried, aim in enumerate(aims):
-        state = SchedulerState(
-            home,
-            cost,
-            direction,
-            tolerance=aim,
-            other_seconds=other_seconds,
-            links=links or Links(),
-            max_received_bytes=max_received_bytes,
-        )
-        unit = np.maximum(state.mean, 1e-300)
-        before = state.slowest
-        lowest = min(lowest, float((before / unit).max()))
-        balancer = _Balancer(state, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
-        # Once one server is left above what the next try aims at, the first tries need not see to the others.
-        balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
-        slowest = float((state.slowest / unit).max())
-        # Forward and backward run apart: where they share their tasks, the one must not gain less than the other loses.
-        if slowest < lowest and state.slowest.sum() <= before.sum():
-            best, lowest = state.tasks(), slowest
-        over = float((state.slowest / np.maximum(state.mean, 1e-300)).max()) - 1
+        if aim < least and tried < len(aims) - 1:
+            continue
+        start = home
+        for _ in range(_JOININGS):
+            state = SchedulerState(
+                start,
+                cost,
+                direction,
+                tolerance=aim,
+                other_seconds=other_seconds,
+                links=links or Links(),
+                max_received_bytes=max_received_bytes,
+            )
+            unit = np.maximum(state.mean, 1e-300)
+            if start is home:
+                before = state.slowest
+                lowest = min(lowest, float((before / unit).max()))
+            balancer = _Balancer(state, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
+            # Once one server is left above what the next try aims at, the first tries need not see to the others.
+            balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
+            tasks = state.joined()
+            slowest = float((state.slowest / unit).max())
+            # Forward and backward run apart: where they share their tasks, the one must not gain less than the other
+            # loses.
+            if slowest < lowest and state.slowest.sum() <= before.sum():
+                best, lowest = tasks, slowest
+            over = float((state.slowest / np.maximum(state.mean, 1e-300)).max()) - 1
+            if not state.grew_by_joining or over <= max(aim, tolerance) + _ENOUGH:
+                break
+            # Ranges that met on a server take longer as one: balance them as they are now.
+            start = Plan(layout, tasks)
         if over <= max(aim, tolerance) + _ENOUGH:
             break
     if over > tolerance + _ENOUGH:
         logger.debug("A tolerance of %.3f was wanted; the plan found has %.3f.", tolerance, over)
     return Plan(layout, best)
+
+
+def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
+    """About how far above the mean the slowest server stays where forward and backward differ about every server's
+    work: the mean of its larger one."""
+    seconds = [server_seconds(home, cost, way) for way in (("forward", "backward") if direction == "both" else ())]
+    if not seconds:
+        return 0.0
+    return float(np.mean(np.max([each / max(float(each.mean()), 1e-300) for each in seconds], axis=0))) - 1
 
 
 class _Balancer:

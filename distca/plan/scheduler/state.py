@@ -63,6 +63,7 @@ class SchedulerState:
             that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
         received: [R] bytes of q, k and v rows that arrive at every server; ``cap`` is the most it may be, or None.
+        grew_by_joining: whether a server takes longer since :meth:`joined`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class SchedulerState:
     ) -> None:
         layout = self.layout = home.layout
         self.links, self.shape = links, cost.shape
+        self._cost, self._direction, self.grew_by_joining = cost, direction, False
         tasks = self._home = home.tasks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         self._seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop)
@@ -178,15 +180,24 @@ class SchedulerState:
                 self.received[receiver] += (stop - start) * self.shape.q_bytes + rows * self.shape.kv_bytes
             readers[receiver] = max(readers.get(receiver, 0), stop)
 
-    def tasks(self) -> Tasks:
-        """All pieces where they are now."""
+    def joined(self) -> Tasks:
+        """All pieces where they are now, those that touch joined; their loads then count joined ranges too."""
         home = self._home
+        if not self._moved:
+            return home
         changed = np.zeros(self.layout.ranks, bool)
         changed[list(self._pieces)] = True
         untouched = ~changed[home.server]
         columns = [(home.document[untouched], home.start[untouched], home.stop[untouched], home.server[untouched])]
         columns += [(p.document, p.start, p.stop, np.full(len(p.document), rank)) for rank, p in self._pieces.items()]
-        return Tasks.sorted(*(np.concatenate(column) for column in zip(*columns, *self._moved, strict=True)))
+        pieces = [np.concatenate(column) for column in zip(*columns, *self._moved, strict=True)]
+        tasks = Tasks.sorted(*pieces)
+        if len(tasks) < len(pieces[0]):
+            seconds = self._cost.per_direction(self._direction, tasks.stop - tasks.start, tasks.stop)
+            load = np.stack([np.bincount(tasks.server, s, self.layout.ranks) for s in seconds])
+            self.grew_by_joining = bool((load > self.load * (1 + 1e-9)).any())
+            self.load, self.mean = load, load.sum(axis=1) / self.layout.ranks
+        return tasks
 
 
 def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
@@ -201,7 +212,8 @@ def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.
     """[R] bytes every server receives before anything moves: k,v rows of documents that span ranks."""
     if cap is None:
         return np.zeros(home.layout.ranks, np.int64)
-    received = traffic(home).kv.sum(axis=0) * shape.kv_bytes
+    moved = traffic(home)
+    received: np.ndarray = moved.kv.received * shape.kv_bytes + moved.q.received * shape.q_bytes
     if received.max(initial=0) > cap:
         rank = int(received.argmax())
         raise PlanError(

@@ -28,6 +28,7 @@ SETTINGS = {
     "source": "data.source",
     "tokenizer": "data.tokenizer",
     "tokens_per_rank": "data.tokens_per_rank",
+    "ranks_per_node": "cad.ranks_per_node",
     "tolerance": "cad.tolerance",
     "transport": "cad.transport",
     "validation_fraction": "data.validation_fraction",

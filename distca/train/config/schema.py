@@ -97,6 +97,10 @@ class CadConfig:
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
             to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
+        deal: deal a step's documents over its micro-batches anew, so that fewer rows move; the gradient is the same
+            sum. Only without pipeline stages, and where documents may span ranks.
+        ranks_per_node: consecutive attention servers that are planned as one node (a tensor-parallel group is one
+            server); 0 takes those of one machine.
         level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
             together, so that stages without a micro-batch take more attention than others, and more rows move. Time
             needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
@@ -114,6 +118,8 @@ class CadConfig:
     transport: Literal["auto", "nvshmem", "nccl", "gloo"] = "auto"
     kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
     tolerance: float | None = None
+    deal: bool = True
+    ranks_per_node: int = 0
     level: Literal["auto", "attention", "time"] = "auto"
     cost_table: str | None = None
     deterministic: bool = False

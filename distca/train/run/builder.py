@@ -123,6 +123,8 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         transport=settings.transport,
         kernel=settings.kernel,
         tolerance=settings.tolerance,
+        deal=settings.deal,
+        ranks_per_node=settings.ranks_per_node,
         level=settings.level,
         cost_table=settings.cost_table,
         deterministic=settings.deterministic,

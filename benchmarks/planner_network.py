@@ -1,0 +1,194 @@
+"""Plans for many servers on a network, beside those of another checkout; writes results/planner_network.json.
+
+    OMP_NUM_THREADS=1 python benchmarks/planner_network.py --beside ../checkout-of-2026-11-22
+
+Every case is planned in two halves for nodes of 8 servers with 128K tokens each, in a process per checkout, and judged
+by one ruler here: slowest over mean, the worst of both halves and directions; KB per token that travel in forward
+(16 per query row with its o, 4 per k,v row); the same between nodes; the busiest server's larger direction, both halves
+together, in KB per token and over the mean; what of its transfers at 50 GB/s a layer of 8B of the other half does not
+hide, over the layer's time; and CPU milliseconds (``time.process_time``) of layout and plan, one rank's
+routes, and the metrics of the log, the least of two runs. Costs are those of the analytic model. Nothing runs on GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.data.mixes import sample_mix
+from distca.plan import Links, analytic_cost, imbalance, plan_micro_batch, route, server_seconds
+
+TOKENS, NODE = 131_072, 8
+COST = analytic_cost(32, 8, 128)
+NETWORK = 50e9
+"""Bytes per second and direction of a server's links."""
+LINEAR = np.array([2 / 718e12, 4 / 686e12]) * (4096 * 128 * 80 + 3 * 4096 * 14336)
+"""Seconds per token of a layer of 8B's matrix products, forward and backward, as ``analytic_cost`` has them."""
+SERVERS = (8, 64, 256, 512)
+MIXES = (
+    ("pretrain", None),
+    ("prolong", None),
+    ("pretrain-long", 131_072),
+    ("prolong-long", 131_072),
+    ("pretrain-long", 524_288),
+    ("prolong-long", 524_288),
+)
+RESULTS = Path(__file__).parent / "results" / "planner_network.json"
+
+
+def travelling(plan: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(home rank, server, rows) of all query rows that travel, and of all k,v rows; by any checkout's plan."""
+    tasks, layout = plan.tasks, plan.layout
+    last = np.append((tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]), True)
+    last = last[: len(tasks.document)]
+    found = []
+    for ranges, shards in (
+        ((tasks.document, tasks.start, tasks.stop, tasks.server), layout.q),
+        ((tasks.document[last], 0 * tasks.stop[last], tasks.stop[last], tasks.server[last]), layout.kv),
+    ):
+        document, start, stop, server = ranges
+        span = int(max(stop.max(initial=0), shards.stop.max(initial=0))) + 1
+        low = np.searchsorted(shards.document * span + shards.stop, document * span + start, side="right")
+        high = np.searchsorted(shards.document * span + shards.start, document * span + stop, side="left")
+        count = np.maximum(high - low, 0)
+        at = np.repeat(np.arange(len(document)), count)
+        shard = np.arange(len(at)) - (np.cumsum(count) - count)[at] + low[at]
+        rows = np.minimum(stop[at], shards.stop[shard]) - np.maximum(start[at], shards.start[shard])
+        home, away = shards.rank[shard], shards.rank[shard] != server[at]
+        found.append((home[away], server[at][away], rows[away]))
+    return found
+
+
+def exposed(attention: list[np.ndarray], bytes_of: list[np.ndarray]) -> float:
+    """Part of a layer's time, forward and backward, that the busiest rank waits for transfers at 50 GB/s.
+
+    Args:
+        attention: by half, [2] seconds of the slowest server, forward and backward.
+        bytes_of: by half, [R] bytes of the larger direction; backward's are as many.
+    """
+    compute = [each + LINEAR * TOKENS / 2 for each in attention]
+    travel = [float(each.max()) / NETWORK for each in bytes_of]
+    waits = [np.maximum(own - other, 0).sum() for own, other in zip(travel, compute[::-1], strict=True)]
+    return float(sum(waits) / (sum(waits) + np.sum(compute)))
+
+
+def judged(made: Any, servers: int) -> dict[str, float]:
+    """What a plan achieves."""
+    total = between = 0.0
+    busiest, worst = np.zeros(servers), 1.0
+    attention, travel = [], []
+    for nano in made.nano_batches:
+        nano.forward.check()
+        out, into = np.zeros(servers), np.zeros(servers)
+        for (home, server, rows), (there, back) in zip(travelling(nano.forward), ((8, 8), (4, 0)), strict=True):
+            out += np.bincount(home, rows * there, servers) + np.bincount(server, rows * back, servers)
+            into += np.bincount(server, rows * there, servers) + np.bincount(home, rows * back, servers)
+            between += float((rows * (there + back))[home // NODE != server // NODE].sum())
+        total += float(out.sum())
+        busiest += np.maximum(out, into)
+        travel.append(1024 * np.maximum(out, into))
+        attention.append(np.array([server_seconds(nano.forward, COST, way).max() for way in ("forward", "backward")]))
+        worst = max(worst, *(imbalance(server_seconds(nano.forward, COST, way)) for way in ("forward", "backward")))
+    tokens = servers * TOKENS
+    return {
+        "slowest_over_mean": worst,
+        "kb_per_token": total / tokens,
+        "kb_per_token_between_nodes": between / tokens,
+        "busiest_kb_per_token": float(busiest.max()) / TOKENS,
+        "busiest_over_mean": imbalance(busiest),
+        "exposed": exposed(attention, travel),
+    }
+
+
+def measured(mix: str, context: int | None, servers: int, seed: int) -> dict[str, float]:
+    """One case: what is achieved, and what it takes."""
+    lengths = sample_mix(mix, servers * TOKENS, seed, context=context)
+    took = []
+    for _ in range(2):
+        times = [time.process_time()]
+        made = plan_micro_batch(lengths, servers, COST, nano_batches=2, links=Links(NODE))
+        times.append(time.process_time())
+        for nano in made.nano_batches:
+            route(nano.forward, servers // 2)
+        times.append(time.process_time())
+        _ = made.bytes_moved, made.seconds_after, made.seconds_before
+        times.append(time.process_time())
+        took.append(np.diff(times) * 1e3)
+    plan_ms, route_ms, metrics_ms = np.min(took, axis=0).tolist()
+    return {
+        **judged(made, servers),
+        "plan_ms": plan_ms,
+        "route_ms": route_ms,
+        "metrics_ms": metrics_ms,
+        "all_ms": plan_ms + route_ms + metrics_ms,
+    }
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Median and worst of every figure."""
+    return {
+        key: {
+            "median": round(statistics.median(row[key] for row in rows), 4),
+            "max": round(max(row[key] for row in rows), 4),
+        }
+        for key in rows[0]
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", help="root of another checkout to run in the same process order")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--servers", type=int, nargs="+", default=SERVERS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        mix, context, servers, seeds = json.loads(options.case)
+        rows = [measured(mix, context, servers, seed) for seed in range(seeds)]
+        sys.stdout.write(json.dumps(summary(rows)))
+        return
+    trees = {"here": str(Path(__file__).parent.parent)} | ({"beside": options.beside} if options.beside else {})
+    cases: dict[str, dict[str, Any]] = {}
+    results = {
+        "command": "OMP_NUM_THREADS=1 python benchmarks/planner_network.py --beside CHECKOUT"
+        f" --seeds {options.seeds} --servers {' '.join(map(str, options.servers))}",
+        "beside": "the commit of 2026-11-22" if options.beside else None,
+        "versions": {"python": sys.version.split()[0], "numpy": np.__version__},
+        "seeds": options.seeds,
+        "servers_per_node": NODE,
+        "cases": cases,
+    }
+    for servers, (mix, context) in product(options.servers, MIXES):
+        name = f"{mix} {servers}" + (f", context {context // 1024}K" if context else "")
+        cases[name] = {}
+        for tree, root in trees.items():
+            command = [sys.executable, __file__, "--case", json.dumps([mix, context, servers, options.seeds])]
+            ran = subprocess.run(
+                command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=True
+            )
+            cases[name][tree] = json.loads(ran.stdout)
+        shown = (
+            "slowest_over_mean",
+            "kb_per_token",
+            "busiest_over_mean",
+            "kb_per_token_between_nodes",
+            "exposed",
+            "all_ms",
+        )
+        parts = [" ".join(f"{found[key]['median']:.3f}" for key in shown) for found in cases[name].values()]
+        print(f"{name}: {' | '.join(parts)}", flush=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

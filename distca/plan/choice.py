@@ -1,0 +1,130 @@
+"""Which of two placements a small pool's micro-batch gets: the one whose plans cost less.
+
+Shares of both halves (``placement.py``) level what ranks send, at the price of documents that have rows in both halves:
+more tasks, keys read twice. Where few ranks have fast links nobody waits for transfers, and halves placed by themselves
+(``placement_by_half.py``) take less time. So both are planned and priced.
+
+Array legend: R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from distca.errors import PlanError
+from distca.plan.cost.model import CostModel, Direction
+from distca.plan.layout import Layout
+from distca.plan.metrics import server_seconds, traffic
+from distca.plan.plan import Plan
+from distca.plan.scheduler.network_cost import Links
+
+SMALL_POOL = 16
+"""Ranks of a stage up to which both placements are planned."""
+_WORTH = 0.01
+"""Least part of the time for which documents get rows in both halves: a carried row's gradient is rounded twice."""
+_NVLINK = 360e9
+"""Bytes per second and direction inside a node (docs/planning.md)."""
+
+
+class Scheduler(Protocol):
+    """Plans one nano-batch of a phase."""
+
+    def __call__(self, layout: Layout, direction: Direction) -> Plan:
+        """The plan of ``layout``, over the whole pool."""
+        ...
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a layer's plans cost.
+
+    Attributes:
+        attention: seconds of the slowest servers.
+        exposed: seconds of the busiest rank's transfers that the attention of the other half does not hide.
+        bytes: that travel between ranks.
+    """
+
+    attention: float
+    exposed: float
+    bytes: int
+
+    def beats(self, other: Price) -> bool:
+        """Whether rows in both halves are worth it: nothing moves any more, or less is waited for."""
+        if not self.bytes and self.attention <= other.attention:
+            return True
+        gains = self.attention + self.exposed < (other.attention + other.exposed) * (1 - _WORTH)
+        return other.exposed > 0 and gains and self.bytes <= other.bytes
+
+
+Halves = Sequence[tuple[Plan, Plan]]
+"""Forward and backward plan of every nano-batch."""
+
+
+def once(scheduler: Scheduler) -> Scheduler:
+    """Plans every layout once, however often it is asked for."""
+    found: dict[tuple[int, Direction], tuple[Layout, Plan]] = {}
+
+    def planned(layout: Layout, direction: Direction) -> Plan:
+        key = (id(layout), direction)
+        if key not in found:
+            # The layout is held with its plan, so that its number is not another's.
+            found[key] = layout, scheduler(layout, direction)
+        return found[key][1]
+
+    return planned
+
+
+def cheaper(
+    by_half: Callable[[], tuple[Layout, ...]],
+    together: Callable[[], tuple[Layout, ...]],
+    planned: Callable[[Layout], tuple[Plan, Plan]],
+    price: Callable[[Halves], Price],
+    whole: bool,
+) -> tuple[Layout, ...]:
+    """The layouts that cost less: of halves by themselves, unless transfers would be waited for.
+
+    Args:
+        by_half: lays out each half by itself.
+        together: lays out both together.
+        planned: forward and backward plan of a layout.
+        price: of all nano-batches' plans.
+        whole: no document has more work than a rank, so that both together may move nothing.
+
+    Raises:
+        PlanError: neither can be planned.
+    """
+    try:
+        halves = by_half()
+        before = price([planned(layout) for layout in halves])
+    except PlanError:
+        # A memory cap that one placement cannot keep the other may.
+        return together()
+    if not before.bytes or not (before.exposed or whole):
+        return halves
+    both = together()
+    try:
+        after = price([planned(layout) for layout in both])
+    except PlanError:
+        return halves
+    return both if after.beats(before) else halves
+
+
+def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Price:
+    """What one layer of a micro-batch costs."""
+    attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
+    directions: tuple[tuple[Direction, int], ...] = (("forward", 1), ("backward", 3 if resend else 1))
+    for way, (direction, q_out) in enumerate(directions):
+        plans = [half[way] for half in halves]
+        slowest = [float(server_seconds(plan, cost, direction).max()) for plan in plans]
+        attention += sum(slowest)
+        q_bytes, kv_bytes = shape.moved_bytes(direction, resend)
+        for own, plan in zip(slowest, plans, strict=True):
+            rows, node = traffic(plan), links.nodes(plan.layout.ranks)
+            moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
+            one_way = (q_out * shape.q_bytes, shape.q_bytes, shape.kv_bytes)
+            far = rows.between(node).busiest(*one_way)
+            travel = (rows.busiest(*one_way) + (links.network_price - 1) * far) / _NVLINK
+            exposed += max(float(travel.max()) - (sum(slowest) - own), 0.0)
+    return Price(attention, exposed, moved)

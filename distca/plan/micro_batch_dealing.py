@@ -1,0 +1,51 @@
+"""Dealing a step's documents over its micro-batches, so that little is left to move.
+
+The gradient of a step is the same sum however its documents are grouped, so they may be dealt over its micro-batches
+freely, as long as each has room for them. A document is cut over several ranks where it has more work than the mean
+rank of its micro-batch. Among documents of its own length that happens only if it has more tokens than a rank: so the
+longest documents share a micro-batch, the next ones the next, and the shortest fill up what room is left. Every
+micro-batch is balanced over the ranks by itself, so it may have more work than another.
+
+Array legend: D documents of the step, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca.errors import PlanError
+
+
+def deal_over_micro_batches(
+    lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray
+) -> list[np.ndarray] | None:
+    """Which documents each micro-batch gets; the same for the same arguments.
+
+    Args:
+        lengths: [D] tokens per document, each at least 1.
+        room: [M] most tokens of each micro-batch.
+
+    Returns:
+        By micro-batch, the numbers of its documents, ascending. Every document is in one of them. None where a whole
+        document finds no place.
+
+    Raises:
+        PlanError: on documents without tokens, or room below 0.
+    """
+    length = np.asarray(lengths, np.int64).reshape(-1)
+    tokens = np.asarray(room, np.int64).reshape(-1)
+    if not len(tokens) or tokens.min() < 0:
+        raise PlanError(f"room is {tokens.tolist()}; give 0 tokens or more for at least one micro-batch.")
+    if len(length) and length.min() < 1:
+        raise PlanError(f"Document {int(length.argmin())} has {int(length.min())} tokens; it needs at least 1.")
+    order = np.argsort(-length, kind="stable")
+    left, dealt = tokens.tolist(), np.empty(len(length), np.int64)
+    for document, own in zip(order.tolist(), length[order].tolist(), strict=True):
+        at = next((number for number, space in enumerate(left) if space >= own), None)
+        if at is None:
+            return None
+        left[at] -= own
+        dealt[document] = at
+    return [np.flatnonzero(dealt == number) for number in range(len(tokens))]

@@ -1,0 +1,41 @@
+import numpy as np
+
+from distca.plan import Plan, TableCost, analytic_cost, lay_out, plan_at_home, server_seconds
+from distca.plan.scheduler.network_cost import Links
+from distca.plan.scheduler.state import MovedRanges, SchedulerState
+
+Q_ROWS, KV_ROWS = np.array([64, 128, 256, 512, 1024]), np.array([1024, 4096])
+
+
+def dear_when_long() -> TableCost:
+    """A table by which a range of 512 rows or more takes half as long again as its parts together."""
+    base = analytic_cost(4, 2, 32)
+    grid = np.meshgrid(Q_ROWS.astype(float), KV_ROWS.astype(float), indexing="ij")
+    factor = np.where(Q_ROWS >= 512, 1.5, 1.0)[:, None]
+    return TableCost(base.shape, Q_ROWS, KV_ROWS, base.forward(*grid) * factor, base.backward(*grid) * factor, block=64)
+
+
+def test_loads_count_ranges_that_met_on_a_server_as_one() -> None:
+    cost = dear_when_long()
+    (layout,) = lay_out([1024, 512], 2, rank_of=[0, 1])
+    home = plan_at_home(layout)
+    state = SchedulerState(
+        home, cost, "both", tolerance=0.02, other_seconds=None, links=Links(), max_received_bytes=None
+    )
+    for start, stop in ((256, 512), (512, 768)):
+        pieces = state.pieces_of(0)
+        piece = int(np.flatnonzero((pieces.start <= start) & (pieces.stop >= stop))[0])
+        edges = np.array([[pieces.start[piece], stop], [start, pieces.stop[piece]]])
+        left = type(pieces)(np.zeros(2, np.int64), *edges, cost.per_direction("both", edges[1] - edges[0], edges[1]))
+        ends = np.array([start]), np.array([stop])
+        seconds = cost.per_direction("both", ends[1] - ends[0], ends[1])
+        state.move(0, np.array([piece]), left, MovedRanges(np.array([0]), *ends, np.array([1]), seconds))
+    apart = state.load.copy()
+    tasks = state.joined()
+    assert sorted(zip(tasks.server.tolist(), tasks.start.tolist(), tasks.stop.tolist(), strict=True)) == [
+        (0, 0, 256), (0, 768, 1024), (1, 0, 512), (1, 256, 768)
+    ]  # fmt: skip
+    wanted = np.stack([server_seconds(Plan(layout, tasks), cost, way) for way in ("forward", "backward")])
+    np.testing.assert_allclose(state.load, wanted)
+    assert state.grew_by_joining and state.load[0, 1] > 1.05 * apart[0, 1]
+    np.testing.assert_allclose(state.mean, wanted.mean(axis=1))

@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distca.data.mixes import Mix, sample_lengths
+from distca.errors import PlanError
+from distca.plan import (
+    PlanOptions,
+    analytic_cost,
+    deal_over_micro_batches,
+    plan_step,
+)
+
+LLAMA_8B = analytic_cost(32, 8, 128)
+
+
+@given(st.lists(st.integers(1, 400), max_size=40), st.lists(st.integers(0, 1500), min_size=1, max_size=5))
+def test_every_document_is_in_one_micro_batch_that_has_room(lengths: list[int], room: list[int]) -> None:
+    found = deal_over_micro_batches(lengths, room)
+    if found is None:
+        # Whoever has that much room left in all, and documents that small, cannot have failed.
+        assert sum(lengths) + max(lengths) * len(room) > sum(room)
+        return
+    assert len(found) == len(room)
+    assert sorted(int(document) for each in found for document in each) == list(range(len(lengths)))
+    for each, most in zip(found, room, strict=True):
+        assert np.array(lengths, np.int64)[each].sum() <= most
+        assert (np.diff(each) > 0).all()
+    again = deal_over_micro_batches(np.array(lengths, np.int64), room)
+    assert again is not None
+    assert all(np.array_equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("mix", ["pretrain", "prolong"])
+def test_less_is_left_to_move(mix: Mix) -> None:
+    options = PlanOptions(16, LLAMA_8B, nano_batches=2, tolerance=0.02)
+    dealt_bytes = drawn_bytes = 0
+    for seed in range(3):
+        drawn = [sample_lengths(mix, 16 * 131_072, 10 * seed + number) for number in range(4)]
+        plain = plan_step(drawn, options)
+        dealt = plan_step(drawn, options, room=[16 * 131_072 + 2048] * 4)
+        assert dealt.tokens == plain.tokens
+        for lengths, origin in zip(dealt.lengths, dealt.drawn, strict=True):
+            assert lengths.tolist() == [drawn[at][document] for at, document in origin.tolist()]
+        for found in (plain, dealt):
+            everything = np.concatenate(found.drawn)
+            assert len(np.unique(everything, axis=0)) == len(everything) == sum(len(each) for each in drawn)
+        dealt_bytes += dealt.balance().bytes_moved
+        drawn_bytes += plain.balance().bytes_moved
+    assert dealt_bytes < 0.8 * drawn_bytes
+
+
+def test_a_step_is_dealt_into_the_room_that_it_has() -> None:
+    options = PlanOptions(2, LLAMA_8B)
+    with pytest.raises(PlanError, match="room is for 1 micro-batches, and the step has 2"):
+        plan_step([[5], [7]], options, room=[12])
+    with pytest.raises(PlanError, match="give homes or room, not both"):
+        plan_step([[5], [7]], options, [[0], [1]], room=[7, 7])
+    assert [each.tolist() for each in plan_step([[5, 2], [7]], options, room=[9, 9]).lengths] == [[7], [5, 2]]
+    # Without a place for each they stay where they are.
+    assert [each.tolist() for each in plan_step([[5, 2], [7]], options, room=[6, 8]).lengths] == [[5, 2], [7]]
+
+
+@pytest.mark.parametrize(
+    "lengths, room, words",
+    [
+        ([5], [], "at least one micro-batch"),
+        ([5], [-1], "give 0 tokens or more"),
+        ([5, 0], [9], "Document 1 has 0 tokens"),
+    ],
+)
+def test_mistakes_are_sentences(lengths: list[int], room: list[int], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        deal_over_micro_batches(lengths, room)
