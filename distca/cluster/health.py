@@ -315,7 +315,9 @@ class Health:
         with self._leaving:
             found = failure if self._board is None else self._board.post(failure)
             if found.rank == self._rank or not found.is_mistake or found.kind != kind:
-                self._say(found)
+                with suppress(OSError, ValueError):  # standard error may be closed, which must keep nobody alive
+                    self._say(found)
+                _flush()
             if self._board is not None:
                 self._board.heard(len(self._processes) - len(self._dead()), _HEARD_S)
             self._give_up(found.code)
@@ -328,7 +330,6 @@ class Health:
             logger.error("Rank %d ended the run in %s: %s", failure.rank, self._doing, failure.sentence)
         else:
             logger.critical("%s\n%s", failure.sentence, failure.details)
-        _flush()
 
     def _leave(self, code: int) -> None:
         with self._leaving:
@@ -348,12 +349,11 @@ def _list(numbers: Any) -> str:
 
 
 def _flush() -> None:
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    console().show_cursor(True)  # a progress bar hides it
-    for stream in (sys.stdout, sys.stderr):
+    # A progress bar hides the cursor.
+    flushes = [handler.flush for handler in logging.getLogger().handlers] + [lambda: console().show_cursor(True)]
+    for flush in (*flushes, sys.stdout.flush, sys.stderr.flush):
         with suppress(OSError, ValueError):
-            stream.flush()
+            flush()
 
 
 def _forget_signals() -> None:

@@ -45,9 +45,8 @@ def command(
         variables += [f"MASTER_ADDR={machines.first}", f"MASTER_PORT={machines.port}"]
         variables += [f"WORLD_SIZE={machines.world_size}", f"LOCAL_WORLD_SIZE={machines.ranks_per_node}"]
         return ["env", *variables, *_srun(machines, environment), *profiler, python, *program]
-    # torchrun, of the Python that was checked and not of another one on the PATH; for one node with stores of its own.
-    module = "torch.distributed.run" if machines.nodes > 1 else "distca.cluster.torchrun"
-    torchrun = [python, "-m", module, f"--nproc-per-node={machines.ranks_per_node}"]
+    # Of the Python that was checked, and not of another one on the PATH.
+    torchrun = [python, "-m", "distca.cluster.torchrun", f"--nproc-per-node={machines.ranks_per_node}"]
     if machines.nodes > 1:
         torchrun += [f"--nnodes={machines.nodes}", f"--node-rank={machines.node}"]
         torchrun += [f"--master-addr={machines.first}", f"--master-port={machines.port}"]
