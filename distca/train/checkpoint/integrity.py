@@ -51,6 +51,13 @@ def sync(folder: Path) -> None:
             os.close(opened)
 
 
+def sync_files(checkpoint: Path, names: Iterable[str]) -> None:
+    """Let files be on the disk once this returns."""
+    for name in names:
+        with (checkpoint / name).open("rb") as file:
+            os.fsync(file.fileno())
+
+
 def check_undamaged(checkpoint: Path) -> None:
     """Compare the files of a complete checkpoint with the sizes that they were saved with.
 

@@ -236,7 +236,7 @@ def test_what_is_saved_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "replace", note_replace)
     save(RunFolder(tmp_path), 10)
-    assert happened == ["COMPLETE.unfinished", "-> COMPLETE", "step_000010", "checkpoints"]
+    assert happened == ["weights", "COMPLETE.unfinished", "-> COMPLETE", "step_000010", "checkpoints"]
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_ends_nothing(
