@@ -118,7 +118,7 @@ def _train(arguments: argparse.Namespace, world: Any, mode: str) -> dict[str, An
         complete[number] = time.perf_counter()
         sizes.append(sum(file.stat().st_size for file in path.iterdir()) if world.rank == 0 else 0)
 
-    Saver.save, Saver._complete = timed_save, timed_finish  # type: ignore[method-assign]
+    Saver.save, Saver._complete = timed_save, timed_finish  # type: ignore[method-assign,assignment]
     try:
         run = run_on(world, config, open_corpus(config)).path
     finally:

@@ -110,7 +110,8 @@ class Health:
         self._doing = what
 
     def stops_when_asked(self) -> None:
-        """From here on SIGTERM and SIGUSR1 only set ``asked_by``, unless another rank is the reason for them."""
+        """From here on SIGTERM only sets ``asked_by``, unless another rank is the reason for it. SIGUSR1 always does no
+        more: it is sent some time before a run has to end."""
         self._stops_when_asked = True
 
     def watch_waits(self, group: dist.ProcessGroup, missing: Callable[[Wait], list[int]]) -> Waits:
@@ -199,10 +200,9 @@ class Health:
             self._end(self._loss_of(lost))
         elif board.silence() > _LOST_S:
             self._end(self._loss_of_store(board.silence()))
-        elif told is not None and self._stops_when_asked:
-            self.asked_by = (
-                self.asked_by or told.name
-            )  # a scheduler may tell a rank twice: by itself and by its launcher
+        elif told is not None and (self._stops_when_asked or told == signal.SIGUSR1):
+            # A scheduler may tell a rank twice: by itself and by its launcher.
+            self.asked_by = self.asked_by or told.name
         elif told is not None:
             self._leave(128 + told)
 

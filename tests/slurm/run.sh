@@ -65,7 +65,7 @@ grep -q '# distca-slurm$' /etc/hosts || echo "127.0.0.1 n0 n1 # distca-slurm" >>
 dd if=/dev/urandom of="$work/munge/key" bs=1024 count=1 status=none
 chmod 600 "$work/munge/key"
 munged --foreground --force --socket="$work/munge/socket" --key-file="$work/munge/key" \
-    --pid-file="$work/munge/munged" --log-file="$work/munge/log" --seed-file="$work/munge/seed" &
+    --pid-file="$work/munge/munged" --log-file="$work/munge/log" --seed-file="$work/munge/seed" 2>"$work/munge/out" &
 started+=($!)
 sleep 1
 chmod 755 "$work/munge"

@@ -114,7 +114,7 @@ def salloc(slurm: Slurm) -> dict[str, Any]:
     """The script inside an allocation trains on its nodes."""
     words = ["salloc", "--nodes=1", "--ntasks-per-node=4", "bash", SCRIPT]
     done = subprocess.run(
-        [*words, *slurm.settings("salloc", train__steps=2)],
+        [*words, *slurm.settings("salloc", train__steps=3)],
         env=os.environ | {"GPUS_PER_NODE": "0"},
         cwd=ROOT,
         capture_output=True,
@@ -175,7 +175,7 @@ def scancel(slurm: Slurm) -> dict[str, Any]:
 
 def preemption(slurm: Slurm) -> dict[str, Any]:
     """A job of a partition with priority takes both nodes; the other one saves, is requeued and ends as if alone."""
-    steps = 24
+    steps = 100
     job = slurm.submit("preempted", nodes=2, train__steps=steps)
     slurm.wait_for_step("preempted", 3, job)
     began = time.monotonic()
@@ -194,7 +194,7 @@ def preemption(slurm: Slurm) -> dict[str, Any]:
 
 def node_failure(slurm: Slurm) -> dict[str, Any]:
     """A node dies with its daemon and its ranks; the job is requeued and goes on from its last checkpoint."""
-    steps = 24
+    steps = 100
     job = slurm.submit("failed", nodes=2, train__steps=steps, checkpoint__save_every=2)
     slurm.wait_for_step("failed", 5, job)
     began = time.monotonic()
@@ -226,17 +226,15 @@ def node_failure(slurm: Slurm) -> dict[str, Any]:
 
 def _is_of_node(process: psutil.Process, node: str) -> bool:
     with suppress(psutil.Error):
-        return (
-            process.environ().get("SLURMD_NODENAME") == node
-            or ("slurmstepd" in process.name()
-            and node in str(process.cmdline()))
+        return process.environ().get("SLURMD_NODENAME") == node or (
+            "slurmstepd" in process.name() and node in str(process.cmdline())
         )
     return False
 
 
 def ten_requeues(slurm: Slurm) -> dict[str, Any]:
-    """At the signal of sbatch's --signal the run saves and is requeued; ten times, and nothing of it is seen in the losses."""
-    steps = 40
+    """At the signal of sbatch's --signal a run saves and is requeued; after ten times its losses are as without."""
+    steps = 300
     job = slurm.submit("requeued", train__steps=steps)
     for number in range(10):
         slurm.wait_for(job, "RUNNING")
