@@ -145,7 +145,7 @@ class Health:
         self.stop()
         dist.barrier()  # nobody ends while another one still watches
         if threading.current_thread() is threading.main_thread():
-            _forget_signals()
+            _forget_signals(signal.SIG_IGN)  # a scheduler may repeat them, when nothing is left to save
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -356,8 +356,8 @@ def _flush() -> None:
             flush()
 
 
-def _forget_signals() -> None:
+def _forget_signals(then: signal.Handlers = signal.SIG_DFL) -> None:
     """In a forked child: it shares the pipe, but what it is told does not concern this rank."""
     signal.set_wakeup_fd(-1)
     for number in _ENDING:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, then)

@@ -24,7 +24,7 @@ from distca.errors import VersionError
 from megatron_patches.checkpoint.adam_state import inner_adams, set_step
 from megatron_patches.checkpoint.optimizer_state import keep_parts
 from megatron_patches.checkpoint.staging import HostStaging
-from megatron_patches.checkpoint.unpickling import check_metadata, only_data
+from megatron_patches.checkpoint.unpickling import check_small_files, only_data
 from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
 from megatron_patches.versions import installed_version
@@ -84,7 +84,7 @@ class UnreadableError(Exception):
 
 def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
-        check_metadata(path)  # of a bad one torch logs two traces
+        check_small_files(path)  # of a bad one torch logs two traces
         with only_data():
             state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
             return state

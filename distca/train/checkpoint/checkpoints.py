@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distca.data.sampler import Sampler
-from distca.errors import ConfigError, DamagedCheckpointError
+from distca.errors import ConfigError, DamagedCheckpointError, DistcaError
 from distca.models.rope import RopeScaling
 from distca.train.checkpoint.integrity import check_contents, damaged
 from distca.train.config.cli import by_setting, flat
@@ -96,7 +96,12 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
             f"{checkpoint} does not fit this run: {'; '.join(differing)}. Restore what was, or start without "
             "checkpoint.resume."
         )
-    sampler.load_state_dict(saved["sampler"])
+    try:
+        sampler.load_state_dict(saved["sampler"])
+    except DistcaError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise damaged(checkpoint, f"{FITS_FILE} does not say where the data stood ({error})") from None
 
 
 def with_saved_warmup(config: RunConfig, checkpoint: Path) -> RunConfig:
