@@ -487,6 +487,8 @@ def test_help_is_shown_once(machine: Machine) -> None:
 def test_contradictions_with_slurm_and_arguments(machine: Machine) -> None:
     result = machine.run("--train.steps=4", STEPS="3")
     assert (result.returncode, "STEPS and --train.steps are both given" in result.stderr) == (2, True)
+    result = machine.run(CAD="0", PING_PONG="1")
+    assert (result.returncode, "PING_PONG is 1, but CAD is 0" in result.stderr) == (2, True)
     machine.slurm(2, 8)
     result = machine.run(NNODES="4")
     assert (result.returncode, "NNODES is 4, but the Slurm job has 2 nodes." in result.stderr) == (2, True)

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import os
 import random
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.progress import Progress
 
 from distca.commands.versions import hardware, versions
-from distca.testing.ranks import run_ranks
+from distca.testing.ranks import RankFailure, preload, run_ranks
 from distca.train.checkpoint.integrity import check_contents
 from distca.train.run.run_folder import RunFolder
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
@@ -33,54 +35,61 @@ RANKS, STEPS, KEPT = 2, 40, 2
 _PATIENCE_S = 180.0
 
 
-def _train(line: list[str]) -> None:
-    run_ranks(RANKS, train_all, [line], timeout=_PATIENCE_S)
+class _Start:
+    """A start of a run, on ranks that are forked from a process that has imported everything."""
+
+    def __init__(self, line: list[str]) -> None:
+        self.failure: RankFailure | None = None
+        self._thread = threading.Thread(target=self._train, args=(line,), daemon=True)
+        self._thread.start()
+
+    def _train(self, line: list[str]) -> None:
+        try:
+            run_ranks(RANKS, train_all, [line], timeout=_PATIENCE_S)
+        except RankFailure as error:
+            self.failure = error
+
+    def is_alive(self) -> bool:
+        """Whether ranks run."""
+        return self._thread.is_alive()
+
+    def kill(self, randomly: random.Random) -> None:
+        """End all ranks as a node without power does: each at a moment of its own, none with a word."""
+        ranks = _ranks()
+        randomly.shuffle(ranks)
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+            if randomly.random() < 0.3:
+                time.sleep(randomly.uniform(0, 0.02))
+        self._thread.join()
 
 
-def _ranks(starter: BaseProcess) -> list[int]:
-    import psutil
-
-    with suppress(psutil.Error):
-        return [each.pid for each in psutil.Process(starter.pid).children(recursive=True)]
-    return []
-
-
-def _kill(starter: BaseProcess, randomly: random.Random) -> None:
-    """End all ranks as a node without power does: each at a moment of its own, none with a word."""
-    import os
-    import signal
-
-    ranks = _ranks(starter)
-    randomly.shuffle(ranks)
-    for rank in [*ranks, starter.pid]:
-        with suppress(ProcessLookupError, TypeError):
-            os.kill(rank, signal.SIGKILL)  # type: ignore[arg-type]
-        if randomly.random() < 0.3:
-            time.sleep(randomly.uniform(0, 0.02))
-    starter.join()
+def _ranks() -> list[int]:
+    """Children of the process that ranks are forked from."""
+    return [child.pid for helper in psutil.Process().children() for child in helper.children()]
 
 
 def _finished(run: Path) -> list[int]:
     return [checkpoint.step for checkpoint in RunFolder(run).checkpoints()]
 
 
-def _wait_for_a_save(run: Path, starter: BaseProcess, more: int) -> bool:
+def _wait_for_a_save(run: Path, start: _Start, more: int) -> bool:
     """Wait until a checkpoint is begun, ``more`` after what there is; False where the run ended before."""
     newest = max(_finished(run), default=0)
     end = time.monotonic() + _PATIENCE_S
-    while starter.is_alive() and time.monotonic() < end:
+    while start.is_alive() and time.monotonic() < end:
         if RunFolder(run).checkpoint_path(newest + more).exists():
             return True
         time.sleep(0.001)
-    assert not starter.is_alive(), "the run neither saves nor ends"
+    assert not start.is_alive(), "the run neither saves nor ends"
     return False
 
 
 def _kills(folder: Path, randomly: random.Random) -> Iterator[dict[str, Any]]:
     """Kill and resume without end; what was seen of every kill."""
-    context = multiprocessing.get_context("forkserver")
     reference = arguments(output=folder, name="reference", data__path=folder / "texts", train__steps=STEPS)
-    _train(reference)
+    run_ranks(RANKS, train_all, [reference], timeout=_PATIENCE_S)
     expected = steps_of(folder / "reference")
     number = 0
     while True:
@@ -91,15 +100,13 @@ def _kills(folder: Path, randomly: random.Random) -> Iterator[dict[str, Any]]:
         line = arguments(**settings, train__steps=STEPS)
         for _ in range(1000):
             before = _finished(run)
-            # Starting ranks is most of the time, and forked ones start quickly.
-            starter = context.Process(target=_train, args=(line,))
-            starter.start()
+            start = _Start(line)
             # Killed before its first checkpoint is there, a run begins anew in another folder.
-            if not _wait_for_a_save(run, starter, randomly.randint(1 if before else 2, 3)):
-                assert starter.exitcode == 0, f"{run} could not go on after a kill (exit code {starter.exitcode})"
+            if not _wait_for_a_save(run, start, randomly.randint(1 if before else 2, 3)):
+                assert start.failure is None, f"{run} could not go on after a kill: {start.failure}"
                 break
             time.sleep(randomly.choice([0.0, randomly.uniform(0, 0.1), randomly.uniform(0, 0.5)]))
-            _kill(starter, randomly)
+            start.kill(randomly)
             after = _finished(run)
             lost = [step for step in before if step not in after and sum(each > step for each in after) < KEPT]
             assert not lost, f"{run}: finished checkpoints {lost} are lost; {before} before, {after} after the kill"
@@ -119,6 +126,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
+    preload("distca.train.run.main", "distca.train.run.loop", "distca.train.run.builder")
     began, seen = time.monotonic(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="distca-kills-") as name, Progress() as progress:
         folder = Path(name)
