@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -59,7 +60,7 @@ def check_small_files(checkpoint: Path) -> None:
     Raises:
         pickle.UnpicklingError: it cannot be read, or is more than data.
     """
-    for name, read in ((".metadata", _load), ("common.pt", _load_tensors), ("metadata.json", json.load)):
+    for name, read in ((".metadata", _load), ("common.pt", _load_tensors), ("metadata.json", _load_format)):
         if name != ".metadata" and not (checkpoint / name).exists():
             continue  # newer versions of megatron write less
         try:
@@ -87,6 +88,13 @@ def only_data() -> Iterator[None]:
 
 def _load(file: BinaryIO) -> Any:
     return MetadataUnpickler(file).load()
+
+
+def _load_format(file: BinaryIO) -> CheckpointingConfig:
+    found = CheckpointingConfig(**json.load(file))
+    if not all(isinstance(value, str | int) for value in vars(found).values()):
+        raise ValueError("it names no format")
+    return found
 
 
 def _load_tensors(file: BinaryIO) -> Any:

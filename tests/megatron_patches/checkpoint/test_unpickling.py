@@ -57,6 +57,24 @@ def test_metadata_that_is_garbage_is_one_error(tmp_path: Path, content: bytes | 
         check_small_files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metadata.json", b""),
+        ("metadata.json", b'{"sharded_backend": [], "sharded_backend_version": 1}'),
+        ("metadata.json", b'{"sharded_jackend": "torch_dist"}'),
+        ("common.pt", b"PK garbage"),
+    ],
+)
+def test_other_small_files_that_are_garbage_are_one_error(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(torch.Size([1])))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError, match=f"^{name}"):
+        check_small_files(tmp_path)
+    (tmp_path / name).unlink()
+    check_small_files(tmp_path)
+
+
 def test_a_command_in_an_object_is_not_run(tmp_path: Path) -> None:
     written = io.BytesIO()
     torch.save(_Runs(tmp_path / "ran"), written)
