@@ -5,6 +5,7 @@ A checkpoint counts once every rank's part is on the disk and rank 0 has found a
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -167,9 +168,13 @@ def _not_written(path: Path, failures: Mapping[int, tuple[BaseException, object]
     while cause.__context__ is not None and not isinstance(cause, OSError):
         cause = cause.__context__
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    free = format_bytes(shutil.disk_usage(nearest).free)
+    free = shutil.disk_usage(nearest).free
     first = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-    return CheckpointError(f"{path} could not be written by rank {rank} ({first}); {free} are free there.")
+    if not isinstance(cause, OSError) and free < 2**20:  # torch's writer only says where in a file it stopped
+        first = os.strerror(errno.ENOSPC)
+    return CheckpointError(
+        f"{path} could not be written by rank {rank} ({first}); {format_bytes(free)} are free there."
+    )
 
 
 def _check_all_here(path: Path, written: list[dict[str, FileFacts]]) -> None:
