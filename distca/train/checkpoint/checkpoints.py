@@ -143,7 +143,7 @@ def _step_tokens(config: RunConfig, world_size: int) -> int:
 def _read_fits(checkpoint: Path) -> dict[str, Any]:
     try:
         saved = json.loads((checkpoint / FITS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(checkpoint, f"{FITS_FILE} cannot be read ({error})") from None
     if not isinstance(saved, dict) or "sampler" not in saved:
         raise damaged(checkpoint, f"{FITS_FILE} does not say where the data stood")

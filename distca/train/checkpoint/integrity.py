@@ -102,7 +102,7 @@ def _saved_facts(checkpoint: Path) -> dict[str, FileFacts]:
     try:
         saved = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
         facts = {str(name): {"bytes": each} if isinstance(each, int) else dict(each) for name, each in saved.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         raise unreadable from None
     if not facts or not all(isinstance(each.get("bytes"), int) for each in facts.values()):
         raise unreadable

@@ -147,11 +147,19 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The file's entries; an unfinished last line is left out."""
+    """The file's entries; what a power failure left of lines is left out."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [entry for line in text[: text.rfind("\n") + 1].splitlines() if (entry := _entry(line)) is not None]
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
 def _json_value(value: float | int | str | list[float]) -> float | int | str | list[float]:

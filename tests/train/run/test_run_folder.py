@@ -286,7 +286,7 @@ def test_what_an_attempt_that_was_broken_off_left_is_no_part_of_a_checkpoint(tmp
     check_undamaged(left)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", "[" * 5000, '{"sampler": {"seed": []}}'])
 def test_unreadable_notes_on_what_a_checkpoint_fits_are_a_sentence(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "fits.json").write_text(content)
