@@ -72,7 +72,9 @@ class HostStaging:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Let this thread wait until the copies are made."""
+        """Let this thread wait until the copies are made, and use this rank's GPU from then on, where torch does."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -85,7 +87,7 @@ class HostStaging:
     def _copy(self, tensors: Sequence[ShardedTensor], places: Sequence[int]) -> None:
         for each, place in zip(tensors, places, strict=True):
             values = each.data.detach().contiguous()
-            if self._stream is not None:
+            if self._stream is not None and values.is_cuda:
                 values.record_stream(self._stream)
             there = self._memory[place : place + values.nbytes].view(values.dtype).view(values.shape)
             each.data = there.copy_(values, non_blocking=True)
