@@ -108,8 +108,8 @@ class HostStaging:
     def _warn(self, need: int, free: int) -> None:
         if dist.get_rank() == 0 and not self._warned:
             logger.warning(
-                "Training waits while checkpoints are written (checkpoint.background): copies need %.1f GiB of host "
-                "memory on a node, of which %.1f GiB are free there.",
+                "Training waits while checkpoints are written: copies of them need %.1f GiB of host memory on a node, "
+                "of which %.1f GiB are free there.",
                 *(need / 2**30, free / 2**30),
             )
         self._warned = True

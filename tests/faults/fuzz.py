@@ -13,6 +13,7 @@ import argparse
 import collections
 import json
 import random
+import shlex
 import signal
 import sys
 import tempfile
@@ -81,6 +82,7 @@ def main() -> None:
     """Try as many cases as asked; the JSON is written after every hundredth and at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case, to see one again")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="+", help="kinds of files")
     parser.add_argument("--output", type=Path)
@@ -94,7 +96,7 @@ def main() -> None:
         kinds = [each for each in subjects(Path(name)) if not asked.only or each.name in asked.only]
         sys.addaudithook(_audit)
         shares = [each for each in kinds for _ in range(each.share)]
-        for number in track(range(asked.cases), "files"):
+        for number in track(range(asked.first, asked.first + asked.cases), "files"):
             randomly = random.Random(f"{asked.seed} {number}")
             kind = shares[number % len(shares)]
             with tempfile.TemporaryDirectory(dir=name) as scratch:
@@ -103,11 +105,11 @@ def main() -> None:
             counts.setdefault(kind.name, collections.Counter())[ended] += 1
             if ended == "failed":
                 failures.append({"case": number, "kind": kind.name, "change": changed, "said": said})
-            if asked.output and (number % 100 == 99 or number == asked.cases - 1):
+            if asked.output and (number % 100 == 99 or number == asked.first + asked.cases - 1):
                 report = {
-                    "command": f"python -m tests.faults.fuzz --cases {asked.cases} --seed {asked.seed}",
+                    "command": shlex.join(["python", "-m", "tests.faults.fuzz", *sys.argv[1:]]),
                     "versions": versions(),
-                    "cases": number + 1,
+                    "cases": number + 1 - asked.first,
                     "kinds": {kind: dict(counted) for kind, counted in sorted(counts.items())},
                     "failures": failures,
                     "changes": mutations.NAMES,
