@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from distca.commands.versions import hardware, versions
+from distca.versions import hardware, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"waits": "false", "background": "true"}

@@ -27,8 +27,8 @@ from typing import Any
 
 from rich.progress import track
 
-from distca.commands.versions import versions
 from distca.errors import DistcaError
+from distca.versions import versions
 from tests.faults import mutations
 
 _TOO_LONG_S = 30

@@ -25,10 +25,10 @@ from typing import Any
 import psutil
 from rich.progress import Progress
 
-from distca.commands.versions import hardware, versions
 from distca.testing.ranks import RankFailure, preload, run_ranks
 from distca.train.checkpoint.integrity import check_contents
 from distca.train.run.run_folder import RunFolder
+from distca.versions import hardware, versions
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 RANKS, STEPS, KEPT = 2, 40, 2
