@@ -34,7 +34,7 @@ from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
 from megatron_patches import support
-from megatron_patches.block import block_spec, disaggregate_block
+from megatron_patches.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
@@ -224,7 +224,10 @@ class CAD:
             model: from :meth:`attach`.
             distributed_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
         """
-        return wrap_for_data_parallel(model, distributed_optimizer)
+        wrapped = wrap_for_data_parallel(model, distributed_optimizer)
+        if self._stages > 1 and self._disaggregate:
+            wrapped.config.no_sync_func = refuse_other_schedule
+        return wrapped
 
     def plan_step(self, documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
         """Plan one step and bring this rank's rows to the device.
@@ -254,19 +257,13 @@ class CAD:
             first: number of the first step, for messages.
 
         Raises:
-            PlanError: also if another rank planned a step differently.
+            PlanError: also if another rank planned a step differently, or could not plan it.
         """
         if self._agreement is None:
             self._agreement = Agreement()
-        agreement = self._agreement
-        agreement.next_step = first
-
-        def make(documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
-            step = self.plan_step(documents)
-            agreement.check(step.plan.fingerprint)
-            return step
-
-        return iter(StepsAhead(steps, make, self.device))
+        self._agreement.next_step = first
+        planned = self._agreement.on(map(self.plan_step, steps), lambda step: step.plan.fingerprint)
+        return iter(StepsAhead(planned, self.device))
 
     def forward_backward(
         self, step: Step, forward_step: ForwardStep, model: DistributedDataParallel, *, forward_only: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import tensor_parallel
@@ -74,10 +74,7 @@ class DisaggregatedBlock(TransformerBlock):
         """
         micro_batch = attention_mask
         if self.config.pipeline_model_parallel_size > 1 and not self.in_phases:
-            raise SupportError(
-                "With pipeline stages a disaggregated model was run by another schedule than its own, in which stages "
-                "would wait for each other's attention forever; run it with CAD.forward_backward."
-            )
+            refuse_other_schedule()
         if not self.pre_process:
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
@@ -96,6 +93,19 @@ class DisaggregatedBlock(TransformerBlock):
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+
+
+def refuse_other_schedule() -> NoReturn:
+    """Megatron's own schedules call it on every stage before any of them waits for another, in place of
+    ``no_sync_func``.
+
+    Raises:
+        SupportError: always.
+    """
+    raise SupportError(
+        "With pipeline stages a disaggregated model was run by another schedule than its own, in which stages would "
+        "wait for each other's attention forever; run it with CAD.forward_backward."
+    )
 
 
 def _checkpoint(function: Any, *tensors: torch.Tensor) -> Any:

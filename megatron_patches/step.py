@@ -217,19 +217,18 @@ class StepsAhead:
     """Makes steps in a background thread, one ahead.
 
     Args:
-        sources: what steps are made from; asked only by the thread, in order.
-        make: makes a step; called only by the thread.
+        steps: each is made when it is asked for; asked only by the thread, in order.
         device: the device that the thread copies to.
     """
 
-    def __init__(self, sources: Iterable[Any], make: Callable[[Any], Step], device: torch.device) -> None:
-        self._sources, self._make = iter(sources), make
+    def __init__(self, steps: Iterable[Step], device: torch.device) -> None:
+        self._steps = iter(steps)
         select = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else (lambda: None)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-planning", initializer=select)
         self._next: Future[Step | None] | None = None
 
     def __iter__(self) -> Generator[Step, None, None]:
-        """All steps; ends with the sources."""
+        """All steps."""
         try:
             while (step := self._take()) is not None:
                 yield step
@@ -239,7 +238,7 @@ class StepsAhead:
     def start(self) -> None:
         """Begin with the next step, unless it is being made already."""
         if self._next is None:
-            self._next = self._thread.submit(self._make_next)
+            self._next = self._thread.submit(lambda: next(self._steps, None))
 
     def close(self) -> None:
         """Forget what was made ahead and end the thread."""
@@ -255,8 +254,3 @@ class StepsAhead:
             return None
         # While the caller queues the step, Python's lock should not be shared with the thread that plans.
         return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)
-
-    def _make_next(self) -> Step | None:
-        for source in self._sources:
-            return self._make(source)
-        return None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distca.cluster.environment import Launched, check_gpus_usable, gpu_of, launched
 from distca.cluster.health import TIMEOUT, Health
-from distca.cluster.store import own_store_of_one_node
+from distca.cluster.store import own_store
 from distca.device.host_memory import keep_freed_memory
 from distca.transport.collective import nccl_goes_first
 
@@ -70,7 +70,7 @@ def _use_cpu() -> None:
 
 
 def _initialize(told: Launched, backend: str, device: torch.device | None = None) -> None:
-    store = own_store_of_one_node(told.rank, told.size, told.port, TIMEOUT)
+    store = own_store(told.rank, told.size, told.address, told.port, TIMEOUT)
     dist.init_process_group(
         backend, store=store, rank=told.rank, world_size=told.size, timeout=TIMEOUT, device_id=device
     )

@@ -410,12 +410,20 @@ def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, nam
     assert not [line for line in said if "ended early" in line]
 
 
-# Ranks that save when they are told to, below what started them.
-SAVES = """#!/bin/bash
-RANK=0 bash -c 'trap "echo saved >> $RECORD; exit 0" USR1 TERM
-    echo up >> $RECORD
-    for _ in {1..400}; do sleep 0.05; done' &
-trap 'echo the starter was told >> "$RECORD"' TERM USR1
+# Ranks that save when they are told to, below what started them, and that begin to listen to SIGUSR1 late.
+SAVES = f"""#!/bin/bash
+RANK=0 {sys.executable} -c '
+import os, signal, sys, time
+def save(*_):
+    print("saved", file=record, flush=True)
+    sys.exit()
+record = open(os.environ["RECORD"], "a")
+signal.signal(signal.SIGTERM, save)
+print("up", file=record, flush=True)
+time.sleep(1)
+signal.signal(signal.SIGUSR1, save)
+time.sleep(20)' &
+trap 'echo the starter was told >> "$RECORD"' TERM
 wait
 """
 
@@ -479,6 +487,8 @@ def test_help_is_shown_once(machine: Machine) -> None:
 def test_contradictions_with_slurm_and_arguments(machine: Machine) -> None:
     result = machine.run("--train.steps=4", STEPS="3")
     assert (result.returncode, "STEPS and --train.steps are both given" in result.stderr) == (2, True)
+    result = machine.run(CAD="0", PING_PONG="1")
+    assert (result.returncode, "PING_PONG is 1, but CAD is 0" in result.stderr) == (2, True)
     machine.slurm(2, 8)
     result = machine.run(NNODES="4")
     assert (result.returncode, "NNODES is 4, but the Slurm job has 2 nodes." in result.stderr) == (2, True)

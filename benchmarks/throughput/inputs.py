@@ -25,7 +25,7 @@ def steps_ahead(
     documents = _documents(batches, first, bins=mode.method != "distca")
     if mode.method == "distca":
         return trainer.cad.plan_ahead(documents)
-    return iter(StepsAhead(documents, _Baseline(mode, trainer, batches, groups, work).make, trainer.world.device))
+    return iter(StepsAhead(map(_Baseline(mode, trainer, batches, groups, work).make, documents), trainer.world.device))
 
 
 def _documents(batches: Batches, first: int, bins: bool) -> Iterator[StepDocuments]:

@@ -110,7 +110,8 @@ class Health:
         self._doing = what
 
     def stops_when_asked(self) -> None:
-        """From here on SIGTERM and SIGUSR1 only set ``asked_by``, unless another rank is the reason for them."""
+        """From here on SIGTERM only sets ``asked_by``, unless another rank is the reason for it. SIGUSR1 always does no
+        more: it is sent some time before a run has to end."""
         self._stops_when_asked = True
 
     def watch_waits(self, group: dist.ProcessGroup, missing: Callable[[Wait], list[int]]) -> Waits:
@@ -144,7 +145,7 @@ class Health:
         self.stop()
         dist.barrier()  # nobody ends while another one still watches
         if threading.current_thread() is threading.main_thread():
-            _forget_signals()
+            _forget_signals(signal.SIG_IGN)  # a scheduler may repeat them, when nothing is left to save
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -199,10 +200,9 @@ class Health:
             self._end(self._loss_of(lost))
         elif board.silence() > _LOST_S:
             self._end(self._loss_of_store(board.silence()))
-        elif told is not None and self._stops_when_asked:
-            self.asked_by = (
-                self.asked_by or told.name
-            )  # a scheduler may tell a rank twice: by itself and by its launcher
+        elif told is not None and (self._stops_when_asked or told == signal.SIGUSR1):
+            # A scheduler may tell a rank twice: by itself and by its launcher.
+            self.asked_by = self.asked_by or told.name
         elif told is not None:
             self._leave(128 + told)
 
@@ -315,7 +315,9 @@ class Health:
         with self._leaving:
             found = failure if self._board is None else self._board.post(failure)
             if found.rank == self._rank or not found.is_mistake or found.kind != kind:
-                self._say(found)
+                with suppress(OSError, ValueError):  # standard error may be closed, which must keep nobody alive
+                    self._say(found)
+                _flush()
             if self._board is not None:
                 self._board.heard(len(self._processes) - len(self._dead()), _HEARD_S)
             self._give_up(found.code)
@@ -328,7 +330,6 @@ class Health:
             logger.error("Rank %d ended the run in %s: %s", failure.rank, self._doing, failure.sentence)
         else:
             logger.critical("%s\n%s", failure.sentence, failure.details)
-        _flush()
 
     def _leave(self, code: int) -> None:
         with self._leaving:
@@ -348,16 +349,15 @@ def _list(numbers: Any) -> str:
 
 
 def _flush() -> None:
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    console().show_cursor(True)  # a progress bar hides it
-    for stream in (sys.stdout, sys.stderr):
+    # A progress bar hides the cursor.
+    flushes = [handler.flush for handler in logging.getLogger().handlers] + [lambda: console().show_cursor(True)]
+    for flush in (*flushes, sys.stdout.flush, sys.stderr.flush):
         with suppress(OSError, ValueError):
-            stream.flush()
+            flush()
 
 
-def _forget_signals() -> None:
+def _forget_signals(then: signal.Handlers = signal.SIG_DFL) -> None:
     """In a forked child: it shares the pipe, but what it is told does not concern this rank."""
     signal.set_wakeup_fd(-1)
     for number in _ENDING:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, then)

@@ -1,4 +1,4 @@
-"""torchrun for the ranks of one node, with stores that nobody outside it can connect to.
+"""torchrun with stores that listen on loopback, for one node, or on the interface of MASTER_ADDR.
 
 ``python -m distca.cluster.torchrun --standalone --nproc-per-node=4 program.py`` takes torchrun's arguments.
 """
@@ -8,17 +8,27 @@ from __future__ import annotations
 import sys
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 from torch.distributed.run import main
 
-from distca.cluster.store import LOOPBACK, LoopbackStore
+from distca.cluster.store import LOOPBACK, InterfaceStore, LoopbackStore
+from distca.errors import LaunchError
+from distca.log import die
 
 
 def run(arguments: list[str]) -> None:
-    """Start the ranks, with torchrun's arguments."""
-    setattr(dist, "TCPStore", LoopbackStore)  # noqa: B010
-    setattr(c10d_rendezvous_backend, "TCPStore", LoopbackStore)  # noqa: B010
-    main([f"--local-addr={LOOPBACK}", *arguments])
+    """Start the ranks, with torchrun's arguments. A signal ends them and this process, with a shell's exit code of
+    it: who sent it knows why, and torchrun's own trace would hide what ranks said."""
+    one_node = "--standalone" in arguments
+    for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
+        setattr(module, "TCPStore", LoopbackStore if one_node else InterfaceStore)  # noqa: B010
+    try:
+        main([f"--local-addr={LOOPBACK}", *arguments] if one_node else arguments)
+    except SignalException as ended:
+        raise SystemExit(128 + ended.sigval) from None
+    except LaunchError as error:
+        die(error, everywhere=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from distca.attention import KernelName, choose_kernel
 from distca.commands.options import check_least, check_writable
-from distca.errors import PlanError
+from distca.errors import OptionError, PlanError
 from distca.log import console
 from distca.plan import AttentionShape
 from distca.plan.cost.table_file import table_name, write_table
@@ -55,6 +55,8 @@ def profile(
         ranks: ranks of this machine whose links are measured; by default one for every GPU, 1 without GPUs.
     """
     check_least(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, ffn=ffn, ranks=ranks)
+    if head_dim % 8:
+        raise OptionError(f"--head_dim is {head_dim}; kernels and rotary positions take multiples of 8.")
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
     dtype = torch.bfloat16 if gpus else torch.float32

@@ -112,7 +112,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({system_words(error)}); a model's folder has one.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is no JSON ({error}).") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}, not the fields of a model.")

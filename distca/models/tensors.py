@@ -98,7 +98,7 @@ class TensorFiles:
             try:
                 found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 names = {str(tensor): str(file) for tensor, file in found.items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ModelError(
                     f"{index} cannot be read; it must say in weight_map which file has a tensor."
                 ) from None

@@ -33,6 +33,8 @@ BETWEEN_NODES = (
 
 # NVSHMEM starts once per process, and exchanges are numbered from its start: one transport per process.
 _started: dict[tuple[int, ...], OneSidedTransport] = {}
+_failed: list[str] = []
+"""Why it did not start; it is not tried again."""
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
@@ -60,11 +62,15 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
     if name in ("auto", "nvshmem"):
         reason = why_not_nvshmem_together(group, between_nodes=name == "nvshmem")
         if reason is None:
-            transport = _nvshmem_transport(group, buffer_gb, fallback)
-            logger.info(
-                "Transport: nvshmem over %d ranks, %.3g GiB of symmetric memory each", transport.ranks, buffer_gb
-            )
-            return transport
+            started = _start_nvshmem(group, buffer_gb, fallback)
+            if not isinstance(started, str):
+                logger.info(
+                    "Transport: nvshmem over %d ranks, %.3g GiB of symmetric memory each", started.ranks, buffer_gb
+                )
+                return started
+            reason = started
+            if name == "auto":
+                logger.warning("NVSHMEM is here but does not start, so rows go by %s: %s", collective.name, reason)
         if name == "nvshmem":
             raise TransportError(
                 f"`transport` nvshmem cannot be used here: {reason}. Set `transport` to auto to take another."
@@ -110,6 +116,8 @@ def why_not_nvshmem_together(group: dist.ProcessGroup, between_nodes: bool) -> s
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return "there is one rank, which sends no rows"
+    if _failed:
+        return _failed[0]
     if _started and tuple(ranks) not in _started:
         return f"NVSHMEM runs over ranks {next(iter(_started))} in this process and starts only once"
     own = why_not_nvshmem()
@@ -156,9 +164,24 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
     return everyone
 
 
-def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> Transport:
+def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> OneSidedTransport | str:
+    """NVSHMEM's transport, or why it does not start, the same on every rank."""
+    transport, own = None, None
+    try:
+        transport = _nvshmem_transport(group, buffer_gb, fallback)
+    except Exception as error:  # of its libraries, which raise anything
+        own = str(error).splitlines()[0] if str(error) else type(error).__name__
+    ranks = dist.get_process_group_ranks(group)
+    for rank, reason in zip(ranks, _gather(own, group), strict=True):
+        if reason is not None:
+            _failed.append(f"on rank {rank}, it does not start: {reason}")
+            return _failed[-1]
+    assert transport is not None
+    _started[tuple(ranks)] = transport
+    return transport
+
+
+def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:
     from distca.transport.nvshmem.symmetric_memory import NvshmemFabric
 
-    transport = OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem", fallback)
-    _started[tuple(dist.get_process_group_ranks(group))] = transport
-    return transport
+    return OneSidedTransport(NvshmemFabric(group, int(buffer_gb * 2**30)), "nvshmem", fallback)

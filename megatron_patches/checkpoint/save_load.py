@@ -6,6 +6,7 @@ parallel, pipeline and data-parallel ranks that can hold the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,28 +23,39 @@ from torch.distributed.checkpoint.api import CheckpointException
 from distca.errors import VersionError
 from megatron_patches.checkpoint.adam_state import inner_adams, set_step
 from megatron_patches.checkpoint.optimizer_state import keep_parts
-from megatron_patches.checkpoint.unpickling import check_metadata, only_data
+from megatron_patches.checkpoint.staging import HostStaging
+from megatron_patches.checkpoint.unpickling import check_small_files, only_data
 from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
 from megatron_patches.versions import installed_version
 
 
 def save_checkpoint(
-    path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule, extra: dict[str, Any]
-) -> None:
-    """Write a checkpoint; every rank calls it and it returns when all of it is written.
+    path: Path,
+    model: DistributedDataParallel,
+    optimizer: OptimizerAndSchedule,
+    extra: dict[str, Any],
+    staging: HostStaging | None = None,
+) -> Callable[[], None]:
+    """Write a checkpoint; every rank calls it.
 
     Args:
         path: an existing empty folder.
         model: the wrapped model.
         optimizer: its optimizer and schedule.
         extra: anything else that every rank has alike; its "step" is the number of optimizer steps done.
+        staging: copies the tensors first; None, or where it has no room, all of it is written when this returns.
+
+    Returns:
+        What writes the copies. Every rank calls it once, before it saves again; training may go on meanwhile.
     """
     state = _sharded_state(model, optimizer, is_loading=False)
     state["extra"] = extra
+    writer = TorchWriter(staging)
     # Data-parallel ranks have much alike: each writes a part of it.
-    writer = FullyParallelSaveStrategyWrapper(TorchWriter(), parallel_state.get_data_parallel_group())
-    dist_checkpointing.save(state, str(path), writer, content_metadata=_metadata())
+    parallel = FullyParallelSaveStrategyWrapper(writer, parallel_state.get_data_parallel_group())
+    dist_checkpointing.save(state, str(path), parallel, content_metadata=_metadata())
+    return writer.write
 
 
 def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: OptimizerAndSchedule) -> dict[str, Any]:
@@ -72,7 +84,7 @@ class UnreadableError(Exception):
 
 def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
-        check_metadata(path)  # of a bad one torch logs two traces
+        check_small_files(path)  # of a bad one torch logs two traces
         with only_data():
             state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
             return state

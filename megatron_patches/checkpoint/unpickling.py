@@ -7,6 +7,7 @@ either runs any function that the file names.
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -52,19 +54,24 @@ class MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint and was not run")
 
 
-def check_metadata(checkpoint: Path) -> None:
-    """Read a checkpoint's description of its tensors; garbage in it can raise nearly any exception.
+def check_small_files(checkpoint: Path) -> None:
+    """Read what describes a checkpoint and what all ranks have alike; garbage in it can raise nearly any exception.
 
     Raises:
         pickle.UnpicklingError: it cannot be read, or is more than data.
     """
-    try:
-        with (checkpoint / ".metadata").open("rb") as file:
-            _load(file)
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:
-        raise pickle.UnpicklingError(f".metadata cannot be read ({error or type(error).__name__})") from None
+    for name, read in ((".metadata", _load), ("common.pt", _load_tensors), ("metadata.json", _load_format)):
+        if name != ".metadata" and not (checkpoint / name).exists():
+            continue  # newer versions of megatron write less
+        try:
+            with (checkpoint / name).open("rb") as file:
+                read(file)
+        except pickle.UnpicklingError as error:
+            said = str(error).splitlines()[0]
+            raise pickle.UnpicklingError(said if name == ".metadata" else f"{name}: {said}") from None
+        except Exception as error:
+            words = str(error).splitlines() or [type(error).__name__]
+            raise pickle.UnpicklingError(f"{name} cannot be read ({words[0]})") from None
 
 
 @contextmanager
@@ -81,6 +88,17 @@ def only_data() -> Iterator[None]:
 
 def _load(file: BinaryIO) -> Any:
     return MetadataUnpickler(file).load()
+
+
+def _load_format(file: BinaryIO) -> CheckpointingConfig:
+    found = CheckpointingConfig(**json.load(file))
+    if not all(isinstance(value, str | int) for value in vars(found).values()):
+        raise ValueError("it names no format")
+    return found
+
+
+def _load_tensors(file: BinaryIO) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _load_bytes(planner: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:

@@ -2,8 +2,8 @@
 
 megatron's writer starts a process that imports the training script again, copies all tensors into pinned
 memory at once, and writes them in forked processes. A process that uses a GPU should not be forked, and where such a
-child dies the training waits for it for ever. Here nothing is forked: this process copies one tensor after the other
-and writes it.
+child dies the training waits for it for ever. Here nothing is forked: this process writes one tensor after the other,
+or copies all into host memory first and writes them in a thread.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -18,27 +20,58 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed import checkpoint
 
+from megatron_patches.checkpoint.staging import HostStaging
+
 
 class TorchWriter:
     """megatron's ``torch_dist`` format, version 1.
 
     To be wrapped in a ``FullyParallelSaveStrategyWrapper``: in place of a strategy of any other class newer versions of
     megatron silently take their own.
+
+    Args:
+        staging: copies the tensors, so that they are written later; None writes them when they are saved.
     """
 
     backend, version = "torch_dist", 1
     can_handle_sharded_objects = True
     """Earlier versions of megatron ask for it; objects are written beside the tensors."""
 
+    def __init__(self, staging: HostStaging | None = None) -> None:
+        self._staging = staging
+        self._later: tuple[dict[str, Any], str | Path] | None = None
+
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write this rank's tensors and objects; every rank calls it, and all are written when it returns.
+        """Copy this rank's tensors and objects, or write them; every rank calls it.
 
         Raises:
             CheckpointException: on every rank, if one could not write.
         """
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        staging = self._staging
+        if staging is not None:
+            tensors = [each for shards in by_key.values() for each in shards if isinstance(each, ShardedTensor)]
+            if not staging.copy(tensors):
+                staging = None
+        self._later = (mcore_to_pyt_state_dict(by_key, is_loading=False), checkpoint_dir)
+        if staging is None:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was copied and is not written yet; every rank calls it, also in a thread of its own.
+
+        Raises:
+            CheckpointException: as :meth:`save`.
+        """
+        if self._later is None:
+            return
+        (state, folder), self._later = self._later, None
+        if self._staging is not None:
+            self._staging.wait()
+        with torch.no_grad():
+            checkpoint.save(
+                state,
+                storage_writer=checkpoint.FileSystemWriter(folder),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=None if self._staging is None else self._staging.group,
+            )

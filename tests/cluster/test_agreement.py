@@ -1,12 +1,16 @@
 """Ranks that do not plan alike must end with a sentence, not wait for each other."""
 
+from collections.abc import Iterator
+
 import torch.distributed as dist
 
+from distca.cluster import agreement as module
 from distca.cluster.agreement import Agreement
-from distca.errors import PlanError
 from distca.plan import analytic_cost, plan_micro_batch
 from distca.plan.plan import fingerprint
 from distca.testing.ranks import run_ranks
+
+agreement: Agreement
 
 
 def _plans(lengths: list[int], tolerance: float = 0.02) -> int:
@@ -20,19 +24,35 @@ def test_the_fingerprint_tells_plans_apart() -> None:
     assert len({same, *others}) == 4
 
 
-def _check(fingerprints: list[int]) -> str:
-    steps = Agreement()
-    steps.next_step = 6
-    steps.check(1)
+def _steps(planned: list[int | str]) -> str:
+    """What a rank says; it plans its steps one after the other, of which a word stands for what it cannot plan."""
+
+    def plan() -> Iterator[int]:
+        for step in planned:
+            if isinstance(step, str):
+                raise ValueError(step)
+            yield step
+
+    agreement.next_step = 6
     try:
-        steps.check(fingerprints[dist.get_rank()])
-    except PlanError as error:
+        list(agreement.on(plan(), lambda step: step))
+    except ValueError as error:
         return str(error)
     return ""
 
 
+def _all_cases() -> list[str]:
+    global agreement
+    agreement = Agreement()
+    module._FIRST_WORD_S = 0.0
+    third = dist.get_rank() == 2
+    return [_steps([1, 5]), _steps([1, 4 if third else 5]), _steps([1, "no"] if third else [1, 5]), _steps([1][third:])]
+
+
 def test_every_rank_is_told_who_differs() -> None:
-    assert run_ranks(3, _check, [5, 5, 5]) == [""] * 3
-    said = run_ranks(3, _check, [5, 5, 4])
-    assert len(set(said)) == 1
-    assert "1 of 3 ranks (2) planned step 7 differently from rank 0" in said[0]
+    same, differs, fails, ends = zip(*run_ranks(3, _all_cases), strict=True)
+    assert same == ("",) * 3
+    assert len(set(differs)) == 1
+    assert "1 of 3 ranks (2) planned step 7 differently from rank 0" in differs[0]
+    assert fails == ("Rank 2 could not plan step 7: ValueError: no",) * 2 + ("no",)
+    assert ends == ("1 of 3 ranks (2) ended before step 6, which the others planned.",) * 3

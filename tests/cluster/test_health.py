@@ -173,6 +173,25 @@ def test_a_store_that_answers_no_more_ends_who_asks_it() -> None:
     assert "has not answered rank 0 for" in said and "the node or its network is gone" in said and code == 1
 
 
+def _told_early_and_late() -> tuple[str, list[int]]:
+    """SIGUSR1 while a rank starts, and both signals once it has left the others, when nothing is left to save."""
+    codes: list[int] = []
+    watching = Health(give_up=codes.append)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    end = time.monotonic() + 60
+    while not watching.asked_by and time.monotonic() < end:
+        time.sleep(0.05)
+    watching.part()
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    time.sleep(0.2)
+    return watching.asked_by, codes
+
+
+def test_signals_end_no_rank_that_starts_or_has_saved() -> None:
+    assert run_ranks(1, _told_early_and_late) == [("SIGUSR1", [])]
+
+
 def _refuse_alike() -> tuple[str, int]:
     """What a rank says and ends with where both find the same mistake, the second one later."""
     codes: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -116,17 +115,15 @@ def test_the_next_step_is_made_from_when_one_is_queued_and_the_steps_end() -> No
     made: list[tuple[int, str]] = []
     started = threading.Event()
 
-    def sources() -> Iterator[int]:
-        yield from range(3)
-
-    def make(number: int):  # type: ignore[no-untyped-def]
-        made.append((number, threading.current_thread().name))
-        if number == 1:
-            started.set()
-        return make_step(StepDocuments([[[1, 2, 3]]], note=number), _options(1), 0, 0, "cpu")
+    def steps():  # type: ignore[no-untyped-def]
+        for number in range(3):
+            made.append((number, threading.current_thread().name))
+            if number == 1:
+                started.set()
+            yield make_step(StepDocuments([[[1, 2, 3]]], note=number), _options(1), 0, 0, "cpu")
 
     notes = []
-    for step in StepsAhead(sources(), make, torch.device("cpu")):
+    for step in StepsAhead(steps(), torch.device("cpu")):
         notes.append(step.documents.note)
         if step.documents.note == 0:
             assert not started.wait(0.2), "nothing is made before the step is queued"

@@ -46,7 +46,11 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
-    [("ranks", "0", "--ranks is 0; it must be at least 1"), ("kernel", "foo", "--kernel must be one of auto, flash4")],
+    [
+        ("head_dim", "7", "--head_dim is 7; kernels and rotary positions take multiples of 8"),
+        ("ranks", "0", "--ranks is 0; it must be at least 1"),
+        ("kernel", "foo", "--kernel must be one of auto, flash4"),
+    ],
 )
 def test_options_that_measure_nothing_are_one_sentence(capfd, option, value, said):
     with pytest.raises(SystemExit) as ended:

@@ -58,6 +58,7 @@ def _exit(_: Any) -> NoReturn:
 
 
 def _is_told_to_end(_: Any) -> None:
+    """While the checkpoint of the step before is still being written, if there is one."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(3)  # steps of this size are over before anybody looked at signals
 
@@ -74,9 +75,14 @@ def main() -> None:
     """Train with the fault built in."""
     from distca.train.run import loop
     from distca.train.run.main import main as train
+    from megatron_patches.checkpoint.writer import TorchWriter
 
     fault, rank, step = FAULTS[sys.argv[1]], *sys.argv[2:4]
-    run_step = loop._Loop._step
+    run_step, write = loop._Loop._step, TorchWriter.write
+
+    def write_slowly(self: TorchWriter) -> None:
+        time.sleep(1)
+        write(self)
 
     def meet(self: Any, number: int, ahead: Any) -> dict[str, Any]:
         if number == int(step) and os.environ["RANK"] == rank:
@@ -84,6 +90,8 @@ def main() -> None:
             fault(self)
         return run_step(self, number, ahead)
 
+    if fault is _is_told_to_end:
+        TorchWriter.write = write_slowly  # type: ignore[method-assign]
     loop._Loop._step = meet  # type: ignore[method-assign]
     train(sys.argv[4:])
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from distca.commands import doctor_transport
 from distca.commands.doctor_transport import transport_rows
+from distca.errors import TransportError
 from distca.testing.ranks import run_ranks
 from distca.transport import cuda_ops, select
 
@@ -65,3 +66,31 @@ def test_a_gpu_whose_streams_cannot_signal_is_refused(monkeypatch, can_signal):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     said = "streams of this GPU, under this driver, cannot write and wait for 64-bit words in memory"
     assert (cuda_ops.why_no_signals() == said) == (select.why_not_nvshmem() == said) == (can_signal == 0)
+
+
+def _does_not_start(name):
+    """As if the GPUs were fine and NVSHMEM failed on the second rank only, twice."""
+    select.why_not_nvshmem_together = lambda group, between_nodes: select._failed[0] if select._failed else None
+
+    def start(*_):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no such device\nand a trace")
+        return object()
+
+    select._nvshmem_transport = start
+    said = []
+    for _ in range(2):
+        try:
+            said.append(select.choose_transport(name, dist.group.WORLD).name)
+        except TransportError as error:
+            said.append(str(error))
+    return said
+
+
+def test_another_transport_is_taken_where_nvshmem_does_not_start():
+    assert run_ranks(2, _does_not_start, "auto") == [["gloo", "gloo"]] * 2
+    refused = (
+        "`transport` nvshmem cannot be used here: on rank 1, it does not start: no such device. Set `transport` to "
+        "auto to take another."
+    )
+    assert run_ranks(2, _does_not_start, "nvshmem") == [[refused, refused]] * 2

@@ -142,7 +142,7 @@ def _vocabulary(prefix: str, given: int | None) -> int:
     if sidecar(prefix).is_file():
         try:
             recorded = int(json.loads(sidecar(prefix).read_text(encoding="utf-8"))["vocabulary"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise DataError(
                 f'{sidecar(prefix)} is not a JSON object with a "vocabulary" number; convert again.'
             ) from None

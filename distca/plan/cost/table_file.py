@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"The cost table {path} cannot be read ({error.strerror}).") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"The cost table {path} is not JSON ({error}); `distca profile` writes one.") from None
     if not isinstance(content, dict):
         raise PlanError(f"The cost table {path} is no JSON object; `distca profile` writes one.")

@@ -108,7 +108,7 @@ def _vocabulary(path: Path, config: RunConfig) -> int:
         return config.model.vocabulary
     try:
         return int(json.loads((path / _FITS).read_text(encoding="utf-8"))["model.vocabulary"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(f"{path / _FITS} does not say the model's vocabulary; it is damaged.") from None
 
 

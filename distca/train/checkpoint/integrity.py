@@ -51,6 +51,13 @@ def sync(folder: Path) -> None:
             os.close(opened)
 
 
+def sync_files(checkpoint: Path, names: Iterable[str]) -> None:
+    """Let files be on the disk once this returns."""
+    for name in names:
+        with (checkpoint / name).open("rb") as file:
+            os.fsync(file.fileno())
+
+
 def check_undamaged(checkpoint: Path) -> None:
     """Compare the files of a complete checkpoint with the sizes that they were saved with.
 
@@ -95,7 +102,7 @@ def _saved_facts(checkpoint: Path) -> dict[str, FileFacts]:
     try:
         saved = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
         facts = {str(name): {"bytes": each} if isinstance(each, int) else dict(each) for name, each in saved.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         raise unreadable from None
     if not facts or not all(isinstance(each.get("bytes"), int) for each in facts.values()):
         raise unreadable

@@ -215,6 +215,8 @@ def _check_file(name: str, known: list[str]) -> None:
         content = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is YAML nested too deep to be read.") from None
     if content is None:
         raise ConfigError(f"{name} holds no settings; write some, or leave out --config.")
     if not isinstance(content, dict):

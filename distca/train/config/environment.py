@@ -108,6 +108,10 @@ def _cell(sets: tuple[str, ...] | None) -> str:
 def _refuse_unknown(name: str, value: str, launcher: Launcher) -> None:
     """Refuse a variable that somebody seems to have meant for a launcher; all others are none of ours."""
     variable = _meant(name)
+    if variable is None and launcher is Launcher.TRAINING and name in _NO_VARIABLES:
+        raise LaunchError(
+            f"There is no variable {name}.", f"{_NO_VARIABLES[name].replace('{value}', value)}, or unset {name}."
+        )
     if variable is None:
         if _bare(name) == "DP":
             raise LaunchError(
@@ -135,6 +139,13 @@ def _refuse_unknown(name: str, value: str, launcher: Launcher) -> None:
     )
 
 
+# What others' scripts take and would be passed over here, and what to do instead.
+_NO_VARIABLES = {
+    "LR": "append --optimizer.lr {value}",
+    "LEARNING_RATE": "append --optimizer.lr {value}",
+    "SAVE_EVERY": "append --checkpoint.save_every {value}",
+    "SAVE_INTERVAL": "append --checkpoint.save_every {value}",
+}
 # Words around a name that change nothing: NUM_STEPS, TP_DEGREE, CONTEXT_LEN.
 _BEFORE = ("NUM", "MAX", "TRAIN", "ENABLE", "USE")
 _AFTER = ("SIZE", "DEGREE", "LEN", "LENGTH")

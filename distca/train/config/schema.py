@@ -258,6 +258,8 @@ class CheckpointConfig:
         save_every: steps between checkpoints; 0 saves none by their number.
         save_every_minutes: minutes after a checkpoint until the next one, by rank 0's clock; 0 saves none by the clock.
         save_at_end: also save after the last step.
+        background: write while training goes on, from copies in host memory; where too little of it is free, and after
+            the last step, training waits.
         resume: folder of a run to go on with; latest for the run of this name that saved last; job for what this Slurm
             job saved, and a new run if that is nothing; auto for the same, but the run of this name that saved last
             before a new one. With job and auto a run that has done all its steps ends well at once.
@@ -271,6 +273,7 @@ class CheckpointConfig:
     save_every: int = 0
     save_every_minutes: float = 30.0
     save_at_end: bool = True
+    background: bool = True
     resume: str | None = None
     init_from: str | None = None
     export: str | None = None

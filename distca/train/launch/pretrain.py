@@ -29,6 +29,11 @@ def launch(arguments: list[str]) -> int:
     machines = find_machines(Launcher.TRAINING, values, os.environ)
     machines.check_divisible({name: int(values.get(name, 1)) for name in ("TP_SIZE", "PP_SIZE")})
     environment.refuse_twice(Launcher.TRAINING, values, arguments)
+    if values.get("CAD") == "0" and "PING_PONG" in values:
+        raise LaunchError(
+            f"PING_PONG is {values['PING_PONG']}, but CAD is 0, and attention that stays at home has no transfers.",
+            "unset one of them.",
+        )
     options = [*_configuration(values, machines.gpus, arguments), *environment.settings(Launcher.TRAINING, values)]
     profiler = _profiler(values, machines)
     dry, script = values.get("DRY_RUN") == "1", str(ROOT / "pretrain_llama.py")

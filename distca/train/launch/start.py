@@ -16,6 +16,8 @@ from typing import IO
 
 from distca.train.launch.machines import Machines
 
+_TELL_AGAIN_S = 5.0
+"""Ranks that are still starting hear of SIGUSR1 later."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -45,9 +47,8 @@ def command(
         variables += [f"MASTER_ADDR={machines.first}", f"MASTER_PORT={machines.port}"]
         variables += [f"WORLD_SIZE={machines.world_size}", f"LOCAL_WORLD_SIZE={machines.ranks_per_node}"]
         return ["env", *variables, *_srun(machines, environment), *profiler, python, *program]
-    # torchrun, of the Python that was checked and not of another one on the PATH; for one node with stores of its own.
-    module = "torch.distributed.run" if machines.nodes > 1 else "distca.cluster.torchrun"
-    torchrun = [python, "-m", module, f"--nproc-per-node={machines.ranks_per_node}"]
+    # Of the Python that was checked, and not of another one on the PATH.
+    torchrun = [python, "-m", "distca.cluster.torchrun", f"--nproc-per-node={machines.ranks_per_node}"]
     if machines.nodes > 1:
         torchrun += [f"--nnodes={machines.nodes}", f"--node-rank={machines.node}"]
         torchrun += [f"--master-addr={machines.first}", f"--master-port={machines.port}"]
@@ -63,8 +64,9 @@ def _srun(machines: Machines, environment: Mapping[str, str]) -> list[str]:
     cores = re.match("[0-9]+", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if cores and int(cores[0]) >= machines.ranks_per_node:
         words.append(f"--cpus-per-task={int(cores[0]) // machines.ranks_per_node}")
-    # The variables expand in each task.
-    return [*words, "bash", "-c", 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"', "rank"]
+    # The variables expand in each task. SIGUSR1 ends no rank that is still starting.
+    shell = 'trap "" USR1; export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"'
+    return [*words, "bash", "-c", shell, "rank"]
 
 
 @dataclass
@@ -102,7 +104,7 @@ class Ranks:
             if self.stopped_by:  # it came before there was a process to stop
                 self._process.terminate()
             copied = self.log is None or _copy(self._process.stdout, self.log)
-            code = self._process.wait()
+            code = self._wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -113,6 +115,15 @@ class Ranks:
             self.status = 128 + self.stopped_by
         self.status = self.status or int(not copied)
         return self
+
+    def _wait(self) -> int:
+        assert self._process is not None
+        while True:
+            try:
+                return self._process.wait(_TELL_AGAIN_S)
+            except subprocess.TimeoutExpired:
+                if self.asked_to_save:
+                    _tell_ranks(self._process.pid, signal.SIGUSR1)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         again, asks = self.stopped_by is not None, number in (signal.SIGTERM, signal.SIGUSR1)
@@ -154,8 +165,8 @@ def _ranks_below(process: int) -> Iterator[int]:
 
 
 def _ignore_terminal() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1):  # ranks listen to the last as soon as they can
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _copy(source: IO[bytes] | None, log: Path) -> bool:

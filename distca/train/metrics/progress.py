@@ -56,7 +56,7 @@ class StepProgress:
             )
             self._task = self._bar.add_task("train", total=steps, completed=done, figures="")
 
-    def update(self, step: int, values: Mapping[str, float | int | str | None]) -> None:
+    def update(self, step: int, values: Mapping[str, object]) -> None:
         """Show step ``step`` (counted from 1) with its metrics, keyed as in ``distca.train.metrics.writer``."""
         for kept, key in ((self._losses, "loss"), (self._seconds, "step_s")):
             if isinstance(value := values.get(key), int | float):
@@ -103,6 +103,7 @@ class RunSummary:
         bytes_moved: bytes per step that all ranks sent for attention, mean.
         plan_ms: milliseconds of planning per step, mean.
         peak_memory_gb: largest device memory of any rank, GiB.
+        slowest: the GPU that was slowest over the last steps.
     """
 
     steps: int
@@ -119,6 +120,7 @@ class RunSummary:
     bytes_moved: float | None = None
     plan_ms: float | None = None
     peak_memory_gb: float | None = None
+    slowest: str | None = None
 
 
 def print_summary(
@@ -178,6 +180,8 @@ def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     ):
         if value is not None:
             rows.append((name, text.format(value)))
+    if summary.slowest is not None:
+        rows.append(("slowest GPU", summary.slowest))
     if summary.bytes_moved is not None:
         rows.append(("moved for attention per step", format_bytes(summary.bytes_moved)))
     return rows
@@ -200,7 +204,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _figures(values: Mapping[str, float | int | str | None]) -> str:
+def _figures(values: Mapping[str, object]) -> str:
     """The figures of one step on one line; what a step does not have is left out."""
     parts = []
     loss = values.get("loss")
@@ -223,5 +227,5 @@ def _figures(values: Mapping[str, float | int | str | None]) -> str:
             parts.append(f"{name} {text.format(value)}")
     before, after = values.get("imbalance_before"), values.get("imbalance_after")
     if before is not None and after is not None:
-        parts.append(f"imbalance {float(before):.2f} → {float(after):.2f}")
+        parts.append(f"imbalance {before:.2f} → {after:.2f}")
     return "  ".join(parts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,13 +18,16 @@ from distca.plan.step import StepBalance
 from distca.train.metrics.flops import mfu, model_flops, peak_flops
 from distca.train.metrics.phase_table import PhaseTable, measured_phases
 from distca.train.metrics.progress import RunSummary
+from distca.train.metrics.slow_ranks import STEPS, SlowRanks
 from distca.train.run.builder import Trainer
 from distca.train.run.memory import GIB, predict_memory
 
 if TYPE_CHECKING:
     from megatron_patches.step import Step
 
-Values = dict[str, float | int | str | None]
+logger = logging.getLogger(__name__)
+
+Values = dict[str, float | int | str | list[float] | None]
 
 
 class StepRecorder:
@@ -48,6 +53,9 @@ class StepRecorder:
         self.phases = PhaseTable()
         self._means = RunningMeans()
         self._layers = trainer.layers
+        self._slow = SlowRanks()
+        self._places: list[str] = [""] * trainer.world.size
+        dist.all_gather_object(self._places, f"{socket.gethostname()}, {trainer.world.device}")
         on_gpu = trainer.world.device.type == "cuda"
         name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
         self._peak = peak_flops(name, trainer.config.train.precision)
@@ -58,7 +66,9 @@ class StepRecorder:
         """The metrics of a step, keyed as in distca.train.metrics.writer. Every rank calls it."""
         config, world = self._trainer.config, self._trainer.world
         balance = step.balance
-        measured, by_phase, memory = self._gather(len(step.batches))
+        by_rank = self._gather(len(step.batches))
+        measured, by_phase, memory = self._by_server(by_rank)
+        self._watch_speed(by_rank, balance)
         others = balance.other_seconds
         self.before = self.before + slowest_first(balance.seconds_before + others)
         self.after = self.after + slowest_first(balance.seconds_after + others)
@@ -83,6 +93,7 @@ class StepRecorder:
             "bytes_moved": copies * balance.bytes_moved,
             "plan_ms": step.planning_ms,
             "plan_wait_ms": step.waited_ms,
+            "attention_s": [round(float(seconds), 6) for seconds in by_rank[:, 1]],
         }
         if world.device.type != "cuda":
             if config.log.memory:
@@ -114,19 +125,50 @@ class StepRecorder:
             bytes_moved=means.mean("bytes_moved"),
             plan_ms=means.mean("plan_ms"),
             peak_memory_gb=means.largest("peak_memory_gb"),
+            slowest=self._slowest(),
         )
 
-    def _gather(self, micro_batches: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Measured attention seconds of this step by server: [ranks] and, with stages, [2 · phases, ranks]; and the
-        largest memory of any rank of each stage, [stages] GiB."""
+    def _slowest(self) -> str | None:
+        """The slowest rank, in words; None where speeds are unknown."""
+        slower = self._slow.slower
+        if slower is None or np.isnan(slower).all() or self._trainer.world.device.type != "cuda":
+            return None
+        rank = int(np.nanargmax(slower))
+        return f"rank {rank} ({self._places[rank]}), {slower[rank]:+.1%} time against the others"
+
+    def _gather(self, micro_batches: int) -> np.ndarray:
+        """Of every rank of the world, its rank in the server pool, attention seconds of this step, GiB of memory and,
+        with stages, attention seconds by phase: [world, 3 + 2 · phases] float64."""
         cad = self._trainer.cad
         serves, stages = cad.pool.timeline.take_serves(), cad.options.stages
         phases = measured_phases(serves, cad.stage, cad.options, micro_batches) if stages > 1 else None
         served = sum(sum(seconds) for seconds in serves.values())
-        mine = [served, _memory_gb(self._trainer.world.device), *(() if phases is None else phases)]
-        gathered = by_server(cad.pool_rank, cad.options.pool_ranks, mine)
-        memory = gathered[:, 1].reshape(stages, -1).max(axis=1)
-        return gathered[:, 0], None if phases is None else gathered[:, 2:].T, memory
+        mine = [cad.pool_rank, served, _memory_gb(self._trainer.world.device), *(() if phases is None else phases)]
+        row = torch.tensor(mine, dtype=torch.float64)
+        everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, row)
+        return torch.stack(everyone).numpy()
+
+    def _by_server(self, by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """Measured attention seconds of a step by server: [ranks] and, with stages, [2 · phases, ranks]; and the
+        largest memory of any rank of each stage, [stages] GiB."""
+        options = self._trainer.cad.options
+        gathered = by_server(options.pool_ranks, by_rank)
+        memory = gathered[:, 1].reshape(options.stages, -1).max(axis=1)
+        return gathered[:, 0], gathered[:, 2:].T if gathered.shape[1] > 2 else None, memory
+
+    def _watch_speed(self, by_rank: np.ndarray, balance: StepBalance) -> None:
+        """Name GPUs that are slower than the others; ranks on CPUs share their cores with whatever else runs there."""
+        planned = balance.seconds_after.sum(axis=0)[by_rank[:, 0].astype(int)]
+        named = self._slow.add(by_rank[:, 1], planned)
+        if self._trainer.world.device.type == "cuda" and self._trainer.world.rank == 0:
+            for rank in named:
+                assert self._slow.slower is not None
+                logger.warning(
+                    "Rank %d (%s) took %.0f %% longer than the others for the attention that it was given, over %d "
+                    "steps: all others wait for it. Look at its clocks and temperature, and at what else runs there.",
+                    *(rank, self._places[rank], 100 * self._slow.slower[rank], STEPS),
+                )
 
     def _add_phases(self, balance: StepBalance, measured: np.ndarray) -> None:
         planned = self._trainer.config.cad.enabled
@@ -138,25 +180,19 @@ class StepRecorder:
         )
 
 
-def by_server(pool_rank: int, servers: int, mine: Sequence[float]) -> np.ndarray:
-    """Gather figures from all ranks; every rank calls it.
+def by_server(servers: int, by_rank: np.ndarray) -> np.ndarray:
+    """Figures of ranks as those of servers.
 
     Args:
-        pool_rank: this rank in the server pool.
         servers: of the pool.
-        mine: K figures of this rank.
+        by_rank: [world, 1 + K]: of every rank, its server and K figures.
 
     Returns:
         [servers, K] float64. A server's tensor-parallel ranks compute the same tasks for other heads: the largest
         counts.
     """
-    row = torch.tensor([pool_rank, *mine], dtype=torch.float64)
-    everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, row)
-    gathered = np.zeros((servers, len(mine)))
-    for each in everyone:
-        server = int(each[0])
-        gathered[server] = np.maximum(gathered[server], each[1:].numpy())
+    gathered = np.zeros((servers, by_rank.shape[1] - 1))
+    np.maximum.at(gathered, by_rank[:, 0].astype(int), by_rank[:, 1:])
     return gathered
 
 

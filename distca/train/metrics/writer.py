@@ -20,6 +20,7 @@ Keys that other parts of the project read, where a step has them:
     bytes_moved         bytes that all ranks sent for attention in the step
     plan_ms             milliseconds of planning (in the background, one step ahead)
     plan_wait_ms        milliseconds that the step waited for its plan
+    attention_s         by rank, seconds that it computed attention, without waits
     peak_memory_gb      on GPUs: largest allocated device memory of any rank, GiB; with pipeline stages also of each
                         stage's ranks, as peak_memory_gb_stage_0, peak_memory_gb_stage_1 ...
     predicted_memory_gb the same as predicted from the settings (distca.train.run.memory), also by stage
@@ -77,7 +78,7 @@ class MetricsWriter:
 
             self._board = SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=resume_step)  # type: ignore[no-untyped-call]
 
-    def log(self, step: int, values: Mapping[str, float | int | str | None]) -> None:
+    def log(self, step: int, values: Mapping[str, float | int | str | list[float] | None]) -> None:
         """Write one step. Values that are None are left out; NaN and infinities become the strings that JSON lacks."""
         entry = {"step": step} | {key: _json_value(value) for key, value in values.items() if value is not None}
         self._file.write(json.dumps(entry) + "\n")
@@ -146,14 +147,22 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The file's entries; an unfinished last line is left out."""
+    """The file's entries; what a power failure left of lines is left out."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [entry for line in text[: text.rfind("\n") + 1].splitlines() if (entry := _entry(line)) is not None]
 
 
-def _json_value(value: float | int | str) -> float | int | str:
+def _entry(line: str) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+
+
+def _json_value(value: float | int | str | list[float]) -> float | int | str | list[float]:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value

@@ -19,6 +19,7 @@ from distca.data.corpus import Corpus
 from distca.errors import DivergedError
 from distca.train.checkpoint import checkpoints
 from distca.train.checkpoint.folders import export
+from distca.train.checkpoint.saver import Saver
 from distca.train.config.names import settings_named
 from distca.train.config.schema import RunConfig
 from distca.train.data.corpus import dealt, open_sampler
@@ -68,6 +69,7 @@ class _Loop:
             self._sampler.load_state_dict(self._sampler_state)
         self._recorder = StepRecorder(trainer, self._first + 1)
         self._stopping = Stopping(self._config, trainer.world)
+        self._saver = Saver(trainer, folder)
         self._drawn: list[Path] = []
         self._seen = 0
         self._garbage = SteadyGarbage()
@@ -101,7 +103,7 @@ class _Loop:
                 if health is not None:
                     health.doing(f"step {step}")
                 self._record_timeline(step)
-                self._stopping.ask()
+                self._stopping.ask(self._saver.has_failed)
                 with self._trainer.cad.pool.timeline.stage(f"step {step}", track="steps"):
                     values = self._step(step, ahead)
                 decided = self._stopping.decide()
@@ -110,8 +112,10 @@ class _Loop:
                 if step == steps or (validate_every and step % validate_every == 0):
                     validation = values["validation_loss"] = self.validate()
                 self._show(step, values)
+                if decided.failed:
+                    self._saver.finish()
                 if self._saves(step, decided):
-                    checkpoints.save(self._trainer, self._folder, step, self._sampler_state)
+                    self._saver.save(step, self._sampler_state, wait=bool(decided.stop) or step == steps)
                     self._stopping.saved()
                 if decided.stop and step < steps:
                     logger.warning(
@@ -122,6 +126,8 @@ class _Loop:
             else:
                 if self._config.checkpoint.export:
                     export(self._trainer, Path(self._config.checkpoint.export))
+            self._saver.finish()
+            self._saver.close()
         if self._speaks:
             self._draw()
             print_summary(self._recorder.summary(validation), self._folder, self._drawn)
@@ -147,6 +153,7 @@ class _Loop:
         step = next(ahead)
         loss_sum, tokens = self._run(step)
         self._garbage.collect()  # while the GPU is busy with the backward pass
+        self._saver.before_update()
         grad_norm, lr = self._trainer.optimizer.step()
         loss = (loss_sum / tokens.clamp(min=1)).item()  # there may be no target among them
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):

@@ -41,6 +41,7 @@ from distca.train.checkpoint.integrity import (
     describe_files,
     files_of,
     sync,
+    sync_files,
     write_durably,
 )
 from distca.train.config.cli import RunConfig, to_yaml
@@ -132,7 +133,9 @@ class RunFolder:
         """
         path = self.checkpoint_path(step)
         unfinished = path / f"{COMPLETE}.unfinished"
-        own = describe_files(path, [name for name in files_of(path) if name not in written and COMPLETE not in name])
+        names = [name for name in files_of(path) if name not in written and COMPLETE not in name]
+        sync_files(path, names)
+        own = describe_files(path, names)
         write_durably(unfinished, json.dumps({**own, **written}, indent=1, sort_keys=True))
         unfinished.replace(path / COMPLETE)
         for folder in (path, path.parent):

@@ -25,10 +25,12 @@ class Decision:
     Attributes:
         save: a checkpoint is due by the clock.
         stop: why the run saves and ends; empty where it goes on.
+        failed: a checkpoint could not be written in the background.
     """
 
     save: bool
     stop: str
+    failed: bool = False
 
 
 class Stopping:
@@ -47,27 +49,33 @@ class Stopping:
         self._limit, self._save_every = 60 * config.train.time_limit, 60 * config.checkpoint.save_every_minutes
         self._began = self._saved = time.monotonic()
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        self._wanted = torch.zeros(len(_REASONS) + 1, dtype=torch.int32)
+        self._wanted = torch.zeros(len(_REASONS) + 2, dtype=torch.int32)
         self._asked: dist.Work | None = None
         if world.health is not None:
             world.health.stops_when_asked()
 
-    def ask(self) -> None:
-        """Begin to exchange what ranks want, before a step; every rank calls it."""
+    def ask(self, failed: bool = False) -> None:
+        """Begin to exchange what ranks want, before a step; every rank calls it.
+
+        Args:
+            failed: this rank knows of a checkpoint that could not be written.
+        """
         signal = self._world.health.asked_by if self._world.health is not None else ""
         now, decides = time.monotonic(), self._world.rank == 0
         late = decides and 0 < self._limit < now - self._began
         due = decides and 0 < self._save_every < now - self._saved
-        self._wanted = torch.tensor([signal == _REASONS[0], signal == _REASONS[1], late, due], dtype=torch.int32)
+        told = [signal == reason for reason in _REASONS[:2]]
+        self._wanted = torch.tensor([*told, late, due, failed], dtype=torch.int32)
         self._asked = dist.all_reduce(self._wanted, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def decide(self) -> Decision:
         """What all ranks do after the step."""
         assert self._asked is not None
         self._asked.wait()
-        *stops, save = self._wanted.tolist()
-        return Decision(bool(save), next((reason for reason, stop in zip(_REASONS, stops, strict=True) if stop), ""))
+        *stops, save, failed = self._wanted.tolist()
+        stop = next((reason for reason, wanted in zip(_REASONS, stops, strict=True) if wanted), "")
+        return Decision(bool(save), stop, bool(failed))
 
     def saved(self) -> None:
-        """Note that a checkpoint was written."""
+        """Note that a checkpoint was begun."""
         self._saved = time.monotonic()

@@ -75,6 +75,14 @@ class ReceiveRing:
         self._next = begin + size
         return RingPlace(self._number, begin, tuple(offsets), reuses)
 
+    def skip(self) -> int:
+        """The number of an exchange that goes another way: once the next one is numbered, those before it are consumed
+        on all ranks, and their places free."""
+        assert self._not_consumed <= {self._number}, f"{sorted(self._not_consumed)} of {self._number} are under way"
+        self._number += 1
+        self._not_consumed.add(self._number)
+        return self._number
+
     def why_not(self, sizes: tuple[int, ...]) -> str | None:
         """The sentence with which :meth:`place` would refuse an exchange, or None; the same on every rank."""
         _, size = _offsets(sizes)

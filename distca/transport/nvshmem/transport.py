@@ -61,7 +61,7 @@ class OneSidedTransport:
             # Every rank keeps the same books, so all send this one the same way.
             if self._fallback is not None and (reason := self._ring.why_not(sizes)):
                 self._tell(reason)
-                return self._fallback.launch(parts)
+                return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
             place = self._ring.place(sizes)
             token = self._fabric.put(place.number, place.reuses, self._puts(travelling, place))
         kept = self._fabric.keep(parts, token)
@@ -96,6 +96,10 @@ class OneSidedTransport:
         if kept is not None:
             self._fabric.join(kept)
 
+    def passed(self, number: int) -> None:
+        """Tell senders, behind what the current stream did, that an exchange's rows are in their places."""
+        self._fabric.consumed(self._ring.consumed(number))
+
     def consume(self, place: RingPlace, parts: tuple[Part, ...], token: Any, kept: Any) -> None:
         """Wait on the current stream for an exchange, put its rows in their places and free its memory."""
         senders = {peer for part in parts for peer, rows in enumerate(part.moves.receive_counts) if rows}
@@ -111,7 +115,7 @@ class OneSidedTransport:
             received = self._fabric.receive_buffer[begin : begin + rows * row_bytes(part.source)]
             packed = received.view(part.destination.dtype).view(rows, *part.destination.shape[1:])
             part.moves.place_received(packed, part.destination)
-        self._fabric.consumed(self._ring.consumed(place.number))
+        self.passed(place.number)
         self._fabric.join(token)
         if not adds:
             self.join(kept)
@@ -138,3 +142,21 @@ class OneSidedHandle:
         else:
             self._transport.join(self._kept)
         self._place, self._parts, self._token, self._kept = None, (), None, None
+
+
+@dataclass
+class FallbackHandle:
+    """An exchange that the fallback transport took; it has a number among those of the ring."""
+
+    _transport: OneSidedTransport
+    _number: int
+    _handle: Handle
+
+    @property
+    def works(self) -> list[Any]:
+        """Of the fallback transport."""
+        return getattr(self._handle, "works", [])
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._transport.passed(self._number)

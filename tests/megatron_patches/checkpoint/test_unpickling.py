@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, fil
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_patches.checkpoint.unpickling import MetadataUnpickler, check_metadata, only_data
+from megatron_patches.checkpoint.unpickling import MetadataUnpickler, check_small_files, only_data
 
 
 class _Runs:
@@ -54,7 +54,25 @@ def test_metadata_that_is_garbage_is_one_error(tmp_path: Path, content: bytes | 
     if content is not None:
         (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(pickle.UnpicklingError):
-        check_metadata(tmp_path)
+        check_small_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metadata.json", b""),
+        ("metadata.json", b'{"sharded_backend": [], "sharded_backend_version": 1}'),
+        ("metadata.json", b'{"sharded_jackend": "torch_dist"}'),
+        ("common.pt", b"PK garbage"),
+    ],
+)
+def test_other_small_files_that_are_garbage_are_one_error(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(torch.Size([1])))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError, match=f"^{name}"):
+        check_small_files(tmp_path)
+    (tmp_path / name).unlink()
+    check_small_files(tmp_path)
 
 
 def test_a_command_in_an_object_is_not_run(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def _save_too_much(line: list[str], folder: Path) -> str:
     import signal
 
     from distca.errors import CheckpointError
-    from distca.train.checkpoint.checkpoints import save
+    from distca.train.checkpoint.saver import Saver
     from distca.train.run.run_folder import RunFolder
     from megatron_patches.patches.cpu import use_cpu
 
@@ -64,7 +64,7 @@ def _save_too_much(line: list[str], folder: Path) -> str:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     try:
-        save(run.trainer, RunFolder(folder), 1, {})
+        Saver(run.trainer, RunFolder(folder)).save(1, {}, wait=True)
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -82,7 +82,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_one_sentence_on_all(tmp_path
 
 def _save_apart(line: list[str], folder: Path) -> str:
     from distca.errors import CheckpointError
-    from distca.train.checkpoint.checkpoints import save
+    from distca.train.checkpoint.saver import Saver
     from distca.train.run.run_folder import RunFolder
     from megatron_patches.patches.cpu import use_cpu
 
@@ -93,7 +93,7 @@ def _save_apart(line: list[str], folder: Path) -> str:
     own = folder / f"node{dist.get_rank()}"
     (own / "checkpoints/step_000001").mkdir(parents=True)
     try:
-        save(run.trainer, RunFolder(own), 1, {})
+        Saver(run.trainer, RunFolder(own)).save(1, {}, wait=True)
     except CheckpointError as error:
         return str(error)
     return "saved"

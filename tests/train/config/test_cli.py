@@ -112,6 +112,7 @@ def test_mistakes_on_the_command_line_are_sentences(arguments: list[str], said: 
         ("train: {steps: 3}\nmodel: {layers: 2}\ntrain: {micro_batches: 2}", "train is there twice, at and above line"),
         ("train:\n  steps: 3\n  steps: 4", "steps is there twice"),
         ("", "run.yaml holds no settings; write some, or leave out --config."),
+        ("name: " + "[" * 3000, "run.yaml is YAML nested too deep to be read."),
         ("train:\nmodel: {layers: 2}", "run.yaml has no settings below it; write some, or leave it out."),
     ],
 )

@@ -129,3 +129,11 @@ def test_another_way_to_write_a_variable_is_named(written: str, meant: str) -> N
 def test_what_is_somebody_elses_is_passed_over(name: str) -> None:
     for launcher in Launcher:
         assert read(launcher, {name: "1"}) == {}
+
+
+@pytest.mark.parametrize(("name", "instead"), [("LR", "--optimizer.lr 3"), ("SAVE_EVERY", "--checkpoint.save_every 3")])
+def test_what_other_scripts_take_is_not_passed_over(name: str, instead: str) -> None:
+    with pytest.raises(LaunchError, match=f"^There is no variable {name}") as refused:
+        read(Launcher.TRAINING, {name: "3"})
+    assert instead in refused.value.next_step
+    assert read(Launcher.RUN_3D, {name: "3"}) == {}

@@ -30,6 +30,12 @@ def test_resume_drops_the_steps_that_come_again_and_a_torn_line(tmp_path: Path) 
     assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 0.5)]
 
 
+def test_what_a_power_failure_left_of_lines_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\0\0\0\n{"step": 2}\n\xff\n[]\n3\n')
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=3):
+        assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
 def test_a_new_run_does_not_write_over_an_old_one(tmp_path: Path) -> None:
     MetricsWriter(tmp_path, tensorboard=False).close()
     with pytest.raises(FileExistsError):

@@ -34,16 +34,16 @@ def test_a_fault_of_one_rank_ends_all_with_its_words(tmp_path: Path, fault: str)
 
 
 def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
-    """By a signal to one rank only, then by its time; the last start finds nothing left to do."""
+    """By a signal to one rank only, while a checkpoint is written; then by its time; then there is nothing to do."""
     write_texts(tmp_path / "texts")
     line = arguments(name="told", output=tmp_path, data__path=tmp_path / "texts", checkpoint__resume="auto")
     line = [*line, "--train.steps", "12"]
     whole = arguments(name="whole", output=tmp_path, data__path=tmp_path / "texts", train__steps=12)
     run_ranks(2, train_all, [whole])
-    told = run_with_fault(tmp_path, "told", *line)
+    told = run_with_fault(tmp_path, "told", *line, "--checkpoint.save_every", "1")
     assert told.code == 0, told.said
     assert "Ended by SIGTERM after step" in told.said[0] and "of 12; RESUME=auto" in told.said[0]
-    (saved,) = RunFolder(tmp_path / "told").checkpoints()
+    _, saved = RunFolder(tmp_path / "told").checkpoints()
     assert saved.step == 4, "the step during which it came, and the one in which ranks told each other"
     run_ranks(2, train_all, [[*line, "--train.time_limit", "1e-6"], line, line], timeout=100)
     assert [each.step for each in RunFolder(tmp_path / "told").checkpoints()] == [saved.step + 1, 12]

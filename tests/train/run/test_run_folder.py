@@ -10,7 +10,7 @@ import pytest
 
 from distca.data import Sampler
 from distca.errors import ConfigError
-from distca.train.checkpoint.checkpoints import changes_since, check_fits, with_saved_warmup
+from distca.train.checkpoint.checkpoints import _identity, changes_since, check_fits, with_saved_warmup
 from distca.train.checkpoint.integrity import check_contents, check_undamaged
 from distca.train.config.cli import CheckpointConfig, OptimizerConfig, RunConfig, parse_run_config
 from distca.train.run.run_folder import RunFolder, create_run_folder, hold, resume_run_folder
@@ -236,7 +236,7 @@ def test_what_is_saved_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "replace", note_replace)
     save(RunFolder(tmp_path), 10)
-    assert happened == ["COMPLETE.unfinished", "-> COMPLETE", "step_000010", "checkpoints"]
+    assert happened == ["weights", "COMPLETE.unfinished", "-> COMPLETE", "step_000010", "checkpoints"]
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_ends_nothing(
@@ -286,11 +286,18 @@ def test_what_an_attempt_that_was_broken_off_left_is_no_part_of_a_checkpoint(tmp
     check_undamaged(left)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", "[" * 5000])
 def test_unreadable_notes_on_what_a_checkpoint_fits_are_a_sentence(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "fits.json").write_text(content)
     with pytest.raises(ConfigError, match=r"is damaged: fits\.json"):
+        check_fits(tmp_path, RunConfig(), 256, Sampler(np.array([3]), 1, 8, 1, seed=0))
+
+
+@pytest.mark.parametrize("state", [[], {}, 3, None])
+def test_a_place_in_the_data_that_cannot_be_is_a_sentence(tmp_path: Path, state: object) -> None:
+    (tmp_path / "fits.json").write_text(json.dumps(_identity(RunConfig(), 256) | {"sampler": state}))
+    with pytest.raises(ConfigError, match=r"is damaged: fits\.json does not say where the data stood"):
         check_fits(tmp_path, RunConfig(), 256, Sampler(np.array([3]), 1, 8, 1, seed=0))
 
 

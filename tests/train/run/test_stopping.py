@@ -14,7 +14,8 @@ from distca.train.run.stopping import Decision, Stopping
 
 
 def _decided() -> list[Decision]:
-    """After steps: nothing wanted; rank 1 got a signal; rank 1's clock is late; rank 0's is; saved; time is over."""
+    """After steps: nothing wanted; rank 1 got a signal; rank 1's clock is late; rank 0's is; saved; time is over;
+    rank 1 could not write a checkpoint."""
     rank = dist.get_rank()
     now = [0.0]
     stopping.time = SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[assignment]
@@ -39,11 +40,14 @@ def _decided() -> list[Decision]:
     step()
     now[0] = 301.0
     step()
-    return found
+    now[0] = 0.0
+    asked.ask(failed=rank == 1)
+    return [*found, asked.decide()]
 
 
 def test_ranks_decide_alike() -> None:
     one, two = run_ranks(2, _decided)
     assert one == two
     go_on, save = Decision(False, ""), Decision(True, "")
-    assert one == [go_on, Decision(False, "SIGUSR1"), go_on, save, go_on, Decision(True, "train.time_limit")]
+    failed = Decision(False, "", failed=True)
+    assert one == [go_on, Decision(False, "SIGUSR1"), go_on, save, go_on, Decision(True, "train.time_limit"), failed]

@@ -1,0 +1,59 @@
+"""Which GPU is slower than the others: by the seconds that its attention took, against what the plan gave it to do.
+
+Waits are no part of those seconds, so a rank that waits for a slow one is not slow itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+STEPS = 20
+"""That count: single steps say little, as no cost table is exact for every shape."""
+_MARGIN = 0.05
+_WARM_UP = 2
+
+
+class SlowRanks:
+    """Watches over the speed of ranks.
+
+    Attributes:
+        slower: [ranks] how much longer each took for its work than the median of the others, over the last steps: 0.1
+            is 10 % longer; NaN where it had none. None until enough steps are done.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=STEPS)
+        self._seen = 0
+        self._named: set[int] = set()
+        self.slower: np.ndarray | None = None
+
+    def add(self, measured: np.ndarray, planned: np.ndarray) -> list[int]:
+        """Take in a step.
+
+        Args:
+            measured: [ranks] seconds.
+            planned: [ranks] what the plan reckons for the same work.
+
+        Returns:
+            Ranks that are slower than the others by more than 5 % now and were not before.
+        """
+        self._seen += 1
+        if self._seen <= _WARM_UP or len(measured) < 2:
+            return []
+        self._steps.append((measured, planned))
+        if len(self._steps) < STEPS:
+            return []
+        took, given = (np.sum(column, axis=0) for column in zip(*self._steps, strict=True))
+        pace = np.divide(took, given, out=np.full(len(took), np.nan), where=given > 0)
+        self.slower = np.array([each / _median_of_others(pace, rank) - 1 for rank, each in enumerate(pace)])
+        slow = set(np.flatnonzero(self.slower > _MARGIN).tolist())
+        new, self._named = sorted(slow - self._named), slow
+        return new
+
+
+def _median_of_others(pace: np.ndarray, rank: int) -> float:
+    others = np.delete(pace, rank)
+    others = others[~np.isnan(others)]
+    return float(np.median(others)) if len(others) else float("nan")

@@ -1,0 +1,122 @@
+"""Copies of what a checkpoint holds, in host memory, so that training goes on while they are written.
+
+On a GPU the copies run on a stream of their own beside the next step's forward and backward pass, which change none of
+it; only the optimizer waits for them (:meth:`HostStaging.before_update`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from distca.cluster.health import TIMEOUT
+from distca.cluster.hostname import machine_name
+from distca.device.host_memory import free_host_memory
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 128
+_USABLE = 0.8
+"""Share of a node's free memory that copies may take: training takes some more as well."""
+
+
+class HostStaging:
+    """Host memory of one rank for the tensors of a checkpoint; it is kept for the next one. All ranks make it together.
+
+    Args:
+        device: of the tensors.
+
+    Attributes:
+        group: gloo group of all ranks, for the thread that writes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        self._warned = False
+
+    def copy(self, tensors: Sequence[ShardedTensor]) -> bool:
+        """Begin to copy tensors and put the copies in their place; every rank calls it.
+
+        Returns:
+            False on all ranks, with the tensors as they were, if a node has too little memory left.
+        """
+        places, size = [], 0
+        for each in tensors:
+            places.append(size)
+            size += -(-each.data.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not self._has_room(max(0, size - len(self._memory))):
+            return False
+        if size > len(self._memory):
+            self._take(size)
+        if self._stream is None:
+            self._copy(tensors, places)
+            return True
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(tensors, places)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return True
+
+    def before_update(self) -> None:
+        """Let this GPU's current stream wait for the copies, before it changes what is copied."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Let this thread wait until the copies are made, and use this rank's GPU from then on, where torch does."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back, when nothing is copied or written any more."""
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
+
+    def _copy(self, tensors: Sequence[ShardedTensor], places: Sequence[int]) -> None:
+        for each, place in zip(tensors, places, strict=True):
+            values = each.data.detach().contiguous()
+            if self._stream is not None and values.is_cuda:
+                values.record_stream(self._stream)
+            there = self._memory[place : place + values.nbytes].view(values.dtype).view(values.shape)
+            each.data = there.copy_(values, non_blocking=True)
+
+    def _has_room(self, more: int) -> bool:
+        """Whether every node has room for what its ranks need more."""
+        mine: Any = (machine_name(), more, free_host_memory())
+        everyone = [mine] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, mine, group=self.group)
+        for node in {name for name, *_ in everyone}:
+            need = sum(more for name, more, _ in everyone if name == node)
+            free = min(free for name, _, free in everyone if name == node)
+            if need > _USABLE * free:
+                self._warn(need, free)
+                return False
+        return True
+
+    def _warn(self, need: int, free: int) -> None:
+        if dist.get_rank() == 0 and not self._warned:
+            logger.warning(
+                "Training waits while checkpoints are written: copies of them need %.1f GiB of host memory on a node, "
+                "of which %.1f GiB are free there.",
+                *(need / 2**30, free / 2**30),
+            )
+        self._warned = True
+
+    def _take(self, size: int) -> None:
+        self.close()
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        if self._stream is not None:  # of memory that may be paged out a GPU copies at a fraction of the speed
+            failed = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
+            self._is_pinned = int(failed) == 0
