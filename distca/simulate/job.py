@@ -138,7 +138,7 @@ class Job:
 
     @property
     def one_sided(self) -> bool:
-        """Whether rows travel by NVSHMEM, as ``cad.transport`` auto has it inside one node."""
+        """Whether rows travel by NVSHMEM, as transport `auto` has it inside one node."""
         return self.fabric.one_node and not self.nccl
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -106,6 +107,7 @@ def _rank_main(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork is not looked at again in every rank
     try:
         if gpus:
             torch.cuda.set_device(rank)
