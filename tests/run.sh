@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests; what follows goes to pytest: bash tests/run.sh tests/plan -k routes
-# Without anything all of them, in two processes side by side, files that start ranks first.
+# Without anything all of them, in three processes side by side, as some wait, files that start ranks first.
 # What is missing is installed into .venv beside the project's folders first, with what development needs.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,6 +11,6 @@ python=$(run_module distca.train.launch.installation dev)
 PATH=$(dirname "$(command -v "$python")"):$PATH
 # The tests start processes of their own; more threads than cores only get in each other's way.
 if [[ $# == 0 ]]; then
-    set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder
+    set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder
 fi
 OMP_NUM_THREADS=1 exec "$python" -m pytest "$@"

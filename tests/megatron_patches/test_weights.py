@@ -11,12 +11,15 @@ from distca.testing.ranks import run_ranks
 from tests.models import folders
 
 TOLERANCE = 1e-5
+SCALED_ALIKE = ("linear", "yarn", "yarn, all fields", "yarn, two magnitudes")
+"""Of several ranks, "llama3", "dynamic" and the YaRN of "qwen3" stand for them."""
 
 
 def _errors(root, layouts):
     """By layout, case and mode: the largest relative error of a document's logits and of the losses' sum.
 
-    Where attention stays at home every case is held by one rank, and one case by several.
+    Where attention stays at home every case is held by one rank, and one case by several, which take some ways of
+    scaling only: what a rank does with angles depends on no layout.
     """
     warnings.filterwarnings("ignore")
     from megatron_patches.patches.cpu import use_cpu
@@ -24,8 +27,10 @@ def _errors(root, layouts):
     use_cpu()
     found = {}
     for tp, pp in layouts:
-        for number, path in enumerate(sorted(Path(root).iterdir())):
-            for disaggregate in (True, False) if tp * pp == 1 or number == 0 else (True,):
+        for path in sorted(Path(root).iterdir()):
+            if tp * pp > 1 and path.name in SCALED_ALIKE:
+                continue
+            for disaggregate in (True, False) if tp * pp == 1 or path.name == "llama" else (True,):
                 where = f"{path.name}, tp {tp}, pp {pp}, {'disaggregated' if disaggregate else 'at home'}"
                 found[where] = _case_errors(path, tp, pp, disaggregate)
     return found
@@ -137,7 +142,7 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), pytest.param(8, [(2, 2)], marks=pytest.mark.slow)])
 def test_logits_and_losses_equal_those_of_transformers(root, ranks, layouts):
     (errors, *_) = run_ranks(ranks, _errors, str(root), layouts, timeout=280)
-    assert len(errors) == (len(folders.CASES) * 2 if ranks == 1 else len(folders.CASES) + 1)
+    assert len(errors) == (len(folders.CASES) * 2 if ranks == 1 else len(folders.CASES) - len(SCALED_ALIKE) + 1)
     assert max(errors.values()) <= TOLERANCE, {name: error for name, error in errors.items() if error > TOLERANCE}
 
 

@@ -30,11 +30,9 @@ CLOSE = 3e-6
 
 VARIANTS = {
     "cad": {},
-    "resend": {"cad__backward": "resend"},
+    "resend": {"cad__backward": "resend", "train__recompute": "mlp"},
     "one-nano-batch": {"cad__ping_pong": False},
     "recompute": {"train__recompute": "all"},
-    "recompute-mlp": {"train__recompute": "mlp"},
-    "resend-recompute": {"cad__backward": "resend", "train__recompute": "all"},
     "home": {"cad__enabled": False},
     "home-recompute": {"cad__enabled": False, "train__recompute": "mlp"},
 }

@@ -28,10 +28,11 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         moments: torch.dtype = torch.float32,
         remainders: bool = False,
     ) -> None:
-        assert adam_w_mode
+        assert adam_w_mode and not capturable
         super().__init__(
             params, {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )

@@ -59,12 +59,13 @@ def _save_too_much(line: list[str], folder: Path) -> str:
     run = StepByStep(parse_run_config(line))
     run.run(run.step())
     run.trainer.optimizer.step()
+    saver = Saver(run.trainer, RunFolder(folder))
     # Files cannot grow further, as on a full disk, in the second rank only.
     if dist.get_rank() == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     try:
-        Saver(run.trainer, RunFolder(folder)).save(1, {}, wait=True)
+        saver.save(1, {}, wait=True)
     except CheckpointError as error:
         return str(error)
     return "saved"
