@@ -9,6 +9,7 @@ cd "$root"
 source scripts/python.sh
 python=$(run_module distca.train.launch.installation dev)
 PATH=$(dirname "$(command -v "$python")"):$PATH
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same files again
 # The tests start processes of their own; more threads than cores only get in each other's way.
 if [[ $# == 0 ]]; then
     set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
 
 def compile_on_gpus_only() -> None:
-    """Put a module in place of ``megatron.core.jit`` that leaves functions as they are where there is no GPU.
+    """Let torch.compile leave megatron's functions as they are where there is no GPU.
 
-    megatron decorates its fusions with torch.compile when it is imported. On CPUs that would need a C++ compiler at run
-    time, and importing torch's compiler takes as long as importing torch. Without effect where megatron was imported
-    before.
+    megatron decorates its fusions with it when it is imported. On CPUs that would need a C++ compiler at run time, and
+    importing torch's compiler takes as long as importing torch. Without effect where megatron was imported before.
     """
-    module: Any = ModuleType("megatron.core.jit")
-    module.jit_fuser = _fused_on_gpus
-    module.noop_decorator = _as_it_is
-    module.enable_jit_fuser = lambda: setattr(module, "jit_fuser", _fused_on_gpus)
-    module.disable_jit_fuser = lambda: setattr(module, "jit_fuser", _as_it_is)
-    sys.modules.setdefault(module.__name__, module)
+    if not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeMegatron())
 
 
-def _fused_on_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
+class _BeforeMegatron:
+    """Finds nothing; that megatron is looked for says that torch is needed anyway."""
 
-    return torch.compile(function) if torch.cuda.is_available() else function
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        if name != "megatron.core":
+            return
+        import torch
+
+        if not torch.cuda.is_available():
+            torch.compile = _not_megatrons(torch.compile)  # type: ignore[assignment]
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
+def _not_megatrons(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(compile_)
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return partial(compiled, **options)
+        return model if model.__module__.startswith("megatron.") else compile_(model, **options)
+
+    return compiled
