@@ -20,7 +20,7 @@ from distca.plan import (
 )
 from distca.plan.cost.model import CostModel
 from distca.plan.home_rows import home_rows as rows_of
-from distca.plan.placement import deal, work_of
+from distca.plan.placement import Placement, deal, work_of
 from tests.plan.cases import home_imbalance, home_rows, kilobytes, lengths
 
 LLAMA_8B = analytic_cost(32, 8, 128)
@@ -88,20 +88,21 @@ def test_real_mixes_are_nearly_balanced_at_home_and_move_fewer_bytes_in_two_halv
         assert found_bytes < 0.8 * plain_bytes
 
 
-def test_both_halves_are_balanced_and_a_carried_document_is_found() -> None:
+@pytest.mark.parametrize("placement", ["spread", "spread_by_half"])
+def test_both_halves_are_balanced_and_a_carried_document_is_found(placement: Placement) -> None:
     documents = np.append(sample_lengths("pretrain", 8 * 131072, 3), 300_000)
-    for layout in lay_out(documents, 8, nano_batches=2, dealing="even", placement="spread", cost=LLAMA_8B):
+    for layout in lay_out(documents, 8, nano_batches=2, dealing="even", placement=placement, cost=LLAMA_8B):
         assert home_imbalance(layout, LLAMA_8B) < 1.15
-    layouts = lay_out([300_000, 5000], 4, nano_batches=2, placement="spread", cost=LLAMA_8B)
+    layouts = lay_out([300_000, 5000], 4, nano_batches=2, placement=placement, cost=LLAMA_8B)
     assert layouts[1].carried_rows.sum() > 0
 
 
-def test_budgets_full_of_long_documents_still_move_fewer_bytes() -> None:
+@pytest.mark.parametrize("placement", ["spread", "spread_by_half"])
+def test_budgets_full_of_long_documents_still_move_fewer_bytes(placement: Placement) -> None:
     drawn = long_context(sample_lengths("prolong", 64 * 131072, 0), 262144, 0)
     documents = drawn[: int(np.searchsorted(np.cumsum(drawn), 16 * 131072))]
     plain, found = (
-        schedule(lay_out(documents, 16, placement=placement, cost=LLAMA_8B)[0], LLAMA_8B)
-        for placement in ("in_order", "spread")
+        schedule(lay_out(documents, 16, placement=how, cost=LLAMA_8B)[0], LLAMA_8B) for how in ("in_order", placement)
     )
     assert kilobytes(found) < kilobytes(plain)
 
