@@ -303,8 +303,8 @@ class CAD:
             model: from :meth:`data_parallel`.
 
         Returns:
-            By micro-batch and document of n tokens, [n - 1] float32: the logarithm of the probability of tokens 1, 2
-            ... n - 1, each after those before it. Empty on stages without the loss.
+            By micro-batch and document of ``step.documents``, of n tokens each, [n - 1] float32: the logarithm of the
+            probability of tokens 1, 2 ... n - 1, each after those before it. Empty on stages without the loss.
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]

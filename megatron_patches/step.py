@@ -120,8 +120,7 @@ def make_step(
     homes = documents.homes if any(home is not None for home in documents.homes or ()) else None
     count = len(document_lengths)
     plan = plan_step(document_lengths, options, homes, [room] * count if room and homes is None and count > 1 else None)
-    given = documents.micro_batches
-    documents = replace(documents, micro_batches=[[given[m][d] for m, d in each.tolist()] for each in plan.drawn])
+    documents = _as_drawn(documents, plan.drawn)
     with uploading(device) as upload:
         routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
         planning_ms = (time.perf_counter() - began) * 1e3
@@ -147,6 +146,16 @@ def make_step(
                 for each, own in zip(rows, routes.own, strict=True)
             )
     return Step(documents, plan, plan.balance(), routes, batches, planning_ms)
+
+
+def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
+    """Documents, with what belongs to them, in the micro-batches into which a plan dealt them."""
+    given, weights = documents.micro_batches, documents.weights
+    return replace(
+        documents,
+        micro_batches=[[given[m][d] for m, d in each.tolist()] for each in drawn],
+        weights=weights and [np.array([weights[m][d] for m, d in each.tolist()], np.float32) for each in drawn],
+    )
 
 
 def batch_on_device(

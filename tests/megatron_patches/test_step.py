@@ -62,7 +62,8 @@ def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggr
 def test_documents_are_dealt_over_micro_batches_anew_into_their_room() -> None:
     from megatron_patches.step import StepDocuments, make_step
 
-    documents = StepDocuments(_documents(), [None] * len(LENGTHS), note="kept")
+    weights = [np.array([document[0] // 1000 for document in each], np.float32) for each in _documents()]
+    documents = StepDocuments(_documents(), [None] * len(LENGTHS), note="kept", weights=weights)
     steps = [make_step(documents, _options(1), 0, rank, "cpu", room=70) for rank in range(RANKS)]
     found = steps[0].documents
     assert [[len(document) for document in each] for each in found.micro_batches] == [
@@ -74,6 +75,8 @@ def test_documents_are_dealt_over_micro_batches_anew_into_their_room() -> None:
     for number, dealt in enumerate(found.micro_batches):
         tokens = np.concatenate([step.batches[number].tokens[0].numpy() for step in steps])
         assert sorted(tokens[tokens > 0].tolist()) == np.sort(np.concatenate(dealt)).tolist()
+        learned = np.concatenate([step.batches[number].loss_mask[0].numpy() for step in steps])
+        assert (learned > 0).any() and (learned == np.where(learned > 0, tokens // 1000, 0)).all()
     whole = StepDocuments(_documents(), [np.arange(len(lengths)) % RANKS for lengths in LENGTHS])
     step = make_step(whole, _options(1), 0, 0, "cpu", room=70)
     assert [len(each) for each in step.documents.micro_batches] == [len(each) for each in LENGTHS]
