@@ -61,7 +61,7 @@ def _kinds(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(kinds: list[str], argv: list[str]) -> None:
-    from benchmarks.throughput.session import Measured, Session
+    from benchmarks.throughput.session import Session
     from megatron_patches.world import join_world, leave_world
 
     if "--" not in argv:
@@ -71,15 +71,13 @@ def _run(kinds: list[str], argv: list[str]) -> None:
     world = join_world()
     setup_logging(world.rank)
     command = shlex.join(["torchrun", "...", "-m", "benchmarks.linears", *sys.argv[1:]])
-    measured: Measured | None = None
     reports: dict[str, dict[str, Any]] = {}
     try:
         for kind, settings in every.items():
             logger.info("Linear layers: %s", kind)
             own = replace(settings, output=settings.output / kind)
             session = Session(own, world, command, lambda *_: lambda _: None)
-            measured = measured or session.measure_machine()
-            for apart in session.run(measured):
+            for apart in session.run():
                 logger.warning("%s: losses or gradients differ from the first mode's: %s", kind, apart)
             reports[kind] = session.report
             if world.rank == 0:  # after each, so that a time limit leaves the others
@@ -109,6 +107,7 @@ def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
                     "tokens_per_s": made["tokens_per_s"],
                     "over_first": made["tokens_per_s"] / base["tokens_per_s"] if base else None,
                     "mfu": made["mfu"],
+                    "share_of_ceiling": made["share_of_ceiling"],
                     "peak_gib": made["memory_gib"]["max"] if made["memory_gib"] else None,
                     "losses": made["losses"],
                     "gradient_norms": made["gradient_norms"],

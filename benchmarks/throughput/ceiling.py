@@ -4,6 +4,9 @@ Matrix products and core attention are measured, each alone, back to back. The c
 its floating-point work at these rates: forward and backward of the linear and output layers (nothing recomputed) and of
 core attention, spread perfectly over all ranks, with no communication, no norms or activations and no optimizer.
 
+Where the linear layers compute in FP8, so do the products of the ceiling, with the quantising that they cannot be
+without; the output layer stays in bfloat16.
+
 Rates are taken twice. In a burst, some tens of milliseconds after a pause, a GPU runs at clocks that its power limit
 does not let it hold: an H200's matrix products then are up to 20 % faster than a second later. Training lasts longer
 than a burst, so the ceiling counts with the rates that are held; results are also given as a share of the other.
@@ -26,6 +29,7 @@ from distca.device.clock import Clock
 from distca.plan import AttentionShape
 from distca.profile.timing import median_seconds
 from distca.train.config.schema import RunConfig
+from megatron_patches.te.shapes import Fp8
 
 _BURST = 10  # repetitions
 _PAUSE_S, _WARM_S, _HELD_S = 0.3, 0.4, 1.0
@@ -125,7 +129,13 @@ def measure_ceiling(
     }
     tokens = 8192 if device.type == "cuda" else 64
     document = min(document, 65536) if device.type == "cuda" else min(document, 256)
-    took = [_matrix_seconds(*size, tokens, device, dtype) for size in sizes.values()]
+    fp8 = config.train.fp8
+    took = [
+        _matrix_seconds(*size, tokens, device, dtype)
+        if fp8 == "none" or name == "output"
+        else _fp8_seconds(*size, tokens, device, fp8)
+        for name, size in sizes.items()
+    ]
     took += _attention_seconds(shape, kernel, document, device, dtype)
     everyone = torch.tensor(took, dtype=torch.float64)
     dist.all_reduce(everyone)
@@ -159,6 +169,31 @@ def _matrix_seconds(width: int, out: int, tokens: int, device: torch.device, dty
         _ = x @ weight.t()
         _ = gradient @ weight
         _ = gradient.t() @ x
+
+    return _held_and_burst(work, device)
+
+
+def _fp8_seconds(width: int, out: int, tokens: int, device: torch.device, fp8: Fp8) -> tuple[float, float]:
+    """The same of one of Transformer Engine's linear layers in FP8, with all that it does to its input and gradient: no
+    product in FP8 can be had without it. Its weight is quantised once, as in a step of many micro-batches."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    scaling = {"current": recipe.Float8CurrentScaling, "delayed": recipe.DelayedScaling}
+    chosen = scaling.get(fp8, recipe.Float8BlockScaling)()
+    linear = te.Linear(width, out, bias=False, params_dtype=torch.bfloat16, device=device, fuse_wgrad_accumulation=True)
+    linear.weight.main_grad = torch.zeros(out, width, device=device)
+    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn(tokens, out, device=device, dtype=torch.bfloat16)
+    first = True
+
+    def work() -> None:
+        nonlocal first
+        with te.autocast(enabled=True, recipe=chosen):
+            y = linear(x, is_first_microbatch=first)
+        first = False
+        y.backward(gradient)
+        x.grad = None
 
     return _held_and_burst(work, device)
 

@@ -18,7 +18,7 @@ from benchmarks.throughput.measure import RankRecord
 from benchmarks.throughput.settings import Settings
 from benchmarks.throughput.table import table
 from distca.plan import imbalance
-from distca.train.metrics.flops import mfu, model_flops, peak_flops
+from distca.train.metrics.flops import ModelFlops, mfu, model_flops, peak_seconds
 
 LOSS_TOLERANCE = 1e-3
 """Largest relative distance of a mode's losses from the first mode's."""
@@ -35,7 +35,7 @@ def figures(
     measured = [lengths_of(batch) for batch in batches.global_batches[settings.warm_up :][: len(seconds)]]
     tokens = [int(lengths.sum()) for lengths in measured]
     config, ranks = settings.config, len(records)
-    flops = sum(model_flops(config.model, config.model.vocabulary, lengths).total for lengths in measured)
+    flops = model_flops(config.model, config.model.vocabulary, np.concatenate(measured))
     best, best_in_burst = (sum(each.step_seconds(x, ranks) for x in measured) for each in (ceiling, burst))
     attention = np.array([record.attention_s for record in records])
     rows = np.array([record.rows for record in records])
@@ -46,7 +46,7 @@ def figures(
         "step_s": _spread(seconds),
         "steps_s": seconds.tolist(),
         "tokens_per_s": sum(tokens) / float(seconds.sum()),
-        "mfu": mfu(flops, float(seconds.sum()), ranks, _peak(settings)),
+        "mfu": mfu(_at_peak(flops, settings), float(seconds.sum()), ranks),
         "share_of_ceiling": best / float(seconds.sum()),
         "share_of_burst_ceiling": best_in_burst / float(seconds.sum()),
         "idle_share": _mean(idle),
@@ -105,9 +105,9 @@ def _spread(values: np.ndarray) -> dict[str, float]:
     }
 
 
-def _peak(settings: Settings) -> float | None:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return peak_flops(name, settings.config.train.precision)
+def _at_peak(flops: ModelFlops, settings: Settings) -> float | None:
+    name, train = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", settings.config.train
+    return peak_seconds(flops, name, train.precision, train.fp8)
 
 
 def compare(modes: dict[str, Figures]) -> dict[str, Any]:

@@ -85,15 +85,11 @@ class Session:
             "cells": {},
         }
 
-    def run(self, measured: Measured | None = None) -> list[str]:
-        """Every workload; returns which modes' losses are apart from the others.
-
-        Args:
-            measured: what :meth:`measure_machine` of a session on these ranks gave; None measures anew.
-        """
+    def run(self) -> list[str]:
+        """Every workload; returns which modes' losses are apart from the others."""
         for why in self._settings.left_out.values():
             logger.info("Left out: %s", why)
-        measured = measured or self.measure_machine()
+        measured = self.measure_machine()
         self._report |= measured.report
         ceilings = measured.held, measured.burst
         for cell, mode in self._order():

@@ -14,15 +14,15 @@ import numpy as np
 
 from distca.train.config.schema import ModelConfig
 
-# Dense bfloat16 peak without sparsity, FLOP/s per device, from the vendor's data sheets. The first name that occurs in
-# the device's name counts, so the narrower names come first.
-_BF16_PEAKS = (
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H200 NVL", 835e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-    ("A100", 312e12),
+# Dense peaks without sparsity, FLOP/s per device, in bfloat16 and in FP8 (0: it has none), from the vendor's data
+# sheets. The first name that occurs in the device's name counts, so the narrower names come first.
+_PEAKS = (
+    ("H100 PCIe", 756e12, 1513e12),
+    ("H100 NVL", 835e12, 1671e12),
+    ("H200 NVL", 835e12, 1671e12),
+    ("H100", 989e12, 1979e12),
+    ("H200", 989e12, 1979e12),
+    ("A100", 312e12, 0.0),
 )
 
 
@@ -71,13 +71,26 @@ def model_flops(model: ModelConfig, vocabulary: int, lengths: Sequence[int] | np
     )
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak of one device in FLOP/s, or None where none is known: on CPUs, other devices, and in fp32."""
+def peak_seconds(flops: ModelFlops, device_name: str, precision: str, fp8: str) -> float | None:
+    """Seconds of one device for these operations at its peaks: linear layers at that of FP8 where they compute in it,
+    the output layer and attention at that of bfloat16. None where no peak is known: on CPUs, other devices, in fp32.
+
+    Args:
+        flops: the operations.
+        device_name: as torch names the device.
+        precision: "bf16" or "fp32".
+        fp8: "none", or how the linear layers' tensors are scaled to FP8.
+    """
     if precision != "bf16":
         return None
-    return next((peak for name, peak in _BF16_PEAKS if name in device_name), None)
+    for name, bfloat16, float8 in _PEAKS:
+        if name in device_name:
+            linear = float8 if fp8 != "none" else bfloat16
+            return flops.linear / linear + (flops.logits + flops.attention) / bfloat16 if linear else None
+    return None
 
 
-def mfu(flops: float, seconds: float, gpus: int, peak: float | None) -> float | None:
-    """Share of the peak of ``gpus`` devices that ``flops`` in ``seconds`` make; None where the peak is not known."""
-    return None if peak is None else flops / (seconds * gpus * peak)
+def mfu(at_peak: float | None, seconds: float, gpus: int) -> float | None:
+    """Share of the peak of ``gpus`` devices that work reaches in ``seconds`` for which one device at its peak takes
+    ``at_peak`` seconds; None where the peak is not known."""
+    return None if at_peak is None else at_peak / (seconds * gpus)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from distca.plan.metrics import imbalance
 from distca.plan.step import StepBalance
-from distca.train.metrics.flops import mfu, model_flops, peak_flops
+from distca.train.metrics.flops import mfu, model_flops, peak_seconds
 from distca.train.metrics.phase_table import PhaseTable, measured_phases
 from distca.train.metrics.progress import RunSummary
 from distca.train.metrics.slow_ranks import STEPS, SlowRanks
@@ -57,8 +57,7 @@ class StepRecorder:
         self._places: list[str] = [""] * trainer.world.size
         dist.all_gather_object(self._places, f"{socket.gethostname()}, {trainer.world.device}")
         on_gpu = trainer.world.device.type == "cuda"
-        name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
-        self._peak = peak_flops(name, trainer.config.train.precision)
+        self._device_name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
         predicted = predict_memory(trainer.config, trainer.world.size, trainer.vocabulary)
         self._predicted = [stage.total / GIB for stage in predicted]
 
@@ -76,7 +75,8 @@ class StepRecorder:
         if by_phase is not None:
             self._add_phases(balance, by_phase)
         tokens, other = step.plan.tokens, balance.other_seconds
-        flops = model_flops(config.model, self._trainer.vocabulary, np.concatenate(step.plan.lengths)).total
+        flops = model_flops(config.model, self._trainer.vocabulary, np.concatenate(step.plan.lengths))
+        at_peak = peak_seconds(flops, self._device_name, config.train.precision, config.train.fp8)
         copies = self._layers * config.parallel.tp
         values: Values = {
             "loss": loss,
@@ -85,7 +85,7 @@ class StepRecorder:
             "tokens": tokens,
             "step_s": seconds,
             "tokens_per_s": tokens / seconds,
-            "mfu": mfu(flops, seconds, world.size, self._peak),
+            "mfu": mfu(at_peak, seconds, world.size),
             "imbalance_before": _over_phases(balance.seconds_before + other),
             "imbalance_after": _over_phases(balance.seconds_after + other),
             "imbalance_measured": imbalance(measured + self._layers * other.sum(axis=0)),

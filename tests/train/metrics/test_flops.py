@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from distca.train.config.cli import ModelConfig
-from distca.train.metrics.flops import matmul_parameters, mfu, model_flops, peak_flops
+from distca.train.metrics.flops import ModelFlops, matmul_parameters, mfu, model_flops, peak_seconds
 
 MODEL = ModelConfig(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16)
 
@@ -41,16 +41,34 @@ def test_a_long_document_costs_more_than_its_tokens_in_short_ones() -> None:
     assert long.attention / short.attention == pytest.approx(1 << 10, rel=1e-2)
 
 
-def test_peaks_by_device_name() -> None:
-    assert peak_flops("NVIDIA H200", "bf16") == 989e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
-    assert peak_flops("NVIDIA H100 NVL", "bf16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
-    assert peak_flops("NVIDIA H200", "fp32") is None
-    assert peak_flops("cpu", "bf16") is None
+BILLION = ModelFlops(linear=3 * 10**9, logits=2 * 10**9, attention=10**9)
+
+
+@pytest.mark.parametrize(
+    "device,peak",
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+    ],
+)
+def test_peaks_by_device_name(device: str, peak: float) -> None:
+    assert peak_seconds(BILLION, device, "bf16", "none") == pytest.approx(6e9 / peak)
+
+
+def test_linear_layers_in_fp8_have_its_peak() -> None:
+    assert peak_seconds(BILLION, "NVIDIA H200", "bf16", "current") == pytest.approx(3e9 / 1979e12 + 3e9 / 989e12)
+
+
+def test_no_peak_is_known() -> None:
+    assert peak_seconds(BILLION, "NVIDIA H200", "fp32", "none") is None
+    assert peak_seconds(BILLION, "cpu", "bf16", "none") is None
+    assert peak_seconds(BILLION, "NVIDIA A100-SXM4-80GB", "bf16", "current") is None
 
 
 def test_mfu() -> None:
-    assert mfu(8e12, 2.0, 4, 2e12) == 0.5
-    assert mfu(8e12, 2.0, 4, None) is None
+    assert mfu(4.0, 2.0, 4) == 0.5
+    assert mfu(None, 2.0, 4) is None

@@ -1,0 +1,135 @@
+"""Does training in FP8 learn as well as in bfloat16, and disaggregated as well as packed? Runs on real text.
+
+    torchrun --nproc-per-node 2 -m benchmarks.fp8_losses --output fp8_losses.json -- --train.steps 200
+
+Every layout starts all of its runs from the same weights and trains them on the same batches: Transformer Engine's
+linear layers in bfloat16 and in each way to scale to FP8, on packed documents and disaggregated. Settings behind ``--``
+are those of all runs. The text is the Python standard library's, as bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+from distca.log import setup_logging
+from distca.versions import hardware, versions
+
+logger = logging.getLogger("distca.benchmarks")
+
+LAST = 20
+"""Steps at the end whose losses are averaged."""
+SETTINGS = {
+    "model.layers": 4,
+    "model.hidden": 2048,
+    "model.ffn": 8192,
+    "model.heads": 16,
+    "model.kv_heads": 4,
+    "data.context_length": 16384,
+    "data.tokens_per_rank": 16384,
+    "data.longer": "split",
+    "data.validation_fraction": 0,
+    "train.steps": 200,
+    "train.validate_every": 0,
+    "checkpoint.save_at_end": "false",
+    "log.tensorboard": "false",
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP 2": {},
+    "TP 2": {"parallel.tp": 2, "train.micro_batches": 2},
+    "PP 2": {"parallel.pp": 2, "train.micro_batches": 4},
+    "DP 2, recompute all": {"train.recompute": "all"},
+}
+RECIPES = ("none", "current", "delayed", "blockwise")
+
+
+def main() -> None:
+    """Every rank calls it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="none is bfloat16")
+    parser.add_argument("settings", nargs="*", help="settings of pretrain_llama.py, after --")
+    arguments = parser.parse_args()
+    setup_logging(int(os.environ.get("RANK", "0")))
+    warnings.filterwarnings("ignore")
+    from megatron_patches.world import join_world, leave_world
+
+    world = join_world()
+    setup_logging(world.rank)
+    report: dict[str, Any] = {
+        "command": shlex.join(["torchrun", "...", "-m", "benchmarks.fp8_losses", *sys.argv[1:]]),
+        "hardware": hardware(world.size),
+        "versions": versions(),
+        "layouts": {},
+    }
+    for layout in arguments.layouts:
+        losses: dict[str, list[float]] = {}
+        for fp8 in arguments.recipes:
+            for mode in ("packed", "distca"):
+                losses[f"{fp8} {mode}"] = _train(world, LAYOUTS[layout], fp8, mode, arguments.settings)
+                report["layouts"][layout] = compare(losses)
+                if world.rank == 0:  # after each, so that a time limit leaves the others
+                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    leave_world()
+
+
+def _train(world: Any, layout: dict[str, Any], fp8: str, mode: str, more: Sequence[str]) -> list[float]:
+    """Losses of all steps of one run, on rank 0; nothing elsewhere."""
+    from distca.train.config.cli import parse_run_config
+    from distca.train.config.validate import validate
+    from distca.train.data.corpus import open_corpus
+    from distca.train.run.main import run_on
+
+    logger.info("FP8 %s, %s, %s", fp8, mode, layout)
+    own = {"train.fp8": fp8, "train.precision": "bf16" if world.device.type == "cuda" else "fp32"}
+    if mode == "packed":
+        # Megatron-Core's own layers cannot recompute more than their MLPs.
+        own |= {"cad.enabled": "false"} | ({"train.recompute": "mlp"} if "train.recompute" in layout else {})
+    with tempfile.TemporaryDirectory(prefix="distca-losses-") as folder:
+        settings = SETTINGS | layout | own | {"output": folder, "name": "run"}
+        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        config = parse_run_config([*words, *more])
+        validate(config, world.size)
+        run = run_on(world, config, open_corpus(config)).path
+        if world.rank > 0:
+            return []
+        return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare(losses: dict[str, list[float]]) -> dict[str, Any]:
+    """Of a layout's runs: the mean of the last losses, how far it is from bfloat16's in the same mode and from packed
+    documents in the same recipe, and all losses. Distances are relative, with their sign.
+
+    Args:
+        losses: of every step, by recipe and mode.
+    """
+    last = {name: statistics.fmean(run[-LAST:]) for name, run in losses.items() if run}
+    result: dict[str, Any] = {}
+    for name, mean in last.items():
+        fp8, mode = name.split()
+        plain, packed = last.get(f"none {mode}"), last.get(f"{fp8} packed")
+        result[name] = {
+            "last_losses": mean,
+            "over_bfloat16": mean / plain - 1 if plain else None,
+            "over_packed": mean / packed - 1 if packed else None,
+            "losses": losses[name],
+        }
+    return result
+
+
+if __name__ == "__main__":
+    main()
