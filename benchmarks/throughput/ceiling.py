@@ -179,8 +179,12 @@ def _fp8_seconds(width: int, out: int, tokens: int, device: torch.device, fp8: F
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
 
-    scaling = {"current": recipe.Float8CurrentScaling, "delayed": recipe.DelayedScaling}
-    chosen = scaling.get(fp8, recipe.Float8BlockScaling)()
+    chosen = {
+        "current": recipe.Float8CurrentScaling(),
+        # Its largest values stay here: ranks may run it another number of times.
+        "delayed": recipe.DelayedScaling(reduce_amax=False),
+        "blockwise": recipe.Float8BlockScaling(),
+    }[fp8]
     linear = te.Linear(width, out, bias=False, params_dtype=torch.bfloat16, device=device, fuse_wgrad_accumulation=True)
     linear.weight.main_grad = torch.zeros(out, width, device=device)
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
