@@ -115,7 +115,8 @@ def cost_model(
         raise found[0]
     if found[0] is not None:
         return found[0]
-    return area_cost(*heads) if kernel.name == "reference" else analytic_cost(*heads, value_bytes=shape.value_bytes)
+    count = area_cost if kernel.name == "reference" else analytic_cost
+    return count(*heads, value_bytes=shape.value_bytes)
 
 
 def _non_attention(

@@ -78,7 +78,10 @@ def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int 
     )
 
 
-def area_cost(heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, block: int = 1) -> AnalyticCost:
+def area_cost(
+    heads: int = 1, kv_heads: int = 1, head_dim: int = 1, *, value_bytes: int = 2, block: int = 1
+) -> AnalyticCost:
     """Pure FLOP counting: seconds are query-key pairs. For tests, tiny models and CPU runs, where tiles mean
     nothing."""
-    return AnalyticCost(AttentionShape(heads, kv_heads, head_dim), block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
+    shape = AttentionShape(heads, kv_heads, head_dim, value_bytes)
+    return AnalyticCost(shape, block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
