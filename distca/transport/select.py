@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import time
 from collections.abc import Sequence
 from typing import Literal, TypeVar, get_args
 
@@ -35,6 +36,8 @@ BETWEEN_NODES = (
 _started: dict[tuple[int, ...], OneSidedTransport] = {}
 _failed: list[str] = []
 """Why it did not start; it is not tried again."""
+_ALONE_S = 3.0
+"""Until a rank on which NVSHMEM does not start gives up the others, who may wait for it inside NVSHMEM for ever."""
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEFAULT_BUFFER_GB) -> Transport:
@@ -165,13 +168,22 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> OneSidedTransport | str:
-    """NVSHMEM's transport, or why it does not start, the same on every rank."""
+    """NVSHMEM's transport, or why it does not start, the same on every rank.
+
+    Raises:
+        TransportError: on a rank where it does not start, if the others wait for it there and cannot be told.
+    """
     transport, own = None, None
+    ranks = dist.get_process_group_ranks(group)
     try:
         transport = _nvshmem_transport(group, buffer_gb, fallback)
     except Exception as error:  # of its libraries, which raise anything
         own = str(error).splitlines()[0] if str(error) else type(error).__name__
-    ranks = dist.get_process_group_ranks(group)
+    if not _all_came_back(ranks, 0 if own is None else _ALONE_S):
+        raise TransportError(
+            f"NVSHMEM does not start on rank {dist.get_rank()}: {own}; and ranks that wait for it there cannot take "
+            "another transport any more. Set `transport` to nccl."
+        )
     for rank, reason in zip(ranks, _gather(own, group), strict=True):
         if reason is not None:
             _failed.append(f"on rank {rank}, it does not start: {reason}")
@@ -179,6 +191,18 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
     assert transport is not None
     _started[tuple(ranks)] = transport
     return transport
+
+
+def _all_came_back(ranks: Sequence[int], seconds: float) -> bool:
+    """Whether all ranks have tried to start, within so long; who did not fail need not know."""
+    store, key = dist.distributed_c10d._get_default_store(), f"distca/nvshmem/{ranks[0]}"
+    store.add(key, 1)
+    end = time.monotonic() + seconds
+    while seconds and store.add(key, 0) < len(ranks):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _nvshmem_transport(group: dist.ProcessGroup, buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:

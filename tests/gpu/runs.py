@@ -31,6 +31,11 @@ SETTINGS = {
 }
 
 
+def settings_line(own: dict[str, Any]) -> list[str]:
+    """A command line of the small settings, with some of one's own."""
+    return [word for name, value in (SETTINGS | own).items() for word in (f"--{name}", str(value))]
+
+
 def train_on_gpus(runs: list[dict[str, Any]]) -> None:
     """Train one run after the other on the ranks that call this, each with its own settings beside the small ones."""
     from distca.train.config.cli import parse_run_config
@@ -44,6 +49,5 @@ def train_on_gpus(runs: list[dict[str, Any]]) -> None:
         torch.device("cuda", torch.cuda.current_device()),
     )
     for own in runs:
-        line = [word for name, value in (SETTINGS | own).items() for word in (f"--{name}", str(value))]
-        config = parse_run_config(line)
+        config = parse_run_config(settings_line(own))
         run_on(world, config, open_corpus(config))

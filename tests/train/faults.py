@@ -32,12 +32,16 @@ class Ended:
     launcher: str
 
 
-def run_with_fault(folder: Path, fault: str, *line: str, ranks: int = 2, rank: int = 1, step: int = 3) -> Ended:
-    """Train until a rank meets a fault in a step."""
+def run_with_fault(
+    folder: Path, fault: str, *line: str, ranks: int = 2, rank: int | str = 1, step: int = 3, gpus: bool = False
+) -> Ended:
+    """Train until a rank meets a fault in a step; on GPUs, or on CPU ranks. NVSHMEM may fail on several: "0,1"."""
     logs, at = folder / f"logs-{fault}", folder / f"at-{fault}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += ["--redirects=2", f"--log-dir={logs}", "-m", "tests.train.faults", fault, str(rank), str(step), *line]
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "FAULT_AT": str(at)}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULT_AT": str(at)}
+    if not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=180)
     said = [next(logs.glob(f"*/attempt_0/{number}/stderr.log")).read_text() for number in range(ranks)]
     return Ended(done.returncode, time.time() - float(at.read_text()) if at.exists() else -1, said, done.stderr)
@@ -63,12 +67,46 @@ def _is_told_to_end(_: Any) -> None:
     time.sleep(3)  # steps of this size are over before anybody looked at signals
 
 
+def _is_killed(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _has_no_memory(loop: Any) -> None:
+    """In the middle of backward, as it happens."""
+    pool = loop._trainer.cad.pool
+    pool.kernel.backward = lambda do, *_: do.new_empty(1 << 50)
+
+
+def _is_only_noted(_: Any) -> None:
+    """What the settings lead to."""
+
+
 FAULTS: dict[str, Callable[[Any], None]] = {
     "exception": _fail,
     "transport": _send_what_does_not_fit,
     "exit": _exit,
     "told": _is_told_to_end,
+    "killed": _is_killed,
+    "memory": _has_no_memory,
+    "settings": _is_only_noted,
+    "nvshmem": _is_only_noted,
 }
+
+
+def _note() -> None:
+    Path(os.environ["FAULT_AT"]).write_text(str(time.time()))
+
+
+def _break_nvshmem(ranks: str) -> None:
+    """NVSHMEM does not start on these ranks; the others wait for them inside."""
+    import nvshmem.core
+
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        _note()
+        raise RuntimeError("the fault of the test")
+
+    if os.environ["RANK"] in ranks.split(","):
+        nvshmem.core.init = fail
 
 
 def main() -> None:
@@ -86,11 +124,13 @@ def main() -> None:
 
     def meet(self: Any, number: int, ahead: Any) -> dict[str, Any]:
         if number == int(step) and os.environ["RANK"] == rank:
-            Path(os.environ["FAULT_AT"]).write_text(str(time.time()))
+            _note()
             fault(self)
         return run_step(self, number, ahead)
 
-    if fault is _is_told_to_end:
+    if sys.argv[1] == "nvshmem":
+        _break_nvshmem(rank)
+    elif fault is _is_told_to_end:
         TorchWriter.write = write_slowly  # type: ignore[method-assign]
     loop._Loop._step = meet  # type: ignore[method-assign]
     train(sys.argv[4:])

@@ -94,3 +94,27 @@ def test_another_transport_is_taken_where_nvshmem_does_not_start():
         "auto to take another."
     )
     assert run_ranks(2, _does_not_start, "nvshmem") == [[refused, refused]] * 2
+
+
+def _fails_alone():
+    """The first rank waits inside NVSHMEM, for the second one; what that one says."""
+    if dist.get_rank() == 0:
+        return ""
+    select.why_not_nvshmem_together = lambda group, between_nodes: None
+    select._ALONE_S = 0.5
+
+    def start(*_):
+        raise RuntimeError("no memory")
+
+    select._nvshmem_transport = start
+    try:
+        return select.choose_transport("auto", dist.group.WORLD).name
+    except TransportError as error:
+        return str(error)
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_those_who_wait_for_it():
+    assert run_ranks(2, _fails_alone)[1] == (
+        "NVSHMEM does not start on rank 1: no memory; and ranks that wait for it there cannot take another transport "
+        "any more. Set `transport` to nccl."
+    )

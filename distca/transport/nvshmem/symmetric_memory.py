@@ -230,9 +230,15 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
     from cuda.core import Device
 
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    uid = nvshmem.core.get_unique_id(empty=rank != 0)
-    box: list[Any] = [uid._data.tobytes()]
+    box: list[Any] = []
+    try:
+        uid = nvshmem.core.get_unique_id(empty=rank != 0)
+        box = [uid._data.tobytes()]
+    except Exception as error:
+        box = [str(error)]  # the others wait for a word
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    if isinstance(box[0], str):
+        raise TransportError(f"NVSHMEM does not start on rank {dist.get_global_rank(group, 0)}: {box[0]}")
     uid._data.view(np.uint8)[:] = np.frombuffer(box[0], np.uint8)
     device = Device(torch.cuda.current_device())
     device.set_current()
