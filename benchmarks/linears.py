@@ -15,17 +15,21 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # As benchmarks.throughput; read when CUDA starts.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-from benchmarks.throughput.settings import parse
+from benchmarks.throughput.settings import Settings, parse
 from distca.errors import ConfigError, DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.names import with_settings
+
+if TYPE_CHECKING:
+    from megatron_patches.world import World
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -61,7 +65,6 @@ def _kinds(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(kinds: list[str], argv: list[str]) -> None:
-    from benchmarks.throughput.session import Session
     from megatron_patches.world import join_world, leave_world
 
     if "--" not in argv:
@@ -70,20 +73,34 @@ def _run(kinds: list[str], argv: list[str]) -> None:
     every = {kind: parse([*argv, *KINDS[kind]], size) for kind in kinds}
     world = join_world()
     setup_logging(world.rank)
-    command = shlex.join(["torchrun", "...", "-m", "benchmarks.linears", *sys.argv[1:]])
-    reports: dict[str, dict[str, Any]] = {}
     try:
-        for kind, settings in every.items():
-            logger.info("Linear layers: %s", kind)
-            own = replace(settings, output=settings.output / kind)
-            session = Session(own, world, command, lambda *_: lambda _: None)
-            for apart in session.run():
-                logger.warning("%s: losses or gradients differ from the first mode's: %s", kind, apart)
-            reports[kind] = session.report
-            if world.rank == 0:  # after each, so that a time limit leaves the others
-                write(settings.output, command, reports)
+        compare_kinds(every, world, shlex.join(["torchrun", "...", "-m", "benchmarks.linears", *sys.argv[1:]]))
     finally:
         leave_world()
+
+
+def compare_kinds(every: Mapping[str, Settings], world: World, command: str) -> dict[str, Any]:
+    """Run every kind's benchmark and write linears.json and linears.md; returns what :func:`compare` does. Every rank
+    calls it together.
+
+    Args:
+        every: by kind, what is asked for; into one folder.
+        world: this process's place.
+        command: for the result files.
+    """
+    from benchmarks.throughput.session import Session
+
+    reports: dict[str, dict[str, Any]] = {}
+    for kind, settings in every.items():
+        logger.info("Linear layers: %s", kind)
+        own = replace(settings, output=settings.output / kind)
+        session = Session(own, world, command, lambda *_: lambda _: None)
+        for apart in session.run():
+            logger.warning("%s: losses or gradients differ from the first mode's: %s", kind, apart)
+        reports[kind] = session.report
+        if world.rank == 0:  # after each, so that a time limit leaves the others
+            write(settings.output, command, reports)
+    return compare(reports)
 
 
 def write(output: Path, command: str, reports: dict[str, dict[str, Any]]) -> None:

@@ -122,7 +122,7 @@ def measure_mode(
             record.traced = trace(partial(run.steps, steps, settings.traced))
             steps.close()
     del run, trainer, steps
-    _free(world)
+    give_back(world)
     return _of_all_ranks(record, world)
 
 
@@ -203,8 +203,8 @@ class _Run:
         record.reserved_gib = torch.cuda.max_memory_reserved(self._device) / 2**30 + heap
 
 
-def _free(world: World) -> None:
-    """Give back what a mode held, so that the next one starts alike."""
+def give_back(world: World) -> None:
+    """Give back what a mode or run held, so that the next one starts alike."""
     quantization.forget_layers()
     gc.collect()
     if world.device.type == "cuda":
