@@ -107,12 +107,14 @@ def write(output: Path, command: str, reports: dict[str, dict[str, Any]]) -> Non
     """linears.json and linears.md from the reports of the kinds that ran."""
     cells = compare(reports)
     output.mkdir(parents=True, exist_ok=True)
-    (output / "linears.json").write_text(json.dumps({"command": command, "cells": cells}, indent=1) + "\n")
+    where = {key: next(iter(reports.values()))[key] for key in ("hardware", "versions")}
+    (output / "linears.json").write_text(json.dumps({"command": command, **where, "cells": cells}, indent=1) + "\n")
     (output / "linears.md").write_text(table(cells))
 
 
 def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By workload, mode and kind: tokens/s, over those of the first kind, peak memory and losses."""
+    """By workload, mode and kind: tokens/s, over those of the first kind, peak memory, measured and predicted, and
+    losses."""
     first = next(iter(reports))
     cells: dict[str, Any] = {}
     for kind, report in reports.items():
@@ -126,6 +128,7 @@ def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
                     "mfu": made["mfu"],
                     "share_of_ceiling": made["share_of_ceiling"],
                     "peak_gib": made["memory_gib"]["max"] if made["memory_gib"] else None,
+                    "predicted_gib": made["predicted_gib"],
                     "losses": made["losses"],
                     "gradient_norms": made["gradient_norms"],
                 }

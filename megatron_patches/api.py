@@ -216,15 +216,23 @@ class CAD:
                 module.kernel, module.timeline = self.pool.kernel, self.pool.timeline
         return model
 
-    def data_parallel(self, model: GPTModel, *, distributed_optimizer: bool = True) -> DistributedDataParallel:
+    def data_parallel(
+        self, model: GPTModel, *, distributed_optimizer: bool = True, gradients: torch.dtype = torch.float32
+    ) -> DistributedDataParallel:
         """Megatron's DistributedDataParallel around an attached model on its device: bfloat16 where the configuration
-        says so, gradients added up in float32 and, without pipeline stages, reduced while backward goes on.
+        says so, gradients added up in their own type and, without pipeline stages, reduced while backward goes on.
 
         Args:
             model: from :meth:`attach`.
             distributed_optimizer: whether the optimizer's state is sharded over data-parallel ranks.
+            gradients: torch.float32, or torch.bfloat16, for bfloat16 weights only: half the bytes to hold and to
+                reduce, rounded after every addition.
+
+        Raises:
+            SupportError: other types.
         """
-        wrapped = wrap_for_data_parallel(model, distributed_optimizer)
+        _check_gradients(gradients, self.config.params_dtype)
+        wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
         if self._stages > 1 and self._disaggregate:
             wrapped.config.no_sync_func = refuse_other_schedule
         return wrapped
@@ -337,6 +345,14 @@ class CAD:
                     f"tokens_per_rank {self._tokens_per_rank:,} hold {most:,}. Put fewer documents into it, or raise "
                     "tokens_per_rank."
                 )
+
+
+def _check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
+    if gradients != torch.float32 and not gradients == weights == torch.bfloat16:
+        raise SupportError(
+            f"`gradients` is {gradients} and the weights are {weights}; gradients are added up in torch.float32, or, "
+            "of torch.bfloat16 weights, in torch.bfloat16."
+        )
 
 
 def _check_groups() -> None:

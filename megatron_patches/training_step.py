@@ -26,10 +26,13 @@ from megatron_patches.te import quantization
 _BUCKET_PARAMETERS = 100_000_000
 
 
-def wrap_for_data_parallel(model: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
+def wrap_for_data_parallel(
+    model: GPTModel, distributed_optimizer: bool, gradients: torch.dtype = torch.float32
+) -> DistributedDataParallel:
     """Cast to bfloat16 where the configuration says so, and add gradient reduction over data-parallel ranks.
 
-    Gradients are added up in float32. Without pipeline stages a bucket of gradients is reduced while backward goes on.
+    Gradients are added up and reduced in float32, or in the type of bfloat16 weights where ``gradients`` is that.
+    Without pipeline stages a bucket of gradients is reduced while backward goes on.
     Recomputed segments run in nested backward passes, so a weight is touched once per nano-batch; megatron counts the
     touches of the first global batch, which it reduces after backward, and from then on starts a bucket's reduction at
     its last touch. So every micro-batch must touch every weight equally often, also where this rank has no rows.
@@ -37,7 +40,7 @@ def wrap_for_data_parallel(model: GPTModel, distributed_optimizer: bool) -> Dist
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=gradients == torch.float32,
         overlap_grad_reduce=_overlaps_reduction(),
         bucket_size=_BUCKET_PARAMETERS,
         use_distributed_optimizer=distributed_optimizer,

@@ -157,7 +157,7 @@ def run_unmodified(
     """The reference, computed by the first rank alone; also returns the full weights. Every rank calls it together."""
     model = unmodified(case, dtype).to(device)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return computed_once(lambda: _unmodified_outcome(case, model, device)), weights
+    return computed_once(lambda: unmodified_outcome(case, model, device)), weights
 
 
 def computed_once(compute: Callable[[], T]) -> T:
@@ -167,7 +167,8 @@ def computed_once(compute: Callable[[], T]) -> T:
     return cast(T, result[0])
 
 
-def _unmodified_outcome(case: ParityCase, model: GPTModel, device: torch.device) -> Outcome:
+def unmodified_outcome(case: ParityCase, model: GPTModel, device: torch.device) -> Outcome:
+    """What a model from :func:`unmodified` computes on this rank alone, also inside of Megatron's DDP."""
     total, tokens, per_document = 0.0, 0, []
     for documents in case_documents(case):
         lengths = np.array([len(document) for document in documents])
@@ -182,7 +183,8 @@ def _unmodified_outcome(case: ParityCase, model: GPTModel, device: torch.device)
         losses.sum().backward()
         total, tokens = total + losses.sum().item(), tokens + int(mask.sum())
         per_document.append(_per_document(losses.detach(), owner, len(lengths)))
-    gradients = {name: p.grad.double().cpu() / tokens for name, p in model.named_parameters()}
+    held = {name: getattr(p, "main_grad", p.grad) for name, p in model.named_parameters()}
+    gradients = {name: gradient.double().cpu() / tokens for name, gradient in held.items()}
     return Outcome(total / tokens, gradients, [losses.cpu() for losses in per_document])
 
 
@@ -209,6 +211,7 @@ def run_disaggregated(
     *,
     summed_loss: bool = True,
     linears: Linears = "auto",
+    gradients: torch.dtype = torch.float32,
 ) -> Outcome:
     """The candidate, over all ranks, through the public face; every rank calls it and gets the same outcome.
 
@@ -220,9 +223,10 @@ def run_disaggregated(
         weights: of the whole model.
         summed_loss: take the loss summed with the output layer, else Megatron's loss of every token.
         linears: see :class:`megatron_patches.api.CAD`.
+        gradients: type in which they are added up.
     """
     cad, model = attached(case, dtype, device, kernel, weights, linears=linears)
-    ddp = cad.data_parallel(model, distributed_optimizer=False)
+    ddp = cad.data_parallel(model, distributed_optimizer=False, gradients=gradients)
     step = cad.plan_step(case_documents(case))
     forward_step = summed_loss_step if summed_loss else token_losses_step
     return outcome_of(case, cad, model, cad.forward_backward(step, forward_step, ddp), weights)

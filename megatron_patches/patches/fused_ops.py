@@ -2,9 +2,9 @@
 
 The rotation of q and k with the split of their projection, where attention stays at home: Megatron's layers ask
 Transformer Engine for it (``fused_single_qkv_rope``), which few have installed, and get the kernel that disaggregated
-layers run, so that all modes rotate alike. SwiGLU in one pass. Weight gradients that the matrix product itself adds up
-in float32: Megatron's linear layers ask for that by ``gradient_accumulation_fusion`` and call a CUDA extension of Apex,
-for which torch's own product with a float32 result stands in.
+layers run, so that all modes rotate alike. SwiGLU in one pass. Weight gradients that the matrix product itself adds
+up, in float32 or bfloat16: Megatron's linear layers ask for that by ``gradient_accumulation_fusion`` and call a CUDA
+extension of Apex, for which torch's own product stands in.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ class _Products:
     def wgrad_gemm_accum_fp32(rows: torch.Tensor, d_out: torch.Tensor, main_grad: torch.Tensor) -> None:
         """main_grad += d_outᵀ @ rows. rows: [N, in], d_out: [N, out], main_grad: [out, in] float32."""
         add_product(main_grad, d_out.t(), rows)
+
+    # For main_grad in the type of rows and d_out; the sum is rounded once.
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def accumulate_weight_gradients_in_products() -> None:

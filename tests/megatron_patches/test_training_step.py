@@ -170,6 +170,8 @@ def _gradients_of_two_steps(micro_batches):
     )
     for parameter in narrow.parameters():
         assert parameter.dtype == torch.bfloat16 and parameter.main_grad.dtype == torch.float32
+    narrow = wrap_for_data_parallel(narrow.module.module, False, torch.bfloat16)
+    assert {parameter.main_grad.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
     steps = []
     for _ in range(2):
         figures = _loss_and_tokens(cad, model, step)

@@ -222,6 +222,8 @@ class TrainConfig:
         fp8: products of Transformer Engine's linear layers in FP8: none; current = scaled by the largest value of each
             tensor; delayed = by those of the steps before; blockwise = by those of blocks. Weights, gradients and
             everything else stay as train.precision says.
+        gradients: type in which gradients are added up over micro-batches and reduced over ranks: float32, or bfloat16
+            (with precision bf16 only): half the memory and half the bytes to reduce, rounded after every addition.
         loss: what weighs the same in the loss of a step: token = every token that is to be learned; document = every
             document, or conversation, that has some.
         recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
@@ -241,6 +243,7 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = "fp32"
     linears: Literal["auto", "local", "te"] = "auto"
     fp8: Literal["none", "current", "delayed", "blockwise"] = "none"
+    gradients: Literal["float32", "bfloat16"] = "float32"
     loss: Literal["token", "document"] = "token"
     recompute: Literal["none", "mlp", "all"] = "none"
     seed: int = 1234

@@ -127,12 +127,23 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
             f"cad.kernel {config.cad.kernel} computes in bf16, but train.precision is fp32; "
             "set cad.kernel to auto or reference, or train.precision to bf16."
         )
-    problems += _fp8(config)
+    problems += _fp8(config) + _fewer_bytes(config)
     if config.cad.kernel == "torch" and config.cad.deterministic:
         problems.append(
             "cad.kernel torch has no deterministic backward; set cad.kernel to auto or cad.deterministic to false."
         )
     return problems
+
+
+def _fewer_bytes(config: RunConfig) -> list[str]:
+    """Gradients in fewer bytes than float32's."""
+    train = config.train
+    if train.gradients != "float32" and train.precision == "fp32":
+        return [
+            f"train.gradients is {train.gradients}, but train.precision is fp32, whose gradients are float32 too; set "
+            "train.precision to bf16 or train.gradients to float32."
+        ]
+    return []
 
 
 def _fp8(config: RunConfig) -> list[str]:

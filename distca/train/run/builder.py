@@ -139,7 +139,8 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         gpt.cuda()
     if config.checkpoint.init_from and not config.checkpoint.resume:
         load_initial_weights(gpt, Path(config.checkpoint.init_from))
-    return cad, cad.data_parallel(gpt, distributed_optimizer=config.optimizer.distributed)
+    gradients = getattr(torch, config.train.gradients)
+    return cad, cad.data_parallel(gpt, distributed_optimizer=config.optimizer.distributed, gradients=gradients)
 
 
 def _described(cad: CAD, config: RunConfig) -> str:

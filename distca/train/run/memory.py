@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from distca.errors import ConfigError
 from distca.train.config.schema import RunConfig
 from distca.train.metrics.progress import format_bytes
+from distca.train.run.model_bytes import model_bytes
 
 GIB = 2**30
 OUTSIDE_TORCH = int(6.6 * GIB)
@@ -39,11 +40,12 @@ class StageMemory:
 
     Attributes:
         weights: parameters as the layers use them, and their FP8 copies.
-        gradients: float32 buffers.
+        gradients: buffers in which they are added up.
         optimizer: main weights and Adam's moments on this rank.
         micro_batches: how many are in flight at most.
         activations: what they keep.
         working: what the layer or the loss at work needs for itself, attention buffers and stage transfers included.
+        update: what the optimizer's step needs for itself, when there are no activations.
     """
 
     weights: int
@@ -52,10 +54,11 @@ class StageMemory:
     micro_batches: int
     activations: int
     working: int
+    update: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+        return self.weights + self.gradients + self.optimizer + max(self.activations + self.working, self.update)
 
 
 def predict_memory(config: RunConfig, world_size: int, vocabulary: int) -> list[StageMemory]:
@@ -82,6 +85,8 @@ def describe(stages: list[StageMemory]) -> list[str]:
             ),
             "working memory": stage.working,
         }
+        if stage.activations + stage.working < stage.update:
+            parts["or, later, the optimizer's step"] = stage.update
         where = f" of stage {number}" if len(stages) > 1 else ""
         said = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         lines.append(f"Predicted peak memory{where}: {format_bytes(stage.total)} ({said})")
@@ -153,17 +158,16 @@ class _Stage:
         self._others = 0.0 if alone else BUSY_SERVER_OTHERS
 
     def predict(self) -> StageMemory:
-        weights = self._parameters()
-        wide = 4 * weights if self._value == 2 else 0  # float32 weights are their own main weights
-        shards = self._data_parallel if self._config.optimizer.distributed else 1
+        model = model_bytes(self._config, self._parameters(), self._in_linears(), self._data_parallel)
         in_flight = self._in_flight()
         return StageMemory(
-            weights=self._value * weights + self._fp8_weights(),
-            gradients=4 * weights,
-            optimizer=(wide + 8 * weights) // shards,
+            weights=model.weights,
+            gradients=model.gradients,
+            optimizer=model.optimizer,
             micro_batches=in_flight,
             activations=in_flight * self._rows * (self._layers * self._kept() + self._rotation()),
             working=max(self._layer_at_work(), self._loss_at_work()) + self._transfers(),
+            update=model.update,
         )
 
     @property
@@ -172,17 +176,16 @@ class _Stage:
 
     def _parameters(self) -> int:
         model, tp = self._config.model, self._config.parallel.tp
-        layer = model.hidden * (2 * self._q + self._kv + 3 * self._ffn) + 2 * model.hidden
         tables = (self._stage == 0) + self._last
         if model.tie_embeddings and self._stages == 1:
             tables = 1
         assert model.hidden % tp == 0
-        return self._layers * layer + tables * self._embedding + (model.hidden if self._last else 0)
+        norms = 2 * self._layers * model.hidden + (model.hidden if self._last else 0)
+        return self._in_linears() + norms + tables * self._embedding
 
-    def _fp8_weights(self) -> int:
-        """FP8 copies of the linear layers' weights, for products with their rows and with their columns."""
-        model = self._config.model
-        return 2 * self._layers * model.hidden * (2 * self._q + self._kv + 3 * self._ffn) if self._fp8 else 0
+    def _in_linears(self) -> int:
+        """Parameters that are weights of the layers' linear layers."""
+        return self._layers * self._config.model.hidden * (2 * self._q + self._kv + 3 * self._ffn)
 
     def _in_flight(self) -> int:
         behind = self._stages - 1 - self._stage

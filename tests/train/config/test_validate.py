@@ -85,6 +85,7 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--checkpoint.keep 0", 4, "checkpoint.keep is 0; it must be at least 1."),
         ("--cad.kernel flash4", 4, "cad.kernel flash4 computes in bf16, but train.precision is fp32"),
         ("--train.fp8 current", 4, "train.fp8 is current, but Transformer Engine's linear layers compute in bf16 here"),
+        ("--train.gradients bfloat16", 4, "train.gradients is bfloat16, but train.precision is fp32, whose gradients"),
         ("--train.linears te", 4, "train.linears is te, but Transformer Engine's linear layers compute in bf16 here"),
         (
             "--train.precision bf16 --train.fp8 delayed --train.linears local",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.linears import KINDS
 from distca.errors import ConfigError
 from distca.ops import output_loss
 from distca.plan import lay_out
@@ -76,6 +77,16 @@ def test_measured_peaks_with_128k_tokens_are_predicted(name: str, mode: str) -> 
         predicted = stage.total + (_second_o_when_recorded(config) if older else 0)
         measured = cell["modes"][mode]["memory_gib"]["max"]
         assert predicted / GIB + heap == pytest.approx(measured, rel=0.04 if "4_gpus" in name else 0.02), mix
+
+
+@pytest.mark.parametrize("kind", ["local", "te", "current", "delayed", "blockwise"])
+def test_measured_peaks_of_linear_layers_are_predicted(kind: str) -> None:
+    report = json.loads((RESULTS / "linears_2_gpus_pretrain_128k.json").read_text())
+    words = shlex.split(report["command"])
+    config = parse_run_config([*words[words.index("--") + 1 :], *KINDS[kind], "--data.context_length", "131072"])
+    (stage,) = predict_memory(config, int(report["hardware"].split()[0]), config.model.vocabulary)
+    measured = report["cells"]["pretrain 128K"]["distca"][kind]["peak_gib"]
+    assert stage.total / GIB + config.resolved_nvshmem_buffer_gb == pytest.approx(measured, rel=0.02)
 
 
 def _second_o_when_recorded(config: RunConfig) -> int:
@@ -243,6 +254,27 @@ def test_runs_of_the_whole_8b_model_that_ran_out_of_memory_are_refused() -> None
         config = parse_run_config([*common, *settings])
         with pytest.raises(ConfigError):
             check_memory(config, predict_memory(config, 2, config.model.vocabulary), int(139.8 * GIB) - OUTSIDE_TORCH)
+
+
+def test_bytes_of_a_parameter_by_setting() -> None:
+    """Of the whole 8B on two ranks, in bytes per parameter."""
+    for settings, expected, update in (([], 2 + 4 + 12 / 2, 0), (["--train.gradients", "bfloat16"], 2 + 2 + 12 / 2, 2)):
+        config = parse_run_config(["--config", "configs/llama-8b.yaml", "--parallel.tp", "1", *settings])
+        (stage,) = predict_memory(config, 2, 128_256)
+        parameters = stage.weights // 2
+        assert parameters == pytest.approx(8.03e9, rel=1e-3)
+        held = stage.weights + stage.gradients + stage.optimizer
+        assert held / parameters == pytest.approx(expected, rel=1e-9)
+        assert stage.update / parameters == update
+
+
+def test_the_optimizers_step_counts_where_it_needs_most() -> None:
+    few = ["--train.gradients", "bfloat16", "--data.tokens_per_rank", "64", "--optimizer.distributed", "false"]
+    config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", *few])
+    (stage,) = predict_memory(config, 2, 32000)
+    assert stage.activations + stage.working < stage.update
+    assert stage.total == stage.weights + stage.gradients + stage.optimizer + stage.update
+    assert "or, later, the optimizer's step" in describe([stage])[0]
 
 
 def test_fp8_copies_are_counted() -> None:

@@ -1,0 +1,48 @@
+"""Bytes of weights, gradients and the optimizer's state of one rank, by setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distca.train.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What is there in all of a step, and what the optimizer's step needs for itself.
+
+    Attributes:
+        weights: parameters as the layers use them, and their FP8 copies.
+        gradients: buffers in which they are added up.
+        optimizer: main weights and Adam's moments on this rank.
+        update: float32 copies while the optimizer's step runs, which no activations are beside.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    update: int
+
+
+def model_bytes(config: RunConfig, parameters: int, in_linears: int, data_parallel: int) -> ModelBytes:
+    """Of a rank.
+
+    Args:
+        config: the run.
+        parameters: of this rank's part of the model.
+        in_linears: those of them that are weights of the layers' linear layers.
+        data_parallel: ranks that share the distributed optimizer's state.
+    """
+    train = config.train
+    narrow = train.precision == "bf16"
+    shards = data_parallel if config.optimizer.distributed else 1
+    # FP8 copies are for products with the rows of a weight and with its columns.
+    copies = 2 * in_linears if train.fp8 != "none" else 0
+    narrow_gradients = train.gradients == "bfloat16"
+    return ModelBytes(
+        weights=(2 if narrow else 4) * parameters + copies,
+        gradients=(2 if narrow_gradients else 4) * parameters,
+        # float32 weights are their own main weights.
+        optimizer=((4 if narrow else 0) + 8) * parameters // shards,
+        update=4 * parameters // shards if narrow_gradients else 0,
+    )
