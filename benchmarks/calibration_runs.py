@@ -119,11 +119,15 @@ def h200_cost(shape: AttentionShape) -> CostModel:
 
 
 def _throughput(path: Path) -> Iterator[Run]:
-    content = json.loads(path.read_text())
+    return runs_of(path.name, json.loads(path.read_text()))
+
+
+def runs_of(name: str, content: dict[str, Any]) -> Iterator[Run]:
+    """The runs of a report of ``benchmarks.throughput``, under the name of its file."""
     ranks, tokens = content["parallel"]["data_parallel_times_cp"], content["tokens_per_rank"]
     model = _model(content["model"])
-    fused = "fused" in path.name
-    older = path.name.removeprefix("throughput_") in _TWO_PERCENT
+    fused = "fused" in name or "socket_nodes" in content
+    older = name.removeprefix("throughput_") in _TWO_PERCENT
     for cell in content["cells"].values():
         where = Cell(cell["mix"], cell["context"])
         drawn = draw_batches(
@@ -135,8 +139,8 @@ def _throughput(path: Path) -> Iterator[Run]:
             vocabulary=model.vocabulary,
             seed=int(_option(content["command"], "--data.seed", _SEED)),
         )
-        for name, figures in cell["modes"].items():
-            mode, count = parse_mode(name), figures.get("batches") or content["batches"]
+        for each_mode, figures in cell["modes"].items():
+            mode, count = parse_mode(each_mode), figures.get("batches") or content["batches"]
             batches = [Workload(each, drawn.bins) for each in drawn.global_batches[content["warm_up"] :][:count]]
             memory = figures.get("memory_gib")
             job = _job(
@@ -148,10 +152,11 @@ def _throughput(path: Path) -> Iterator[Run]:
                 micro_batches=content["micro_batches"],
                 recompute=content["recompute"],
                 tolerance=0.02 if older else None,
+                deal=content.get("deal", False),
                 fused_rotation=fused,
             )
             yield Run(
-                path.name,
+                name,
                 where.name,
                 mode,
                 job,
@@ -221,13 +226,15 @@ def _model(content: dict[str, Any]) -> Model:
 def _job(model: Model, gpus: int, mode: Mode, content: dict[str, Any], tp: int = 1, **settings: Any) -> Job:
     """DistCA's rows go by NVSHMEM, unless links are limited; all else by NCCL at the run's own rates."""
     links, limited = content.get("links") or {}, content["link_channels"] is not None
+    sockets = content.get("socket_nodes", False)
     rate = NVSHMEM_GB_S
-    if limited or mode.method in ("ulysses",):
+    if limited or (sockets and mode.method == "distca") or mode.method in ("ulysses",):
         rate = links.get("all_to_all_gb_per_s", 300.0)
     elif mode.method != "distca":
         rate = links.get("all_gather_gb_per_s", 300.0)
     cost = h200_cost(model.shape(tp))
-    return Job(model, Cluster(gpus, gpus, nvlink_gb_s=rate), cost, tp=tp, nccl=limited, **settings)
+    cluster = Cluster(gpus, 1, network_gb_s=rate) if sockets else Cluster(gpus, gpus, nvlink_gb_s=rate)
+    return Job(model, cluster, cost, tp=tp, nccl=limited or sockets, **settings)
 
 
 def _option(command: str, name: str, default: Any) -> str:

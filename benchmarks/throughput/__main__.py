@@ -38,6 +38,10 @@ def main() -> None:
             from benchmarks.throughput.links import limit_links
 
             limit_links(settings.link_channels)
+        if settings.socket_nodes:
+            from benchmarks.throughput.links import nodes_over_sockets
+
+            nodes_over_sockets()
         apart = _run(settings)
     except DistcaError as error:
         die(with_settings(str(error)), error.next_step)

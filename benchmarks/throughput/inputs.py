@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 
 import numpy as np
 
 from benchmarks.baselines import CpGroups, Mode, Work, groups_of, prepare
 from benchmarks.throughput.batches import Batches, Replay
 from distca import StepDocuments
+from distca.baselines.dealing import dealt_anew
 from distca.data.batch import rank_batch
+from distca.data.sampler import MicroBatch
 from distca.device.host_to_device import uploading
 from distca.plan import AttentionShape, StepPlan
 from distca.plan.step import StepBalance
@@ -22,16 +25,27 @@ def steps_ahead(
     mode: Mode, trainer: Trainer, batches: Batches, first: int, groups: CpGroups, work: Work
 ) -> Generator[Step, None, None]:
     """Steps of a mode, beginning with global batch ``first``. Every rank calls it together."""
-    documents = _documents(batches, first, bins=mode.method != "distca")
+    deal = None
+    if mode.method == "packed-dealt":
+        room = trainer.config.data.tokens_per_rank
+        deal = partial(dealt_anew, ranks=trainer.cad.options.ranks, room=room, work=work)
+    documents = _documents(batches, first, mode.method != "distca", deal)
     if mode.method == "distca":
         return trainer.cad.plan_ahead(documents)
     return iter(StepsAhead(map(_Baseline(mode, trainer, batches, groups, work).make, documents), trainer.world.device))
 
 
-def _documents(batches: Batches, first: int, bins: bool) -> Iterator[StepDocuments]:
+def _documents(
+    batches: Batches,
+    first: int,
+    bins: bool,
+    deal: Callable[[tuple[MicroBatch, ...]], tuple[MicroBatch, ...]] | None,
+) -> Iterator[StepDocuments]:
     replay = Replay(batches.global_batches, first, bins)
     while True:
         micro_batches = replay.next()
+        if deal is not None:
+            micro_batches = deal(micro_batches)
         chosen = [batches.documents.choose(each.documents) for each in micro_batches]
         yield StepDocuments(chosen, [each.rank_of for each in micro_batches])
 

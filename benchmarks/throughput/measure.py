@@ -79,7 +79,7 @@ def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunCo
     data = replace(config.data, source="mix", path=cell.mix, context_length=cell.context)
     cad = replace(config.cad, enabled=mode.method == "distca")
     # Baselines need no symmetric memory, and limits on links are NCCL's.
-    if world.device.type == "cuda" and (mode.method != "distca" or settings.link_channels):
+    if world.device.type == "cuda" and (mode.method != "distca" or settings.slow_links):
         cad = replace(cad, transport="nccl")
     train = config.train
     if train.recompute == "all" and not cad.enabled:

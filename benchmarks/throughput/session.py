@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,8 @@ class Session:
             "warm_up": settings.warm_up,
             "batches": settings.batches,
             "link_channels": settings.link_channels,
+            "socket_nodes": settings.socket_nodes,
+            "deal": config.cad.deal,
             "model": asdict(config.model),
             "parallel": {"tp": tp, "pp": config.parallel.pp, "data_parallel_times_cp": self._ranks},
             "tokens_per_rank": config.data.tokens_per_rank,
@@ -104,13 +106,13 @@ class Session:
         """What is run, in turn. On GPUs DistCA comes after all baselines: NVSHMEM's memory stays with a process once it
         was taken, and a baseline beside it could do less than alone."""
         runs = [(cell, mode) for cell in self._settings.cells for mode in self._settings.modes]
-        if self._world.device.type != "cuda" or self._settings.link_channels:
+        if self._world.device.type != "cuda" or self._settings.slow_links:
             return runs
         return sorted(runs, key=lambda run: run[1].method == "distca")
 
     def _batches(self, cell: Cell) -> Batches:
         """The same at every call."""
-        return draw_batches(
+        drawn = draw_batches(
             cell,
             self._settings.warm_up + self._settings.batches,
             ranks=self._ranks,
@@ -119,6 +121,10 @@ class Session:
             vocabulary=self._settings.config.model.vocabulary,
             seed=self._settings.seed,
         )
+        if not self._settings.short_warm_up:
+            return drawn
+        kept = [batch[:1] if n < self._settings.warm_up else batch for n, batch in enumerate(drawn.global_batches)]
+        return replace(drawn, global_batches=tuple(kept))
 
     def _result_of(self, cell: Cell, batches: Batches, ceiling: Ceiling) -> dict[str, Any]:
         """A workload's part of the report, begun where it is the first mode's."""

@@ -66,6 +66,8 @@ class Settings:
         warm_up: global batches before them.
         traced: measured batches that are run once more under the profiler, for the idle share.
         link_channels: NCCL channels that every link is limited to; None for no limit.
+        socket_nodes: every rank plays a node of its own, and all that travels goes by NCCL over sockets.
+        short_warm_up: batches of the warm-up are their first micro-batch only.
         seed: of the documents.
         config: model, parallelism, precision, recomputation, tokens per rank, micro-batches.
     """
@@ -80,6 +82,13 @@ class Settings:
     link_channels: int | None
     seed: int
     config: RunConfig
+    socket_nodes: bool = False
+    short_warm_up: bool = False
+
+    @property
+    def slow_links(self) -> bool:
+        """Whether links are made slower than they are, which only NCCL's can be."""
+        return self.link_channels is not None or self.socket_nodes
 
 
 def parse(argv: list[str], world_size: int) -> Settings:
@@ -102,6 +111,8 @@ def parse(argv: list[str], world_size: int) -> Settings:
     if config.model.vocabulary < 1:
         raise ConfigError("model.vocabulary is 0, but random tokens need one; set it behind --.")
     config = replace(config, output=str(arguments.output))
+    if arguments.socket_nodes:
+        config = replace(config, cad=replace(config.cad, ranks_per_node=1))
     validate(config, world_size, config.model.vocabulary)
     cells = tuple(Cell(mix, context) for mix in arguments.mixes for context in arguments.contexts)
     for cell in cells:
@@ -120,6 +131,8 @@ def parse(argv: list[str], world_size: int) -> Settings:
         arguments.link_channels,
         config.data.seed,
         replace(config, optimizer=optimizer, train=replace(config.train, steps=steps)),
+        arguments.socket_nodes,
+        arguments.short_warm_up,
     )
 
 
@@ -162,4 +175,10 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="limit NCCL to so many channels, as a network would: 1, 2, 4, ...",
     )
+    parser.add_argument(
+        "--socket-nodes",
+        action="store_true",
+        help="every rank of this machine plays a node: NCCL reaches the others over sockets only",
+    )
+    parser.add_argument("--short-warm-up", action="store_true", help="warm up with one micro-batch of each batch")
     return parser

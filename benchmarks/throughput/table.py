@@ -39,6 +39,8 @@ def links(report: dict[str, Any]) -> str:
         rates.append(f"{kind} {rate:.1f}" if rate >= 10 else f"{kind} {rate:.2f}")
     channels = report["link_channels"]
     limit = f", limited to {channels} channel{'s' if channels > 1 else ''}" if channels else ""
+    if report.get("socket_nodes"):
+        limit += ", each rank a node over sockets"
     return f"Links{limit}, GB/s of each rank: {', '.join(rates) or 'none'}."
 
 

@@ -1,15 +1,23 @@
-"""Which rank, or group of ranks, gets which document. Array legend: D documents, R data-parallel ranks."""
+"""Which rank, or group of ranks, gets which document.
+
+Array legend: D documents, R data-parallel ranks, M micro-batches.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from distca.baselines.errors import BaselineError
 from distca.baselines.mode import Mode
 from distca.baselines.work import Work, deal
+from distca.data.sampler import MicroBatch
 
 VARIABLE_ROOM = 2
 """Variable-length packing may put this many times its share of tokens on a rank."""
+_LONGER = 1.02
+"""Than a rank holds may be what documents dealt anew put on it, where they do not fit otherwise."""
 
 
 def groups_of(
@@ -17,7 +25,8 @@ def groups_of(
 ) -> np.ndarray:
     """[D] context-parallel group of each document; for methods without groups, its rank.
 
-    "packed" keeps the ranks that the sampler chose, as plain packing does. Groups get equal work where their tokens
+    "packed" keeps the ranks that the sampler chose, as plain packing does, "packed-dealt" those of
+    :func:`dealt_anew`. Groups get equal work where their tokens
     allow it, else what the sampler put on their ranks.
 
     Args:
@@ -47,10 +56,44 @@ def groups_of(
             f"ranks; choose a degree of {ranks // bins} or more, or raise the tokens per rank."
         )
     as_sampled = bin_of // (bins // groups)
-    if mode.method == "packed":
+    if mode.method in ("packed", "packed-dealt"):
         return as_sampled
     dealt = deal(lengths, groups, work, mode.degree * room)
     return as_sampled if dealt is None else dealt
+
+
+def dealt_anew(micro_batches: Sequence[MicroBatch], ranks: int, room: int, work: Work) -> tuple[MicroBatch, ...]:
+    """The documents of a step, whole, dealt over its M micro-batches and R ranks so that ranks have equal work.
+
+    Ranks of plain data parallelism wait for each other once a step, so it is the step's work that is made equal: the
+    longest document goes first to the rank with the least work that has room, there to the fullest micro-batch that
+    takes it. Where documents do not fit so, they stay where they are.
+
+    Args:
+        micro_batches: as sampled.
+        ranks: data-parallel ranks.
+        room: tokens of a rank in a micro-batch.
+        work: what a document costs.
+    """
+    lengths = np.concatenate([each.lengths for each in micro_batches])
+    seconds = work.seconds(lengths)
+    for most in (room, int(_LONGER * room)):
+        free = np.full((ranks, len(micro_batches)), most)
+        load, place = np.zeros(ranks), np.empty((len(lengths), 2), np.int64)
+        for document in np.argsort(-lengths, kind="stable").tolist():
+            fits = free >= lengths[document]
+            if not fits.any():
+                break
+            rank = int(np.where(fits.any(axis=1), load, np.inf).argmin())
+            number = int(np.where(fits[rank], free[rank], most + 1).argmin())
+            free[rank, number] -= lengths[document]
+            load[rank] += seconds[document]
+            place[document] = rank, number
+        else:
+            documents = np.concatenate([each.documents for each in micro_batches])
+            chosen = [np.flatnonzero(place[:, 1] == number) for number in range(len(micro_batches))]
+            return tuple(MicroBatch(documents[each], lengths[each], place[each, 0]) for each in chosen)
+    return tuple(micro_batches)
 
 
 def ranks_of_document(context: int, ranks: int, tokens_per_rank: int) -> int | None:

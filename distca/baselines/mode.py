@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from distca.baselines.errors import BaselineError
 
-Method = Literal["distca", "packed", "variable", "cp", "cp-keep", "ring", "ulysses"]
+Method = Literal["distca", "packed", "packed-dealt", "variable", "cp", "cp-keep", "ring", "ulysses"]
 _GROUPED = ("cp", "cp-keep", "ring", "ulysses")
 
 
@@ -19,6 +19,7 @@ class Mode:
     Methods:
         distca: core attention disaggregation.
         packed: whole documents, equal tokens per rank, plain data parallelism.
+        packed-dealt: the same, documents dealt over a step's micro-batches and ranks anew for equal work of ranks.
         variable: whole documents, unequal tokens per rank so that every rank has the same work.
         cp: every document cut into head–tail pieces over the group, keys and values all-gathered, again in backward.
         cp-keep: the same with gathered keys and values kept for backward: more memory, one all-gather less.
@@ -65,12 +66,12 @@ def parse_mode(name: str) -> Mode:
     Raises:
         BaselineError: there is none.
     """
-    match = re.fullmatch(r"([a-z]+?)(\d*)(-keep)?", name)
+    match = re.fullmatch(r"([a-z]+?)(\d*)(-keep|-dealt)?", name)
     method = f"{match[1]}{match[3] or ''}" if match else name
     if match is None or method not in get_args(Method) or bool(match[2]) != (method in _GROUPED):
         raise BaselineError(
-            f"There is no mode {name!r}; choose among distca, packed, variable, and with a number of ranks of 2 or "
-            "more cp, cp-keep, ring and ulysses, such as cp4, cp4-keep, ring4, ulysses4."
+            f"There is no mode {name!r}; choose among distca, packed, packed-dealt, variable, and with a number of "
+            "ranks of 2 or more cp, cp-keep, ring and ulysses, such as cp4, cp4-keep, ring4, ulysses4."
         )
     degree = int(match[2] or 1)
     if method in _GROUPED and degree < 2:

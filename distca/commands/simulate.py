@@ -67,9 +67,9 @@ def simulate(
             training data as text:PATH, jsonl:PATH (a byte is a token) or indexed:PATH, cut where it exceeds a context.
         gpus: of the cluster; several as [64,128,256].
         model: 8b, 34b, or a configuration file with a model (YAML).
-        modes: comma-separated: distca, packed, variable, cpN, cpN-keep, ringN, ulyssesN for groups of N ranks, each
-            with -hidden behind it if what it sends is to travel beside computation; best-cp and best-cp-hidden take the
-            fastest degree. With stages all but distca run 1F1B.
+        modes: comma-separated: distca, packed, packed-dealt, variable, cpN, cpN-keep, ringN, ulyssesN for groups of N
+            ranks, each with -hidden behind it if what it sends is to travel beside computation; best-cp and
+            best-cp-hidden take the fastest degree. With stages all but distca run 1F1B.
         context: longest document; longer ones of a mix are cut, of a long-context mix stretched to it; several as
             [131072,524288].
         tp: tensor-parallel ranks.

@@ -87,7 +87,7 @@ def deal_micro_batch(job: Job, mode: Mode, micro_batch: MicroBatch, bins: int) -
     nothing, none = np.zeros(ranks), fabric.exchange(*np.zeros((3, 0), np.int64))
     read = np.bincount(pieces.rank, pieces.stop, ranks)
     dealt = Dealt(rows, (_block(job, pieces),), nothing, nothing, nothing, nothing, none, none, none)
-    if mode.method in ("packed", "variable"):
+    if mode.method in ("packed", "packed-dealt", "variable"):
         return dealt
     most = np.repeat(rows.reshape(-1, mode.degree).max(axis=1), mode.degree)
     if mode.method in ("cp", "cp-keep"):

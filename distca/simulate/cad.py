@@ -52,7 +52,10 @@ def planned(job: Job, workload: Workload) -> StepPlan:
         non_attention=job.non_attention,
     )
     homes = [each.rank_of for each in workload.micro_batches] if workload.whole else None
-    return plan_step([each.lengths for each in workload.micro_batches], options, homes)
+    room = None
+    if job.deal and homes is None and job.pp == 1:
+        room = [job.data_parallel * job.tokens_per_rank] * len(workload.micro_batches)
+    return plan_step([each.lengths for each in workload.micro_batches], options, homes, room)
 
 
 def moved(rows: Any, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

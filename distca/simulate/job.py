@@ -53,6 +53,7 @@ class Job:
         micro_batches: of a step.
         recompute: what is computed again in backward.
         tolerance: of plans; None takes the one for the size of the pool.
+        deal: whether documents are dealt over a step's micro-batches anew.
         level_time: whether a pipeline's phases level linear layers with attention.
         nccl: rows travel by NCCL inside a node too, not only between nodes.
         fused_rotation: whether the baselines' rotation is a kernel of its own.
@@ -71,6 +72,7 @@ class Job:
     micro_batches: int = 1
     recompute: Recompute = "none"
     tolerance: float | None = None
+    deal: bool = True
     level_time: bool = True
     nccl: bool = False
     fused_rotation: bool = True
@@ -143,9 +145,9 @@ class Job:
 
     @property
     def links(self) -> Links:
-        """As training tells the planner: nodes matter where they have several servers each."""
+        """As training tells the planner."""
         per_node = self.fabric.per_node
-        return Links() if self.fabric.one_node or per_node == 1 else Links(per_node)
+        return Links() if self.fabric.one_node else Links(per_node)
 
     @cached_property
     def rows(self) -> RowSeconds:

@@ -7,10 +7,11 @@ from collections.abc import Collection
 import numpy as np
 
 from distca.baselines import Mode
+from distca.baselines.dealing import dealt_anew
 from distca.plan import StepPlan
 from distca.plan.receive_buffer import receive_buffer_gb
 from distca.simulate import memory, one_f_one_b
-from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch
+from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch, work_of
 from distca.simulate.cad import Cad, planned
 from distca.simulate.job import VALUE, Job
 from distca.simulate.prediction import Prediction
@@ -45,7 +46,10 @@ def simulate(
     if mode.method == "distca":
         return _with_servers(job, mode, workload, plan or planned(job, workload), watched)
     mode.check(job.data_parallel, job.shape.kv_heads)
-    dealt = [deal_micro_batch(job, mode, each, workload.bins) for each in workload.micro_batches]
+    micro_batches = workload.micro_batches
+    if mode.method == "packed-dealt":
+        micro_batches = dealt_anew(micro_batches, job.data_parallel, job.tokens_per_rank, work_of(job))
+    dealt = [deal_micro_batch(job, mode, each, workload.bins) for each in micro_batches]
     if job.pp == 1:
         return _without_stages(job, mode, workload, dealt, hidden, watched)
     return _with_stages(job, mode, workload, dealt, hidden, watched)

@@ -129,14 +129,37 @@ def test_dealing_levels_work_and_respects_room():
     assert deal(lengths, 2, work, 900) is None
 
 
+def test_a_step_dealt_anew_levels_ranks_over_all_its_micro_batches():
+    from distca.baselines.dealing import dealt_anew
+    from distca.baselines.work import Work
+    from distca.data.sampler import MicroBatch
+
+    work = Work(per_token=0.0, per_pair=1.0)
+    columns = ([100, 30, 40, 60], [0, 1, 1, 0]), ([90, 50, 30], [0, 1, 1])
+    sampled = [
+        MicroBatch(np.arange(len(each)) + 10 * n, *map(np.array, (each, at))) for n, (each, at) in enumerate(columns)
+    ]
+    dealt = dealt_anew(sampled, 2, 160, work)
+    documents = {d: n for each in dealt for d, n in zip(each.documents.tolist(), each.lengths.tolist(), strict=True)}
+    assert documents == {0: 100, 1: 30, 2: 40, 3: 60, 10: 90, 11: 50, 12: 30}
+
+    def loads(batches):
+        return sum(np.bincount(each.rank_of, work.seconds(each.lengths), 2) for each in batches)
+
+    assert loads(sampled).max() > 1.5 * loads(sampled).mean() and loads(dealt).max() < 1.1 * loads(dealt).mean()
+    assert max(np.bincount(each.rank_of, each.lengths, 2).max() for each in dealt) <= 160
+    assert dealt_anew(sampled, 2, 99, work) == tuple(sampled)  # the longest fits nowhere
+
+
 def test_modes_by_name():
     from benchmarks.baselines import BaselineError, every_mode, parse_mode
 
     for mode in every_mode(4):
         assert parse_mode(mode.name) == mode
     grouped = ["cp2", "cp2-keep", "ring2", "ulysses2"]
+    assert parse_mode("packed-dealt").name == "packed-dealt"
     assert [mode.name for mode in every_mode(2)] == ["distca", "packed", *grouped, "variable"]
-    for name in ("cp", "cp1", "distca2", "tree4", "cp4-lose", ""):
+    for name in ("cp", "cp1", "distca2", "tree4", "cp4-lose", "cp4-dealt", "packed2-dealt", ""):
         with pytest.raises(BaselineError):
             parse_mode(name)
     with pytest.raises(BaselineError, match="key/value heads"):

@@ -14,7 +14,7 @@ from distca.simulate.simulation import Prediction
 from tests.simulate.cases import documents, pair_cost, small_job
 
 RANDOM = np.random.default_rng(3).integers(1, 700, size=24)
-MODES = ("distca", "packed", "variable", "cp2", "cp2-keep", "cp4", "ring4", "ulysses2")
+MODES = ("distca", "packed", "packed-dealt", "variable", "cp2", "cp2-keep", "cp4", "ring4", "ulysses2")
 
 
 def random_workload(micro_batches: int = 1) -> Workload:
@@ -39,6 +39,14 @@ def test_every_pair_is_computed_once_and_no_step_beats_its_busiest_stream(mode: 
     assert found.step_s >= found.busy_s.max()
     assert 0 <= found.exposed_share <= found.idle_share + 1e-12
     assert found.tokens == rows
+
+
+def test_documents_of_a_step_are_dealt_over_its_micro_batches_as_training_has_it():
+    job = small_job(2, tokens_per_rank=1000)
+    workload = documents([(1000, 0), (400, 1), (300, 1), (300, 1)], [(1000, 0), (300, 1), (400, 1), (300, 1)])
+    left, dealt = (planned(replace(job, deal=deal), workload) for deal in (False, True))
+    assert 0 == dealt.balance().bytes_moved < left.balance().bytes_moved
+    assert sorted(dealt.lengths[0].tolist()) == [1000, 1000]
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -1,0 +1,44 @@
+"""Two GPUs as two nodes over sockets: what a command line asks for, and the prediction of it."""
+
+import pytest
+
+from benchmarks.two_nodes import _MOVED, _runs, _settings
+from distca.errors import ConfigError
+
+ARGUMENTS = ["--output", "logs", "--modes", "distca", "packed-dealt", "--mixes", "pretrain", "--contexts", "128"]
+ARGUMENTS += ["--", "--data.context_length", "128", "--data.tokens_per_rank", "128", "--model.vocabulary", "64"]
+
+
+def test_runs_of_several_numbers_of_micro_batches_take_every_rank_for_a_node() -> None:
+    every = _settings(["--runs", "4x2", "1x3", *ARGUMENTS], 2)
+    assert list(every) == ["4x2", "1x3"]
+    for name, settings in every.items():
+        assert settings.slow_links and settings.socket_nodes and settings.short_warm_up
+        assert f"{settings.config.train.micro_batches}x{settings.batches}" == name == settings.output.name
+        assert settings.config.cad.ranks_per_node == 1
+    for wrong in (["--output", "logs"], ["--runs", "--output"], ["--runs", "0x3"], ["--runs", "4"]):
+        with pytest.raises(ConfigError, match="4x2 1x3"):
+            _runs(wrong)
+
+
+def test_a_rank_is_a_node_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from benchmarks.throughput.links import nodes_over_sockets
+
+    monkeypatch.setattr(os, "environ", {"RANK": "1"})
+    nodes_over_sockets()
+    assert os.environ["NCCL_HOSTID"] == "node1" and os.environ["NCCL_NET"] == "Socket"
+
+
+def test_bytes_of_a_checkout_are_those_of_its_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    import io
+    import json
+    import sys
+    from unittest import mock
+
+    given = {"ranks": 2, "heads": [2, 2, 8], "lengths": [[1000], [500, 500]]}
+    with mock.patch.object(sys, "stdin", io.StringIO(json.dumps(given))):
+        exec(_MOVED, {})
+    # One document over two ranks has to move something, two of one rank each nothing.
+    assert int(capsys.readouterr().out) > 0
