@@ -71,8 +71,8 @@ class CAD:
         transport: "auto", "nvshmem", "nccl" or "gloo".
         kernel: "auto", "flash4", "torch" or "reference".
         tolerance: how far above the mean the busiest server may be; None takes the one for the number of servers.
-        deal: deal a step's documents over its micro-batches anew, so that fewer rows move; the step's gradient is the
-            same sum. With pipeline stages, or homes, they stay where they are.
+        deal: deal a step's documents over its micro-batches anew, so that fewer rows move and stages of a pipeline wait
+            less; the step's gradient is the same sum. With homes they stay where they are.
         ranks_per_node: consecutive servers that are planned as one node; a server is a data-parallel rank of a stage.
             0 takes those of one machine.
         level: what is levelled in a pipeline's phases: "attention", "time" (linear layers and attention together), or
@@ -129,7 +129,7 @@ class CAD:
             parallel_state.get_data_parallel_rank(),
         )
         self._tokens_per_rank = tokens_per_rank
-        self._deal = deal and disaggregate and self._stages == 1
+        self._deal = deal and disaggregate
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )

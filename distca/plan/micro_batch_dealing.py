@@ -6,6 +6,10 @@ rank of its micro-batch. Among documents of its own length that happens only if 
 longest documents share a micro-batch, the next ones the next, and the shortest fill up what room is left. Every
 micro-batch is balanced over the ranks by itself, so it may have more work than another.
 
+With pipeline stages the first and the last micro-batches get the longest documents, those between the shortest: while
+a pipeline fills and drains, stages without a micro-batch compute the attention of the others, and the more of it there
+is, the less they wait.
+
 Array legend: D documents of the step, M micro-batches.
 """
 
@@ -19,13 +23,14 @@ from distca.errors import PlanError
 
 
 def deal_over_micro_batches(
-    lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray
+    lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray, stages: int = 1
 ) -> list[np.ndarray] | None:
     """Which documents each micro-batch gets; the same for the same arguments.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
         room: [M] most tokens of each micro-batch.
+        stages: pipeline stages that run the micro-batches in order.
 
     Returns:
         By micro-batch, the numbers of its documents, ascending. Every document is in one of them. None where a whole
@@ -41,9 +46,12 @@ def deal_over_micro_batches(
     if len(length) and length.min() < 1:
         raise PlanError(f"Document {int(length.argmin())} has {int(length.min())} tokens; it needs at least 1.")
     order = np.argsort(-length, kind="stable")
+    turn = list(range(len(tokens)))
+    if stages > 1:
+        turn.sort(key=lambda number: min(number, len(tokens) - 1 - number))  # from both ends
     left, dealt = tokens.tolist(), np.empty(len(length), np.int64)
     for document, own in zip(order.tolist(), length[order].tolist(), strict=True):
-        at = next((number for number, space in enumerate(left) if space >= own), None)
+        at = next((number for number in turn if left[number] >= own), None)
         if at is None:
             return None
         left[at] -= own

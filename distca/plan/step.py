@@ -259,7 +259,8 @@ def plan_step(
         flat, origin = np.concatenate(rows), np.concatenate(drawn)
         # No micro-batch should get much longer than the longest was, if that can be.
         longest = np.minimum(int(_LONGER * max(int(each.sum()) for each in rows)), room)
-        chosen = deal_over_micro_batches(flat, longest) or deal_over_micro_batches(flat, room)
+        deal = partial(deal_over_micro_batches, flat, stages=options.stages)
+        chosen = deal(longest) or deal(room)
         if chosen is not None:
             rows, drawn = tuple(flat[each] for each in chosen), tuple(origin[each] for each in chosen)
     places = tuple(

@@ -53,7 +53,7 @@ def planned(job: Job, workload: Workload) -> StepPlan:
     )
     homes = [each.rank_of for each in workload.micro_batches] if workload.whole else None
     room = None
-    if job.deal and homes is None and job.pp == 1:
+    if job.deal and homes is None:
         room = [job.data_parallel * job.tokens_per_rank] * len(workload.micro_batches)
     return plan_step([each.lengths for each in workload.micro_batches], options, homes, room)
 

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from distca.plan import PlanOptions, area_cost, plan_step
 from distca.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -50,6 +51,15 @@ def test_loss_and_every_gradient(ranks, tp, pp):
     settings = _settings(range(1, 7) if ranks < 8 else (2, 5))
     for case, difference in run_ranks(ranks, _differences, tp, pp, settings)[0]:
         assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_the_compared_documents_changed_micro_batches(count):
+    """The gradients above are those of documents dealt anew, the reference's of documents where they were given."""
+    given = MICRO_BATCHES[:count]
+    options = PlanOptions(2, area_cost(4, 2, 8), stages=2, nano_batches=2, resend=True)
+    plan = plan_step(given, options, room=[2 * max(map(sum, given))] * count)
+    assert any((origin[:, 0] != number).any() for number, origin in enumerate(plan.drawn))
 
 
 def _over_little_memory(capacity):

@@ -5,19 +5,19 @@ from hypothesis import strategies as st
 
 from distca.data.mixes import Mix, sample_lengths
 from distca.errors import PlanError
-from distca.plan import (
-    PlanOptions,
-    analytic_cost,
-    deal_over_micro_batches,
-    plan_step,
-)
+from distca.plan import PlanOptions, analytic_cost, deal_over_micro_batches, plan_step
+from distca.plan.step import NonAttention
 
 LLAMA_8B = analytic_cost(32, 8, 128)
 
 
-@given(st.lists(st.integers(1, 400), max_size=40), st.lists(st.integers(0, 1500), min_size=1, max_size=5))
-def test_every_document_is_in_one_micro_batch_that_has_room(lengths: list[int], room: list[int]) -> None:
-    found = deal_over_micro_batches(lengths, room)
+@given(
+    st.lists(st.integers(1, 400), max_size=40),
+    st.lists(st.integers(0, 1500), min_size=1, max_size=5),
+    st.integers(1, 3),
+)
+def test_every_document_is_in_one_micro_batch_that_has_room(lengths: list[int], room: list[int], stages: int) -> None:
+    found = deal_over_micro_batches(lengths, room, stages)
     if found is None:
         # Whoever has that much room left in all, and documents that small, cannot have failed.
         assert sum(lengths) + max(lengths) * len(room) > sum(room)
@@ -27,7 +27,7 @@ def test_every_document_is_in_one_micro_batch_that_has_room(lengths: list[int], 
     for each, most in zip(found, room, strict=True):
         assert np.array(lengths, np.int64)[each].sum() <= most
         assert (np.diff(each) > 0).all()
-    again = deal_over_micro_batches(np.array(lengths, np.int64), room)
+    again = deal_over_micro_batches(np.array(lengths, np.int64), room, stages)
     assert again is not None
     assert all(np.array_equal(a, b) for a, b in zip(found, again, strict=True))
 
@@ -49,6 +49,29 @@ def test_less_is_left_to_move(mix: Mix) -> None:
         dealt_bytes += dealt.balance().bytes_moved
         drawn_bytes += plain.balance().bytes_moved
     assert dealt_bytes < 0.8 * drawn_bytes
+
+
+@pytest.mark.parametrize("mix", ["pretrain", "prolong"])
+def test_stages_wait_less(mix: Mix) -> None:
+    """Idle stages compute attention while the pipeline fills and drains, if there is enough of it then."""
+    row = NonAttention(2e-7, 4e-7)
+    options = PlanOptions(2, LLAMA_8B, stages=4, nano_batches=2, resend=True, non_attention=row, tolerance=0.02)
+    took = np.zeros(2)
+    for seed in range(3):
+        drawn = [sample_lengths(mix, 2 * 131_072, 10 * seed + number) for number in range(8)]
+        for at, room in enumerate((None, [2 * 131_072 + 2048] * 8)):
+            balance = plan_step(drawn, options, room=room).balance()
+            took[at] += (balance.seconds_after + balance.other_seconds).max(axis=1).sum()
+    assert took[1] < 0.98 * took[0]
+
+
+def test_with_stages_the_longest_are_first_and_last() -> None:
+    assert [each.tolist() for each in deal_over_micro_batches([3, 9, 4, 8, 5], [9, 9, 9, 9], stages=2) or []] == [
+        [1],
+        [2, 4],
+        [0],
+        [3],
+    ]
 
 
 def test_a_step_is_dealt_into_the_room_that_it_has() -> None:

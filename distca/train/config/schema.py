@@ -97,8 +97,8 @@ class CadConfig:
         kernel: core-attention kernel; auto takes the fastest one that runs here.
         tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
             to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
-        deal: deal a step's documents over its micro-batches anew, so that fewer rows move; the gradient is the same
-            sum. Only without pipeline stages, and where documents may span ranks.
+        deal: deal a step's documents over its micro-batches anew, so that fewer rows move and stages of a pipeline
+            wait less; the gradient is the same sum. Only where documents may span ranks.
         ranks_per_node: consecutive attention servers that are planned as one node (a tensor-parallel group is one
             server); 0 takes those of one machine.
         level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
