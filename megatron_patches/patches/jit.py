@@ -20,11 +20,15 @@ def compile_on_gpus_only() -> None:
 
 
 class _BeforeMegatron:
-    """Finds nothing; that megatron is looked for says that torch is needed anyway."""
+    """Finds nothing; that a part of megatron is looked for says that torch is needed anyway."""
+
+    done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        if name != "megatron.core":
+        # megatron.core by itself may be looked for to know its version, which needs no torch.
+        if self.done or not name.startswith("megatron.core."):
             return
+        self.done = True
         import torch
 
         if not torch.cuda.is_available():

@@ -36,13 +36,13 @@ def test_the_installed_version_is_supported() -> None:
     versions.check_version()
 
 
-def test_sources_ahead_on_the_path_are_what_is_found_and_not_imported(tmp_path: Path) -> None:
+def test_sources_ahead_on_the_path_are_what_is_found_and_neither_they_nor_torch_are_imported(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(_sources(tmp_path, (0, 20, 3)))!r}); "
-        "from megatron_patches.versions import installed_version; print(installed_version())"
+        "from megatron_patches.versions import installed_version; print(installed_version(), 'torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.stdout == "0.20.3\n", result.stderr
+    assert result.stdout == "0.20.3 False\n", result.stderr
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.16.2", "0.17.0", "0.19.2"])
