@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 ROWS = (
     ("distca.errors", "distca.log", "distca.versions", "distca.words"),
     ("distca.plan",),
-    ("distca.baselines", "distca.cluster", "distca.device"),
+    ("distca.cluster", "distca.device"),
     ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),
-    ("distca.runtime", "distca.simulate", "distca.testing"),
-    ("distca.profile",),
+    ("distca.baselines", "distca.runtime", "distca.testing"),
+    ("distca.profile", "distca.simulate"),
     ("megatron_patches",),
     ("distca.train",),
     ("distca.commands",),

@@ -49,7 +49,7 @@ class RankRecord:
         memory_gib: peak while measured, memory of NVSHMEM included; None on CPUs, where only the process's size of the
             moment could be read, which holds what earlier modes left.
         reserved_gib: peak that torch's allocator held; None on CPUs.
-        predicted_gib: the peak as it was predicted, NVSHMEM's memory included.
+        predicted_gib: the peak as it was predicted, NVSHMEM's memory included; None on CPUs.
         fallback_exchanges: exchanges that did not fit NVSHMEM's memory and went by NCCL.
         traced: what the GPU did in the traced batches; None where nothing was traced.
         gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
@@ -67,7 +67,7 @@ class RankRecord:
     rows: list[int] = field(default_factory=list)
     memory_gib: float | None = None
     reserved_gib: float | None = None
-    predicted_gib: float = 0.0
+    predicted_gib: float | None = None
     fallback_exchanges: int = 0
     traced: Traced | None = None
     gpus: list[dict[str, Any]] = field(default_factory=list)
@@ -199,12 +199,12 @@ class _Run:
     def _note_memory(self, record: RankRecord) -> None:
         pool = self._trainer.cad.pool.transport
         record.fallback_exchanges = getattr(pool, "fallback_exchanges", 0)
+        if not self.on_gpu:
+            return
         config = self._trainer.config
         heap = config.resolved_nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0
         stages = predict_memory(config, self._trainer.world.size, self._trainer.vocabulary)
         record.predicted_gib = max(stage.total for stage in stages) / 2**30 + heap
-        if not self.on_gpu:
-            return
         record.memory_gib = torch.cuda.max_memory_allocated(self._device) / 2**30 + heap
         record.reserved_gib = torch.cuda.max_memory_reserved(self._device) / 2**30 + heap
 

@@ -87,11 +87,16 @@ class Session:
             "cells": {},
         }
 
-    def run(self) -> list[str]:
-        """Every workload; returns which modes' losses are apart from the others."""
+    def run(self, measured: Measured | None = None) -> list[str]:
+        """Every workload; returns which modes' losses are apart from the others.
+
+        Args:
+            measured: what :meth:`measure_machine` of a session on these ranks with the same linear layers gave; None
+                measures anew.
+        """
         for why in self._settings.left_out.values():
             logger.info("Left out: %s", why)
-        measured = self.measure_machine()
+        measured = measured or self.measure_machine()
         self._report |= measured.report
         ceilings = measured.held, measured.burst
         for cell, mode in self._order():

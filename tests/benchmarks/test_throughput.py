@@ -68,7 +68,7 @@ def test_nvshmem_memory_never_stands_beside_a_baseline(device, links, last):
     cells = (Cell("pretrain", 128), Cell("prolong", 128))
     modes = tuple(parse_mode(name) for name in ("distca", "packed", "cp2"))
     session = object.__new__(Session)  # its order needs no ranks
-    session._settings = SimpleNamespace(cells=cells, modes=modes, link_channels=links)
+    session._settings = SimpleNamespace(cells=cells, modes=modes, slow_links=links is not None)
     session._world = SimpleNamespace(device=torch.device(device))
     order = [(cell.mix, mode.name) for cell, mode in session._order()]
     plain = [(cell.mix, mode.name) for cell in cells for mode in modes]
