@@ -58,6 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP 2, recompute all": {"train.recompute": "all"},
 }
 RECIPES = ("none", "current", "delayed", "blockwise")
+MODES = ("packed", "distca")
 
 
 def main() -> None:
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="none is bfloat16")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("settings", nargs="*", help="settings of pretrain_llama.py, after --")
     arguments = parser.parse_args()
     setup_logging(int(os.environ.get("RANK", "0")))
@@ -83,7 +85,7 @@ def main() -> None:
     for layout in arguments.layouts:
         losses: dict[str, list[float]] = {}
         for fp8 in arguments.recipes:
-            for mode in ("packed", "distca"):
+            for mode in arguments.modes:
                 losses[f"{fp8} {mode}"] = _train(world, LAYOUTS[layout], fp8, mode, arguments.settings)
                 report["layouts"][layout] = compare(losses)
                 if world.rank == 0:  # after each, so that a time limit leaves the others
