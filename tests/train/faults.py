@@ -39,7 +39,8 @@ def run_with_fault(
     logs, at = folder / f"logs-{fault}", folder / f"at-{fault}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += ["--redirects=2", f"--log-dir={logs}", "-m", "tests.train.faults", fault, str(rank), str(step), *line]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULT_AT": str(at)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "FAULT_AT": str(at)}
     if not gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=180)
