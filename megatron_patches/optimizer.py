@@ -17,6 +17,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_patches.checkpoint.adam_state import inner_adams
+from megatron_patches.te.choice import check_moments
 
 
 class OptimizerSettings(Protocol):
@@ -67,6 +68,7 @@ def build_optimizer(
     warmup_steps: int,
     dtype: torch.dtype,
     decay_steps: int = 1,
+    moments: torch.dtype = torch.float32,
 ) -> OptimizerAndSchedule:
     """Build the optimizer of a wrapped model.
 
@@ -77,7 +79,13 @@ def build_optimizer(
         warmup_steps: steps of the linear warm-up before it.
         dtype: of the parameters; float32 master weights are kept with bfloat16.
         decay_steps: of the schedule wsd, at the end.
+        moments: type in which Adam's are kept; torch.bfloat16 needs Transformer Engine's Adam, which then keeps of each
+            float32 weight the 16 bits that the bfloat16 one lacks.
+
+    Raises:
+        SupportError: there is no such Adam here.
     """
+    check_moments(moments, next(model.parameters()).device)
     config = OptimizerConfig(
         lr=settings.lr,
         min_lr=settings.min_lr,
@@ -89,6 +97,7 @@ def build_optimizer(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=settings.distributed,
+        **_fewer_bytes(model, moments),
     )
     optimizer = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
     for adam in torch_adams(optimizer):
@@ -114,6 +123,19 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return OptimizerAndSchedule(optimizer, schedule)
+
+
+def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
+    """Fields of megatron's configuration for moments that are not float32."""
+    if moments == torch.float32:
+        return {}
+    gradients = torch.float32 if model.ddp_config.grad_reduce_in_fp32 else torch.bfloat16
+    return {
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": gradients,
+        "exp_avg_dtype": moments,
+        "exp_avg_sq_dtype": moments,
+    }
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

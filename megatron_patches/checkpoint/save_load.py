@@ -73,6 +73,9 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
         _keep_own_groups(state["optimizer"], optimizer.optimizer.state_dict())
         optimizer.optimizer.load_state_dict(state["optimizer"])
         optimizer.schedule.load_state_dict(state["schedule"])
+        if any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
+            # This rank rounded its range of the weights anew, and the other ranks' may be rounded otherwise.
+            model.start_param_sync(force_sync=True)
     extra: dict[str, Any] = state["extra"]
     _restore_step(optimizer.optimizer, extra["step"])
     return extra

@@ -15,6 +15,7 @@ from megatron_patches.te.shapes import unfit_widths
 
 Linears = Literal["auto", "local", "te"]
 
+_NO_GPU = "Transformer Engine computes on GPUs only, and torch has none here"
 _CAPABILITY = (8, 9)
 _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
 
@@ -47,10 +48,25 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
     return reason is None
 
 
+def check_moments(moments: torch.dtype, device: torch.device) -> None:
+    """Refuse a type of Adam's moments that only Transformer Engine's Adam knows, where that cannot be used.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if moments == torch.float32:
+        return
+    if reason := _NO_GPU if device.type != "cuda" else why_not_supported():
+        raise SupportError(
+            f"`moments` is {str(moments).removeprefix('torch.')}, which needs Transformer Engine's Adam, but {reason}: "
+            "set `moments` to float32."
+        )
+
+
 def why_not_te(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Transformer Engine's linear layers cannot be used; None if they can."""
     if device.type != "cuda":
-        return "Transformer Engine computes on GPUs only, and torch has none here"
+        return _NO_GPU
     if dtype != torch.bfloat16:
         return f"Transformer Engine's linear layers are served in bfloat16 only, and parameters are {dtype}"
     return why_not_supported()

@@ -145,6 +145,7 @@ def test_weights_are_quantised_anew_in_every_step(found: Found) -> None:
 RUNS: dict[str, dict[str, Any]] = {
     "local": {"train.linears": "local"},
     "te": {"train.linears": "te"},
+    "te narrow": {"train.linears": "te", "train.gradients": "bfloat16", "train.moments": "bfloat16"},
     "te packed": {"train.linears": "te", "cad.enabled": "false"},
     "current": {"train.fp8": "current"},
     "current all": {"train.fp8": "current", "train.recompute": "all"},

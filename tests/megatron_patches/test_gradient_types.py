@@ -62,8 +62,7 @@ def _unmodified(case: Any, weights: dict[str, torch.Tensor]) -> Any:
         return harness.computed_once(lambda: harness.unmodified_outcome(case, model, CPU))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_bfloat16_gradients_are_no_further_from_float64_than_unmodified_megatrons(ranks: int) -> None:
-    for case, (ours, theirs) in zip(CASES, run_ranks(ranks, _distances, CASES)[0], strict=True):
+def test_bfloat16_gradients_are_no_further_from_float64_than_unmodified_megatrons() -> None:
+    for case, (ours, theirs) in zip(CASES, run_ranks(2, _distances, CASES)[0], strict=True):
         assert ours.gradient <= 1.1 * theirs.gradient, (case, ours, theirs)
         assert ours.loss <= max(1.1 * theirs.loss, 1e-4), (case, ours, theirs)

@@ -22,6 +22,7 @@ SETTINGS = {
     "linears": "train.linears",
     "longer": "data.longer",
     "micro_batches": "train.micro_batches",
+    "moments": "train.moments",
     "nvshmem_buffer_gb": "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb)",
     "path": "data.path",
     "seed": "data.seed",

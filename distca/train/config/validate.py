@@ -136,14 +136,20 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
 
 
 def _fewer_bytes(config: RunConfig) -> list[str]:
-    """Gradients in fewer bytes than float32's."""
-    train = config.train
+    """Gradients and moments in fewer bytes than float32's."""
+    train, problems = config.train, []
     if train.gradients != "float32" and train.precision == "fp32":
-        return [
+        problems.append(
             f"train.gradients is {train.gradients}, but train.precision is fp32, whose gradients are float32 too; set "
             "train.precision to bf16 or train.gradients to float32."
-        ]
-    return []
+        )
+    if train.moments != "float32" and (train.precision == "fp32" or not config.optimizer.distributed):
+        why = "train.precision is fp32" if train.precision == "fp32" else "optimizer.distributed is false"
+        problems.append(
+            f"train.moments is {train.moments}, but {why}; set train.moments to float32, or train.precision to bf16 "
+            "and optimizer.distributed to true."
+        )
+    return problems
 
 
 def _fp8(config: RunConfig) -> list[str]:

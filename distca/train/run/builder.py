@@ -78,14 +78,16 @@ def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     from megatron_patches.groups import initialize_model_parallel
     from megatron_patches.optimizer import build_optimizer
+    from megatron_patches.te.choice import check_moments
 
-    parallel = config.parallel
+    parallel, moments = config.parallel, getattr(torch, config.train.moments)
+    check_moments(moments, world.device)
     _check_memory(config, world, vocabulary)
     initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     cad, model = _model(config, world, vocabulary, dtype)
     steps, warmup, decay = config.train.steps, config.resolved_warmup_steps, config.resolved_decay_steps
-    optimizer = build_optimizer(model, config.optimizer, steps, warmup, dtype, decay)
+    optimizer = build_optimizer(model, config.optimizer, steps, warmup, dtype, decay, moments)
     logger.info(
         "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s; linear layers %s",
         f"{sum(p.numel() for p in model.parameters()):,}",

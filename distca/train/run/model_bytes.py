@@ -15,7 +15,7 @@ class ModelBytes:
         weights: parameters as the layers use them, and their FP8 copies.
         gradients: buffers in which they are added up.
         optimizer: main weights and Adam's moments on this rank.
-        update: float32 copies while the optimizer's step runs, which no activations are beside.
+        update: float32 copies while the optimizer's step runs or a checkpoint is taken, beside no activations.
     """
 
     weights: int
@@ -38,11 +38,17 @@ def model_bytes(config: RunConfig, parameters: int, in_linears: int, data_parall
     shards = data_parallel if config.optimizer.distributed else 1
     # FP8 copies are for products with the rows of a weight and with its columns.
     copies = 2 * in_linears if train.fp8 != "none" else 0
-    narrow_gradients = train.gradients == "bfloat16"
+    narrow_gradients, narrow_moments = train.gradients == "bfloat16", train.moments == "bfloat16"
+    if narrow_moments:
+        # Transformer Engine's Adam reads gradients as they are; of float32 weights it keeps what bfloat16 ones lack. A
+        # checkpoint takes these and both moments in float32, an update both moments.
+        optimizer, update = 2 + 2 * 2, 3 * 4
+    else:
+        # float32 weights are their own main weights.
+        optimizer, update = (4 if narrow else 0) + 2 * 4, 4 if narrow_gradients else 0
     return ModelBytes(
         weights=(2 if narrow else 4) * parameters + copies,
         gradients=(2 if narrow_gradients else 4) * parameters,
-        # float32 weights are their own main weights.
-        optimizer=((4 if narrow else 0) + 8) * parameters // shards,
-        update=4 * parameters // shards if narrow_gradients else 0,
+        optimizer=optimizer * parameters // shards,
+        update=update * parameters // shards,
     )

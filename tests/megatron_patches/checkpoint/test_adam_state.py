@@ -8,22 +8,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.testing.ranks import run_ranks
 from megatron_patches.checkpoint.adam_state import get_states, join, set_state, set_step, split
-from tests.megatron_patches.checkpoint.fused_adam import FusedAdam
+from tests.megatron_patches.checkpoint.fused_adam import FusedAdam, use_fused_adam
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 HOW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+REMAINDERS = {"master_weights": True, "store_param_remainders": True}
+
+
+def _moments(dtype: torch.dtype) -> dict[str, Any]:
+    return {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "torch": {},
     "fused": {},
-    "bf16 moments": {"moments": torch.bfloat16},
-    "fp16 moments": {"moments": torch.float16},
-    "remainders": {"remainders": True},
-    "remainders and bf16 moments": {"remainders": True, "moments": torch.bfloat16},
+    "bf16 moments": _moments(torch.bfloat16),
+    "fp16 moments": _moments(torch.float16),
+    "main weights": {"master_weights": True},
+    "remainders": REMAINDERS,
+    "remainders and bf16 moments": REMAINDERS | _moments(torch.bfloat16),
 }
 
 
@@ -40,7 +49,7 @@ def test_bfloat16_and_remainder_are_the_whole_number(numbers: list[float]) -> No
 def _made(kind: str) -> tuple[Any, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(200, generator=generator)
-    if "remainders" in KINDS[kind]:
+    if "master_weights" in KINDS[kind]:
         weight = weight.bfloat16()
     weight = torch.nn.Parameter(weight)
     return (torch.optim.AdamW if kind == "torch" else FusedAdam)([weight], **HOW, **KINDS[kind]), weight
@@ -69,7 +78,7 @@ def test_one_goes_on_where_another_was(before: str, after: str) -> None:
     set_step(following, 3)
     loaded = get_states(following, own)
     assert torch.equal(loaded["param"], saved["param"])
-    exact = KINDS[after].get("moments", torch.float32) in (torch.float32, KINDS[before].get("moments"))
+    exact = KINDS[after].get("exp_avg_dtype", torch.float32) in (torch.float32, KINDS[before].get("exp_avg_dtype"))
     for name in ("exp_avg", "exp_avg_sq"):
         assert torch.allclose(loaded[name], saved[name], rtol=1e-6 if exact else 1e-2, atol=1e-5), name
     _step(adam, weight, 3)
@@ -79,25 +88,26 @@ def test_one_goes_on_where_another_was(before: str, after: str) -> None:
     assert float((moved - expected).norm() / expected.norm()) < (1e-3 if exact else 2e-2)
 
 
-def _with_fused_adam(first: list[str], folder: Path, second: list[str]) -> None:
+def _with_fused_adam(first: list[str], folder: Path, following: list[list[str]]) -> None:
     """Train, take the last checkpoint away and resume, with the stand-in where Megatron takes Transformer Engine's."""
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    use_fused_adam()
     train_all([first])
-    shutil.copytree(folder / "run", folder / "resumed")
-    shutil.rmtree(folder / "resumed" / "checkpoints" / "step_000004")
-    train_all([second])
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "run", folder / "resumed")
+        shutil.rmtree(folder / "resumed" / "checkpoints" / "step_000004")
+    dist.barrier()
+    train_all(following)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_a_resumed_run_equals_an_uninterrupted_one(distributed: bool, tmp_path: Path) -> None:
+WIDE = torch.float32
+NARROW = {"train__moments": "bfloat16", "train__gradients": "bfloat16"}
+
+
+def _lines(tmp_path: Path, **settings: Any) -> tuple[list[str], list[str]]:
+    """Of a run of four steps, and of one that goes on with what it saved after two."""
     write_texts(tmp_path / "texts")
     own: dict[str, Any] = {
         "output": tmp_path,
@@ -105,10 +115,50 @@ def test_a_resumed_run_equals_an_uninterrupted_one(distributed: bool, tmp_path: 
         "train__steps": 4,
         "train__precision": "bf16",
         "checkpoint__save_every": 2,
-        "optimizer__distributed": distributed,
-    }
-    lines = arguments(name="run", **own), arguments(checkpoint__resume=tmp_path / "resumed", **own)
-    run_ranks(1, _with_fused_adam, lines[0], tmp_path, lines[1])
+    } | settings
+    return arguments(name="run", **own), arguments(checkpoint__resume=tmp_path / "resumed", **own)
+
+
+@pytest.mark.parametrize(
+    "ranks, settings", [(1, {}), (1, {"optimizer__distributed": False}), (2, NARROW)], ids=["", "whole", "narrow"]
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    first, second = _lines(tmp_path, **settings)
+    run_ranks(ranks, _with_fused_adam, first, tmp_path, [second])
     for key in ("loss", "grad_norm"):
         assert steps_of(tmp_path / "resumed", key) == steps_of(tmp_path / "run", key)
     assert len(set(steps_of(tmp_path / "run").values())) == 4
+
+
+def _between_kinds(first: list[str], folder: Path, following: list[list[str]]) -> list[bool]:
+    """As :func:`_with_fused_adam`, but the first run saves main weights half-way between two bfloat16 numbers, which
+    may be rounded up or down; returns whether ranks had the same weights after each load."""
+    from megatron_patches.checkpoint import optimizer_state, save_load
+
+    exact, load, alike = optimizer_state.get_states, save_load.load_checkpoint, []
+
+    def half_way(adam: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        states = exact(adam, weight)
+        bits = states["param"].view(torch.int32) & -0x20000 | 0x8000
+        return states | {"param": bits.view(torch.float32)} if adam.name_to_dtype_map["exp_avg"] == WIDE else states
+
+    def loaded(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:
+        extra = load(path, model, optimizer)
+        weights = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
+        everyone = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, weights)
+        alike.append(all(torch.equal(each, weights) for each in everyone))
+        return extra
+
+    optimizer_state.get_states, save_load.load_checkpoint = half_way, loaded
+    _with_fused_adam(first, folder, following)
+    optimizer_state.get_states, save_load.load_checkpoint = exact, load
+    return alike
+
+
+def test_moments_of_another_type_go_on_with_the_same_weights_on_all_ranks(tmp_path: Path) -> None:
+    first, second = _lines(tmp_path)
+    resumed = [*second, *(word for name, kind in NARROW.items() for word in (f"--{name.replace('__', '.')}", kind))]
+    assert run_ranks(2, _between_kinds, first, tmp_path, [resumed]) == [[True], [True]]
+    losses, expected = steps_of(tmp_path / "resumed"), steps_of(tmp_path / "run")
+    assert losses[4] == pytest.approx(expected[4], rel=1e-2) and losses[4] != expected[4]

@@ -83,6 +83,19 @@ def test_local_layers_where_it_cannot_be_used() -> None:
     assert not choice.use_te("local", _config(), CPU)
 
 
+def test_narrow_moments_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice.check_moments(torch.float32, CPU)
+    with pytest.raises(
+        SupportError, match=r"`moments` is bfloat16, which needs Transformer Engine's Adam, but .* GPUs"
+    ):
+        choice.check_moments(torch.bfloat16, CPU)
+    monkeypatch.setattr(choice, "why_not_supported", lambda: "it is not installed")
+    with pytest.raises(SupportError, match="Adam, but it is not installed: set `moments` to float32"):
+        choice.check_moments(torch.bfloat16, GPU)
+    monkeypatch.setattr(choice, "why_not_supported", lambda: None)
+    choice.check_moments(torch.bfloat16, GPU)
+
+
 @pytest.mark.parametrize(
     ("linears", "fields", "device", "said"),
     [

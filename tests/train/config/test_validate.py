@@ -86,6 +86,12 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--cad.kernel flash4", 4, "cad.kernel flash4 computes in bf16, but train.precision is fp32"),
         ("--train.fp8 current", 4, "train.fp8 is current, but Transformer Engine's linear layers compute in bf16 here"),
         ("--train.gradients bfloat16", 4, "train.gradients is bfloat16, but train.precision is fp32, whose gradients"),
+        ("--train.moments bfloat16", 4, "train.moments is bfloat16, but train.precision is fp32; set train.moments"),
+        (
+            "--train.precision bf16 --train.moments bfloat16 --optimizer.distributed false",
+            4,
+            "train.moments is bfloat16, but optimizer.distributed is false; set train.moments to float32",
+        ),
         ("--train.linears te", 4, "train.linears is te, but Transformer Engine's linear layers compute in bf16 here"),
         (
             "--train.precision bf16 --train.fp8 delayed --train.linears local",

@@ -258,7 +258,13 @@ def test_runs_of_the_whole_8b_model_that_ran_out_of_memory_are_refused() -> None
 
 def test_bytes_of_a_parameter_by_setting() -> None:
     """Of the whole 8B on two ranks, in bytes per parameter."""
-    for settings, expected, update in (([], 2 + 4 + 12 / 2, 0), (["--train.gradients", "bfloat16"], 2 + 2 + 12 / 2, 2)):
+    half = ["--train.gradients", "bfloat16"]
+    cases: list[tuple[list[str], float, float]] = [
+        ([], 2 + 4 + 12 / 2, 0),
+        (half, 2 + 2 + 12 / 2, 2),
+        ([*half, "--train.moments", "bfloat16"], 2 + 2 + 6 / 2, 6),
+    ]
+    for settings, expected, update in cases:
         config = parse_run_config(["--config", "configs/llama-8b.yaml", "--parallel.tp", "1", *settings])
         (stage,) = predict_memory(config, 2, 128_256)
         parameters = stage.weights // 2
