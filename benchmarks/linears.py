@@ -129,6 +129,7 @@ def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
                     "share_of_ceiling": made["share_of_ceiling"],
                     "peak_gib": made["memory_gib"]["max"] if made["memory_gib"] else None,
                     "predicted_gib": made["predicted_gib"],
+                    "recompute": made["recompute"],
                     "losses": made["losses"],
                     "gradient_norms": made["gradient_norms"],
                 }

@@ -61,7 +61,7 @@ class CAD:
 
     Args:
         config: the model's configuration. Its ``gradient_accumulation_fusion`` is switched on, and with pipeline stages
-            ``deallocate_pipeline_outputs``.
+            ``deallocate_pipeline_outputs``, with ``recompute`` "all" ``disable_parameter_transpose_cache``.
         tokens_per_rank: most tokens of a micro-batch, over the data-parallel ranks of a stage.
         disaggregate: False computes every document's attention at home, on whole documents, with the same kernels and
             Megatron's own layers and schedules: the baseline.
@@ -157,6 +157,9 @@ class CAD:
         accumulate_weight_gradients_in_products()
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
+        if self._recompute_segments:
+            # FP8 copies of weights are then made for a segment at a time: all layers' would be as large as the weights.
+            config.disable_parameter_transpose_cache = True
         if not disaggregate and not config.qk_layernorm:  # these norms come between projection and rotation
             fuse_rotation(config)
 

@@ -50,6 +50,7 @@ class RankRecord:
             moment could be read, which holds what earlier modes left.
         reserved_gib: peak that torch's allocator held; None on CPUs.
         predicted_gib: the peak as it was predicted, NVSHMEM's memory included; None on CPUs.
+        recompute: what was computed again in backward.
         fallback_exchanges: exchanges that did not fit NVSHMEM's memory and went by NCCL.
         traced: what the GPU did in the traced batches; None where nothing was traced.
         gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
@@ -68,6 +69,7 @@ class RankRecord:
     memory_gib: float | None = None
     reserved_gib: float | None = None
     predicted_gib: float | None = None
+    recompute: str = "none"
     fallback_exchanges: int = 0
     traced: Traced | None = None
     gpus: list[dict[str, Any]] = field(default_factory=list)
@@ -199,9 +201,10 @@ class _Run:
     def _note_memory(self, record: RankRecord) -> None:
         pool = self._trainer.cad.pool.transport
         record.fallback_exchanges = getattr(pool, "fallback_exchanges", 0)
+        config = self._trainer.config
+        record.recompute = config.train.recompute
         if not self.on_gpu:
             return
-        config = self._trainer.config
         heap = config.resolved_nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0
         stages = predict_memory(config, self._trainer.world.size, self._trainer.vocabulary)
         record.predicted_gib = max(stage.total for stage in stages) / 2**30 + heap

@@ -65,6 +65,7 @@ def figures(
         "predicted_gib": max(
             (record.predicted_gib for record in records if record.predicted_gib is not None), default=None
         ),
+        "recompute": records[0].recompute,
         "rows_max_over_mean": float((rows.max(axis=0) / np.maximum(rows.mean(axis=0), 1)).mean()),
         "bytes_per_step": statistics.fmean(records[0].bytes_moved),
         "exchanges_not_by_nvshmem": records[0].fallback_exchanges,

@@ -23,6 +23,7 @@ from benchmarks.throughput.settings import Cell, Settings
 from benchmarks.throughput.sweep import plot
 from benchmarks.throughput.table import links
 from distca.attention import choose_kernel
+from distca.errors import ConfigError
 from distca.plan import AttentionShape
 from distca.versions import hardware, versions
 from megatron_patches.world import World
@@ -157,7 +158,12 @@ class Session:
             result["not_run"][mode.name] = str(error)
             logger.info("Skipped %s on %s: %s", mode.name, cell.name, error)
             return
-        made = self._measure(cell, mode, batches, ceiling, burst)
+        try:
+            made = self._measure(cell, mode, batches, ceiling, burst)
+        except ConfigError as error:  # on all ranks, before anything is built: it does not fit
+            result["not_run"][mode.name] = str(error)
+            logger.warning("Left out %s on %s: %s", mode.name, cell.name, error)
+            return
         self._report = self._report_with(cell, mode, made)
         logger.info(
             "%s on %s: %s tokens/s, %.1f %% of the ceiling, loss %.4f, %stook %.0f s",

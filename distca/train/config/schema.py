@@ -91,7 +91,7 @@ class CadConfig:
         ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
         backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
             resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
-            with pipeline stages, which need it.
+            with pipeline stages, which need it, and where keep does not fit into the GPUs' memory by prediction.
         transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
             on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
         kernel: core-attention kernel; auto takes the fastest one that runs here.
@@ -231,7 +231,8 @@ class TrainConfig:
             document, or conversation, that has some.
         recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
             each layer's MLP, which holds over half of them; all = everything but core attention (with cad.enabled
-            only), which needs least memory and most time. Core attention is never recomputed, so nothing is sent twice.
+            only), which needs least memory and most time; auto = the first of these that fits into the GPUs' memory by
+            prediction, none on CPUs. Core attention is never recomputed, so nothing is sent twice.
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
             and SIGUSR1 do the same at any time.
@@ -249,7 +250,7 @@ class TrainConfig:
     gradients: Literal["float32", "bfloat16"] = "float32"
     moments: Literal["float32", "bfloat16"] = "float32"
     loss: Literal["token", "document"] = "token"
-    recompute: Literal["none", "mlp", "all"] = "none"
+    recompute: Literal["auto", "none", "mlp", "all"] = "auto"
     seed: int = 1234
     time_limit: float = 0.0
     evaluate: bool = False
@@ -364,8 +365,13 @@ class RunConfig:
         return max(self.train.steps // 10, 1) if given is None else given
 
     @property
+    def resolved_recompute(self) -> Literal["none", "mlp", "all"]:
+        """train.recompute, with auto as on devices without a limit."""
+        return "none" if self.train.recompute == "auto" else self.train.recompute
+
+    @property
     def resolved_backward(self) -> Literal["keep", "resend"]:
-        """cad.backward with auto resolved."""
+        """cad.backward, with auto as on devices without a limit."""
         if self.cad.backward == "auto":
             return "resend" if self.parallel.pp > 1 else "keep"
         return self.cad.backward

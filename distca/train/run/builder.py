@@ -12,7 +12,9 @@ import torch
 
 from distca.train.checkpoint.folders import load_initial_weights
 from distca.train.config.schema import RunConfig
-from distca.train.run.memory import OUTSIDE_TORCH, check_memory, describe, predict_memory
+from distca.train.metrics.progress import format_bytes
+from distca.train.run.memory import describe, predict_memory
+from distca.train.run.memory_fit import OUTSIDE_TORCH, check_memory, receive_buffer, resolve
 from distca.words import count
 from megatron_patches.world import World
 
@@ -82,7 +84,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
     parallel, moments = config.parallel, getattr(torch, config.train.moments)
     check_moments(moments, world.device)
-    _check_memory(config, world, vocabulary)
+    config = _fitting(config, world, vocabulary)
     initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     cad, model = _model(config, world, vocabulary, dtype)
@@ -151,14 +153,28 @@ def _described(cad: CAD, config: RunConfig) -> str:
     return whose if config.train.fp8 == "none" else f"{whose}, in FP8 with {config.train.fp8} scaling"
 
 
-def _check_memory(config: RunConfig, world: World, vocabulary: int) -> None:
-    """Say what every stage will need, and refuse what does not fit."""
-    stages = predict_memory(config, world.size, vocabulary)
-    for line in describe(stages):
+def _fitting(config: RunConfig, world: World, vocabulary: int) -> RunConfig:
+    """The run without auto in what memory decides. Says what every stage will need, and refuses what does not fit."""
+    device = _smallest_device(world)
+    resolved = resolve(config, world.size, vocabulary, device)
+    if config.train.recompute == "auto" and device is not None:
+        backward = f", cad.backward {resolved.cad.backward}" if config.cad.enabled else ""
+        logger.info("By predicted memory: train.recompute %s%s", resolved.train.recompute, backward)
+    for line in describe(predict_memory(resolved, world.size, vocabulary)):
         logger.info("%s", line)
-    if world.device.type == "cuda":
-        heap = 0.0
-        if config.cad.enabled and config.cad.transport in ("auto", "nvshmem") and world.size > config.parallel.tp:
-            heap = config.resolved_nvshmem_buffer_gb * 2**30
-        there = torch.cuda.get_device_properties(world.device).total_memory
-        check_memory(config, stages, there - int(heap) - OUTSIDE_TORCH)
+    if device is not None:
+        logger.info(
+            "Beside it of %s: %s for rows that are received, about %s outside torch",
+            *map(format_bytes, (device, receive_buffer(resolved, world.size), OUTSIDE_TORCH)),
+        )
+        check_memory(resolved, world.size, vocabulary, device)
+    return resolved
+
+
+def _smallest_device(world: World) -> int | None:
+    """Bytes of memory of the smallest GPU of all ranks, which decide alike; None on CPUs."""
+    if world.device.type != "cuda":
+        return None
+    sizes: list[int] = [0] * world.size
+    torch.distributed.all_gather_object(sizes, torch.cuda.get_device_properties(world.device).total_memory)
+    return min(sizes)

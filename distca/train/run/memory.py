@@ -2,24 +2,21 @@
 
 Counted is what torch allocates on the stage's busiest rank at the moment when most micro-batches are in flight and the
 backward of the oldest one begins: weights, gradients and optimizer state; what each layer keeps of each micro-batch;
-and what the layer or the loss at work needs for itself. An NVSHMEM heap and what lies outside torch are counted where a
-run is refused; fragmentation is not. Sizes per token follow what autograd saves in megatron-core's local layers, and
-in FP8 what Transformer Engine's linear layers do.
+and what the layer or the loss at work needs for itself; or later, when the optimizer's step needs more. NVSHMEM's
+receive buffer and what lies outside torch are counted where a run is refused (distca/train/run/memory_fit.py);
+fragmentation is not. Sizes per token follow what autograd saves in megatron-core's local layers, and in FP8 what
+Transformer Engine's linear layers do.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distca.errors import ConfigError
 from distca.train.config.schema import RunConfig
 from distca.train.metrics.progress import format_bytes
 from distca.train.run.model_bytes import model_bytes
 
 GIB = 2**30
-OUTSIDE_TORCH = int(6.6 * GIB)
-"""CUDA context, kernels, NCCL's buffers and libraries' workspaces: measured on an H200 beside what torch had reserved,
-in a run of LLaMA-3.1-8B on two GPUs. Nothing says that other GPUs or more ranks need as much."""
 _LOGITS_BYTES = 2 << 30
 """Of one chunk of the output layer's logits (distca/ops/output_loss.py)."""
 BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.33, 2.3, 0.17
@@ -93,46 +90,11 @@ def describe(stages: list[StageMemory]) -> list[str]:
     return lines
 
 
-def check_memory(config: RunConfig, stages: list[StageMemory], available: int) -> None:
-    """Refuse a run that does not fit.
-
-    Args:
-        config: the run.
-        stages: its prediction.
-        available: bytes of the device's memory that torch may have.
-
-    Raises:
-        ConfigError: a stage is predicted to need more than there is.
-    """
-    worst = max(range(len(stages)), key=lambda number: stages[number].total)
-    need = stages[worst].total
-    if need <= available:
-        return
-    where = f"Stage {worst} of {len(stages)}" if len(stages) > 1 else "A rank"
-    raise ConfigError(
-        f"{where} would need about {need / GIB:.1f} GiB of device memory, and the device has {available / GIB:.1f} "
-        "beside what CUDA, NCCL and NVSHMEM take: "
-        f"{'; '.join(_remedies(config, stages[worst]))}."
-    )
-
-
-def _remedies(config: RunConfig, stage: StageMemory) -> list[str]:
-    remedies = []
-    if stage.activations + stage.working > stage.total / 3:
-        saving = {"none": "mlp", "mlp": "all"}.get(config.train.recompute)
-        if saving == "mlp" or (saving == "all" and config.cad.enabled):
-            remedies.append(f"set train.recompute to {saving}")
-        remedies.append(f"lower data.tokens_per_rank ({config.data.tokens_per_rank})")
-    remedies.append(f"raise parallel.tp ({config.parallel.tp}) or parallel.pp ({config.parallel.pp})")
-    if not config.optimizer.distributed:
-        remedies.append("set optimizer.distributed to true")
-    return remedies
-
-
 class _Stage:
     def __init__(self, config: RunConfig, world_size: int, vocabulary: int, stage: int) -> None:
         model, parallel = config.model, config.parallel
         self._config, self._stage, self._stages = config, stage, parallel.pp
+        self._recompute = config.resolved_recompute
         self._data_parallel = max(parallel.data_parallel(world_size), 1)
         self._layers = config.model.layers // parallel.pp
         self._value = 2 if config.train.precision == "bf16" else 4
@@ -196,7 +158,7 @@ class _Stage:
 
     def _kept(self) -> int:
         """By one layer."""
-        if self._config.train.recompute == "all":
+        if self._recompute == "all":
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
             o = 0 if self._config.resolved_backward == "resend" else self._q
             return self._attention() + self._value * (self._hidden + o)
@@ -235,7 +197,7 @@ class _Stage:
 
     def _recomputed_mlp(self) -> int:
         """What lies inside the MLP, where it is recomputed: SwiGLU's input, and FP8 copies."""
-        if self._config.train.recompute != "mlp":
+        if self._recompute != "mlp":
             return 0
         inside = self._value * 2 * self._ffn
         if self._fp8:
@@ -266,9 +228,9 @@ class _Stage:
         output, which came back; where recomputed, SwiGLU's input and what was computed from it."""
         normed = self._hidden if self._config.cad.enabled and not self._fp8 else 0
         elements = 3 * self._ffn + normed
-        if self._config.train.recompute != "none":
+        if self._recompute != "none":
             elements += 2 * self._ffn + self._hidden
-        if self._config.train.recompute == "all":
+        if self._recompute == "all":
             elements += self._hidden  # the residual stream between attention and MLP
         return self._value * elements
 
@@ -280,7 +242,7 @@ class _Stage:
 
     def _freed_by_mlp(self) -> int:
         """Bytes per token that the backward of a layer's MLP frees; of a recomputed segment its residual stream."""
-        if self._config.train.recompute == "all":
+        if self._recompute == "all":
             return self._value * self._hidden
         return self._value * (self._hidden + 2 * self._ffn) - self._recomputed_mlp()
 

@@ -36,8 +36,8 @@ def model_bytes(config: RunConfig, parameters: int, in_linears: int, data_parall
     train = config.train
     narrow = train.precision == "bf16"
     shards = data_parallel if config.optimizer.distributed else 1
-    # FP8 copies are for products with the rows of a weight and with its columns.
-    copies = 2 * in_linears if train.fp8 != "none" else 0
+    # FP8 copies are for products with the rows of a weight and with its columns; those of recomputed segments are gone.
+    copies = 2 * in_linears if train.fp8 != "none" and train.recompute != "all" else 0
     narrow_gradients, narrow_moments = train.gradients == "bfloat16", train.moments == "bfloat16"
     if narrow_moments:
         # Transformer Engine's Adam reads gradients as they are; of float32 weights it keeps what bfloat16 ones lack. A

@@ -156,10 +156,13 @@ class Linear(torch.nn.Module):
             if recipe.delayed() and self not in Manager.delayed_layers:
                 self.fp8_group = group
                 Manager.delayed_layers.append(self)
-            if is_first_microbatch or "weight" not in self._fp8_workspaces:
-                self._fp8_workspaces["weight"] = rounded(weight, current_scale(weight))
+            copy = None if is_first_microbatch in (None, True) else self._fp8_workspaces.get("weight")
+            if copy is None:
+                copy = rounded(weight, current_scale(weight))
                 self.quantised += 1
-            weight = self._fp8_workspaces["weight"]
+                if is_first_microbatch is not None:
+                    self._fp8_workspaces["weight"] = copy
+            weight = copy
             self.largest = torch.maximum(self.largest, x.detach().abs().max())
             rows = rounded(x, self.scale if recipe.delayed() else current_scale(x))
             x = x + (rows - x).detach()

@@ -98,6 +98,7 @@ def train(linears: str, fp8: str, recompute: str, disaggregate: bool = True) -> 
         "losses": losses,
         "norms": norms,
         "quantised": getattr(layer, "quantised", 0),
+        "copies": len(getattr(layer, "_fp8_workspaces", {})),
         "updates": len(double.Manager.updates),
         "kind": type(layer).__name__,
         "names": sorted(ddp.state_dict()),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron_patches.te.rank import RECOMPUTED, STEPS
+from tests.megatron_patches.te.rank import LENGTHS, RECOMPUTED, STEPS
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,10 +35,12 @@ def test_every_half_adds_to_the_gradients(found: dict[str, Any], recompute: str)
 
 
 @pytest.mark.parametrize("fp8", ["current", "delayed"])
-def test_weights_are_quantised_once_a_step(found: dict[str, Any], fp8: str) -> None:
-    for recompute in RECOMPUTED:
-        assert found[f"{fp8} {recompute}"]["quantised"] == STEPS
-    assert found["packed"]["quantised"] == STEPS
+def test_weights_are_quantised_once_a_step_or_for_each_segment(found: dict[str, Any], fp8: str) -> None:
+    kept, recomputed = found[f"{fp8} none"], found[f"{fp8} all"]
+    assert kept["quantised"] == found["packed"]["quantised"] == STEPS
+    assert (kept["copies"], recomputed["copies"]) == (1, 0)
+    # Halves of a micro-batch, forward and again in backward.
+    assert recomputed["quantised"] == 2 * 2 * len(LENGTHS) * STEPS
 
 
 @pytest.mark.parametrize("fp8", ["current", "delayed"])

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks.linears import KINDS
-from distca.errors import ConfigError
 from distca.ops import output_loss
 from distca.plan import lay_out
 from distca.train.config.cli import parse_run_config
@@ -21,9 +20,7 @@ from distca.train.run import memory
 from distca.train.run.memory import (
     BUSY_SERVER_OTHERS,
     GIB,
-    OUTSIDE_TORCH,
     StageMemory,
-    check_memory,
     describe,
     predict_memory,
 )
@@ -222,38 +219,6 @@ def test_micro_batches_in_flight_by_stage() -> None:
     assert in_flight(4) == [4, 4, 3, 1]
     assert in_flight(8, "--cad.enabled", "false") == [4, 3, 2, 1]
     assert in_flight(1) == [1, 1, 1, 1]
-
-
-def test_what_does_not_fit_is_refused_with_what_to_change() -> None:
-    config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", "--train.recompute", "none"])
-    stages = predict_memory(config, 2, 32000)
-    need = stages[0].total
-    check_memory(config, stages, need)
-    said = r"need about \d+\.\d GiB of device memory, and the device has \d+\.\d beside"
-    with pytest.raises(ConfigError, match=said) as refused:
-        check_memory(config, stages, int(need / 1.01))
-    for setting in ("train.recompute", "data.tokens_per_rank", "parallel.tp", "parallel.pp"):
-        assert setting in str(refused.value)
-    for recompute, cad, remedy in (("mlp", "true", "all"), ("mlp", "false", None), ("all", "true", None)):
-        settings = ["--train.recompute", recompute, "--cad.enabled", cad]
-        config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", *settings])
-        with pytest.raises(ConfigError) as refused:
-            check_memory(config, predict_memory(config, 2, 32000), GIB)
-        assert ("train.recompute" in str(refused.value)) == (remedy is not None), settings
-        assert remedy is None or f"set train.recompute to {remedy};" in str(refused.value)
-    (line,) = describe(stages)
-    assert "activations of 1 micro-batch " in line and f": {need / GIB:.1f} GiB (" in line
-
-
-def test_runs_of_the_whole_8b_model_that_ran_out_of_memory_are_refused() -> None:
-    """On two H200 of 139.8 GiB, as they were started: one rank ended in its second step, one came to a halt."""
-    common = ["--config", "configs/llama-8b.yaml", "--train.recompute", "all", "--data.context_length"]
-    one_model = ["131072", "--parallel.tp", "2"]
-    two_models = ["65536", "--data.tokens_per_rank", "32768", "--parallel.tp", "1"]
-    for settings in (one_model, two_models):
-        config = parse_run_config([*common, *settings])
-        with pytest.raises(ConfigError):
-            check_memory(config, predict_memory(config, 2, config.model.vocabulary), int(139.8 * GIB) - OUTSIDE_TORCH)
 
 
 def test_bytes_of_a_parameter_by_setting() -> None:

@@ -1,0 +1,170 @@
+"""Whether a run fits into its devices' memory: what ``auto`` takes so that it does, and what a refusal names.
+
+Torch may have what the device has without NVSHMEM's receive buffer and without what lies outside torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from distca.errors import ConfigError
+from distca.train.config.schema import RunConfig
+from distca.train.run.memory import GIB, predict_memory
+
+OUTSIDE_TORCH = int(6.6 * GIB)
+"""CUDA context, kernels, NCCL's buffers and libraries' workspaces: measured on an H200 beside what torch had reserved,
+in a run of LLaMA-3.1-8B on two GPUs. Nothing says that other GPUs or more ranks need as much."""
+_WITH_ROOM = 0.95
+"""What auto takes, and what is advised, of what torch may have: predictions are off by some percent, and an allocator
+that is full frees and maps memory in turns."""
+_FEWEST_TOKENS = 1024
+
+Changes = tuple[tuple[str, object], ...]
+"""Settings and their new values."""
+
+
+def receive_buffer(config: RunConfig, world_size: int) -> int:
+    """Bytes of NVSHMEM's receive buffer on a GPU, where it may be used."""
+    used = config.cad.enabled and config.cad.transport in ("auto", "nvshmem") and world_size > config.parallel.tp
+    return int(config.resolved_nvshmem_buffer_gb * GIB) if used else 0
+
+
+def resolve(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int | None) -> RunConfig:
+    """The run with train.recompute and cad.backward in place of auto: the fastest that fit with some room to spare, and
+    if none do, those that need least.
+
+    Args:
+        config: a validated run.
+        world_size: its ranks.
+        vocabulary: rows of the embedding.
+        device_bytes: memory of its smallest device; None where there is no limit to know.
+    """
+    if config.train.recompute != "auto" and (config.cad.backward != "auto" or not config.cad.enabled):
+        return config
+    candidates = [_with(config, changes) for changes in _choices(config)]
+    if device_bytes is None:
+        return candidates[0]
+
+    def short_of(candidate: RunConfig, share: float) -> float:
+        need, room = _need_and_room(candidate, world_size, vocabulary, device_bytes)
+        return need - share * room
+
+    fitting = (each for each in candidates if short_of(each, _WITH_ROOM) <= 0)
+    return next(fitting, None) or min(candidates, key=lambda each: short_of(each, 1))
+
+
+def check_memory(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int) -> None:
+    """Refuse a run that does not fit, with settings that would.
+
+    Args:
+        config: the run, without auto.
+        world_size: its ranks.
+        vocabulary: rows of the embedding.
+        device_bytes: memory of its smallest device.
+
+    Raises:
+        ConfigError: a stage is predicted to need more than there is.
+    """
+    need, room = _need_and_room(config, world_size, vocabulary, device_bytes)
+    if need <= room:
+        return
+    stages = predict_memory(config, world_size, vocabulary)
+    worst = max(range(len(stages)), key=lambda number: stages[number].total)
+    where = f"Stage {worst} of {len(stages)}" if len(stages) > 1 else "A rank"
+    remedies = _remedies(config, world_size, vocabulary, device_bytes)
+    remedies.append(f"raise parallel.tp ({config.parallel.tp}) or parallel.pp ({config.parallel.pp})")
+    raise ConfigError(
+        f"{where} would need about {need / GIB:.1f} GiB of device memory, and the device has {room / GIB:.1f} "
+        f"beside what CUDA, NCCL and NVSHMEM take: {'; or '.join(remedies)}."
+    )
+
+
+def _need_and_room(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int) -> tuple[int, int]:
+    """Bytes that torch needs on the fullest stage, and those that it may have."""
+    need = max(stage.total for stage in predict_memory(config, world_size, vocabulary))
+    return need, device_bytes - receive_buffer(config, world_size) - OUTSIDE_TORCH
+
+
+def _choices(config: RunConfig) -> list[Changes]:
+    """Values for what is auto, fastest first: sending rows again hides behind computation, computing again does not."""
+    recompute: Sequence[str] = [config.train.recompute]
+    if config.train.recompute == "auto":
+        recompute = ["none", "mlp", "all"] if config.cad.enabled else ["none", "mlp"]
+    backward: Sequence[str] = [config.resolved_backward]
+    if config.cad.enabled and config.cad.backward == "auto" and config.parallel.pp == 1:
+        backward = ["keep", "resend"]
+    return [
+        (("train.recompute", again), ("cad.backward", how)) for again, how in itertools.product(recompute, backward)
+    ]
+
+
+def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int) -> list[str]:
+    """In words, the cheapest changes with which the run fits: with its tokens per rank, and without them."""
+
+    def fits(changes: Changes, tokens: int) -> bool:
+        tried = _with(config, (*changes, ("data.tokens_per_rank", tokens)))
+        if tried.train.moments != "float32" and not tried.optimizer.distributed:
+            return False  # not served
+        need, room = _need_and_room(tried, world_size, vocabulary, device_bytes)
+        return need <= _WITH_ROOM * room
+
+    tokens, remedies, changes = config.data.tokens_per_rank, [], _savings(config)
+    if needed := _fewest(changes, lambda some: fits(some, tokens)):
+        remedies.append(_set(needed))
+    fewer = tokens // 2
+    while fewer >= _FEWEST_TOKENS and not fits(() if needed else changes, fewer):
+        fewer //= 2
+    if fewer >= _FEWEST_TOKENS:
+        with_it = () if needed else _fewest(changes, lambda some: fits(some, fewer)) or ()
+        remedies.append(
+            " and ".join([*([_set(with_it)] if with_it else []), f"lower data.tokens_per_rank ({tokens}) to {fewer}"])
+        )
+    return remedies
+
+
+def _savings(config: RunConfig) -> Changes:
+    """What saves memory and the run does not do yet, cheapest first; a later value of a setting saves more."""
+    cad, train = config.cad, config.train
+    possible = {
+        ("optimizer.distributed", True): True,
+        ("cad.backward", "resend"): cad.enabled and config.resolved_backward == "keep",
+        ("train.recompute", "mlp"): train.recompute == "none",
+        ("train.recompute", "all"): cad.enabled and train.recompute != "all",
+        ("train.gradients", "bfloat16"): train.precision == "bf16",
+        ("train.moments", "bfloat16"): train.precision == "bf16",
+    }
+    return tuple(change for change, can_be in possible.items() if can_be and _value(config, change[0]) != change[1])
+
+
+def _fewest(changes: Changes, fits: Callable[[Changes], bool]) -> Changes | None:
+    """Of changes in order as few as are needed to fit; None if all of them do not do."""
+    taken: Changes = ()
+    for change in changes:
+        taken = (*(each for each in taken if each[0] != change[0]), change)
+        if fits(taken):
+            break
+    else:
+        return None
+    for change in taken[:-1]:
+        fewer = tuple(each for each in taken if each != change)
+        taken = fewer if fits(fewer) else taken
+    return taken
+
+
+def _set(changes: Changes) -> str:
+    *others, last = (f"{name} to {str(value).lower()}" for name, value in changes)
+    return "set " + (f"{', '.join(others)} and {last}" if others else last)
+
+
+def _with(config: RunConfig, changes: Changes) -> RunConfig:
+    for setting, value in changes:
+        group, name = setting.split(".")
+        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+    return config
+
+
+def _value(config: RunConfig, setting: str) -> object:
+    group, name = setting.split(".")
+    return getattr(getattr(config, group), name)

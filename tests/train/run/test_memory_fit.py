@@ -1,0 +1,115 @@
+"""What auto takes where memory is short, and what a refusal names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from distca.errors import ConfigError
+from distca.train.config.cli import parse_run_config
+from distca.train.config.schema import RunConfig
+from distca.train.run.memory import GIB, describe, predict_memory
+from distca.train.run.memory_fit import OUTSIDE_TORCH, check_memory, receive_buffer, resolve
+
+CUT = ["--config", "configs/llama-8b-cut.yaml"]
+VOCABULARY = 32_000
+H200 = int(139.8 * GIB)
+
+
+def _config(*settings: str) -> RunConfig:
+    return parse_run_config([*CUT, *settings])
+
+
+def _need(config: RunConfig) -> int:
+    """Bytes that a device must have."""
+    (stage,) = predict_memory(config, 2, VOCABULARY)
+    return stage.total + receive_buffer(config, 2) + OUTSIDE_TORCH
+
+
+def _refusal(config: RunConfig, device: int, world_size: int = 2, vocabulary: int = VOCABULARY) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_memory(config, world_size, vocabulary, device)
+    return str(refused.value)
+
+
+def test_a_run_is_refused_by_a_byte() -> None:
+    config = _config("--train.recompute", "none")
+    check_memory(config, 2, VOCABULARY, _need(config))
+    said = _refusal(config, _need(config) - 1)
+    assert re.search(r"A rank would need about \d+\.\d GiB of device memory, and the device has \d+\.\d beside", said)
+    (line,) = describe(predict_memory(config, 2, VOCABULARY))
+    assert "activations of 1 micro-batch " in line
+
+
+def test_the_settings_that_a_refusal_names_fit() -> None:
+    """From a device that almost does, down to one where only all of them together do, and fewer tokens."""
+    plain = ["--train.recompute", "none", "--optimizer.distributed", "false"]
+    config, named = _config(*plain), []
+    for device in range(_need(config) // GIB, 24, -2):
+        said = _refusal(config, device * GIB)
+        remedies = said.split("take: ")[1].split("; or ")
+        assert remedies.pop() == "raise parallel.tp (1) or parallel.pp (1)."
+        for remedy in remedies:
+            changes = re.findall(r"([a-z]+\.[a-z_]+)(?: \(\d+\))? to ([a-z0-9]+)", remedy)
+            words = [word for name, value in changes for word in (f"--{name}", value)]
+            assert changes and _need(_config(*plain, *words)) <= device * GIB, (device, remedy)
+        named.append(("lower" not in remedies[0], len(re.findall(" to ", remedies[0]))))
+    assert named[0] == (True, 1) and (True, 2) in named and (True, 4) in named and named[-1][0] is False
+
+
+def test_what_is_not_possible_is_not_named() -> None:
+    config = _config("--train.recompute", "mlp", "--cad.enabled", "false")
+    assert "train.recompute" not in _refusal(config, 12 * GIB) and "cad.backward" not in _refusal(config, 12 * GIB)
+    config = _config("--train.precision", "fp32", "--cad.kernel", "auto")
+    assert "bfloat16" not in _refusal(config, 12 * GIB)
+
+
+def test_auto_takes_the_fastest_that_fits() -> None:
+    auto = _config("--train.recompute", "auto", "--cad.backward", "auto")
+    order = [(again, how) for again in ("none", "mlp", "all") for how in ("keep", "resend")]
+    needs = {(again, how): _need(_config("--train.recompute", again, "--cad.backward", how)) for again, how in order}
+    taken = []
+    for device in range(max(needs.values()) * 11 // 10, 12 * GIB, -GIB):
+        resolved = resolve(auto, 2, VOCABULARY, device)
+        taken.append((resolved.train.recompute, resolved.cad.backward))
+        first = next((which for which in order if needs[which] < 0.94 * device), None)
+        assert first is None or order.index(taken[-1]) <= order.index(first)
+        if min(needs.values()) < device:
+            check_memory(resolved, 2, VOCABULARY, device)
+    assert [which for n, which in enumerate(taken) if which not in taken[:n]] == [
+        which for which in order if which in taken
+    ]
+    assert taken[0] == ("none", "keep") and taken[-1] == min(needs, key=lambda which: needs[which])
+
+
+def test_auto_without_a_limit_and_what_is_said() -> None:
+    resolved = resolve(_config("--train.recompute", "auto"), 2, VOCABULARY, None)
+    assert (resolved.train.recompute, resolved.cad.backward) == ("none", "keep")
+    stages = _config("--train.recompute", "auto", "--parallel.pp", "2")
+    assert resolve(stages, 2, VOCABULARY, None).cad.backward == "resend"
+    said = _config("--train.recompute", "mlp", "--cad.backward", "keep")
+    assert resolve(said, 2, VOCABULARY, GIB) == said
+    at_home = _config("--train.recompute", "auto", "--cad.enabled", "false")
+    assert resolve(at_home, 2, VOCABULARY, GIB).train.recompute == "mlp"
+
+
+def test_runs_of_the_whole_8b_model_that_ran_out_of_memory_are_refused() -> None:
+    """On two H200 of 139.8 GiB, as they were started: one rank ended in its second step, one came to a halt."""
+    common = ["--config", "configs/llama-8b.yaml", "--train.recompute", "all", "--data.context_length"]
+    one_model = ["131072", "--parallel.tp", "2"]
+    two_models = ["65536", "--data.tokens_per_rank", "32768", "--parallel.tp", "1"]
+    for settings in (one_model, two_models):
+        config = parse_run_config([*common, *settings])
+        assert "set " in _refusal(config, H200, vocabulary=config.model.vocabulary)
+
+
+@pytest.mark.parametrize("fp8", ["none", "current"])
+def test_the_whole_8b_model_fits_on_two_gpus_with_narrow_gradients_and_moments(fp8: str) -> None:
+    """By prediction: not measured yet."""
+    config = parse_run_config(["--config", "configs/llama-8b-2-gpus.yaml", "--train.fp8", fp8])
+    resolved = resolve(config, 2, config.model.vocabulary, H200)
+    assert (resolved.train.recompute, resolved.cad.backward) == ("all", "resend")
+    check_memory(resolved, 2, config.model.vocabulary, H200)
+    (stage,) = predict_memory(resolved, 2, config.model.vocabulary)
+    assert stage.weights + stage.gradients + stage.optimizer == pytest.approx(7 * 8.03e9, rel=1e-3)
