@@ -3,6 +3,12 @@
     torchrun --nproc-per-node 2 -m benchmarks.linears --output FOLDER --modes packed cp2-keep distca --mixes pretrain \\
         --batches 6 --warm-up 2 --traced 0 -- --config configs/llama-8b.yaml --model.layers 4 --model.vocabulary 32000
 
+The whole LLaMA-3 8B on two GPUs, its peak memory measured and predicted:
+
+    torchrun --standalone --nproc-per-node=2 -m benchmarks.linears --linears te current --output FOLDER \\
+        --modes distca cp2 --mixes pretrain --contexts 131072 --batches 8 --warm-up 2 --traced 0 \\
+        -- --config configs/llama-8b-2-gpus.yaml
+
 Arguments are those of ``benchmarks.throughput``, and ``--linears`` in front of them. Every kind gets a folder of its
 own with all that ``benchmarks.throughput`` writes; linears.json and linears.md compare them.
 """

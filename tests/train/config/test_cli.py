@@ -78,7 +78,10 @@ def test_shipped_configurations_are_read(file: Path) -> None:
         (["--train.steps", "1.5"], "train.steps must be a whole number, not 1.5."),
         (["--optimizer.lr", "fast"], "optimizer.lr must be a number, not fast."),
         (["--cad.enabled", "1"], "cad.enabled must be true or false, not 1."),
-        (["--train.recompute", "true"], "must be one of auto, none, mlp, all, not true: write mlp, or all where memory is"),
+        (
+            ["--train.recompute", "true"],
+            "must be one of auto, none, mlp, all, not true: write mlp, or all where memory is",
+        ),
         (["--train.recompute", "False"], "train.recompute must be one of auto, none, mlp, all, not False: write none."),
         (["--cad.backward", "send"], "cad.backward must be one of auto, keep, resend, not send."),
         (["--log.timeline_steps", "[3]"], "log.timeline_steps must be a list of 2 whole numbers or null, not [3]."),
@@ -106,7 +109,10 @@ def test_mistakes_on_the_command_line_are_sentences(arguments: list[str], said: 
         ("model: 3", "There is no setting 'model'"),
         ("- a", "must hold settings as 'name: value' lines, not a list"),
         ("a: [", "is not valid YAML"),
-        ("train: {recompute: true}", "train.recompute must be one of auto, none, mlp, all, not True: write mlp, or all"),
+        (
+            "train: {recompute: true}",
+            "train.recompute must be one of auto, none, mlp, all, not True: write mlp, or all",
+        ),
         ("train: {recompute: no}", "train.recompute must be one of auto, none, mlp, all, not False: write none."),
         ("model: {hidden: wide}", "model.hidden must be a whole number, not wide."),
         ("train: {steps: 3}\nmodel: {layers: 2}\ntrain: {micro_batches: 2}", "train is there twice, at and above line"),

@@ -10,7 +10,8 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [("tiny", 4), ("llama-8b", 8), ("llama-8b", 32), ("llama-8b-cut", 1), ("llama-34b", 16), ("llama-8b-2-gpus", 2)]
+    ("name", "world_size"),
+    [("tiny", 4), ("llama-8b", 8), ("llama-8b", 32), ("llama-8b-cut", 1), ("llama-34b", 16), ("llama-8b-2-gpus", 2)],
 )
 def test_shipped_configurations_are_accepted(name: str, world_size: int) -> None:
     validate(parse_run_config(["--config", str(CONFIGS / f"{name}.yaml")]), world_size)
