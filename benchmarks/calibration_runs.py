@@ -150,7 +150,7 @@ def runs_of(name: str, content: dict[str, Any]) -> Iterator[Run]:
                 content,
                 tokens_per_rank=tokens,
                 micro_batches=content["micro_batches"],
-                recompute=content["recompute"],
+                recompute=figures.get("recompute", content["recompute"]),  # what auto took
                 tolerance=0.02 if older else None,
                 deal=content.get("deal", False),
                 fused_rotation=fused,

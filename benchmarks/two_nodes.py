@@ -144,7 +144,7 @@ def _predict(argv: list[str]) -> None:
             "parallel": {"data_parallel_times_cp": 2},
             "tokens_per_rank": config.data.tokens_per_rank,
             "micro_batches": config.train.micro_batches,
-            "recompute": config.train.recompute,
+            "recompute": config.resolved_recompute,
             "cells": {each.name: {"mix": each.mix, "context": each.context, "modes": made} for each in settings.cells},
         }
         _show(name, compared(content, options.beside))

@@ -82,7 +82,7 @@ class Session:
             "parallel": {"tp": tp, "pp": config.parallel.pp, "data_parallel_times_cp": self._ranks},
             "tokens_per_rank": config.data.tokens_per_rank,
             "micro_batches": config.train.micro_batches,
-            "recompute": config.train.recompute,
+            "recompute": config.resolved_recompute,
             "linears": config.train.linears,
             "fp8": config.train.fp8,
             "cells": {},

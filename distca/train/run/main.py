@@ -111,6 +111,8 @@ def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpo
 
 
 def _run(config: RunConfig) -> None:
+    # Shapes differ from step to step, which fragments the allocator's fixed blocks; read when CUDA starts.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with warnings.catch_warnings():
         # megatron-core warns at import, in every rank, that Transformer Engine and Apex are missing; `distca doctor`
         # says so once.
