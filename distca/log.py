@@ -42,11 +42,12 @@ def setup_logging(rank: int) -> None:
     else:
         handler = logging.StreamHandler()  # files and Slurm: one line each, never wrapped
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {message}", "%H:%M:%S"))
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root.addHandler(handler)
-    # Other libraries' chatter stays out of the way; ours starts at INFO on rank 0.
+    # Other libraries' chatter stays out of the way; ours starts at INFO, on the other ranks for their files.
     root.setLevel(logging.WARNING)
-    logging.getLogger("distca").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logging.getLogger("megatron_patches").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    for name in ("distca", "megatron_patches"):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def die(error: BaseException | str, next_step: str | None = None, everywhere: bool = False) -> NoReturn:

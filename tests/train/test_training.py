@@ -6,6 +6,7 @@ row; the tests then compare what is in their folders.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -223,6 +224,7 @@ def start(*line: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def started(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     line = arguments(name="started", output=folder, data__path=folder / "texts", log__timeline_steps="[2,3]")
+    line += ["--log.profile_steps", "[5,9]"]
     line += [
         "--checkpoint.save_every",
         "2",
@@ -248,11 +250,18 @@ def test_a_run_leaves_everything_it_promises(started: tuple[Path, subprocess.Com
         "metrics.jsonl",
         "balance.png",
         "timeline.json",
+        "profile",
+        "ranks",
         "tensorboard",
         "checkpoints",
     }
     assert (run / "balance.png").read_bytes().startswith(b"\x89PNG")
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    traces = [f"steps_000005_000006_rank_000{rank}.json.gz" for rank in range(2)]
+    assert sorted(path.name for path in (run / "profile").iterdir()) == traces
+    with gzip.open(run / "profile" / traces[1]) as trace:
+        assert any(event["name"].startswith("aten::") for event in json.load(trace)["traceEvents"])
+    assert "Run folder: " in (run / "ranks" / "rank_0001.log").read_text() and "[rank 1]" not in done.stderr
     saved = sorted((run / "checkpoints").iterdir())
     assert [path.name for path in saved] == ["step_000004", "step_000006"], "keep is 2"
     assert all((path / "COMPLETE").exists() for path in saved)

@@ -296,6 +296,8 @@ class LogConfig:
         every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.
         timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
             before records what it has of them.
+        profile_steps: first and last step that torch's profiler records, on every rank; each writes a trace into the
+            folder profile of the run, for Perfetto too. Steps take longer meanwhile.
         tensorboard: also write TensorBoard events.
         wandb: project of Weights & Biases that metrics also go to; needs the package wandb, and its own settings.
         memory: on CPUs, also record the memory that processes have after each step; the peak memory of GPUs is always
@@ -304,6 +306,7 @@ class LogConfig:
 
     every: int = 1
     timeline_steps: tuple[int, int] | None = None
+    profile_steps: tuple[int, int] | None = None
     tensorboard: bool = True
     wandb: str | None = None
     memory: bool = False

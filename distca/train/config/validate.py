@@ -269,12 +269,10 @@ def _steps(config: RunConfig) -> list[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         problems.append(f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}; lower it.")
-    if config.log.timeline_steps is not None:
-        first, last = config.log.timeline_steps
+    for name in ("timeline_steps", "profile_steps"):
+        first, last = getattr(config.log, name) or (1, 1)
         if not 1 <= first <= last:
-            problems.append(
-                f"log.timeline_steps is [{first}, {last}]; it must be [first, last] with 1 <= first <= last."
-            )
+            problems.append(f"log.{name} is [{first}, {last}]; it must be [first, last] with 1 <= first <= last.")
     return problems
 
 

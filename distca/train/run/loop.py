@@ -28,6 +28,7 @@ from distca.train.metrics.progress import StepProgress, perplexity, print_summar
 from distca.train.metrics.step_record import StepRecorder
 from distca.train.metrics.writer import MetricsWriter, read_metrics
 from distca.train.run.builder import Trainer
+from distca.train.run.profiler import ProfilerWindow
 from distca.train.run.run_folder import Checkpoint, RunFolder
 from distca.train.run.stopping import Decision, Stopping
 
@@ -70,6 +71,7 @@ class _Loop:
         self._recorder = StepRecorder(trainer, self._first + 1)
         self._stopping = Stopping(self._config, trainer.world)
         self._saver = Saver(trainer, folder)
+        self._profiler = ProfilerWindow(self._config.log.profile_steps, folder.profile, trainer.world.rank)
         self._drawn: list[Path] = []
         self._seen = 0
         self._garbage = SteadyGarbage()
@@ -103,11 +105,13 @@ class _Loop:
                 if health is not None:
                     health.doing(f"step {step}")
                 self._record_timeline(step)
+                self._profiler.before(step)
                 self._stopping.ask(self._saver.has_failed)
                 with self._trainer.cad.pool.timeline.stage(f"step {step}", track="steps"):
                     values = self._step(step, ahead)
                 decided = self._stopping.decide()
                 self._end_timeline(step)
+                self._profiler.after(step)
                 validate_every = self._config.train.validate_every
                 if step == steps or (validate_every and step % validate_every == 0):
                     validation = values["validation_loss"] = self.validate()
@@ -126,6 +130,7 @@ class _Loop:
             else:
                 if self._config.checkpoint.export:
                     export(self._trainer, Path(self._config.checkpoint.export))
+            self._profiler.finish()
             self._saver.finish()
             self._saver.close()
         if self._speaks:

@@ -169,7 +169,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         from distca.train.run.builder import build_trainer
         from distca.train.run.consistency import check_same_start
         from distca.train.run.loop import evaluate, train
-        from distca.train.run.record import console_log, record_start
+        from distca.train.run.record import rank_log, record_start
 
     check_same_start(config, corpus, world)
     with ExitStack() as held:
@@ -188,7 +188,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
             folder = _decided(world.rank, lambda: _hold_new(config, held))
         elif world.rank == 0 and not config.train.evaluate:
             folder.write_resumed_config(config, checkpoint.step)
-        held.enter_context(console_log(folder, world.rank))
+        held.enter_context(rank_log(folder, world.rank))
         record_start(folder, world.rank, world.size)
         logger.info("Run folder: %s", folder.path)
         run = evaluate if config.train.evaluate else train

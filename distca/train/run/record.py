@@ -1,6 +1,7 @@
 """What a run folder says about its starts: the console's log, and with what, where and from which commit it ran.
 
 console.log    what rank 0 said, of all starts
+ranks/         the same of every other rank, a file each
 starts.json    of every start: command, time, hosts of the ranks, versions, commit
 """
 
@@ -70,15 +71,15 @@ def commit_of(project: Path) -> str | None:
 
 
 @contextmanager
-def console_log(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Keep what rank 0 logs inside in console.log too."""
-    if rank:
-        yield
-        return
+def rank_log(folder: RunFolder, rank: int) -> Iterator[None]:
+    """Keep what this rank logs inside in a file too: rank 0's in console.log, that of others, who say less on the
+    console, in one of their own."""
+    file = folder.log_of(rank)
     try:
-        handler = logging.FileHandler(folder.console_log, encoding="utf-8")
+        file.parent.mkdir(exist_ok=True)
+        handler = logging.FileHandler(file, encoding="utf-8")
     except OSError as error:
-        logger.warning("%s cannot be written (%s).", folder.console_log, error.strerror)
+        logger.warning("%s cannot be written (%s).", file, error.strerror)
         yield
         return
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -3,10 +3,12 @@
     runs/llama-tiny/config.yaml            the settings the run started with
                     starts.json            command, hosts, versions and commit of every start
                     console.log            what rank 0 said
+                    ranks/rank_0001.log    what another one said, in more words than on the console
                     metrics.jsonl          figures of every step
                     balance.png            attention time per rank, before and after balancing
                     phases.json, .png      attention time per pipeline phase and rank (with stages)
                     timeline.json          recorded steps; opens in Perfetto
+                    profile/               traces of torch's profiler, one a rank
                     tensorboard/
                     checkpoints/step_000060/
                     .held-by               who writes here, while somebody does
@@ -86,6 +88,14 @@ class RunFolder:
     @property
     def console_log(self) -> Path:
         return self.path / "console.log"
+
+    def log_of(self, rank: int) -> Path:
+        """``ranks/rank_0001.log``; rank 0's is the console's."""
+        return self.path / "ranks" / f"rank_{rank:04d}.log" if rank else self.console_log
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     @property
     def metrics(self) -> Path:

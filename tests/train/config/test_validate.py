@@ -105,7 +105,7 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
             "train.fp8 is current, but a tensor-parallel rank's part of the MLP is 24, which is not a multiple of 16",
         ),
         ("--log.timeline_steps [5,3]", 4, "log.timeline_steps is [5, 3]"),
-        ("--log.timeline_steps [0,3]", 4, "1 <= first <= last"),
+        ("--log.profile_steps [0,3]", 4, "log.profile_steps is [0, 3]; it must be [first, last] with 1 <= first"),
         ("--data.source text", 4, "data.source text needs data.path."),
         ("--data.source mix", 4, "needs data.path: one of pretrain, prolong, pretrain-long, prolong-long."),
         ("--name a/b", 4, "name is 'a/b'"),
