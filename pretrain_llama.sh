@@ -26,6 +26,7 @@
 #SBATCH --signal=B:USR1@300
 
 set -euo pipefail
+trap '' USR1 # it would end a job that only begins; Python listens to it as soon as it runs
 
 # sbatch runs a copy of this script from its own folder; the project is then where the job was submitted.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -78,6 +78,11 @@ class Machine:
             self.variables["SLURM_GPUS_ON_NODE"] = str(gpus)
         self.variables |= variables
 
+    def requeues(self) -> None:
+        """Let Slurm's job be requeued, which is recorded."""
+        hosts, requeue = self.bin / "scontrol", '[[ $1 == requeue ]] && echo "$@" >> "$RECORD" && exit'
+        self.tool("scontrol", hosts.read_text().replace("#!/bin/bash", f"#!/bin/bash\n{requeue}"))
+
     def run(self, *arguments: str, script: Path = SCRIPT, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", str(script), *arguments],
@@ -428,16 +433,23 @@ wait
 """
 
 
-@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(
+    "number,early,requeued",
+    [(signal.SIGUSR1, False, True), (signal.SIGUSR1, True, True), (signal.SIGTERM, False, False)],
+)
 def test_ranks_are_told_to_save_and_a_job_whose_time_is_over_is_requeued(
-    machine: Machine, number: int, requeued: bool
+    machine: Machine, number: int, early: bool, requeued: bool
 ) -> None:
-    """torchrun itself would end them half a minute later. At preemption and scancel nothing is requeued by us."""
+    """torchrun itself would end them half a minute later. At preemption and scancel nothing is requeued by us. The
+    signal is not lost while settings are checked, before there are any ranks."""
     machine.slurm(1, 0)
     machine.tool("srun", SAVES)
-    requeue = '[[ $1 == requeue ]] && echo "$@" >> "$RECORD" && exit'
-    hosts = machine.bin.joinpath("scontrol").read_text()
-    machine.tool("scontrol", hosts.replace("#!/bin/bash", f"#!/bin/bash\n{requeue}"))
+    machine.requeues()
+    checking = machine.folder / "checking"
+    if early:
+        slow = f"[[ $2 == --check ]] && touch {checking} && sleep 1"
+        python = machine.bin.joinpath("python").read_text()
+        machine.tool("python", python.replace("#!/bin/bash", f"#!/bin/bash\n{slow}"))
     script = subprocess.Popen(
         ["bash", str(SCRIPT)],
         env=machine.variables,
@@ -448,7 +460,7 @@ def test_ranks_are_told_to_save_and_a_job_whose_time_is_over_is_requeued(
     )
     try:
         end = time.monotonic() + 30
-        while not machine.record.exists() and time.monotonic() < end:
+        while not (checking if early else machine.record).exists() and time.monotonic() < end:
             time.sleep(0.05)
         script.send_signal(number)
         said = script.communicate(timeout=30)[1]

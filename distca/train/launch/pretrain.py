@@ -72,7 +72,7 @@ def _with_requeued(values: dict[str, str], arguments: list[str]) -> dict[str, st
 
 
 def _requeue(job: str) -> None:
-    """Let Slurm start this job again; at preemption it does so itself."""
+    """Let Slurm start this job again; at preemption, and when a node fails, it does so itself."""
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
     say(f"Slurm starts job {job} again." if not done.returncode else f"Slurm did not requeue job {job}: {done.stderr}")
 
@@ -131,4 +131,5 @@ def _run(words: list[str], values: Mapping[str, str], machines: Machines) -> int
 
 
 if __name__ == "__main__":
+    start.hear_early()
     leave(lambda: launch(sys.argv[1:]))

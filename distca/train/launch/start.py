@@ -20,6 +20,13 @@ _TELL_AGAIN_S = 5.0
 """Ranks that are still starting hear of SIGUSR1 later."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1)
 
+_told_early: list[int] = []
+
+
+def hear_early() -> None:
+    """From here on SIGUSR1 does not end this process; ranks are told once they run."""
+    signal.signal(signal.SIGUSR1, lambda number, _: _told_early.append(number))
+
 
 def command(
     machines: Machines,
@@ -95,6 +102,7 @@ class Ranks:
         Any other signal ends them, as SIGTERM to torchrun or srun.
         """
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
+        self.asked_to_save = bool(_told_early)
         try:
             output = None if self.log is None else subprocess.PIPE
             # Ctrl-C reaches the whole terminal; the ranks are told once, by this process.
