@@ -23,6 +23,8 @@ from distca.plan.placement import Dealt, Work
 _CLOSE = 0.003
 """Difference of work between halves, in parts of the mean rank's, for which no document is cut."""
 _HALVINGS, _NEARLY = 16, 0.02
+_HEAD = 0.5
+"""Part of the rows that is for ping of documents that are in parts only because no rank had room for all of it."""
 _LEVELLINGS, _FEW = 2, 0.1
 """Ranks, as a part of all, that are left to the scheduler where they cannot have as much work in ping."""
 
@@ -31,7 +33,7 @@ Ranges = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def home_rows(
-    length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], work: Work
+    length: np.ndarray, dealt: Dealt, budgets: Sequence[np.ndarray], work: Work, node: np.ndarray
 ) -> list[tuple[Stream, np.ndarray]] | None:
     """The ranges of every nano-batch and the rank of each, so that all budgets are met exactly.
 
@@ -40,14 +42,17 @@ def home_rows(
         dealt: documents on ranks.
         budgets: by nano-batch, [R] tokens.
         work: of query ranges.
+        node: [R] node of every rank.
 
     Returns:
         None where documents in shares are more than a half has room for.
     """
     shares = dealt.shares
     whole = (shares.low == 0) & (shares.high == 1)
-    cut = np.rint(length * dealt.halves.head).astype(np.int64)
+    cut = length.copy()
     if len(budgets) == 2:
+        # Parts of other documents are where tokens fit, however many rows pong has for shares.
+        cut = np.rint(length * np.where(dealt.long, dealt.halves.head, _HEAD)).astype(np.int64)
         _cut_whole(length, dealt, budgets, cut, whole, work)
     found = []
     in_ping = 0
@@ -59,6 +64,8 @@ def home_rows(
         room = budget - np.bincount(placed[0][3], placed[0][2] - placed[0][1], len(budget)).astype(np.int64)
         left, nobody, begin, end = _columns(dealt.left)
         begin, end = _bounds(half, begin, end)
+        beside, cut_off = _beside(cut_off, room, node)
+        placed.append(beside)
         missed = [_ranges(left, nobody, begin, end, low, high)[:3], cut_off[:3]]
         fixed = tuple(np.concatenate(column) for column in zip(*missed, strict=True))
         short = dealt.short
@@ -124,6 +131,27 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
     return (
         (document[kept], start[kept], (stop - cut)[kept], rank[kept]),
         (document[lost], (stop - cut)[lost], stop[lost], rank[lost]),
+    )
+
+
+def _beside(ranges: Ranges, room: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
+    """Put ranges that were cut off, the longest first, each on the rank of its own node, or else of any, that has most
+    of the [R] tokens of ``room`` left, which it takes; and what fits nowhere. So no rank gets many of them, of which
+    each reads a document's keys."""
+    document, start, stop, rank = ranges
+    rows, target = stop - start, np.full(len(rank), -1)
+    for at in np.argsort(-rows, kind="stable").tolist():
+        near = np.flatnonzero(node == node[rank[at]])
+        best = near[room[near].argmax()]
+        if room[best] < rows[at]:
+            best = room.argmax()
+        if room[best] >= rows[at]:
+            room[best] -= rows[at]
+            target[at] = best
+    some = target >= 0
+    return (
+        (document[some], start[some], stop[some], target[some]),
+        (document[~some], start[~some], stop[~some], rank[~some]),
     )
 
 

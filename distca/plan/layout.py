@@ -277,8 +277,12 @@ def _spread(
     budgets = [np.diff(bound) for bound in bounds]
     node = np.arange(ranks) // (ranks_per_node or ranks)
     work = work_of(np.zeros_like(length), length, ranks, cost)
-    dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets), lean)
-    found = home_rows(length, dealt, budgets, work)
+    found = None
+    for little_ping in (True, False) if lean else (False,):
+        dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets), little_ping)
+        found = home_rows(length, dealt, budgets, work, node)
+        if found is not None:
+            break
     if found is None:
         return None
     goes_on = np.ones(len(length), bool)

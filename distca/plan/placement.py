@@ -113,6 +113,7 @@ class Dealt:
         work: [D] work of every document.
         short_rate: work per token of the short documents.
         halves: how much of the work is for ping.
+        long: [D] bool, whether a document was to be in shares, not only found no room as a whole.
     """
 
     shares: Shares
@@ -121,6 +122,7 @@ class Dealt:
     work: np.ndarray
     short_rate: float
     halves: Halves
+    long: np.ndarray
 
 
 def work_of(start: np.ndarray, stop: np.ndarray, ranks: int, cost: CostModel) -> Work:
@@ -191,7 +193,9 @@ def deal(
             dealt += [(parts[i][0], low + rank, parts[i][1] * part) for i, rank, part in found]
             left += [(parts[i][0], parts[i][1] * part) for i, part in missed]
     shares, missing = _shares(items.document, dealt, left)
-    return Dealt(shares, short, missing, work(np.zeros_like(length), length), filler[0], halves)
+    long = np.zeros(len(length), bool)
+    long[order[:count]] = in_shares
+    return Dealt(shares, short, missing, work(np.zeros_like(length), length), filler[0], halves, long)
 
 
 def _shares_each(surplus: np.ndarray, added: np.ndarray, in_shares: np.ndarray, most: float) -> np.ndarray:

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.data.mixes import long_context, sample_lengths
+from distca.data.mixes import long_context, sample_lengths, sample_mix
 from distca.plan import (
+    Links,
     analytic_cost,
     area_cost,
     imbalance,
@@ -171,12 +172,22 @@ def test_any_budgets_are_met(documents: list[int], parts: list[int], cost: CostM
     length = np.array(documents)
     work = work_of(np.zeros_like(length), length, ranks, cost)
     for nodes in (1, 2):
-        dealt = deal(length, budgets, work, np.arange(ranks) * nodes // ranks, 1)
-        ((stream, rank),) = rows_of(length, dealt, [budgets], work)
+        node = np.arange(ranks) * nodes // ranks
+        dealt = deal(length, budgets, work, node, 1)
+        ((stream, rank),) = rows_of(length, dealt, [budgets], work, node)
         assert np.bincount(rank, stream.stop - stream.start, ranks).tolist() == budgets.tolist()
         ranges = zip(stream.document.tolist(), stream.start.tolist(), stream.stop.tolist(), strict=True)
         found = sorted((document, p) for document, start, stop in ranges for p in range(start, stop))
         assert found == [(document, p) for document, own in enumerate(documents) for p in range(own)]
+
+
+@pytest.mark.parametrize("context, servers", [(524_288, 64), (1_048_576, 128)])
+def test_no_rank_has_far_more_to_move_than_others_at_long_contexts(context: int, servers: int) -> None:
+    documents = sample_mix("prolong-long", servers * 131_072, 0, context=context)
+    plan = plan_micro_batch(documents, servers, LLAMA_8B, nano_batches=2, links=Links(8))
+    moved = np.sum([traffic(half.forward).busiest(8, 8, 4) for half in plan.nano_batches], axis=0)
+    assert imbalance(moved) < 2.0
+    assert max(imbalance(server_seconds(half.forward, LLAMA_8B, "both")) for half in plan.nano_batches) <= 1.02
 
 
 def test_a_document_that_no_rank_has_room_for_leaves_others_where_they_fit() -> None:
