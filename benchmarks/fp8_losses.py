@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.fp8_losses --output fp8_losses.json -- --train.steps 200
 
-Every layout starts all of its runs from the same weights and trains them on the same batches: Transformer Engine's
-linear layers in bfloat16 and in each way to scale to FP8, on packed documents and disaggregated. Settings behind ``--``
-are those of all runs. The text is the Python standard library's, as bytes.
+All runs start from the weights of one run in bfloat16, past the first steps, in which any two roundings part. Those of
+a layout train on the same batches: Transformer Engine's linear layers in bfloat16 and in each way to scale to FP8, on
+packed documents and disaggregated. Settings behind ``--`` are those of all runs. The text is the Python standard
+library's, as bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import os
 import shlex
 import statistics
 import sys
-import tempfile
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
+from benchmarks.from_folder import shared_folder
 from distca.log import setup_logging
 from distca.versions import hardware, versions
+
+if TYPE_CHECKING:
+    from megatron_patches.world import World
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -42,7 +45,6 @@ SETTINGS = {
     "data.longer": "split",
     "data.whole_documents": "true",  # or packed documents would be other batches
     "data.validation_fraction": 0,
-    # Gentle, as where training is chaotic at first runs of any two roundings end apart.
     "optimizer.lr": 1e-4,
     "optimizer.min_lr": 1e-5,
     "train.steps": 200,
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="none is bfloat16")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--before", type=int, default=300, help="steps of the run whose weights all others start from")
     parser.add_argument("settings", nargs="*", help="settings of pretrain_llama.py, after --")
     arguments = parser.parse_args()
     setup_logging(int(os.environ.get("RANK", "0")))
@@ -82,39 +85,53 @@ def main() -> None:
         "versions": versions(),
         "layouts": {},
     }
-    for layout in arguments.layouts:
-        losses: dict[str, list[float]] = {}
-        for fp8 in arguments.recipes:
-            for mode in arguments.modes:
-                losses[f"{fp8} {mode}"] = _train(world, LAYOUTS[layout], fp8, mode, arguments.settings)
-                report["layouts"][layout] = compare(losses)
-                if world.rank == 0:  # after each, so that a time limit leaves the others
-                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    words = iter(arguments.settings)
+    more = {name.removeprefix("--"): value for name, value in zip(words, words, strict=True)}
+    with shared_folder(world) as folder:
+        start = folder / "weights"
+        begin = {"train.steps": arguments.before, "checkpoint.export": start, "cad.enabled": "false"}
+        report["before"] = _train(world, folder, begin, more)
+        for layout in arguments.layouts:
+            losses: dict[str, list[float]] = {}
+            for fp8 in arguments.recipes:
+                for mode in arguments.modes:
+                    own = _settings(LAYOUTS[layout], fp8, mode) | {"checkpoint.init_from": start}
+                    losses[f"{fp8} {mode}"] = _train(world, folder, own, more)
+                    report["layouts"][layout] = compare(losses)
+                    if world.rank == 0:  # after each, so that a time limit leaves the others
+                        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     leave_world()
 
 
-def _train(world: Any, layout: dict[str, Any], fp8: str, mode: str, more: Sequence[str]) -> list[float]:
+def _settings(layout: dict[str, Any], fp8: str, mode: str) -> dict[str, Any]:
+    """What sets a run apart from others."""
+    if mode == "distca":
+        return layout | {"train.fp8": fp8}
+    # Megatron-Core's own layers cannot recompute more than their MLPs.
+    recompute = {"train.recompute": "mlp"} if "train.recompute" in layout else {}
+    return layout | {"train.fp8": fp8, "cad.enabled": "false"} | recompute
+
+
+def _train(world: World, folder: Path, own: dict[str, Any], more: dict[str, str]) -> list[float]:
     """Losses of all steps of one run, on rank 0; nothing elsewhere."""
     from distca.train.config.cli import parse_run_config
     from distca.train.config.validate import validate
     from distca.train.data.corpus import open_corpus
     from distca.train.run.main import run_on
 
-    logger.info("FP8 %s, %s, %s", fp8, mode, layout)
-    own = {"train.fp8": fp8, "train.precision": "bf16" if world.device.type == "cuda" else "fp32"}
-    if mode == "packed":
-        # Megatron-Core's own layers cannot recompute more than their MLPs.
-        own |= {"cad.enabled": "false"} | ({"train.recompute": "mlp"} if "train.recompute" in layout else {})
-    with tempfile.TemporaryDirectory(prefix="distca-losses-") as folder:
-        settings = SETTINGS | layout | own | {"output": folder, "name": "run"}
-        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        config = parse_run_config([*words, *more])
-        validate(config, world.size)
-        run = run_on(world, config, open_corpus(config)).path
-        if world.rank > 0:
-            return []
-        return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logger.info("%s", own)
+    precision = "bf16" if world.device.type == "cuda" else "fp32"
+    given = SETTINGS | {"train.precision": precision, "output": folder / "runs"} | more | own
+    if "checkpoint.init_from" in own:
+        given = {name: value for name, value in given.items() if not name.startswith("model.")}  # the folder knows
+        given["data.tokenizer"] = "bytes"
+    config = parse_run_config([word for name, value in given.items() for word in (f"--{name}", str(value))])
+    validate(config, world.size)
+    run = run_on(world, config, open_corpus(config)).path
+    if world.rank > 0:
+        return []
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def compare(losses: dict[str, list[float]]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def _run(asked: argparse.Namespace) -> None:
             (asked.output / "from_folder.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     try:
-        with _shared_folder(world) as folder:
+        with shared_folder(world) as folder:
             began = time.perf_counter()
             keep("made", make_folder(folder / "model", asked.shape, world), began)
             if asked.steps:
@@ -142,7 +142,7 @@ def _run(asked: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _shared_folder(world: World) -> Iterator[Path]:
+def shared_folder(world: World) -> Iterator[Path]:
     """A temporary folder of all ranks; there is one node."""
     import torch.distributed as dist
 
