@@ -33,7 +33,6 @@ from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
-from megatron_patches import support
 from megatron_patches.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
@@ -45,6 +44,9 @@ from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
 from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
+from megatron_patches.support.built_model import check_model
+from megatron_patches.support.config_fields import check_config
+from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.te.choice import Linears, use_te
 from megatron_patches.training_step import (
     ForwardStep,
@@ -119,7 +121,7 @@ class CAD:
         check_version()
         drop_log_lines()
         _check_groups()
-        support.check_config(config)
+        check_config(config)
         if recompute == "all" and not disaggregate:
             raise SupportError("recompute is 'all', which Megatron's own layers cannot do; leave it out.")
         self.config, self._disaggregate, self._recompute_segments = config, disaggregate, recompute == "all"
@@ -195,8 +197,8 @@ class CAD:
         """
         te = self._te
         if layer is not None:
-            support.check_layer_spec(layer)
-            if support.has_te_linears(layer) and not te:
+            check_layer_spec(layer)
+            if has_te_linears(layer) and not te:
                 te = use_te("te", self.config, self.device)
         return block_spec(self.config, layer, disaggregate=self._disaggregate, te=te)
 
@@ -207,7 +209,7 @@ class CAD:
         Raises:
             SupportError: a part of the model that is not served.
         """
-        support.check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
+        check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
         self._lengths = use_position_rotary(model).needs_lengths
         patch_forward(model)
         fuse_swiglu(model)

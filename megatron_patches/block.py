@@ -21,12 +21,12 @@ from megatron.core.utils import make_viewless_tensor
 from distca.errors import SupportError
 from distca.ops.rotary import Rotation
 from distca.runtime import AttentionPool, run_layers
-from megatron_patches import support
 from megatron_patches.batch_context import DisaggregatedMicroBatch, gather_nano_rows
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.rms_norm import RMSNorm
-from megatron_patches.support import check_config, check_recomputation
+from megatron_patches.support.config_fields import check_config, check_recomputation
+from megatron_patches.support.layer_spec import check_layer_spec, mlp_submodules
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def block_spec(
     """
     local = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer = layer or local
-    support.check_layer_spec(layer)
+    check_layer_spec(layer)
     layer = deepcopy(layer)
     if disaggregate:
         layer.module = SplitTransformerLayer
@@ -160,7 +160,7 @@ def block_spec(
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     column, row = _linears(te)
-    mlp = support.mlp_submodules(parts.mlp)
+    mlp = mlp_submodules(parts.mlp)
     attention.linear_qkv = mlp.linear_fc1 = column
     attention.linear_proj = mlp.linear_fc2 = row
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), RMSNorm)

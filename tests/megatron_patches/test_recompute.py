@@ -81,7 +81,7 @@ def test_each_level_recomputes_its_part_and_moves_no_transfer():
 def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, said):
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_patches.support import check_recomputation
+    from megatron_patches.support.config_fields import check_recomputation
 
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     config.recompute_granularity, config.recompute_modules = granularity, modules

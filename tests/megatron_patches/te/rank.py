@@ -51,7 +51,7 @@ def spec() -> list[str]:
     """Linear layers of a block whose spec is Transformer Engine's own."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    from megatron_patches.support import check_layer_spec, has_te_linears
+    from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 
     given = get_gpt_layer_with_transformer_engine_spec()
     check_layer_spec(given)

@@ -70,7 +70,7 @@ def test_none_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def _config(**fields: object) -> object:
     from megatron.core.transformer import TransformerConfig
 
-    from tests.megatron_patches.test_support import LLAMA
+    from tests.megatron_patches.support.cases import LLAMA
 
     return TransformerConfig(**LLAMA, params_dtype=torch.bfloat16, bf16=True, **fields)
 

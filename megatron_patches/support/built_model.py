@@ -1,0 +1,145 @@
+"""What a model was built with beyond its configuration: arguments of GPTModel, groups, and every module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from distca.errors import SupportError
+from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.patches.position_rotary import PositionRotary
+from megatron_patches.patches.rms_norm import RMSNorm
+from megatron_patches.support.config_fields import LIMITS, Limit, check_config, check_limit
+from megatron_patches.support.layer_spec import name_of
+
+# Arguments of GPTModel that its configuration does not hold.
+
+SERVED_ARGUMENTS_BY = {
+    "checks of their own": "config transformer_layer_spec pg_collection",
+    "megatron's modules": """
+        vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights""",
+    "the loss, which takes the ranks' shares of the logits in either case": "parallel_output",
+    "the angles of RoPE, from the frequencies and the interpolation of megatron's embedding": """
+        rotary_base rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
+}
+SERVED_ARGUMENTS = {*" ".join(SERVED_ARGUMENTS_BY.values()).split()}
+
+ARGUMENTS = {
+    "position_embedding_type": Limit("RoPE is all that is served", ("rope",)),
+    "rotary_percent": Limit("RoPE rotates all of a head", (1.0,)),
+    "mtp_block_spec": Limit("only the next token is predicted", (None,)),
+    "vp_stage": Limit("a rank has one pipeline stage", (None,)),
+    "fp16_lm_cross_entropy": Limit("losses are computed in float32", (False,)),
+    "scatter_embedding_sequence_parallel": Limit("a layer's input is this rank's share of the rows", (True,)),
+}
+
+
+def check_model(model: GPTModel, layer: type[TransformerLayer] = SplitTransformerLayer) -> None:
+    """Refuse what a model was built with, beyond its configuration, and would not get.
+
+    Args:
+        model: a GPTModel as built: nothing of it replaced yet.
+        layer: class of its layers; Megatron's own where core attention stays at home.
+
+    Raises:
+        SupportError: the first argument or module that is not served.
+    """
+    check_config(model.config)
+    for name, limit in ARGUMENTS.items():
+        check_limit(name, _argument(model, name), limit)
+    _check_groups(model)
+    if not isinstance(model.rotary_pos_emb, PositionRotary):
+        _expect("rotary_pos_emb", type(model.rotary_pos_emb), RotaryEmbedding)
+    _expect("decoder", type(model.decoder), TransformerBlock)
+    if model.decoder.final_layernorm is not None:
+        _expect("decoder.final_layernorm", type(model.decoder.final_layernorm), RMSNorm)
+    for number, each in enumerate(model.decoder.layers):
+        _expect(f"decoder.layers.{number}", type(each), layer)
+        _check_layer(f"decoder.layers.{number}", each, model.config)
+    if model.post_process:
+        _expect("output_layer", type(model.output_layer), ColumnParallelLinear)
+
+
+def _argument(model: GPTModel, name: str) -> Any:
+    """What ``model`` was built with, as far as its modules tell."""
+    embedding = model.embedding if model.pre_process else None
+    if name == "scatter_embedding_sequence_parallel":
+        return embedding is None or embedding.scatter_to_sequence_parallel
+    if name == "position_embedding_type" and embedding is not None and embedding.add_position_embedding:
+        return "learned_absolute"  # where the configuration has another type, the embedding does not read it
+    return getattr(model, name)
+
+
+def _check_groups(model: GPTModel) -> None:
+    ours = {
+        "tp": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
+        "pp": parallel_state.get_pipeline_model_parallel_group(check_initialized=False),
+    }
+    for name, group in ours.items():
+        if getattr(model.pg_collection, name) is not group:
+            raise SupportError(
+                f"pg_collection has a {name} group of its own, but core attention is spread over the groups of "
+                "megatron's parallel_state: build the model without pg_collection."
+            )
+
+
+def _check_layer(path: str, layer: Any, config: TransformerConfig) -> None:
+    attention, mlp = layer.self_attention, layer.mlp
+    expected = {
+        "input_layernorm": RMSNorm,
+        "self_attention": SelfAttention,
+        "self_attention.core_attention": PackedAttention,
+        "pre_cross_attn_layernorm": IdentityOp,
+        "cross_attention": IdentityOp,
+        "pre_mlp_layernorm": RMSNorm,
+        "mlp": MLP,
+    }
+    column, row = _linears_like(attention.linear_qkv)
+    expected |= {"self_attention.linear_qkv": column, "self_attention.linear_proj": row}
+    expected |= {"mlp.linear_fc1": column, "mlp.linear_fc2": row}
+    for name, served in expected.items():
+        _expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
+    head_norms = (RMSNorm,) if config.qk_layernorm else (IdentityOp, type(None))
+    for name in ("q_layernorm", "k_layernorm"):
+        found = getattr(attention, name)
+        if type(found) not in head_norms:
+            raise SupportError(
+                f"qk_layernorm is {config.qk_layernorm}, but {path}.self_attention.{name} is a "
+                f"{type(found).__name__}: give the layer spec and the configuration the same qk_layernorm."
+            )
+    for name in ("self_attn_bda", "mlp_bda"):
+        _expect(f"{path}.{name}", getattr(layer, name), get_bias_dropout_add)
+    check_limit(f"{path}.hidden_dropout", layer.hidden_dropout, LIMITS["hidden_dropout"])
+    if any(part.config is not config for part in (layer, attention, mlp)):
+        raise SupportError(f"{path} has a configuration of its own, but {LIMITS['heterogeneous_block_specs'].because}.")
+
+
+def _linears_like(linear: Any) -> tuple[type, type]:
+    """A layer has linear layers of one kind, Megatron's own or Transformer Engine's: split by outputs, by inputs."""
+    if type(linear).__module__ == "megatron_patches.te.linears":
+        from megatron_patches.te.linears import ColumnLinear, RowLinear
+
+        return ColumnLinear, RowLinear
+    return ColumnParallelLinear, RowParallelLinear
+
+
+def _expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
+    if found is not served:
+        raise SupportError(
+            f"{path} is a {found.__module__}.{name_of(found)}, but only {served.__module__}.{name_of(served)} is "
+            "served there: build the model with the layer spec of core attention disaggregation, and replace no module "
+            "of it."
+        )

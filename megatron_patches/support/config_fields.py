@@ -1,0 +1,330 @@
+"""Which fields of megatron's configuration are served, and with which values.
+
+Every field that is set away from its default has to be in a table here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+
+_SERVED_BY = {
+    "megatron's own linear layers, embedding and MLP, which stay": """
+        num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels add_bias_linear
+        add_qkv_bias gated_linear_unit activation_func activation_func_fp8_input_store glu_linear_offset
+        activation_func_clamp_value bias_activation_fusion bias_dropout_fusion init_method output_layer_init_method
+        init_method_std embedding_init_method embedding_init_method_std perform_initialization use_cpu_initialization
+        gradient_accumulation_fusion async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding
+        tensor_model_parallel_size sequence_parallel disable_bf16_reduced_precision_matmul bf16
+        hetereogenous_dist_checkpoint""",
+    "our layers and the core-attention servers": """
+        softmax_scale qk_layernorm layernorm_epsilon""",
+    # They choose among implementations, precisions and fusions of what is replaced, never what it computes.
+    "a replacement, which has its own way of computing the same": """
+        attention_backend flash_attention_version attention_softmax_in_fp32 masked_softmax_fusion apply_rope_fusion
+        fused_single_qkv_rope persist_layer_norm memory_efficient_layer_norm cross_entropy_loss_fusion
+        cross_entropy_fusion_impl""",
+    "megatron's schedules, optimizer and checkpoints, or ours in their place": """
+        pipeline_model_parallel_size pipeline_model_parallel_comm_backend pipeline_dtype variable_seq_lengths
+        overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync
+        use_ring_exchange_p2p deallocate_pipeline_outputs timers barrier_with_L1_time finalize_model_grads_func
+        grad_scale_func no_sync_func grad_sync_func param_sync_func use_te_rng_tracker""",
+    "nobody in training": """
+        flash_decode inference_rng_tracker inference_sampling_seed mlp_chunks_for_prefill nccl_all_reduce_for_prefill
+        inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
+        inference_moe_token_dispatcher_type moe_pad_experts_for_cuda_graph_inference symmetric_ar_type""",
+    "Transformer Engine's linear layers": """
+        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad tp_only_amax_red
+        disable_parameter_transpose_cache""",
+    "Transformer Engine's linear layers, while tp_comm_overlap is off": """
+        tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
+        tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
+        tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend""",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """A field or argument that is served for some values only.
+
+    Attributes:
+        because: why not for others; goes on after "is ..., but".
+        served: the values; the first one is proposed.
+        inert: fields that nobody reads while this one has a served value.
+    """
+
+    because: str
+    served: tuple[Any, ...]
+    inert: str = ""
+
+
+_NO_EXPERTS = "there are no mixtures of experts here"
+_NO_GRAPHS = "exchanges with the core-attention servers cannot be captured in CUDA graphs"
+_SENDS_TWICE = "tensors that are exchanged with the servers are not offloaded"
+_EQUAL_STAGES = "all stages have equally many layers"
+_TRANSFORMER_ENGINE = "of Transformer Engine's modules only the linear layers are served"
+
+LIMITS = {
+    # Core attention
+    "window_size": Limit("every token attends to its whole document up to itself", (None,), "window_attn_skip_freq"),
+    "softmax_type": Limit("attention sinks are not served", ("vanilla",)),
+    "attention_dropout": Limit("core attention has no dropout", (0.0,)),
+    "apply_query_key_layer_scaling": Limit("scores are computed in float32 in any case", (False,)),
+    "attention_output_gate": Limit("the output of core attention has no gate", (False,)),
+    "qk_l2_norm": Limit("the norms of query and key heads are RMSNorms (qk_layernorm)", (False,)),
+    "qk_clip": Limit(
+        "the largest score is not known where it would be clipped", (False,), "qk_clip_alpha qk_clip_threshold"
+    ),
+    "log_max_attention_logit": Limit("the largest score is not known outside of the servers", (False,)),
+    "multi_latent_attention": Limit(
+        "only self attention with query groups is served", (False,), "mla_down_proj_fusion cache_mla_latents"
+    ),
+    "experimental_attention_variant": Limit(
+        "only softmax attention is served",
+        (None,),
+        """experimental_attention_variant_loss_scale_func dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+        dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
+        dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+        dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 linear_conv_kernel_dim linear_key_head_dim
+        linear_value_head_dim linear_num_key_heads linear_num_value_heads""",
+    ),
+    "linear_attention_freq": Limit("only softmax attention is served", (None,)),
+    "is_hybrid_model": Limit(
+        "only transformer layers are served",
+        (False,),
+        """mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
+        mamba_training_ssm_states_dtype""",
+    ),
+    "context_parallel_size": Limit(
+        "core attention disaggregation itself spreads sequences over data-parallel ranks",
+        (1,),
+        "cp_comm_type hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank",
+    ),
+    "hybrid_context_parallel": Limit("core attention disaggregation itself spreads sequences over ranks", (False,)),
+    # Positions
+    "rotary_interleaved": Limit("RoPE rotates the two halves of a head", (False,)),
+    "no_rope_freq": Limit("RoPE rotates the heads of every layer", (None,)),
+    "mrope_section": Limit("a token has one position", (None,)),
+    # Layer and block
+    "normalization": Limit("norms are RMSNorms", ("RMSNorm",)),
+    "layernorm_zero_centered_gamma": Limit("the norms' weights are factors as they are", (False,)),
+    "hidden_dropout": Limit("layers have no dropout", (0.0,)),
+    "fp32_residual_connection": Limit("the residual has the type of the layers' output", (False,)),
+    "apply_residual_connection_post_layernorm": Limit("the residual is what comes before the norm", (False,)),
+    "test_mode": Limit("megatron's own checks of query, key and value are not run", (False,)),
+    "mlp_chunks_for_training": Limit("a layer's MLP takes all rows at once", (1,)),
+    "heterogeneous_block_specs": Limit("all layers have the same configuration", (False,)),
+    "use_mup": Limit(
+        "the loss does not scale logits",
+        (False,),
+        """mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
+        mup_attn_scale_power""",
+    ),
+    "mtp_num_layers": Limit(
+        "only the next token is predicted",
+        (None,),
+        """mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern mtp_standalone
+        mtp_grad_scale_func""",
+    ),
+    "num_moe_experts": Limit(
+        _NO_EXPERTS,
+        (None,),
+        """moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_layer_freq
+        moe_ffn_hidden_size moe_router_load_balancing_type moe_router_topk moe_enable_routing_replay
+        moe_router_topk_limited_devices moe_router_padding_for_quantization moe_router_padding_for_fp8
+        moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
+        moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
+        moe_router_force_load_balancing moe_router_quantile_balancing_ema moe_router_force_biased moe_grouped_gemm
+        moe_use_legacy_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_token_dropping
+        moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_per_layer_logging
+        moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute
+        moe_permute_fusion moe_router_fusion moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms
+        moe_hybridep_num_sms moe_extended_tp moe_grad_scale_func moe_shared_expert_glu_interleave_size
+        moe_single_grouped_weight moe_single_grouped_bias moe_permute_fusion_into_hybridep
+        moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute
+        moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape
+        moe_ncclep_zero_copy moe_mlp_glu_interleave_size moe_expert_rank_capacity_factor
+        use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert expert_tensor_parallel_size
+        overlap_dispatch_backward_with_experts_wgrad expert_tensor_parallel_num_weight_shards
+        expert_gtp_weight_remat_size""",
+    ),
+    "moe_paged_stash": Limit(
+        _NO_EXPERTS,
+        (False,),
+        """moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+        moe_paged_stash_buffer_size_factor_cpu""",
+    ),
+    "expert_model_parallel_size": Limit(_NO_EXPERTS, (1,)),
+    "overlap_moe_expert_parallel_comm": Limit(
+        _NO_EXPERTS, (False,), "ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
+    ),
+    # Precision
+    "params_dtype": Limit(
+        "no other types are trained with",
+        (torch.bfloat16, torch.float32, torch.float64),
+    ),
+    "fp16": Limit("losses are not scaled for float16", (False,)),
+    "enable_autocast": Limit("activations have the type of the parameters", (False,), "autocast_dtype"),
+    "fp8": Limit("other formats than these are not served", (None, "hybrid", "e4m3")),
+    "fp8_recipe": Limit(
+        "the linear layers scale by whole tensors or by blocks of 128",
+        ("delayed", "tensorwise", "blockwise"),
+        "fp8_quantizer_factory",
+    ),
+    "fp8_param": Limit("the layers keep their weights in bfloat16 beside their FP8 copies", (False,)),
+    "fp8_dot_product_attention": Limit("core attention is computed in bfloat16", (False,)),
+    "fp8_multi_head_attention": Limit("core attention is computed in bfloat16", (False,)),
+    "fp8_output_proj": Limit("the output layer is computed together with the loss", (False,)),
+    "first_last_layers_bf16": Limit(
+        "all layers have the same precision", (False,), "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+    ),
+    "tp_comm_overlap": Limit("tensor-parallel transfers do not go by Transformer Engine's user buffers", (False,)),
+    "fp4": Limit("there is no FP4 here", (None,), "fp4_recipe fp4_param fp4_quantizer_factory"),
+    "quant_recipe": Limit("weights and activations are not quantized", (None,)),
+    "use_kitchen": Limit(
+        "only megatron's own linear layers are served", (False,), "use_kitchen_attention kitchen_attention_backend"
+    ),
+    "deterministic_mode": Limit(
+        "it does not reach the core-attention kernel, which has a setting of its own", (False,)
+    ),
+    "batch_invariant_mode": Limit("core-attention kernels do not know of it", (False,)),
+    # Loss
+    "calculate_per_token_loss": Limit(
+        "ranks hold different numbers of tokens, whose losses are added up and divided once by all tokens", (True,)
+    ),
+    "defer_embedding_wgrad_compute": Limit(
+        "the output layer is computed together with the loss", (False,), "wgrad_deferral_limit"
+    ),
+    "config_logger_dir": Limit("the inputs and logits that it logs are not there", ("",)),
+    # Memory
+    "recompute_granularity": Limit(
+        "core attention is never recomputed; recompute_segments recomputes everything else",
+        (None, "selective"),
+        "recompute_method recompute_num_layers distribute_saved_activations",
+    ),
+    "num_microbatches_with_partial_activation_checkpoints": Limit("all micro-batches recompute the same", (None,)),
+    "cpu_offloading": Limit(
+        _SENDS_TWICE,
+        (False,),
+        """cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
+        cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers""",
+    ),
+    "fine_grained_activation_offloading": Limit(
+        _SENDS_TWICE,
+        (False,),
+        """offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
+        activation_offload_fraction fine_grained_offloading_max_inflight_offloads""",
+    ),
+    "gtp_weight_remat_size": Limit(
+        "weights are sharded over tensor-parallel ranks only", (1,), "tensor_parallel_num_weight_shards"
+    ),
+    "init_model_with_meta_device": Limit("weights are drawn where the model is built", (False,)),
+    # Flow
+    "virtual_pipeline_model_parallel_size": Limit(
+        "a rank has one pipeline stage", (None,), "microbatch_group_size_per_vp_stage"
+    ),
+    "pipeline_model_parallel_layout": Limit(_EQUAL_STAGES, (None,)),
+    "num_layers_in_first_pipeline_stage": Limit(_EQUAL_STAGES, (None,)),
+    "num_layers_in_last_pipeline_stage": Limit(_EQUAL_STAGES, (None,)),
+    "account_for_embedding_in_pipeline_split": Limit(_EQUAL_STAGES, (False,)),
+    "account_for_loss_in_pipeline_split": Limit(_EQUAL_STAGES, (False,)),
+    "cuda_graph_impl": Limit(
+        _NO_GRAPHS,
+        ("none",),
+        """cuda_graph_scope cuda_graph_modules cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
+        cuda_graph_warmup_steps inference_cuda_graph_scope""",
+    ),
+    "enable_cuda_graph": Limit(_NO_GRAPHS, (False,)),
+    "external_cuda_graph": Limit(_NO_GRAPHS, (False,)),
+    "transformer_impl": Limit("layers built for inference are not trained", ("local", "transformer_engine")),
+    "use_inference_optimized_layers": Limit("layers built for inference are not trained", (False,)),
+    "inference_fuse_tp_communication": Limit("layers built for inference are not trained", (False,)),
+    "use_te_activation_func": Limit(_TRANSFORMER_ENGINE, (False,)),
+    "fused_residual_rmsnorm": Limit(_TRANSFORMER_ENGINE, (False,)),
+    "use_transformer_engine_op_fuser": Limit(_TRANSFORMER_ENGINE, (False,)),
+    "use_grouped_gemm_for_dense_mlp": Limit(_TRANSFORMER_ENGINE, (False,)),
+    "delay_wgrad_compute": Limit("weight gradients are computed in backward", (False,)),
+}
+
+# Named beside LIMITS because values of two fields count.
+_CHECKED_TOGETHER = {"recompute_modules"}
+
+SERVED = {
+    *" ".join(_SERVED_BY.values()).split(),
+    *" ".join(limit.inert for limit in LIMITS.values()).split(),
+    *_CHECKED_TOGETHER,
+}
+
+
+def check_config(config: TransformerConfig) -> None:
+    """Refuse what a configuration asks for and would not get.
+
+    Args:
+        config: the configuration that a model is built with, or was.
+
+    Raises:
+        SupportError: the first field with a value that is not served, or that is not known here and not at its
+            default.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in LIMITS:
+            check_limit(field.name, value, LIMITS[field.name])
+        elif field.name not in SERVED and not _is_default(field, value):
+            raise SupportError(
+                f"{field.name} is {value!r}, but core attention disaggregation does not know this field of "
+                f"{type(config).__name__}: leave it at its default."
+            )
+    check_recomputation(config)
+    if config.num_query_groups < config.tensor_model_parallel_size:
+        raise SupportError(
+            f"num_query_groups is {config.num_query_groups}, fewer than tensor_model_parallel_size "
+            f"{config.tensor_model_parallel_size}, but a rank has whole query groups: set tensor_model_parallel_size "
+            f"to {config.num_query_groups} or less."
+        )
+
+
+def check_recomputation(config: TransformerConfig, recompute_segments: bool = False) -> None:
+    """Refuse to recompute core attention, or MLPs twice.
+
+    Args:
+        config: the configuration of a model.
+        recompute_segments: everything but core attention is recomputed as a whole.
+
+    Raises:
+        SupportError: something but MLPs is recomputed, or these a second time.
+    """
+    if config.recompute_granularity is None:
+        return
+    check_limit("recompute_granularity", config.recompute_granularity, LIMITS["recompute_granularity"])
+    if config.recompute_modules != ["mlp"]:
+        raise SupportError(
+            f"recompute_modules is {config.recompute_modules}, but the MLPs are all that is recomputed by itself: set "
+            "it to ['mlp'], or leave recompute_granularity unset and set recompute_segments to recompute everything "
+            "but core attention."
+        )
+    if recompute_segments:
+        raise SupportError(
+            "recompute_modules is ['mlp'], but recompute_segments recomputes the MLPs too: leave "
+            "recompute_granularity unset, or do without recompute_segments."
+        )
+
+
+def check_limit(name: str, value: Any, limit: Limit) -> None:
+    if value not in limit.served:
+        raise SupportError(f"{name} is {value!r}, but {limit.because}: set it to {_alternatives(limit.served)}.")
+
+
+def _alternatives(values: tuple[Any, ...]) -> str:
+    return " or ".join(repr(value) for value in values)
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    if field.default_factory is not dataclasses.MISSING:
+        return bool(value == field.default_factory())
+    return field.default is not dataclasses.MISSING and bool(value == field.default)

@@ -1,0 +1,112 @@
+"""Which modules a layer spec may name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from distca.errors import SupportError
+from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.patches.rms_norm import RMSNorm
+
+_LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='RMSNorm')."
+
+
+def check_layer_spec(spec: ModuleSpec) -> None:
+    """Refuse a layer spec whose modules our layers would not run as they are meant.
+
+    Args:
+        spec: a transformer layer's, as megatron's get_gpt_layer_local_spec gives it, or its
+            get_gpt_layer_with_transformer_engine_spec, whose linear layers hold norms that our layers run themselves.
+
+    Raises:
+        SupportError: the first module that is not served.
+    """
+    if not isinstance(spec, ModuleSpec):
+        raise SupportError(
+            f"the layer spec is a {type(spec).__name__}, but one ModuleSpec of all layers is needed{_LOCAL}"
+        )
+    _expect_in_spec("module", spec.module, TransformerLayer, SplitTransformerLayer)
+    parts = spec.submodules
+    for name in ("pre_cross_attn_layernorm", "cross_attention"):
+        _expect_in_spec(name, getattr(parts, name), IdentityOp)
+    _expect_in_spec("cross_attn_bda", parts.cross_attn_bda, IdentityFuncOp)
+    for name in ("self_attn_bda", "mlp_bda"):
+        _expect_in_spec(name, getattr(parts, name), get_bias_dropout_add)
+    attention = parts.self_attention
+    _expect_in_spec("self_attention", _module(attention), SelfAttention)
+    mask = attention.params.get("attn_mask_type")
+    if mask is not AttnMaskType.causal:
+        raise SupportError(f"attn_mask_type of the layer spec is {mask}, but only causal attention is served{_LOCAL}")
+    heads = attention.submodules
+    cores = (DotProductAttention, PackedAttention, TEDotProductAttention)
+    _expect_in_spec("self_attention.core_attention", heads.core_attention, *cores)
+    for name in ("q_layernorm", "k_layernorm"):
+        served = (IdentityOp, WrappedTorchNorm, RMSNorm, TENorm)
+        _expect_in_spec(f"self_attention.{name}", getattr(heads, name), *served)
+    _expect_in_spec("mlp", _module(parts.mlp), MLP)
+    linears = mlp_submodules(parts.mlp)
+    _expect_norm_and_linear(parts, "input_layernorm", "self_attention.linear_qkv", heads.linear_qkv)
+    _expect_norm_and_linear(parts, "pre_mlp_layernorm", "mlp.linear_fc1", linears.linear_fc1)
+    _expect_in_spec("self_attention.linear_proj", heads.linear_proj, RowParallelLinear, TERowParallelLinear)
+    _expect_in_spec("mlp.linear_fc2", linears.linear_fc2, RowParallelLinear, TERowParallelLinear)
+
+
+def has_te_linears(spec: ModuleSpec) -> bool:
+    """Whether the linear layers of a served layer spec are Transformer Engine's."""
+    linear = spec.submodules.self_attention.submodules.linear_qkv
+    return linear in (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
+
+
+def mlp_submodules(spec: Any) -> Any:
+    """The linear layers in the spec of an MLP, in which they may be replaced."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> None:
+    """Each norm once: by itself or in the linear layer behind it. Ours are by themselves."""
+    found = getattr(parts, norm)
+    if linear is TELayerNormColumnParallelLinear and found is IdentityOp:
+        return
+    _expect_in_spec(path, linear, ColumnParallelLinear, TEColumnParallelLinear)
+    _expect_in_spec(norm, found, WrappedTorchNorm, RMSNorm, TENorm)
+
+
+def _module(spec: Any) -> Any:
+    """The class that a spec builds: of a ModuleSpec, or of the partial of a class method that later versions have."""
+    if isinstance(spec, functools.partial):
+        return getattr(spec.func, "__self__", spec.func)
+    return spec.module if isinstance(spec, ModuleSpec) else spec
+
+
+def _expect_in_spec(path: str, found: Any, *served: Any) -> None:
+    if found not in served:
+        twice = ", whose norm would be applied twice" if "LayerNormColumn" in name_of(found) else ""
+        raise SupportError(
+            f"{path} of the layer spec is {name_of(found)}{twice}, but {name_of(served[0])} is what is served "
+            f"there{_LOCAL}"
+        )
+
+
+def name_of(found: Any) -> str:
+    """Of a class, a function or what a spec builds."""
+    return str(getattr(_module(found), "__name__", found))
