@@ -44,8 +44,9 @@ def convert(
         begin_token: a token of the tokenizer to put before every document, by default the one that a model's folder
             says; empty for none.
         end_token: the same for the end of every document.
-        conversations: documents are lists of messages with role and content, by default in the field messages, which go
-            through the folder's chat template; a file .mask says which tokens the assistant says.
+        conversations: documents are lists of messages with role and content, by default in the field messages, or with
+            from and value, which go through the folder's chat template with what is in a field tools; a file .mask says
+            which tokens the assistant says.
         processes: that tokenize; 0 takes one per CPU, fewer for small texts.
     """
     from rich.console import Console

@@ -75,8 +75,8 @@ class CachedTokens:
             DataError, VersionError: what would fail at once.
         """
         encoder = self.recipe.open()
-        for block in self.texts.blocks(self.recipe.field):
-            encode_block(block.first_documents(), encoder, self.recipe.field)
+        for block in self.texts.blocks(self.recipe.field, self.recipe.beside):
+            encode_block(block.first_documents(), encoder, self.recipe)
             break
         return encoder.vocabulary
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from distca.data.conversations import messages_of, tools_of
 from distca.data.recipe import Encoded, Recipe
+from distca.data.texts import Row
 from distca.data.tokenizer import load_json
 from distca.errors import DataError, VersionError
 
@@ -34,11 +36,16 @@ class ChatRecipe(Recipe):
     template: str = ""
     tokens: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return ("tools",)
+
     def open(self) -> ChatEncoder:
         return ChatEncoder(load_json(Path(self.tokenizer.name)), ChatTemplate(self.template, dict(self.tokens)))
 
     def identity(self) -> dict[str, Any]:
         said = {"chat_template": self.template, "special_tokens": dict(self.tokens), "field": self.field}
+        said |= {"beside": list(self.beside)}
         return {"tokenizer_digest": self.tokenizer.digest()} | said
 
 
@@ -91,9 +98,12 @@ class ChatEncoder:
         """Ids of every conversation, and which of them the assistant says; ValueError if one cannot be encoded."""
         return [self._encode(value) for value in values]
 
-    def _encode(self, messages: Any) -> Encoded:
-        _check(messages)
-        text, spans = self._template.render([self._apart(message) for message in messages], self._control)
+    def _encode(self, value: Any) -> Encoded:
+        row = value if isinstance(value, Row) else Row(value, {})
+        messages = messages_of(row.value, self._template.source)
+        tools = tools_of(row.others.get("tools"))
+        apart = [self._apart(message) | {"role": message["role"]} for message in messages]
+        text, spans = self._template.render(apart, self._control, self._apart(tools))
         starts, pieces = [0], text.split(_APART)
         for piece in pieces:
             starts.append(starts[-1] + len(piece) + 1)
@@ -110,28 +120,22 @@ class ChatEncoder:
             mask |= (place[:, 0] < stop) & (place[:, 1] > start)
         return ids, mask
 
-    def _apart(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message whose content has no control token in one piece."""
-        content = message["content"]
-        for token in self._control if isinstance(content, str) else ():
-            content = content.replace(token, token[:1] + _APART + token[1:])
-        return message | {"content": content}
-
-
-def _check(messages: Any) -> None:
-    said = "a conversation is a list of messages, each with a role and a content"
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(said)
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"{said}; message {number} is not")
+    def _apart(self, value: Any) -> Any:
+        """The same with no control token in one piece, in any text of it."""
+        if isinstance(value, dict):
+            return {name: self._apart(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self._apart(each) for each in value]
+        for token in self._control if isinstance(value, str) else ():
+            value = value.replace(token, token[:1] + _APART + token[1:])
+        return value
 
 
 class ChatTemplate:
     """A template of Jinja, as model folders have them, in a sandbox."""
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
-        self._source, self._tokens = source, tokens
+        self.source, self._tokens = source, tokens
 
     @cached_property
     def _template(self) -> Any:
@@ -162,27 +166,35 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         try:
-            return environment.from_string(self._source)
+            return environment.from_string(self.source)
         except jinja2.TemplateError as error:
             raise DataError(f"The chat template cannot be read: {error}; correct it.") from None
 
-    def render(self, messages: list[dict[str, Any]], control: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+    def render(
+        self, messages: list[dict[str, Any]], control: Sequence[str], tools: list[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as text, and the parts of it, as ranges of characters, that the assistant says with what ends
         its turns.
 
         Args:
             messages: of the conversation.
             control: control tokens of the tokenizer.
+            tools: that the assistant may call.
 
         Raises:
-            ValueError: the template refuses the conversation, or does not show what the assistant says.
+            ValueError: the template refuses the conversation, has no place for its tools, or does not show what the
+                assistant says.
         """
-        marked = self._render(messages)
+        if tools and "tools" not in self.source:
+            raise ValueError("it has tools, but the chat template has no place for them; take them out")
+        marked = self._render(messages, tools)
         if _OPEN in marked:
             return _unmarked(marked)
-        return marked, self._turns(marked, messages, control)
+        return marked, self._turns(marked, messages, control, tools)
 
-    def _turns(self, whole: str, messages: list[dict[str, Any]], control: Sequence[str]) -> list[tuple[int, int]]:
+    def _turns(
+        self, whole: str, messages: list[dict[str, Any]], control: Sequence[str], tools: list[Any] | None
+    ) -> list[tuple[int, int]]:
         """Where assistant's turns begin and end, seen from what the template makes of the conversation until then.
 
         A turn begins where the template asks for it, and ends with the last control token that it puts behind the turn
@@ -192,9 +204,9 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:number], prompt=True) if number else ""
+            before = self._render(messages[:number], tools, prompt=True) if number else ""
             start = _alike(whole, before)
-            until = self._render(messages[: number + 1])
+            until = self._render(messages[: number + 1], tools)
             ends = [match for token in control if token for match in re.finditer(re.escape(token), until)]
             last = max(ends, key=lambda match: match.end(), default=None)
             stop = -1
@@ -203,7 +215,7 @@ class ChatTemplate:
                 stop = stop + len(last[0]) if stop >= 0 else -1
             elif whole.startswith(until):
                 stop = len(until)
-            if stop <= start or start < _alike(before, self._render(messages[:number])):
+            if stop <= start or start < _alike(before, self._render(messages[:number], tools)):
                 raise ValueError(
                     f"the chat template does not show where message {number + 1}, the assistant's, begins and ends; "
                     "put {% generation %} and {% endgeneration %} around it in the template"
@@ -211,12 +223,12 @@ class ChatTemplate:
             turns.append((start, stop))
         return turns
 
-    def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
         template = self._template
         try:
             return str(
                 template.render(
-                    messages=messages, add_generation_prompt=prompt, tools=None, documents=None, **self._tokens
+                    messages=messages, add_generation_prompt=prompt, tools=tools, documents=None, **self._tokens
                 )
             )
         except Exception as error:  # whatever a template does with what it is given

@@ -83,7 +83,7 @@ def convert(
     try:
         with _Partial.held(prefix, encoder.vocabulary, sources) as partial:
             advanced(partial.read)
-            blocks = islice(texts.blocks(recipe.field), partial.blocks, None)
+            blocks = islice(texts.blocks(recipe.field, recipe.beside), partial.blocks, None)
             for block, tokens in encoded_blocks(blocks, recipe, encoder, processes):
                 partial.add(tokens, block.read)
                 advanced(block.read)

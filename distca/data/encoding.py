@@ -63,7 +63,7 @@ def encoded_blocks(
     """
     if processes == 1:
         for block in blocks:
-            yield block, encode_block(block, encoder, recipe.field)
+            yield block, encode_block(block, encoder, recipe)
         return
     # Started afresh: a forked copy of a process with threads, CUDA or process groups would not be safe.
     pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (recipe,))
@@ -89,10 +89,10 @@ def _next(waiting: deque[tuple[Block, Future[Tokens]]]) -> tuple[Block, Tokens]:
     return block, future.result()
 
 
-def encode_block(block: Block, encoder: Encoder, field: str) -> Tokens:
+def encode_block(block: Block, encoder: Encoder, recipe: Recipe) -> Tokens:
     """A block's tokens; DataError names the document that has none."""
     places, values = [], []
-    for where, value in block.documents(field):
+    for where, value in block.documents(recipe.field, recipe.beside):
         places.append(where)
         values.append(value)
     try:
@@ -126,7 +126,7 @@ def _encode_one(encoder: Encoder, where: str, value: Any) -> Encoded:
         ) from None
 
 
-_encoder: tuple[Encoder, str]
+_encoder: tuple[Encoder, Recipe]
 """Of a process of the pool."""
 
 
@@ -136,7 +136,7 @@ def _begin(recipe: Recipe) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are what is parallel
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is the parent's to act on
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = recipe.open(), recipe.field
+    _encoder = recipe.open(), recipe
 
 
 def _end_with_parent() -> None:

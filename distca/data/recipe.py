@@ -60,6 +60,11 @@ class Recipe:
     tokenizer: TokenizerFiles
     field: str = "text"
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Fields that are read too, where documents have them."""
+        return ()
+
     def open(self) -> Encoder:
         """What encodes by it; errors of ``TokenizerFiles.open``."""
         return TextEncoder(self.tokenizer.open(), self.field)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,10 @@ import numpy as np
 
 from distca.data.sources.source import BYTE_VOCABULARY
 from distca.errors import DataError, VersionError
+
+_BATCH_BYTES = 1 << 15
+"""Of text that is encoded at a time: what the package holds of more falls out of the caches, and it takes up to a
+quarter longer."""
 
 
 class Tokenizer(Protocol):
@@ -63,16 +67,34 @@ class JsonTokenizer:
         self._batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        return [self._closed(ids) for batch in _batches(documents) for ids in self._ids(batch)]
+
+    def _ids(self, documents: list[bytes]) -> Iterator[list[int]]:
         texts = [document.decode("utf-8") for document in documents]
         try:
             encodings = self._batch(texts, add_special_tokens=False)
         except Exception as error:  # The library raises bare Exception for a text that its model cannot encode.
             raise ValueError(str(error)) from None
-        return [np.array(self._closed(encoding.ids), dtype=np.int64) for encoding in encodings]
+        return (encoding.ids for encoding in encodings)
 
-    def _closed(self, ids: list[int]) -> list[int]:
+    def _closed(self, ids: list[int]) -> np.ndarray:
         """With the tokens around it; what has no token stays so, and is left out."""
-        return [*self._begin, *ids, *self._end] if ids else ids
+        ids = [*self._begin, *ids, *self._end] if ids else ids
+        return np.fromiter(ids, np.int64, len(ids))  # twice as fast as np.array
+
+
+def _batches(documents: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Documents that are encoded at a time."""
+    batch: list[bytes] = []
+    held = 0
+    for document in documents:
+        batch.append(document)
+        held += len(document)
+        if held >= _BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)

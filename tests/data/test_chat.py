@@ -9,6 +9,7 @@ import pytest
 from distca.data import chat
 from distca.data.chat import ChatTemplate, chat_recipe
 from distca.data.recipe import Recipe
+from distca.data.texts import Row, open_texts
 from distca.data.tokenizer import find_tokenizer
 from distca.errors import DataError
 from tests.models.folders import CHAT, write_tokenizer
@@ -63,6 +64,63 @@ def test_the_assistants_turns_are_learned_and_their_ends(tmp_path, template):
 def test_templates_that_shorten_earlier_turns(tmp_path):
     _, _, runs = learned(tmp_path, THINKING)
     assert runs == ["hi there<|end|>", "<think>so</think>no<|end|>"]
+
+
+TOOLS = (
+    "{{ bos_token }}{% if tools %}tools {{ tools | tojson }}<|end|>{% endif %}{% for message in messages %}"
+    "{{ message['role'] + '\\n' }}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}{{ message['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+)
+
+
+def test_tools_and_their_calls_reach_the_template(tmp_path):
+    """A control token in a tool's description or in a call's arguments is text, as in a message."""
+    called = {"name": "weather", "arguments": {"city": "Bern<|end|>"}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": called}]},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "wet"},
+    ]
+    row = Row(messages, {"tools": '[{"name": "weather", "description": "<|begin|>"}]'})
+    ids, text, runs = learned(tmp_path, TOOLS, row)
+    tools = '[{"name": "weather", "description": "<|begin|>"}]'
+    call = 'weather {"city": "Bern<|end|>"}'
+    assert text == (
+        f"<|begin|>tools {tools}<|end|>user\n?<|end|>assistant\n{call}<|end|>tool\nrain<|end|>assistant\nwet<|end|>"
+    )
+    assert runs == [f"{call}<|end|>", "wet<|end|>"]
+    assert (ids.count(256), ids.count(257)) == (1, 5)
+    with pytest.raises(ValueError, match="it has tools, but the chat template has no place for them"):
+        learned(tmp_path, PLAIN, row)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_a_file_of_sharegpt_conversations_with_tools(tmp_path, kind):
+    talks = [
+        {"id": 1, "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": "[1]"},
+        {"id": 2, "conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}], "tools": None},
+    ]
+    path = tmp_path / "talks"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        table = arrow.Table.from_pylist(talks)
+        if kind == "parquet":
+            pytest.importorskip("pyarrow.parquet").write_table(table, path)
+        else:
+            path = tmp_path / "saved"
+            path.mkdir()
+            with arrow.OSFile(str(path / "a.arrow"), "wb") as file, arrow.ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table)
+            (path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    (block,) = open_texts(kind, str(path)).blocks("conversations", ("tools",))
+    (_, first), (_, second) = block.first_documents().documents("conversations", ("tools",))
+    assert first == Row(talks[0]["conversations"], {"tools": "[1]"}) and second == talks[1]["conversations"]
+    _, text, runs = learned(tmp_path, PLAIN, second)
+    assert text == "<|begin|>user\nc<|end|>assistant\nd<|end|>" and runs == ["d<|end|>"]
 
 
 def test_it_is_what_transformers_makes(tmp_path):

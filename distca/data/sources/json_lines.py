@@ -126,14 +126,14 @@ def _index(file: Path, field: str) -> Iterator[tuple[int, int, int, int]]:
 
 def _text_of(line: bytes, field: str) -> bytes:
     """The document of one line; ValueError says what is wrong with it."""
-    value = value_of(line, field)
+    value = record_of(line, field)[field]
     if not isinstance(value, str):
         raise ValueError(f'this is not a JSON object with a "{field}" string')
     return utf8_of(value, field)
 
 
-def value_of(line: bytes, field: str) -> Any:
-    """What a line's object has in a field; ValueError says what is wrong with it."""
+def record_of(line: bytes, field: str) -> dict[str, Any]:
+    """A line's object, which has a field; ValueError says what is wrong with it."""
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -144,7 +144,7 @@ def value_of(line: bytes, field: str) -> Any:
         raise ValueError(f'this is not a JSON object with a "{field}" string')
     if field not in record:
         raise ValueError(f'this is not a JSON object with a "{field}" string; its fields are {", ".join(record)}')
-    return record[field]
+    return record
 
 
 def utf8_of(text: str, field: str) -> bytes:

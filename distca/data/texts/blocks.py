@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from distca.data.sources.json_lines import value_of
+from distca.data.sources.json_lines import record_of
 from distca.errors import DataError
 
 BLOCK_BYTES = 1 << 21
 """Enough that handing it to another process costs nothing beside tokenizing it; a hundred of them fit into memory."""
 _FEW = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """A document with what stands beside it.
+
+    Attributes:
+        value: of the document's field.
+        others: by name, of the other fields that were asked for and are there.
+    """
+
+    value: Any
+    others: dict[str, Any]
 
 
 class Block(Protocol):
@@ -24,9 +37,9 @@ class Block(Protocol):
     @property
     def read(self) -> int: ...
 
-    def documents(self, field: str) -> Iterator[tuple[str, Any]]:
+    def documents(self, field: str, beside: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
         """(where it is from, text as UTF-8 bytes or the value of ``field``) of every document; DataError where there is
-        none."""
+        none. Where it has some of the fields ``beside``, a :class:`Row`."""
         ...
 
     def first_documents(self) -> Block:
@@ -50,12 +63,13 @@ class LinesBlock:
     content: bytes
     read: int
 
-    def documents(self, field: str) -> Iterator[tuple[str, Any]]:
+    def documents(self, field: str, beside: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(self.content.split(b"\n"), self.first):
             if line.strip():
                 where = f"{self.file}, line {number}"
                 try:
-                    yield where, value_of(line, field)
+                    record = record_of(line, field)
+                    yield where, _with(record[field], {name: record.get(name) for name in beside})
                 except ValueError as error:
                     raise DataError(f"{where}: {error}; correct or delete the line.") from None
 
@@ -73,23 +87,25 @@ class RowsBlock:
         first: number of the first row, from 1.
         values: of the column.
         read: as of Block.
+        others: values of other columns, by name.
     """
 
     file: str
     first: int
     values: list[Any]
     read: int
+    others: dict[str, list[Any]] = field(default_factory=dict)
 
-    def documents(self, field: str) -> Iterator[tuple[str, Any]]:
-        for number, value in enumerate(self.values, self.first):
+    def documents(self, field: str, beside: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+        for number, value in enumerate(self.values):
+            where = f"{self.file}, row {self.first + number}"
             if value is None:
-                raise DataError(
-                    f"{self.file}, row {number} has nothing in {field!r}; take out such rows, or name another `field`."
-                )
-            yield f"{self.file}, row {number}", value
+                raise DataError(f"{where} has nothing in {field!r}; take out such rows, or name another `field`.")
+            yield where, _with(value, {name: column[number] for name, column in self.others.items()})
 
     def first_documents(self) -> Block:
-        return replace(self, values=self.values[:_FEW])
+        others = {name: column[:_FEW] for name, column in self.others.items()}
+        return replace(self, values=self.values[:_FEW], others=others)
 
 
 @dataclass(frozen=True)
@@ -106,8 +122,13 @@ class FilesBlock:
     contents: list[bytes]
     read: int
 
-    def documents(self, field: str) -> Iterator[tuple[str, Any]]:
+    def documents(self, field: str, beside: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
         yield from zip(self.files, self.contents, strict=True)
 
     def first_documents(self) -> Block:
         return FilesBlock(self.files[:_FEW], self.contents[:_FEW], self.read)
+
+
+def _with(value: Any, others: dict[str, Any]) -> Any:
+    there = {name: other for name, other in others.items() if other is not None}
+    return Row(value, there) if there else value

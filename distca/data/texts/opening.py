@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -36,13 +36,14 @@ class Texts:
         """Of all files, as they lie on disk."""
         return sum(size for _, size, _ in self.state())
 
-    def blocks(self, field: str) -> Iterator[Block]:
-        """All documents, in blocks that are the same every time; DataError where a file cannot be read."""
+    def blocks(self, field: str, beside: Sequence[str] = ()) -> Iterator[Block]:
+        """All documents, in blocks that are the same every time; DataError where a file cannot be read. Of tables only
+        the column ``field`` is read, and columns ``beside`` it."""
         if self.kind in ("stdlib", "text"):
             yield from _file_blocks(self.files)
             return
         for file in self.files:
-            yield from line_blocks(file) if self.kind == "jsonl" else table_blocks(self.kind, file, field)
+            yield from line_blocks(file) if self.kind == "jsonl" else table_blocks(self.kind, file, field, beside)
 
     def state(self) -> list[tuple[str, int, int]]:
         """(path, size, time of change) of every file: what is quickly seen to be as it was;

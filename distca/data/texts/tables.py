@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from distca.errors import DataError, VersionError
 _ROWS = 512
 
 
-def table_blocks(kind: str, file: Path, column: str) -> Iterator[RowsBlock]:
-    """All rows of one column of a Parquet or Arrow file, in order.
+def table_blocks(kind: str, file: Path, column: str, beside: Sequence[str] = ()) -> Iterator[RowsBlock]:
+    """All rows of one column of a Parquet or Arrow file, in order, and of those columns ``beside`` that it has.
 
     Raises:
         DataError: it cannot be read, or has no such column.
@@ -23,9 +23,9 @@ def table_blocks(kind: str, file: Path, column: str) -> Iterator[RowsBlock]:
     arrow = _package()
     first, size, given = 1, file.stat().st_size, 0
     try:
-        for values, share in (_of_parquet if kind == "parquet" else _of_arrow)(file, column):
-            read = int(size * share) - given
-            yield RowsBlock(str(file), first, values, read)
+        for columns, share in (_of_parquet if kind == "parquet" else _of_arrow)(file, column, beside):
+            read, values = int(size * share) - given, columns.pop(column)
+            yield RowsBlock(str(file), first, values, read, columns)
             first, given = first + len(values), given + read
     except (arrow.ArrowException, OSError) as error:
         said = " ".join(str(error).split())
@@ -53,32 +53,34 @@ def saved_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _of_parquet(file: Path, column: str) -> Iterator[tuple[list[Any], float]]:
-    """(values of some rows, share of the file that was read by then)."""
+def _of_parquet(file: Path, column: str, beside: Sequence[str]) -> Iterator[tuple[dict[str, list[Any]], float]]:
+    """(values of some rows by column, share of the file that was read by then)."""
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(file) as table:
-        _check_column(file, column, table.schema_arrow.names)
+        columns = _columns(file, column, beside, table.schema_arrow.names)
         rows, done = max(table.metadata.num_rows, 1), 0
-        for batch in table.iter_batches(batch_size=_ROWS, columns=[column]):
+        for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
             done += batch.num_rows
-            yield batch.column(0).to_pylist(), done / rows
+            yield {name: batch.column(name).to_pylist() for name in columns}, done / rows
 
 
-def _of_arrow(file: Path, column: str) -> Iterator[tuple[list[Any], float]]:
+def _of_arrow(file: Path, column: str, beside: Sequence[str]) -> Iterator[tuple[dict[str, list[Any]], float]]:
     import pyarrow as arrow
 
     with arrow.memory_map(str(file)) as mapped, arrow.ipc.open_stream(mapped) as stream:
-        _check_column(file, column, stream.schema.names)
+        columns = _columns(file, column, beside, stream.schema.names)
         for batch in stream:
             for start in range(0, batch.num_rows, _ROWS):
-                part = batch.column(column).slice(start, _ROWS)
-                yield part.to_pylist(), mapped.tell() / max(mapped.size(), 1)
+                parts = {name: batch.column(name).slice(start, _ROWS).to_pylist() for name in columns}
+                yield parts, mapped.tell() / max(mapped.size(), 1)
 
 
-def _check_column(file: Path, column: str, names: list[str]) -> None:
+def _columns(file: Path, column: str, beside: Sequence[str], names: list[str]) -> list[str]:
+    """Those to read."""
     if column not in names:
         raise DataError(f"{file} has no column {column!r}, but {', '.join(names)}; set `field` to one of them.")
+    return [column, *(name for name in beside if name in names)]
 
 
 def _package() -> Any:

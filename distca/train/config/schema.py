@@ -139,8 +139,9 @@ class DataConfig:
             -long behind it their long-context versions, stretched to context_length.
         field: of each JSON object, or column of each table, that holds the document; null takes text, with
             conversations messages.
-        conversations: documents are conversations, lists of messages with role and content, which go through the
-            tokenizer's chat template; only the assistant's turns are learned.
+        conversations: documents are conversations, lists of messages with role and content, or with from and value as
+            ShareGPT has them, which go through the tokenizer's chat template with what is in a field tools; only the
+            assistant's turns are learned.
         tokenizer: of text: bytes, a tokenizer.json, or a folder that holds one. Sources indexed and mix hold token ids
             already and ignore it.
         begin_token: a token of the tokenizer that every text begins with; null takes the one that a model's folder
