@@ -265,7 +265,9 @@ class _OnRank:
             if (where <= room[0]) if giver else (self.rows[at] - where <= room[1]):
                 cuts[at] = where
                 return cuts
-        return self._heads(wanted)
+        # Heads have less work than whole documents of as many rows: where there is no room for more rows, too little.
+        heads = self._heads(wanted)
+        return heads if abs(wanted - self._surplus_of(heads)) < abs(missing) else cuts
 
     def _heads(self, wanted: float) -> list[int]:
         """A head of every document: the rows up to one position, which have least work, or the same part of each."""
@@ -289,6 +291,13 @@ class _OnRank:
         for at, own in enumerate(rows):
             cuts[at] += min(max(total - sum(cuts) - int(self.pong), 0), own - cuts[at])
         return cuts
+
+    def _surplus_of(self, heads: list[int]) -> float:
+        """Of heads with [W] rows."""
+        found = 0.0
+        for head, own, square, slope in zip(heads, self.rows, self.square, self.slope, strict=True):
+            found += square * (head / own) ** 2 + slope * head
+        return found
 
     def _until(self, position: float) -> tuple[float, float]:
         """Rows and surplus of all heads up to ``position``."""

@@ -196,3 +196,13 @@ def test_a_document_that_no_rank_has_room_for_leaves_others_where_they_fit() -> 
     shares = np.bincount(dealt.shares.document, minlength=7)
     assert shares[1:5].tolist() == [1, 1, 1, 1]
     assert shares[0] >= 2
+
+
+def test_where_rows_are_scarce_ping_gets_whole_documents_rather_than_heads_of_all() -> None:
+    from distca.plan.home_rows import _OnRank
+
+    rows, work = [40, 30, 20], [1600.0, 900.0, 400.0]
+    rank = _OnRank(rows, work, work, [0.0] * 3, ping=50, pong=60)
+    cuts = rank.cuts(2200.0)
+    assert sum(cuts) <= 50 and 90 - sum(cuts) <= 60
+    assert rank._surplus_of(cuts) >= 1600 > rank._surplus_of(rank._heads(2200.0))

@@ -58,14 +58,12 @@ class HeldRows:
 
     def below(self, document: np.ndarray | int, group: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Rows of ``document`` before ``position`` that ``group`` holds; arguments broadcast."""
-        document, group, position = np.broadcast_arrays(document, group, position)
         if not len(self._at):
-            return np.zeros(position.shape, np.int64)
+            return np.zeros(np.broadcast_shapes(np.shape(document), np.shape(group), np.shape(position)), np.int64)
         key = (document * self._groups + group) * self._span
-        first = np.searchsorted(self._at, key)
-        last = np.searchsorted(self._at, key + np.minimum(position, self._span - 1)) - 1
+        first = self._at.searchsorted(key)
+        last = self._at.searchsorted(key + np.minimum(position, self._span - 1)) - 1
         some = last >= first
-        at = np.where(some, last, 0)
-        held = self._before[at] - self._before[np.where(some, first, 0)]
-        held = held + np.minimum(position, self._stop[at]) - self._start[at]
+        at = np.maximum(last, 0)
+        held = self._before[at] - self._before[first] + np.minimum(position, self._stop[at]) - self._start[at]
         return np.where(some, held, 0)
