@@ -256,7 +256,8 @@ def _deal(
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
             end += 1
         bins.order_by(rates.of_shorter[end])
-        for item in range(begin, end):
+        item = begin - 1
+        while (item := bins.put_small(items, item + 1, end)) < end:
             own, brings, extra, part = rows[item], items.work[item], items.added[item], 1.0
             if items.long[item]:
                 part = bins.put_parts(item, part, own, brings, extra, within_need=True)
@@ -305,6 +306,22 @@ class _Bins:
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
         heapq.heapify(self._heap)
+
+    def put_small(self, items: _Items, item: int, end: int) -> int:
+        """Put whole items from ``item`` on, up to ``end``, each into the first bin, as long as they are too small to be
+        in shares and it has the tokens; returns the first that was not put."""
+        heap, need, space, rate, least = self._heap, self._need, self._space, self._rate, self._least
+        rows, work, long, replace_first = items.rows, items.work, items.long, heapq.heapreplace
+        while item < end and heap:
+            own, brings, at = rows[item], work[item], heap[0][1]
+            if long[item] or brings > least or space[at] < own:
+                break
+            need[at] -= brings
+            space[at] -= own
+            replace_first(heap, (rate * space[at] - need[at], at))
+            self.dealt.append((item, at, 1.0))
+            item += 1
+        return item
 
     def put_whole(self, item: int, own: float, brings: float) -> bool:
         """Put an item into the first bin that has the tokens, if there is one and it does not get far too much."""
