@@ -79,7 +79,7 @@ CASES = {
     ),
     "symmetric memory too small": Case(
         "settings",
-        ("cad.nvshmem_buffer_gb gives 0.001 GiB",),
+        (r"\(cad.nvshmem_buffer_gb\) gives 0.001 GiB",),
         by=1,
         where=(1, 1),
         settings=(_NVSHMEM, ("cad.nvshmem_buffer_gb", 0.001)),

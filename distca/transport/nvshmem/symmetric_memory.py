@@ -238,15 +238,12 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
         box = [str(error)]  # the others wait for a word
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     if isinstance(box[0], str):
-        raise TransportError(f"NVSHMEM does not start on rank {dist.get_global_rank(group, 0)}: {box[0]}")
+        raise TransportError(f"rank {dist.get_global_rank(group, 0)} gives no id: {box[0]}")
     uid._data.view(np.uint8)[:] = np.frombuffer(box[0], np.uint8)
     device = Device(torch.cuda.current_device())
     device.set_current()
     try:
         nvshmem.core.init(device=device, uid=uid, rank=rank, nranks=ranks, initializer_method="uid")
     except Exception as error:
-        where = dist.get_global_rank(group, rank)
-        network = "" if one_node else " `distca doctor` says what there is for it between nodes."
-        raise TransportError(
-            f"NVSHMEM does not start on rank {where}: {error}. Set `transport` to nccl.{network}"
-        ) from error
+        network = "" if one_node else "; `distca doctor` says what there is for it between nodes"
+        raise TransportError(f"{error}{network}") from error
