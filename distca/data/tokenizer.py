@@ -15,8 +15,7 @@ from distca.data.sources.source import BYTE_VOCABULARY
 from distca.errors import DataError, VersionError
 
 _BATCH_BYTES = 1 << 15
-"""Of text that is encoded at a time: what the package holds of more falls out of the caches, and it takes up to a
-quarter longer."""
+"""Of text that is encoded at a time: what the package holds of more falls out of the caches, which takes longer."""
 
 
 class Tokenizer(Protocol):

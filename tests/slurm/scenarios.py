@@ -186,10 +186,11 @@ def preemption(slurm: Slurm) -> dict[str, Any]:
     ended = slurm.wait_for(job, "COMPLETED", "FAILED", "CANCELLED")
     said = slurm.log("preempted").read_text()
     assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1 and "Ended by SIG" in said, said
-    alone = slurm.submit("alone", nodes=2, train__steps=steps)
-    slurm.wait_for(alone, "COMPLETED")
-    assert steps_of(slurm.run("preempted")) == steps_of(slurm.run("alone")), "losses differ"
-    return {"restarts": int(ended["Restarts"]), "seconds_until_the_other_had_run": round(away, 1), "losses": "bitwise"}
+    return {
+        "restarts": int(ended["Restarts"]),
+        "seconds_until_the_other_had_run": round(away, 1),
+        "losses": _against_alone(slurm, "preempted", steps),
+    }
 
 
 def node_failure(slurm: Slurm) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def node_failure(slurm: Slurm) -> dict[str, Any]:
     job = slurm.submit("failed", nodes=2, train__steps=steps, checkpoint__save_every=10)
     slurm.wait_for_step("failed", 5, job)
     began = time.monotonic()
-    daemon = next(each for each in psutil.process_iter() if each.cmdline()[:1] == ["slurmd"] and "n1" in each.cmdline())
+    daemon = _daemon("n1")
     start = daemon.cmdline()
     daemon.kill()
     _wait(
@@ -211,14 +212,59 @@ def node_failure(slurm: Slurm) -> dict[str, Any]:
     said = slurm.log("failed").read_text()
     assert ended["JobState"] == "COMPLETED", (ended, said)
     assert "Resumed from" in said, said
-    same = (
-        steps_of(slurm.run("failed")) == steps_of(slurm.run("alone")) if slurm.run("alone").exists() else "not compared"
-    )
-    assert same is not False, "losses differ"
     return {
         "restarts": int(ended["Restarts"]),
         "seconds_until_slurm_knew": round(seconds, 1),
-        "losses": "bitwise" if same is True else same,
+        "losses": _against_alone(slurm, "failed", steps),
+    }
+
+
+def _daemon(node: str) -> psutil.Process:
+    """Slurm's daemon of a node."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cmdline()[:1] == ["slurmd"] and node in process.cmdline():
+                return process
+    raise AssertionError(f"{node} has no slurmd")
+
+
+def _against_alone(slurm: Slurm, name: str, steps: int) -> str:
+    """Compare a run's losses on two nodes with those of one that nothing happens to."""
+    if not slurm.run("alone").exists():
+        slurm.wait_for(slurm.submit("alone", nodes=2, train__steps=steps), "COMPLETED")
+    assert steps_of(slurm.run(name)) == steps_of(slurm.run("alone")), "losses differ"
+    return "bitwise"
+
+
+def node_death(slurm: Slurm) -> dict[str, Any]:
+    """A node dies with all that runs there: the other node's ranks end, srun waits for the dead one's until Slurm knows
+    of it, and Slurm requeues the job. A PID namespace stands for the node."""
+    steps, daemon = 200, _daemon("n1")
+    start, quiet = daemon.cmdline(), {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    daemon.terminate()
+    daemon.wait(30)
+    node = subprocess.Popen(["unshare", "--fork", "--pid", "--mount-proc", "--kill-child", *start], **quiet)
+    try:
+        job = slurm.submit("dead", nodes=2, train__steps=steps, checkpoint__save_every=10)
+        slurm.wait_for_step("dead", 15, job)
+        began = time.monotonic()
+        node.kill()
+        log = slurm.log("dead")
+        _wait(lambda: "n0: task" in log.read_text(), lambda: _tail(log))
+        ended_after = time.monotonic() - began
+        _wait(lambda: int(slurm.state(job)["Restarts"]), lambda: _tail(log))
+        known_after = time.monotonic() - began
+        time.sleep(75)  # no node is back at once; Slurm would end the job again, when it repeats what n1 did not hear
+    finally:
+        subprocess.Popen(start, **quiet)
+    ended = slurm.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
+    said = log.read_text()
+    assert ended["JobState"] == "COMPLETED" and "Resumed from" in said, (ended, said)
+    return {
+        "restarts": int(ended["Restarts"]),
+        "seconds_until_the_other_nodes_ranks_had_ended": round(ended_after, 1),
+        "seconds_until_slurm_knew": round(known_after, 1),
+        "losses": _against_alone(slurm, "dead", steps),
     }
 
 
@@ -241,7 +287,7 @@ def ten_requeues(slurm: Slurm) -> dict[str, Any]:
     return {"restarts": 10, "losses": "bitwise"}
 
 
-SCENARIOS = (sbatch, salloc, srun, rank_logs, scancel, preemption, node_failure, ten_requeues)
+SCENARIOS = (sbatch, salloc, srun, rank_logs, scancel, preemption, node_failure, node_death, ten_requeues)
 
 
 def main() -> None:
