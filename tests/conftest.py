@@ -15,7 +15,17 @@ settings.load_profile("shared machine")
 
 if not torch.cuda.is_available():
     preload(
-        "megatron_patches.parity.suite", "distca.train.run.main", "distca.train.run.loop", "distca.train.run.builder"
+        "torch._dynamo",  # the first optimizer and the first checkpoint of activations import it
+        "torch.distributed.launcher.api",
+        "matplotlib.backends.backend_agg",
+        "docstring_parser",
+        "megatron_patches.parity.suite",
+        "megatron_patches.patches.cpu",
+        "megatron_patches.export",
+        "distca.train.checkpoint.checkpoints",
+        "distca.train.run.main",
+        "distca.train.run.loop",
+        "distca.train.run.builder",
     )
 
 

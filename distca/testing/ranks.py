@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
@@ -25,6 +26,15 @@ def preload(*modules: str) -> None:
     """Import ``modules`` once, in the process that ranks are forked from, so that no rank has to; to be called before
     the first :func:`run_ranks`. They must not start threads or use a GPU when they are imported."""
     _preloaded.extend(modules)
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
+    """Start ``function(*arguments)`` in a process that has imported what was named to :func:`preload`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_preloaded)
+    process = context.Process(target=function, args=arguments)
+    process.start()
+    return process
 
 
 class RankFailure(RuntimeError):
@@ -49,17 +59,13 @@ def run_ranks(
     Raises:
         RankFailure: a rank raised, died (also after it returned) or took too long; the others are ended.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_preloaded)
     with tempfile.TemporaryDirectory(prefix="distca-ranks-") as folder:
         store = os.path.join(folder, "store")
         processes, pipes = [], []
         for rank in range(ranks):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, ranks, store, gpus, theirs, function, arguments))
-            process.start()
+            mine, theirs = multiprocessing.Pipe(duplex=False)
+            processes.append(forked(_rank_main, rank, ranks, store, gpus, theirs, function, arguments))
             theirs.close()
-            processes.append(process)
             pipes.append(mine)
         try:
             results = _collect(pipes, timeout)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.train.small_runs import ROOT
+from tests.testing.programs import ROOT, torchrun
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,15 @@ def run_with_fault(
 ) -> Ended:
     """Train until a rank meets a fault in a step; on GPUs, or on CPU ranks. NVSHMEM may fail on several: "0,1"."""
     logs, at = folder / f"logs-{fault}", folder / f"at-{fault}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["--redirects=2", f"--log-dir={logs}", "-m", "tests.train.faults", fault, str(rank), str(step), *line]
+    words = ["--redirects=2", f"--log-dir={logs}", "-m", "tests.train.faults", fault, str(rank), str(step), *line]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "FAULT_AT": str(at)}
-    if not gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    variables = {"PYTHONPATH": paths, "FAULT_AT": str(at)}
+    if gpus:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *words]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    else:
+        done = torchrun(ranks, *words, **variables)
     said = [next(logs.glob(f"*/attempt_0/{number}/stderr.log")).read_text() for number in range(ranks)]
     return Ended(done.returncode, time.time() - float(at.read_text()) if at.exists() else -1, said, done.stderr)
 
