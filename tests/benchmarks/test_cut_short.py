@@ -1,14 +1,14 @@
 """A throughput run that ends in the middle of a mode: what it leaves, and that everything which reads it copes."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from tests.testing.programs import torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -44,11 +44,8 @@ def ended(tmp_path_factory):
         pytest.skip("the CPU rehearsal")
     folder = tmp_path_factory.mktemp("ended")
     (folder / "ended.py").write_text(ENDED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ended.py"]
-    command += ["--output", "out", "--modes", "packed", "distca", "--mixes", "prolong", "--contexts", "128"]
-    command += ["--batches", str(BATCHES), "--warm-up", "1", "--", *MODEL]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    words = ["ended.py", "--output", "out", "--modes", "packed", "distca", "--mixes", "prolong", "--contexts", "128"]
+    result = torchrun(2, *words, "--batches", str(BATCHES), "--warm-up", "1", "--", *MODEL, cwd=folder)
     assert result.returncode == 1 and "distca on prolong 128" not in result.stderr, result.stderr
     assert "packed on prolong 128" in result.stderr, result.stderr
     return folder / "out"

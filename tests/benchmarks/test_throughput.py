@@ -1,14 +1,13 @@
 """The throughput benchmark: one tiny run of every mode on two CPU ranks, and its parts."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from tests.testing import programs
 
 pytestmark = pytest.mark.slow
 
@@ -19,11 +18,8 @@ MODEL += ["--model.kv_heads", "2", "--model.vocabulary", "64", "--data.tokens_pe
 
 
 def run(folder, *arguments, settings=()):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks.throughput", "--output", str(folder), *arguments, "--", *MODEL, *settings]
-    command += ["--data.context_length", "128"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    words = ["-m", "benchmarks.throughput", "--output", str(folder), *arguments, "--", *MODEL, *settings]
+    return programs.torchrun(2, *words, "--data.context_length", "128")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
@@ -195,14 +191,12 @@ def test_of_all_modes_what_cannot_run_is_named_with_the_reason(tmp_path):
 
 
 def test_checking_starts_nothing(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.throughput", "--check", "6", "--output", str(tmp_path / "new")]
-    command += ["--contexts", "128", "--modes", "cp4", "--", *MODEL, "--data.context_length", "128"]
-    wrong = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    words = ["-m", "benchmarks.throughput", "--check", "6", "--output", str(tmp_path / "new")]
+    words += ["--contexts", "128", "--modes", "cp4", "--", *MODEL, "--data.context_length", "128"]
+    wrong = programs.run(*words)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: cp4 needs groups of 4 ranks") and len(wrong.stderr.splitlines()) == 2
-    right = subprocess.run(
-        ["cp3" if word == "cp4" else word for word in command], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    right = programs.run(*("cp3" if word == "cp4" else word for word in words))
     assert (right.returncode, right.stdout, right.stderr) == (0, "", "")
     assert not (tmp_path / "new").exists()
 

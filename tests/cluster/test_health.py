@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,54 +24,45 @@ from distca.cluster.health import Health
 from distca.cluster.process import Process
 from distca.errors import ConfigError
 from distca.testing.ranks import run_ranks
+from tests.testing.programs import PIDS, Program
 from tests.train.small_runs import ROOT, arguments, write_texts
 
 pytestmark = pytest.mark.slow
-
-
-def _start(folder: Path, *line: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*command, str(ROOT / "pretrain_llama.py"), *line],
-        env=os.environ | environment,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "log").open("w"),
-        text=True,
-    )
 
 
 def test_a_killed_stage_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
     settings = {"output": tmp_path, "data__path": tmp_path / "texts", "model__layers": 4, "parallel__pp": 4}
     settings |= {"name": "killed", "train__steps": 10_000, "train__micro_batches": 2}
-    started = _start(tmp_path, *arguments(**settings))
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", "pretrain_llama.py"]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), PIDS: str(pids)}
+    with (tmp_path / "log").open("w") as file:
+        started = Program([*command, *arguments(**settings)], os.environ | environment, ROOT, file, file)
     try:
         metrics = tmp_path / "killed" / "metrics.jsonl"
         end = time.monotonic() + 90
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
             assert started.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
             time.sleep(0.2)
-        ranks = psutil.Process(started.pid).children()
-        victim = next(rank for rank in ranks if rank.environ()["RANK"] == "2")
+        ranks = [psutil.Process(int((pids / str(rank)).read_text())) for rank in range(4)]
+        victim = ranks[2]
         victim.send_signal(signal.SIGKILL)
         killed = time.monotonic()
         assert started.wait(60) != 0
         assert time.monotonic() - killed < 30
     finally:
-        if started.poll() is None:
-            started.kill()
-    log = (tmp_path / "log").read_text()
-    said = re.findall(r"Rank 2 died in step (\d+) \(process (\d+) on [^)]*\)", log)
-    assert len(said) == 3, log  # by each of the others
+        started.terminate()
+    text = (tmp_path / "log").read_text()
+    said = re.findall(r"Rank 2 died in step (\d+) \(process (\d+) on [^)]*\)", text)
+    assert len(said) == 3, text  # by each of the others
     steps = metrics.read_text().count("\n")
     assert steps <= int(said[0][0]) <= steps + 1 and int(said[0][1]) == victim.pid
-    assert "last checkpoint" in log
+    assert "last checkpoint" in text
     # torchrun tells the others to end, because one died: they must not try to save.
-    assert not (tmp_path / "killed" / "checkpoints").exists() and "Ended by" not in log
-    assert 'pretrain_llama.py", line' not in log, "a trace of a rank that only waited"
+    assert not (tmp_path / "killed" / "checkpoints").exists() and "Ended by" not in text
+    assert 'pretrain_llama.py", line' not in text, "a trace of a rank that only waited"
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
 
 
