@@ -92,7 +92,7 @@ def test_torchruns_stores_are_where_its_ranks_are_and_a_signal_leaves_no_trace(t
         where = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
     (tmp_path / "listens.py").write_text(LISTENS)
     started = subprocess.Popen(
-        [sys.executable, "-m", "distca.cluster.torchrun", *where, "--nproc-per-node=2", str(tmp_path / "listens.py")],
+        [sys.executable, "-m", "distca.cluster.torchrun", *where, "--nproc-per-node=1", str(tmp_path / "listens.py")],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
+from tests.testing import programs
 
 pytestmark = pytest.mark.slow
 
@@ -84,9 +85,11 @@ def test_its_losses_and_gradients_are_megatrons():
 
 
 def test_it_trains_on_cpu_ranks():
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["examples/own_training_loop.py", "--pp", "2", "--steps", "2"]
+    """By itself in a process that imports what the script does, in its order, and as two stages of torchrun's."""
+    words = ["-W", "ignore", "examples/own_training_loop.py", "--steps", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "step 1: loss" in done.stdout and "step 2: loss" in done.stdout
+    command = [sys.executable, *words]
+    alone = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    for done in (alone, programs.torchrun(2, *words[2:], "--pp", "2")):
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "step 1: loss" in done.stdout and "step 2: loss" in done.stdout

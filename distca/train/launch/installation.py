@@ -26,7 +26,7 @@ _MODULES_OF_EXTRA = {
     "models": ["safetensors", "tokenizers"],
     "data": ["tokenizers", "pyarrow", "zstandard", "jinja2"],
     "dev": [
-        *("pytest", "pytest_timeout", "hypothesis", "ruff", "mypy", "scipy"),
+        *("pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "scipy"),
         *("tokenizers", "safetensors", "pyarrow", "zstandard", "transformers", "wheel"),
     ],
 }
