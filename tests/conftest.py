@@ -4,11 +4,15 @@ No deadline per example: on a shared machine hypothesis would otherwise report i
 forked from a process that has imported Megatron-Core already, which takes longer than most of what they do.
 """
 
+import gc
+
 import pytest
 import torch
 from hypothesis import settings
 
 from distca.testing.ranks import preload
+
+gc.disable()  # until all tests are imported, none of which is garbage
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
@@ -31,5 +35,7 @@ if not torch.cuda.is_available():
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first, so that no process of pytest-xdist is left alone with one at the end."""
+    gc.freeze()
+    gc.enable()
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -192,6 +193,15 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path):
     assert not (logs / "other").exists()
 
 
+def _all_of(reads):
+    """What was written, to the end: a terminal hands it on bit by bit, and ends with an error."""
+    said = b""
+    with open(reads, "rb", buffering=0) as file, suppress(OSError):
+        while part := file.read(1 << 16):
+            said += part
+    return said.decode()
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("script", [RUN_3D, RUN_4D])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -221,8 +231,7 @@ def test_a_signal_ends_the_ranks_and_is_named(tmp_path, number, script, terminal
     finally:
         process.kill()
         os.close(writes)
-    said = os.read(reads, 1 << 16).decode()
-    os.close(reads)
+    said = _all_of(reads)
     assert ranks.read_text().split() == ["up", "told"]
     assert code == 128 + number
     assert f"error: The run was stopped by {number.name}." in said
