@@ -20,10 +20,10 @@ ROOT = Path(__file__).parent.parent
 # From the bottom to the top, as in tests/test_import_contract.py.
 ROWS = (
     ("plan",),
-    ("cluster", "models", "device"),
-    ("data", "attention", "ops", "transport"),
-    ("testing", "runtime"),
-    ("profile",),
+    ("cluster", "device"),
+    ("data", "models", "attention", "ops", "transport"),
+    ("baselines", "testing", "runtime"),
+    ("simulate", "profile"),
     ("megatron_patches",),
     ("train",),
     ("commands",),
