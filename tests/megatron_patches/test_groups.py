@@ -41,6 +41,7 @@ def _seeded_and_pooled(seed: int) -> list[dict[str, Any]]:
     Agreement()  # which makes one more
     made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     found[-1]["timeouts"] = {group._get_backend(torch.device("cpu")).options._timeout for group in made}
+    dist.barrier()  # a rank that is still connecting to the last group would find it closed
     destroy_model_parallel()
     assert len(dist.distributed_c10d._world.pg_map) == 1
     return found
