@@ -230,13 +230,15 @@ def _initialize(group: dist.ProcessGroup, heap_bytes: int, one_node: bool) -> No
     from cuda.core import Device
 
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    box: list[Any] = []
+    uid, failed = None, None
     try:
         uid = nvshmem.core.get_unique_id(empty=rank != 0)
-        box = [uid._data.tobytes()]
     except Exception as error:
-        box = [str(error)]  # the others wait for a word
+        failed = str(error)
+    box: list[Any] = [failed if uid is None else uid._data.tobytes()]  # the others wait for a word
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    if uid is None:
+        raise TransportError(str(failed))
     if isinstance(box[0], str):
         raise TransportError(f"rank {dist.get_global_rank(group, 0)} gives no id: {box[0]}")
     uid._data.view(np.uint8)[:] = np.frombuffer(box[0], np.uint8)
