@@ -17,7 +17,7 @@ from distca.data.sampler import MicroBatch
 VARIABLE_ROOM = 2
 """Variable-length packing may put this many times its share of tokens on a rank."""
 _LONGER = 1.02
-"""Than a rank holds may be what documents dealt anew put on it, where they do not fit otherwise."""
+"""Most tokens of a rank where documents are dealt anew and do not fit otherwise, over what it holds."""
 
 
 def groups_of(
@@ -25,9 +25,8 @@ def groups_of(
 ) -> np.ndarray:
     """[D] context-parallel group of each document; for methods without groups, its rank.
 
-    "packed" keeps the ranks that the sampler chose, as plain packing does, "packed-dealt" those of
-    :func:`dealt_anew`. Groups get equal work where their tokens
-    allow it, else what the sampler put on their ranks.
+    "packed" keeps the ranks that the sampler chose, as plain packing does, "packed-dealt" those of :func:`dealt_anew`.
+    Groups get equal work where their tokens allow it, else what the sampler put on their ranks.
 
     Args:
         mode: a baseline.

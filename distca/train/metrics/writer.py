@@ -9,7 +9,8 @@ Keys that other parts of the project read, where a step has them:
     tokens_seen         tokens of all global batches so far, of the whole run
     step_s              seconds of the step, without what is recorded, validated and saved after it
     tokens_per_s        tokens / step_s, of all ranks together
-    mfu                 share of the device's dense peak spent on the model's own FLOPs (absent where no peak is known)
+    mfu                 share of the device's dense peak spent on the model's own FLOPs, for linear layers in FP8
+                        of FP8's (absent where no peak is known)
     imbalance_before    planned attention time of the busiest rank over the mean, every document computed at home; where
                         plans level a pipeline's phases by time (cad.level), here and below with linear layers' time
     imbalance_after     the same with the plan that ran
