@@ -19,22 +19,18 @@ Array legend: D documents, R ranks, S shares. Rows are int64. Work is in units o
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from distca.plan.bins import LEAST_SHARE, OVERFULL, Items, Rates, deal_to_bins
 from distca.plan.cost.model import CostModel
 
 Placement = Literal["in_order", "spread", "spread_by_half"]
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
-_DENSE = 0.6
-"""Documents with at least this part of the mean work per token are not needed to fill ranks that have enough work."""
-_SAME_SIZE = 1.5
-"""Documents within this factor of rows are dealt against the same rate of the shorter documents."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents, with this part of all work, are not dealt one by one."""
 _PING = 0.25
@@ -45,11 +41,6 @@ _LITTLE_PING = 0.06
 _FEW_SHARED, _SPARE, _MOST_ROWS_IN_PONG = 0.01, 1.05, 0.35
 """Work of documents in shares that is too little to care for, the room that ranks should have for shares over what is
 needed, and the most rows of documents in shares that are all for pong."""
-_OVERFULL = 0.012
-"""A rank may get so much more than it lacks, of the mean work, rather than a share."""
-_LEVELLINGS = 3
-_LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
-"""Least work of a share, in parts of the mean; and the part of it for which room is used where tokens are scarce."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +148,9 @@ def deal(
     rows, whole = rows[:count], whole[:count]
     added = _added_by_share(rows, whole, work)
     surplus = whole - filler[0] * rows
-    wanted = max(1.0 - filler[0] * float(budgets.mean()), _LEAST_SHARE)
-    in_shares = (surplus > (1 + _OVERFULL) * wanted) | (rows > budgets.max())
-    sparse = _Rates(rows.tolist(), whole.tolist(), filler).sparse * float(budgets.mean())
+    wanted = max(1.0 - filler[0] * float(budgets.mean()), LEAST_SHARE)
+    in_shares = (surplus > (1 + OVERFULL) * wanted) | (rows > budgets.max())
+    sparse = Rates(rows.tolist(), whole.tolist(), filler).sparse * float(budgets.mean())
     extra = _shares_each(surplus, added, in_shares, wanted) * added
     halves = Halves(1.0, 1.0, 1.0, 1.0)
     if nano_batches == 2:
@@ -168,19 +159,20 @@ def deal(
         halves = Halves.of(shared, float(rows[in_shares].sum() / budgets.sum()), sparse, longest, lean)
         most = halves.most_work - sparse * (1 - halves.most_rows)
         extra = _shares_each(surplus, added, in_shares, min(wanted, most)) * added
+    limits = halves.most_work, halves.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
-    items = _Items(order[:count].tolist(), rows.tolist(), whole.tolist(), added.tolist(), in_shares.tolist())
+    items = Items(order[:count].tolist(), rows.tolist(), whole.tolist(), added.tolist(), in_shares.tolist())
     nodes, first = np.unique(node, return_index=True)
     bounds = [*first.tolist(), len(budgets)]
     if len(nodes) == 1:
-        dealt, left = _deal(items, mean, budgets.tolist(), [1] * len(budgets), filler, halves)
+        dealt, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits)
     else:
         # A node's part of a document has what all of its ranks' shares add.
         with_added = (whole + extra).tolist()
         of_nodes = replace(items, work=with_added, added=[0.0] * count)
         dealt = []
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
-        by_node, left = _deal(of_nodes, mean, room, ranks, filler, halves)
+        by_node, left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)
         per_node: list[list[tuple[int, float]]] = [[] for _ in nodes]
         for item, number, part in by_node:
             per_node[number].append((item, part))
@@ -189,7 +181,7 @@ def deal(
             fill = (filler[0], max(room[number] - int(sum(inside.rows)), 0))
             low, high = bounds[number : number + 2]
             target = (sum(with_added[i] * part for i, part in parts) + fill[0] * fill[1]) / (high - low)
-            found, missed = _deal(inside, target, budgets[low:high].tolist(), [1] * (high - low), fill, halves)
+            found, missed = deal_to_bins(inside, target, budgets[low:high].tolist(), [1] * (high - low), fill, limits)
             dealt += [(parts[i][0], low + rank, parts[i][1] * part) for i, rank, part in found]
             left += [(parts[i][0], parts[i][1] * part) for i, part in missed]
     shares, missing = _shares(items.document, dealt, left)
@@ -200,7 +192,7 @@ def deal(
 
 def _shares_each(surplus: np.ndarray, added: np.ndarray, in_shares: np.ndarray, most: float) -> np.ndarray:
     """[N] shares that documents come in, if a rank can have ``most`` surplus of them."""
-    return np.where(in_shares, np.ceil(surplus / np.maximum(most - added, 2 * _LEAST_SHARE)), 0.0)
+    return np.where(in_shares, np.ceil(surplus / np.maximum(most - added, 2 * LEAST_SHARE)), 0.0)
 
 
 def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarray:
@@ -208,224 +200,6 @@ def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarr
     edges = (rows * np.array([[0.125], [0.375], [0.625], [0.875]])).astype(np.int64)
     half = work(edges[0], edges[1]) + work(edges[2], edges[3])
     return np.maximum(half - 0.5 * whole, 0.0)
-
-
-@dataclass
-class _Items:
-    """What is dealt, longest document first."""
-
-    document: list[int]
-    rows: list[float]
-    work: list[float]
-    added: list[float]
-    long: list[bool]
-
-    def of(self, parts: Sequence[tuple[int, float]]) -> _Items:
-        """Parts of them."""
-        return _Items(
-            [self.document[i] for i, _ in parts],
-            [self.rows[i] * part for i, part in parts],
-            [self.work[i] * part for i, part in parts],
-            [self.added[i] for i, _ in parts],
-            [self.long[i] for i, _ in parts],
-        )
-
-
-def _deal(
-    items: _Items, mean: float, room: list[int], ranks: list[int], filler: tuple[float, int], halves: Halves
-) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
-    """Deal items to bins: each to the bin that lacks most surplus and has the tokens, or in parts to several.
-
-    Args:
-        items: longest first.
-        mean: work that each rank should get.
-        room: tokens that each bin has.
-        ranks: how many ranks it is.
-        filler: work per token, and tokens, of the short documents that come after these items.
-        halves: how much of a rank may be shares.
-
-    Returns:
-        (item, bin, part of it) of all that were dealt, and (item, part of it) of those without room.
-    """
-    rates = _Rates(items.rows, items.work, filler)
-    bins = _Bins(mean, room, ranks, rates.sparse, halves)
-    missed: list[tuple[int, float]] = []
-    rows, begin = items.rows, 0
-    while begin < len(rows):
-        end = begin + 1
-        while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
-            end += 1
-        bins.order_by(rates.of_shorter[end])
-        item = begin - 1
-        while (item := bins.put_small(items, item + 1, end)) < end:
-            own, brings, extra, part = rows[item], items.work[item], items.added[item], 1.0
-            if items.long[item]:
-                part = bins.put_parts(item, part, own, brings, extra, within_need=True)
-            elif bins.put_whole(item, own, brings):
-                continue
-            if part > 0:
-                part = bins.put_parts(item, part, own, brings, extra, within_need=False)
-            if part > 0:
-                missed.append((item, part))
-        begin = end
-    if max(ranks) == 1:
-        return bins.levelled(items, filler[0]), missed
-    return bins.dealt, missed
-
-
-class _Bins:
-    """Nodes or ranks while they fill up. Array legend: B bins.
-
-    Args:
-        mean: work that each rank should get.
-        room: [B] tokens.
-        ranks: [B] how many ranks it is.
-        sparse: work per token of the sparsest documents.
-        halves: how much of a rank may be shares.
-
-    Attributes:
-        dealt: (item, bin, part of it) so far.
-    """
-
-    def __init__(self, mean: float, room: list[int], ranks: list[int], sparse: float, halves: Halves) -> None:
-        self.dealt: list[tuple[int, int, float]] = []
-        self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
-        # Pong has short documents beside its shares.
-        self._need_shares = [
-            halves.most_work * lacks - sparse * (1 - halves.most_rows) * tokens
-            for lacks, tokens in zip(self._need, self._space, strict=True)
-        ]
-        self._space_shares = [halves.most_rows * tokens for tokens in self._space]
-        self._over, self._least = _OVERFULL * mean * min(ranks), _LEAST_SHARE * mean
-        self._rate = 0.0
-        self._heap: list[tuple[float, int]] = []
-
-    def order_by(self, rate: float) -> None:
-        """Look first at the bin that lacks most surplus over this work per token."""
-        self._rate = rate
-        pairs = zip(self._need, self._space, strict=True)
-        self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
-        heapq.heapify(self._heap)
-
-    def put_small(self, items: _Items, item: int, end: int) -> int:
-        """Put whole items from ``item`` on, up to ``end``, each into the first bin, as long as they are too small to be
-        in shares and it has the tokens; returns the first that was not put."""
-        heap, need, space, rate, least = self._heap, self._need, self._space, self._rate, self._least
-        rows, work, long, replace_first = items.rows, items.work, items.long, heapq.heapreplace
-        while item < end and heap:
-            own, brings, at = rows[item], work[item], heap[0][1]
-            if long[item] or brings > least or space[at] < own:
-                break
-            need[at] -= brings
-            space[at] -= own
-            replace_first(heap, (rate * space[at] - need[at], at))
-            self.dealt.append((item, at, 1.0))
-            item += 1
-        return item
-
-    def put_whole(self, item: int, own: float, brings: float) -> bool:
-        """Put an item into the first bin that has the tokens, if there is one and it does not get far too much."""
-        aside = []
-        while self._heap and self._space[self._heap[0][1]] < own:
-            aside.append(heapq.heappop(self._heap))
-        found = bool(self._heap)
-        if found:
-            at = self._heap[0][1]
-            over = brings - self._sparse * own - (self._need[at] - self._sparse * self._space[at])
-            found = brings <= self._least or over <= self._over or brings - over < self._least
-            if found:
-                self._put(item, at, 1.0, own, brings)
-        for each in aside:
-            heapq.heappush(self._heap, each)
-        return found
-
-    def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
-        """Put parts of an item that all of it has ``own`` rows and ``brings`` work into one bin after the other; with
-        ``within_need`` as much as they lack, else as much as they have tokens for. Returns what is left of it."""
-        aside = []
-        most = brings - self._sparse * own
-        least = min(self._least / max(brings, 1e-12), 1.0)
-        while self._heap and part > 0:
-            at = self._heap[0][1]
-            taken = part
-            if within_need:
-                lacks = min(self._need[at] - self._sparse * self._space[at], self._need_shares[at])
-                space = min(self._space[at], self._space_shares[at])
-                if most * part > lacks + self._over or own * part > space:
-                    taken = min((lacks - extra) / most if most > 0 else part, space / own)
-                    # Nobody should get a sliver of the rest.
-                    if part - taken < least:
-                        taken = part if (part - taken) * most <= self._over else part - least
-                if taken < least and taken < part:
-                    taken = 0.0
-            if taken * own > self._space[at]:
-                taken = self._space[at] / own
-                if taken < _LEAST_ROWS * least:
-                    taken = 0.0
-            if taken <= 0:
-                aside.append(heapq.heappop(self._heap))
-                continue
-            self._put(item, at, taken, own, brings * taken + (extra if taken < 1 else 0.0), shares=within_need)
-            part = part - taken if part - taken > 1e-9 else 0.0
-        for each in aside:
-            heapq.heappush(self._heap, each)
-        return part
-
-    def levelled(self, items: _Items, rate: float) -> list[tuple[int, int, float]]:
-        """What was dealt, with the shares of long documents resized so that their ranks get what they lack now that
-        whole documents are there too; ``rate`` is the work per token of what fills ranks up."""
-        shares = sorted((each for each in self.dealt if each[2] < 1 and items.long[each[0]]), key=lambda each: each[0])
-        if not shares:
-            return self.dealt
-        item, at, part = (np.array(column) for column in zip(*shares, strict=True))
-        rows, heads = np.array(items.rows), np.flatnonzero(np.append(True, item[1:] != item[:-1]))
-        whole = np.repeat(np.add.reduceat(part, heads), np.diff(np.append(heads, len(item))))
-        surplus, space = np.array(items.work) - rate * rows, np.array(self._space)
-        tiny = 1e-6 * self._least
-        for _ in range(_LEVELLINGS):
-            # A rank with several shares changes them alike.
-            size, own = part * surplus[item], part * rows[item]
-            lacks = np.array(self._need) - rate * space
-            wanted = size * (1 + lacks[at] / np.maximum(np.bincount(at, size, len(space))[at], tiny))
-            most = size * (1 + np.maximum(space, 0.0)[at] / np.maximum(np.bincount(at, own, len(space))[at], tiny))
-            resized = np.clip(wanted, 0.0, most) / surplus[item]
-            total = np.repeat(np.add.reduceat(resized, heads), np.diff(np.append(heads, len(item))))
-            resized *= whole / np.maximum(total, 1e-300)
-            self._need = (
-                self._need - np.bincount(at, (resized - part) * np.array(items.work)[item], len(space))
-            ).tolist()
-            space -= np.bincount(at, (resized - part) * rows[item], len(space))
-            part = resized
-        parts = zip(item.tolist(), at.tolist(), part.tolist(), strict=True)
-        return [each for each in self.dealt if each[2] == 1 or not items.long[each[0]]] + list(parts)
-
-    def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
-        self._need[at] -= work
-        self._space[at] -= part * own
-        if shares:
-            self._need_shares[at] -= work - self._sparse * part * own
-            self._space_shares[at] -= part * own
-        heapq.heapreplace(self._heap, (self._rate * self._space[at] - self._need[at], at))
-        self.dealt.append((item, at, part))
-
-
-class _Rates:
-    """Work per token of what fills ranks up.
-
-    Attributes:
-        of_shorter: of all items from each on, and one more.
-        sparse: of those with little work per token.
-    """
-
-    def __init__(self, rows: list[float], work: list[float], filler: tuple[float, int]) -> None:
-        own = np.array([*rows, float(filler[1])])
-        brings = np.array([*work, filler[0] * filler[1]])
-        rows_from, work_from = (np.cumsum(x[::-1])[::-1] for x in (own, brings))
-        self.of_shorter: list[float] = (work_from / np.maximum(rows_from, 1.0)).tolist()
-        thin = brings < _DENSE * work_from[0] / max(rows_from[0], 1.0) * own
-        if not thin.any():
-            thin[-2:] = True
-        self.sparse = float(brings[thin].sum()) / max(float(own[thin].sum()), 1.0)
 
 
 def _shares(

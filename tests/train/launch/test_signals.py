@@ -17,10 +17,9 @@ for _ in {1..400}; do sleep 0.05; done
 """
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, name: str) -> None:
-    machine.tool("torchrun", STAYS)
-    script = subprocess.Popen(
+def _started(machine: Machine, number: int) -> subprocess.Popen[str]:
+    """The script, as it runs and hears of a signal."""
+    return subprocess.Popen(
         ["bash", str(SCRIPT)],
         env=machine.variables,
         cwd=machine.folder,
@@ -29,6 +28,12 @@ def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, nam
         # Bash cannot trap what was ignored when it started, as it is where the tests run in the background.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, name: str) -> None:
+    machine.tool("torchrun", STAYS)
+    script = _started(machine, number)
     try:
         end = time.monotonic() + 30
         while not (machine.record.exists() and machine.record.read_text()) and time.monotonic() < end:
@@ -79,14 +84,7 @@ def test_ranks_are_told_to_save_and_a_job_whose_time_is_over_is_requeued(
         slow = f"[[ $2 == --check ]] && touch {checking} && sleep 1"
         python = machine.bin.joinpath("python").read_text()
         machine.tool("python", python.replace("#!/bin/bash", f"#!/bin/bash\n{slow}"))
-    script = subprocess.Popen(
-        ["bash", str(SCRIPT)],
-        env=machine.variables,
-        cwd=machine.folder,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
-    )
+    script = _started(machine, number)
     try:
         end = time.monotonic() + 30
         while not (checking if early else machine.record).exists() and time.monotonic() < end:

@@ -1,0 +1,243 @@
+"""Dealing items of many sizes to bins: each bin gets the same work, none more tokens than it has room for.
+
+Placement deals documents with it, to nodes and to the ranks of each node. Work is in units of the mean rank's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_DENSE = 0.6
+"""Documents with at least this part of the mean work per token are not needed to fill ranks that have enough work."""
+_SAME_SIZE = 1.5
+"""Documents within this factor of rows are dealt against the same rate of the shorter documents."""
+OVERFULL = 0.012
+"""A rank may get so much more than it lacks, of the mean work, rather than a share."""
+_LEVELLINGS = 3
+LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
+"""Least work of a share, in parts of the mean; and the part of it for which room is used where tokens are scarce."""
+
+
+@dataclass
+class Items:
+    """What is dealt, longest document first."""
+
+    document: list[int]
+    rows: list[float]
+    work: list[float]
+    added: list[float]
+    long: list[bool]
+
+    def of(self, parts: Sequence[tuple[int, float]]) -> Items:
+        """Parts of them."""
+        return Items(
+            [self.document[i] for i, _ in parts],
+            [self.rows[i] * part for i, part in parts],
+            [self.work[i] * part for i, part in parts],
+            [self.added[i] for i, _ in parts],
+            [self.long[i] for i, _ in parts],
+        )
+
+
+def deal_to_bins(
+    items: Items, mean: float, room: list[int], ranks: list[int], filler: tuple[float, int], most: tuple[float, float]
+) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
+    """Deal items to bins: each to the bin that lacks most surplus and has the tokens, or in parts to several.
+
+    Args:
+        items: longest first.
+        mean: work that each rank should get.
+        room: tokens that each bin has.
+        ranks: how many ranks it is.
+        filler: work per token, and tokens, of the short documents that come after these items.
+        most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
+
+    Returns:
+        (item, bin, part of it) of all that were dealt, and (item, part of it) of those without room.
+    """
+    rates = Rates(items.rows, items.work, filler)
+    bins = _Bins(mean, room, ranks, rates.sparse, most)
+    missed: list[tuple[int, float]] = []
+    rows, begin = items.rows, 0
+    while begin < len(rows):
+        end = begin + 1
+        while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
+            end += 1
+        bins.order_by(rates.of_shorter[end])
+        item = begin - 1
+        while (item := bins.put_small(items, item + 1, end)) < end:
+            own, brings, extra, part = rows[item], items.work[item], items.added[item], 1.0
+            if items.long[item]:
+                part = bins.put_parts(item, part, own, brings, extra, within_need=True)
+            elif bins.put_whole(item, own, brings):
+                continue
+            if part > 0:
+                part = bins.put_parts(item, part, own, brings, extra, within_need=False)
+            if part > 0:
+                missed.append((item, part))
+        begin = end
+    if max(ranks) == 1:
+        return bins.levelled(items, filler[0]), missed
+    return bins.dealt, missed
+
+
+class _Bins:
+    """Nodes or ranks while they fill up. Array legend: B bins.
+
+    Args:
+        mean: work that each rank should get.
+        room: [B] tokens.
+        ranks: [B] how many ranks it is.
+        sparse: work per token of the sparsest documents.
+        most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
+
+    Attributes:
+        dealt: (item, bin, part of it) so far.
+    """
+
+    def __init__(
+        self, mean: float, room: list[int], ranks: list[int], sparse: float, most: tuple[float, float]
+    ) -> None:
+        most_work, most_rows = most
+        self.dealt: list[tuple[int, int, float]] = []
+        self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
+        # Pong has short documents beside its shares.
+        self._need_shares = [
+            most_work * lacks - sparse * (1 - most_rows) * tokens
+            for lacks, tokens in zip(self._need, self._space, strict=True)
+        ]
+        self._space_shares = [most_rows * tokens for tokens in self._space]
+        self._over, self._least = OVERFULL * mean * min(ranks), LEAST_SHARE * mean
+        self._rate = 0.0
+        self._heap: list[tuple[float, int]] = []
+
+    def order_by(self, rate: float) -> None:
+        """Look first at the bin that lacks most surplus over this work per token."""
+        self._rate = rate
+        pairs = zip(self._need, self._space, strict=True)
+        self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
+        heapq.heapify(self._heap)
+
+    def put_small(self, items: Items, item: int, end: int) -> int:
+        """Put whole items from ``item`` on, up to ``end``, each into the first bin, as long as they are too small to be
+        in shares and it has the tokens; returns the first that was not put."""
+        heap, need, space, rate, least = self._heap, self._need, self._space, self._rate, self._least
+        rows, work, long, replace_first = items.rows, items.work, items.long, heapq.heapreplace
+        while item < end and heap:
+            own, brings, at = rows[item], work[item], heap[0][1]
+            if long[item] or brings > least or space[at] < own:
+                break
+            need[at] -= brings
+            space[at] -= own
+            replace_first(heap, (rate * space[at] - need[at], at))
+            self.dealt.append((item, at, 1.0))
+            item += 1
+        return item
+
+    def put_whole(self, item: int, own: float, brings: float) -> bool:
+        """Put an item into the first bin that has the tokens, if there is one and it does not get far too much."""
+        aside = []
+        while self._heap and self._space[self._heap[0][1]] < own:
+            aside.append(heapq.heappop(self._heap))
+        found = bool(self._heap)
+        if found:
+            at = self._heap[0][1]
+            over = brings - self._sparse * own - (self._need[at] - self._sparse * self._space[at])
+            found = brings <= self._least or over <= self._over or brings - over < self._least
+            if found:
+                self._put(item, at, 1.0, own, brings)
+        for each in aside:
+            heapq.heappush(self._heap, each)
+        return found
+
+    def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
+        """Put parts of an item that all of it has ``own`` rows and ``brings`` work into one bin after the other; with
+        ``within_need`` as much as they lack, else as much as they have tokens for. Returns what is left of it."""
+        aside = []
+        most = brings - self._sparse * own
+        least = min(self._least / max(brings, 1e-12), 1.0)
+        while self._heap and part > 0:
+            at = self._heap[0][1]
+            taken = part
+            if within_need:
+                lacks = min(self._need[at] - self._sparse * self._space[at], self._need_shares[at])
+                space = min(self._space[at], self._space_shares[at])
+                if most * part > lacks + self._over or own * part > space:
+                    taken = min((lacks - extra) / most if most > 0 else part, space / own)
+                    # Nobody should get a sliver of the rest.
+                    if part - taken < least:
+                        taken = part if (part - taken) * most <= self._over else part - least
+                if taken < least and taken < part:
+                    taken = 0.0
+            if taken * own > self._space[at]:
+                taken = self._space[at] / own
+                if taken < _LEAST_ROWS * least:
+                    taken = 0.0
+            if taken <= 0:
+                aside.append(heapq.heappop(self._heap))
+                continue
+            self._put(item, at, taken, own, brings * taken + (extra if taken < 1 else 0.0), shares=within_need)
+            part = part - taken if part - taken > 1e-9 else 0.0
+        for each in aside:
+            heapq.heappush(self._heap, each)
+        return part
+
+    def levelled(self, items: Items, rate: float) -> list[tuple[int, int, float]]:
+        """What was dealt, with the shares of long documents resized so that their ranks get what they lack now that
+        whole documents are there too; ``rate`` is the work per token of what fills ranks up."""
+        shares = sorted((each for each in self.dealt if each[2] < 1 and items.long[each[0]]), key=lambda each: each[0])
+        if not shares:
+            return self.dealt
+        item, at, part = (np.array(column) for column in zip(*shares, strict=True))
+        rows, heads = np.array(items.rows), np.flatnonzero(np.append(True, item[1:] != item[:-1]))
+        whole = np.repeat(np.add.reduceat(part, heads), np.diff(np.append(heads, len(item))))
+        surplus, space = np.array(items.work) - rate * rows, np.array(self._space)
+        tiny = 1e-6 * self._least
+        for _ in range(_LEVELLINGS):
+            # A rank with several shares changes them alike.
+            size, own = part * surplus[item], part * rows[item]
+            lacks = np.array(self._need) - rate * space
+            wanted = size * (1 + lacks[at] / np.maximum(np.bincount(at, size, len(space))[at], tiny))
+            most = size * (1 + np.maximum(space, 0.0)[at] / np.maximum(np.bincount(at, own, len(space))[at], tiny))
+            resized = np.clip(wanted, 0.0, most) / surplus[item]
+            total = np.repeat(np.add.reduceat(resized, heads), np.diff(np.append(heads, len(item))))
+            resized *= whole / np.maximum(total, 1e-300)
+            self._need = (
+                self._need - np.bincount(at, (resized - part) * np.array(items.work)[item], len(space))
+            ).tolist()
+            space -= np.bincount(at, (resized - part) * rows[item], len(space))
+            part = resized
+        parts = zip(item.tolist(), at.tolist(), part.tolist(), strict=True)
+        return [each for each in self.dealt if each[2] == 1 or not items.long[each[0]]] + list(parts)
+
+    def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
+        self._need[at] -= work
+        self._space[at] -= part * own
+        if shares:
+            self._need_shares[at] -= work - self._sparse * part * own
+            self._space_shares[at] -= part * own
+        heapq.heapreplace(self._heap, (self._rate * self._space[at] - self._need[at], at))
+        self.dealt.append((item, at, part))
+
+
+class Rates:
+    """Work per token of what fills ranks up.
+
+    Attributes:
+        of_shorter: of all items from each on, and one more.
+        sparse: of those with little work per token.
+    """
+
+    def __init__(self, rows: list[float], work: list[float], filler: tuple[float, int]) -> None:
+        own = np.array([*rows, float(filler[1])])
+        brings = np.array([*work, filler[0] * filler[1]])
+        rows_from, work_from = (np.cumsum(x[::-1])[::-1] for x in (own, brings))
+        self.of_shorter: list[float] = (work_from / np.maximum(rows_from, 1.0)).tolist()
+        thin = brings < _DENSE * work_from[0] / max(rows_from[0], 1.0) * own
+        if not thin.any():
+            thin[-2:] = True
+        self.sparse = float(brings[thin].sum()) / max(float(own[thin].sum()), 1.0)
