@@ -37,8 +37,8 @@ def limit_links(channels: int) -> None:
 
 def nodes_over_sockets() -> None:
     """Let every rank of this machine be a node of its own to NCCL, before it is started: ranks then reach each other
-    through TCP sockets over the loopback interface only, by NCCL's own network code, at some 6 to 10 GB/s. A process
-    reads these variables once."""
+    through TCP sockets over the loopback interface only, by NCCL's own network code. A process reads these variables
+    once."""
     os.environ.update(
         NCCL_HOSTID=f"node{os.environ.get('RANK', '0')}",
         NCCL_NET="Socket",

@@ -134,7 +134,7 @@ def _run(config: RunConfig) -> None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """For imports: they make no garbage, and a sixth of their time would go into looking for some."""
+    """For imports: they make no garbage, and looking for some takes time."""
     gc.disable()
     try:
         yield
