@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from distca.versions import hardware, versions
 
 SETTINGS = {
     "model.layers": 4,
@@ -51,3 +56,13 @@ def train_on_gpus(runs: list[dict[str, Any]]) -> None:
     for own in runs:
         config = parse_run_config(settings_line(own))
         run_on(world, config, open_corpus(config))
+
+
+def keep_results(subject: str, ranks: int, found: dict[str, Any]) -> None:
+    """Write what tests/gpu/test_SUBJECT.py measured to gpu_SUBJECT.json in the folder DISTCA_RESULTS, if it is set."""
+    if "DISTCA_RESULTS" not in os.environ:
+        return
+    folder = Path(os.environ["DISTCA_RESULTS"])
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {"command": f"pytest tests/gpu/test_{subject}.py", "hardware": hardware(ranks), "versions": versions()}
+    (folder / f"gpu_{subject}.json").write_text(json.dumps(header | found, indent=1) + "\n", encoding="utf-8")

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +16,7 @@ import pytest
 import torch
 
 from distca.transport.select import why_not_nvshmem
-from distca.versions import hardware, versions
-from tests.gpu.runs import settings_line
+from tests.gpu.runs import keep_results, settings_line
 from tests.train.faults import Ended, run_with_fault
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -130,17 +127,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         ended = pool.map(lambda number: run_case(folder / str(number), names[number]), range(len(names)))
         yield dict(zip(names, ended, strict=True))
-    if "DISTCA_RESULTS" in os.environ:
-        target = Path(os.environ["DISTCA_RESULTS"])
-        target.mkdir(parents=True, exist_ok=True)
-        report = {
-            "command": "pytest tests/gpu/test_faults.py",
-            "hardware": hardware(2),
-            "versions": versions(),
-            "runs_at_once": AT_ONCE,
-            "faults": KEPT,
-        }
-        (target / "gpu_faults.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    keep_results("faults", 2, {"runs_at_once": AT_ONCE, "faults": KEPT})
 
 
 KEPT: dict[str, dict[str, Any]] = {}

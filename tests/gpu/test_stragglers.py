@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,8 +18,7 @@ import torch.distributed as dist
 
 from distca.testing.ranks import run_ranks
 from distca.train.metrics.slow_ranks import STEPS
-from distca.versions import hardware, versions
-from tests.gpu.runs import settings_line, train_on_gpus
+from tests.gpu.runs import keep_results, settings_line, train_on_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -141,19 +138,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watched, Watched]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     healthy, slow = run_ranks(2, _on_gpus, tmp_path_factory.mktemp("runs"), timeout=110, gpus=True)[0]
-    if "DISTCA_RESULTS" in os.environ:
-        target = Path(os.environ["DISTCA_RESULTS"])
-        target.mkdir(parents=True, exist_ok=True)
-        report = {
-            "command": "pytest tests/gpu/test_stragglers.py",
-            "hardware": hardware(2),
-            "versions": versions(),
-            "settings": settings_line(SETTINGS),
-            "slowed_by": SLOWED_BY,
-            "healthy": asdict(healthy),
-            "rank_1_slowed": asdict(slow),
-        }
-        (target / "gpu_stragglers.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    found = {"healthy": asdict(healthy), "rank_1_slowed": asdict(slow)}
+    keep_results("stragglers", 2, {"settings": settings_line(SETTINGS), "slowed_by": SLOWED_BY} | found)
     return healthy, slow
 
 
