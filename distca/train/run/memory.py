@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from distca.train.config.schema import RunConfig
 from distca.train.metrics.progress import format_bytes
-from distca.train.run.model_bytes import model_bytes
+from distca.train.run.model_bytes import ModelBytes, model_bytes
 
 GIB = 2**30
 _LOGITS_BYTES = 2 << 30
@@ -36,26 +36,20 @@ class StageMemory:
     """Predicted bytes of one stage's rank.
 
     Attributes:
-        weights: parameters as the layers use them, and their FP8 copies.
-        gradients: buffers in which they are added up.
-        optimizer: main weights and Adam's moments on this rank.
+        model: what is there in all of a step, and what the optimizer's step needs when there are no activations.
         micro_batches: how many are in flight at most.
         activations: what they keep.
         working: what the layer or the loss at work needs for itself, attention buffers and stage transfers included.
-        update: what the optimizer's step needs for itself, when there are no activations.
     """
 
-    weights: int
-    gradients: int
-    optimizer: int
+    model: ModelBytes
     micro_batches: int
     activations: int
     working: int
-    update: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + max(self.activations + self.working, self.update)
+        return self.model.held + max(self.activations + self.working, self.model.update)
 
 
 def predict_memory(config: RunConfig, world_size: int, vocabulary: int) -> list[StageMemory]:
@@ -74,16 +68,16 @@ def describe(stages: list[StageMemory]) -> list[str]:
     lines = []
     for number, stage in enumerate(stages):
         parts = {
-            "weights": stage.weights,
-            "gradients": stage.gradients,
-            "optimizer": stage.optimizer,
+            "weights": stage.model.weights,
+            "gradients": stage.model.gradients,
+            "optimizer": stage.model.optimizer,
             f"activations of {stage.micro_batches} micro-batch{'es' if stage.micro_batches > 1 else ''}": (
                 stage.activations
             ),
             "working memory": stage.working,
         }
-        if stage.activations + stage.working < stage.update:
-            parts["or, later, the optimizer's step"] = stage.update
+        if stage.activations + stage.working < stage.model.update:
+            parts["or, later, the optimizer's step"] = stage.model.update
         where = f" of stage {number}" if len(stages) > 1 else ""
         said = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         lines.append(f"Predicted peak memory{where}: {format_bytes(stage.total)} ({said})")
@@ -120,16 +114,12 @@ class _Stage:
         self._others = 0.0 if alone else BUSY_SERVER_OTHERS
 
     def predict(self) -> StageMemory:
-        model = model_bytes(self._config, self._parameters(), self._in_linears(), self._data_parallel)
         in_flight = self._in_flight()
         return StageMemory(
-            weights=model.weights,
-            gradients=model.gradients,
-            optimizer=model.optimizer,
+            model=model_bytes(self._config, self._parameters(), self._in_linears(), self._data_parallel),
             micro_batches=in_flight,
             activations=in_flight * self._rows * (self._layers * self._kept() + self._rotation()),
             working=max(self._layer_at_work(), self._loss_at_work()) + self._transfers(),
-            update=model.update,
         )
 
     @property

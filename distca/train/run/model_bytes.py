@@ -23,6 +23,11 @@ class ModelBytes:
     optimizer: int
     update: int
 
+    @property
+    def held(self) -> int:
+        """In all of a step."""
+        return self.weights + self.gradients + self.optimizer
+
 
 def model_bytes(config: RunConfig, parameters: int, in_linears: int, data_parallel: int) -> ModelBytes:
     """Of a rank.

@@ -232,19 +232,18 @@ def test_bytes_of_a_parameter_by_setting() -> None:
     for settings, expected, update in cases:
         config = parse_run_config(["--config", "configs/llama-8b.yaml", "--parallel.tp", "1", *settings])
         (stage,) = predict_memory(config, 2, 128_256)
-        parameters = stage.weights // 2
+        parameters = stage.model.weights // 2
         assert parameters == pytest.approx(8.03e9, rel=1e-3)
-        held = stage.weights + stage.gradients + stage.optimizer
-        assert held / parameters == pytest.approx(expected, rel=1e-9)
-        assert stage.update / parameters == update
+        assert stage.model.held / parameters == pytest.approx(expected, rel=1e-9)
+        assert stage.model.update / parameters == update
 
 
 def test_the_optimizers_step_counts_where_it_needs_most() -> None:
     few = ["--train.gradients", "bfloat16", "--data.tokens_per_rank", "64", "--optimizer.distributed", "false"]
     config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", *few])
     (stage,) = predict_memory(config, 2, 32000)
-    assert stage.activations + stage.working < stage.update
-    assert stage.total == stage.weights + stage.gradients + stage.optimizer + stage.update
+    assert stage.activations + stage.working < stage.model.update
+    assert stage.total == stage.model.held + stage.model.update
     assert "or, later, the optimizer's step" in describe([stage])[0]
 
 
