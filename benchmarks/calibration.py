@@ -9,10 +9,7 @@ A third of the files, chosen by a hash of their names, is held out of the fit. C
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shlex
-import sys
 from dataclasses import asdict, fields
 from itertools import combinations, groupby
 from pathlib import Path
@@ -26,7 +23,7 @@ from rich.table import Table
 from benchmarks.calibration_runs import NOT_EXPRESSED, RESULTS, Run, errors, kept_runs
 from distca.simulate import Rates
 from distca.simulate.rates import RATES, load_rates
-from distca.versions import versions
+from distca.versions import command_line, versions, write_report
 
 _TRACES = "traces and kernel times of throughput_2_gpus_30_batches_pretrain_128k_fused"
 # What is fitted begins here and is held there: by so much, as a standard deviation of its logarithm, it may differ.
@@ -56,7 +53,7 @@ def main() -> None:
         rates = fit([run for run in runs if not run.held_out])
         write_rates(rates, runs)
     report = checked(runs, rates)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.output, report)
     show(report)
 
 
@@ -103,7 +100,7 @@ def write_rates(rates: Rates, runs: list[Run]) -> None:
         },
         "fitted_to": fitted,
     }
-    RATES.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_report(RATES, content)
 
 
 def checked(runs: list[Run], rates: Rates) -> dict[str, Any]:
@@ -132,7 +129,7 @@ def checked(runs: list[Run], rates: Rates) -> dict[str, Any]:
         rows.append(row)
     orders = _orders(rows)
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.calibration", *sys.argv[1:]]),
+        "command": command_line("python -m benchmarks.calibration"),
         "versions": versions(),
         "rates": asdict(rates),
         "left_out": {name: why for name, why in NOT_EXPRESSED.items() if (RESULTS / name).exists()},

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from distca.versions import hardware, versions
+from distca.versions import command_line, header, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"waits": "false", "background": "true"}
@@ -67,16 +66,13 @@ def _work(arguments: argparse.Namespace) -> None:
 
     setup_logging(world.rank)
     report: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/checkpoint_save.py", *sys.argv[1:]]),
-        "hardware": hardware(world.size),
-        "versions": versions(),
+        **header(command_line("python benchmarks/checkpoint_save.py"), world.size),
         "modes": {},
     }
     for mode in MODES:
         report["modes"][mode] = _train(arguments, world, mode)
         if world.rank == 0:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_report(arguments.output, report)
     leave_world()
 
 

@@ -14,9 +14,7 @@ import argparse
 import json
 import logging
 import os
-import shlex
 import statistics
-import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 from benchmarks.from_folder import shared_folder
 from distca.log import setup_logging
-from distca.versions import hardware, versions
+from distca.versions import command_line, header, write_report
 
 if TYPE_CHECKING:
     from megatron_patches.world import World
@@ -80,9 +78,7 @@ def main() -> None:
     world = join_world()
     setup_logging(world.rank)
     report: dict[str, Any] = {
-        "command": shlex.join(["torchrun", "...", "-m", "benchmarks.fp8_losses", *sys.argv[1:]]),
-        "hardware": hardware(world.size),
-        "versions": versions(),
+        **header(command_line("torchrun ... -m benchmarks.fp8_losses"), world.size),
         "layouts": {},
     }
     words = iter(arguments.settings)
@@ -99,8 +95,7 @@ def main() -> None:
                     losses[f"{fp8} {mode}"] = _train(world, folder, own, more)
                     report["layouts"][layout] = compare(losses)
                     if world.rank == 0:  # after each, so that a time limit leaves the others
-                        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                        write_report(arguments.output, report)
     leave_world()
 
 

@@ -14,13 +14,10 @@ Settings of pretrain_llama.py follow ``--`` and hold for all parts.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -41,7 +38,7 @@ from distca.models.folder import ExportedModel, ShardWriter, config_fields, coun
 from distca.models.layout import expected_shapes
 from distca.models.rope import RopeScaling
 from distca.train.config.names import with_settings
-from distca.versions import hardware, versions
+from distca.versions import command_line, header, write_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,9 +107,7 @@ def _run(asked: argparse.Namespace) -> None:
     world = join_world()
     setup_logging(world.rank)
     report: dict[str, Any] = {
-        "command": shlex.join(["torchrun", "...", "-m", "benchmarks.from_folder", *sys.argv[1:]]),
-        "hardware": hardware(world.size),
-        "versions": versions(),
+        **header(command_line("torchrun ... -m benchmarks.from_folder"), world.size),
         "shape": asked.shape,
         "seconds": {},
     }
@@ -123,7 +118,7 @@ def _run(asked: argparse.Namespace) -> None:
         if world.rank == 0:
             logger.info("%s took %.1f s", part, report["seconds"][part])
             asked.output.mkdir(parents=True, exist_ok=True)
-            (asked.output / "from_folder.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_report(asked.output / "from_folder.json", report)
 
     try:
         with shared_folder(world) as folder:

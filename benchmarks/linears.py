@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import sys
 import warnings
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ from benchmarks.throughput.settings import Settings, parse
 from distca.errors import ConfigError, DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.names import with_settings
+from distca.versions import command_line
 
 if TYPE_CHECKING:
     from megatron_patches.world import World
@@ -80,7 +80,7 @@ def _run(kinds: list[str], argv: list[str]) -> None:
     world = join_world()
     setup_logging(world.rank)
     try:
-        compare_kinds(every, world, shlex.join(["torchrun", "...", "-m", "benchmarks.linears", *sys.argv[1:]]))
+        compare_kinds(every, world, command_line("torchrun ... -m benchmarks.linears"))
     finally:
         leave_world()
 

@@ -15,10 +15,7 @@ in turn, step by step, so that a clock or a temperature that drifts meets all of
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,7 +40,7 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.receive_ring import RingPlace
 from distca.transport.nvshmem.transport import OneSidedTransport
 from distca.transport.select import choose_transport
-from distca.versions import hardware, versions
+from distca.versions import command_line, header, write_report
 from megatron_patches.groups import server_pool_group
 from megatron_patches.step import Batch, make_step
 from megatron_patches.training_step import summed_loss_step
@@ -70,17 +67,14 @@ def main() -> None:
     transports = _transports(trainer)
     cases = [(mix, tokens) for tokens in arguments.tokens for mix in ("pretrain", "prolong")]
     report = {
-        "command": shlex.join(["torchrun", f"--nproc_per_node={world.size}", "benchmarks/overlap.py", *sys.argv[1:]]),
-        "hardware": hardware(world.size),
-        "versions": versions(),
+        **header(command_line(f"torchrun --nproc_per_node={world.size} benchmarks/overlap.py"), world.size),
         "layers": arguments.layers,
         "cases": [_case(trainer, transports, mix, tokens, arguments) for mix, tokens in cases],
     }
     if arguments.timeline:
         _timeline(trainer, transports, arguments)
     if world.rank == 0:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(arguments.output, report)
         _show(report)
     leave_world()
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +27,7 @@ from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import RunConfig
 from distca.train.data.corpus import dealt, open_corpus, open_sampler
 from distca.train.run.main import run_on
-from distca.versions import hardware, versions
+from distca.versions import command_line, header, write_report
 from examples import own_training_loop as example
 from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
 from megatron_patches.world import World
@@ -60,19 +58,14 @@ def main() -> None:
     theirs = _by_the_trainer(config, corpus, world)
     ours = _by_the_example(config, corpus, world)
     report: dict[str, Any] = {
-        "command": shlex.join(
-            ["torchrun", f"--nproc-per-node={world.size}", "benchmarks/own_script.py", *sys.argv[1:]]
-        ),
-        "hardware": hardware(world.size),
-        "versions": versions(),
+        **header(command_line(f"torchrun --nproc-per-node={world.size} benchmarks/own_script.py"), world.size),
         "warm_up": asked.warm_up,
         "trainer": _summary(theirs, asked.warm_up),
         "own_script": _summary(ours, asked.warm_up),
     }
     report["ratio"] = report["own_script"]["tokens_per_s"] / report["trainer"]["tokens_per_s"]
     if world.rank == 0:
-        asked.output.parent.mkdir(parents=True, exist_ok=True)
-        asked.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.output, report)
         print(json.dumps(report["trainer"]), json.dumps(report["own_script"]), f"ratio {report['ratio']:.4f}", sep="\n")
     leave_world()
 

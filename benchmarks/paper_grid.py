@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
@@ -35,7 +33,7 @@ from distca.simulate import MODELS, Cluster, Job, Workload
 from distca.simulate.kernel_rate import at_rate
 from distca.simulate.memory import with_servers
 from distca.simulate.sweep import BEST, BEST_HIDDEN, Outcome, run_mode
-from distca.versions import versions
+from distca.versions import command_line, versions, write_report
 
 TP, SEED, TOKENS = 8, 1234, 131_072
 FA2_TFLOPS = 310.0
@@ -210,7 +208,7 @@ def main() -> None:
     logging.getLogger("distca").setLevel(logging.WARNING)
     cells = list(pools(arguments.servers, arguments.contexts) if arguments.pools else grid())
     report: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.paper_grid", *sys.argv[1:]]),
+        "command": command_line("python -m benchmarks.paper_grid"),
         "versions": versions(),
         "simulated": True,
         "steps": arguments.steps,
@@ -223,7 +221,7 @@ def main() -> None:
             known[GridCell(**{name: found[name] for name in names})] = found
     for cell in track(cells, description="Simulating"):
         report["cells"].append(known.get(cell) or run_cell(cell, arguments.steps))
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(arguments.output, report)
     if arguments.picture:
         draw(report["cells"], arguments.picture)
 

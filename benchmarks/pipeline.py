@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.train.metrics.idle_share import idle_shares
-from distca.versions import hardware, versions
+from distca.versions import command_line, header, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"off": ["--cad.enabled", "false"], "on": ["--cad.enabled", "true"]}
@@ -83,9 +82,7 @@ def _work(arguments: argparse.Namespace) -> None:
 
     setup_logging(world.rank)
     report: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/pipeline.py", *sys.argv[1:]]),
-        "hardware": hardware(world.size),
-        "versions": versions(),
+        **header(command_line("python benchmarks/pipeline.py"), world.size),
         "stages": arguments.pp,
         "tensor_parallel": arguments.tp,
         "data_parallel": world.size // arguments.pp // arguments.tp,
@@ -100,8 +97,7 @@ def _work(arguments: argparse.Namespace) -> None:
             case["modes"][mode] = _train(arguments, world, case, mode)
             _compare(case)
             if world.rank == 0:
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                write_report(arguments.output, report)
     leave_world()
 
 

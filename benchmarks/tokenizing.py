@@ -16,9 +16,7 @@ import logging
 import multiprocessing
 import os
 import resource
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from distca.data.recipe import Recipe
 from distca.data.sources.text import open_stdlib
 from distca.data.texts import open_texts
 from distca.data.tokenizer import find_tokenizer, load_json
-from distca.versions import hardware, versions
+from distca.versions import command_line, header, versions, write_report
 
 _TRAINED_ON = 8 << 20  # bytes
 _AT_A_TIME = 64  # documents of the tokenizer alone
@@ -49,7 +47,7 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="distca-tokenizing-") as name:
         report = _measure(asked, Path(name))
-    asked.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(asked.output, report)
 
 
 def _measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -81,8 +79,7 @@ def _measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         {key: statistics.median(each[key] for each in found) for key in found[0]} for found in rounds.values()
     )
     return {
-        "command": shlex.join(["python", "benchmarks/tokenizing.py", *sys.argv[1:]]),
-        "hardware": hardware(1),
+        **header(command_line("python benchmarks/tokenizing.py"), 1),
         "versions": versions() | {"tokenizers": _version()},
         "text_bytes": size,
         "documents": len(documents),

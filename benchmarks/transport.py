@@ -13,10 +13,7 @@ not ahead of the GPUs, so that the figure may be theirs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,7 +31,7 @@ from distca.transport import Transport, gather_scatter
 from distca.transport.collective import nccl_goes_first
 from distca.transport.cuda_ops import row_bytes
 from distca.transport.select import choose_transport
-from distca.versions import hardware, versions
+from distca.versions import command_line, header, write_report
 
 
 def main() -> None:
@@ -46,11 +43,7 @@ def main() -> None:
     assert world is not None, "it was just made"
     transports = {name: choose_transport(name, world, arguments.buffer_gb) for name in ("nvshmem", "nccl")}
     report = {
-        "command": shlex.join(
-            ["torchrun", f"--nproc_per_node={dist.get_world_size()}", "benchmarks/transport.py", *sys.argv[1:]]
-        ),
-        "hardware": hardware(dist.get_world_size()),
-        "versions": versions(),
+        **header(command_line(f"torchrun --nproc_per_node={world.size()} benchmarks/transport.py"), world.size()),
         "row_bytes": ROW,
         "sizes": [_size(transports, mib) for mib in arguments.sizes],
         "inside_one_gpu": _local(),
@@ -58,8 +51,7 @@ def main() -> None:
         "plans": [_plan(transports, mix, arguments.tokens) for mix in get_args(Mix)],
     }
     if dist.get_rank() == 0:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(arguments.output, report)
         _show(report)
     dist.destroy_process_group()
 

@@ -1,10 +1,15 @@
-"""What a result depends on, for result files: versions and hardware."""
+"""Result files, and what a result depends on: command, hardware and versions."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shlex
+import sys
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 PACKAGES = (
     "torch",
@@ -35,3 +40,19 @@ def hardware(ranks: int) -> str:
     if torch.cuda.is_available():
         return f"{ranks} × {torch.cuda.get_device_name()}"
     return f"{ranks} ranks on {os.cpu_count()} cores, {platform.machine()}"
+
+
+def command_line(program: str) -> str:
+    """``program``, as it is called, with the arguments that this process was given."""
+    return f"{program} {shlex.join(sys.argv[1:])}".rstrip()
+
+
+def header(command: str, ranks: int) -> dict[str, Any]:
+    """What a report of ``ranks`` ranks begins with."""
+    return {"command": command, "hardware": hardware(ranks), "versions": versions()}
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """As JSON, into a folder that is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import sys
 import time
 import warnings
@@ -18,6 +17,7 @@ from benchmarks.throughput.settings import Settings, parse
 from distca.errors import DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.names import with_settings
+from distca.versions import command_line
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -59,13 +59,9 @@ def _run(settings: Settings) -> list[str]:
         from benchmarks.throughput.session import Session
 
         with _progress(world.rank) as bar:
-            return Session(settings, world, _command(), bar).run()
+            return Session(settings, world, command_line("torchrun ... -m benchmarks.throughput"), bar).run()
     finally:
         leave_world()
-
-
-def _command() -> str:
-    return shlex.join(["torchrun", "...", "-m", "benchmarks.throughput", *sys.argv[1:]])
 
 
 class _progress:

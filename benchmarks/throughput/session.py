@@ -25,7 +25,7 @@ from benchmarks.throughput.table import links
 from distca.attention import choose_kernel
 from distca.errors import ConfigError
 from distca.plan import AttentionShape
-from distca.versions import hardware, versions
+from distca.versions import header
 from megatron_patches.world import World
 
 logger = logging.getLogger("distca.benchmarks")
@@ -69,10 +69,8 @@ class Session:
         )
         self._groups: CpGroups | None = None
         self._report: dict[str, Any] = {
-            "command": command,
-            "hardware": hardware(world.size),
+            **header(command, world.size),
             "device": world.device.type,
-            "versions": versions(),
             "warm_up": settings.warm_up,
             "batches": settings.batches,
             "link_channels": settings.link_channels,

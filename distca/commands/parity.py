@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from dataclasses import asdict
@@ -102,8 +101,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _write(path: Path, rows: list[dict[str, Any]], hardware: str) -> None:
-    from distca.versions import versions
+    from distca.versions import versions, write_report
 
     report = {"command": f"distca parity --output {path}", "hardware": hardware, "versions": versions(), "cases": rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(path, report)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +22,7 @@ from distca.plan import AttentionShape
 from distca.plan.cost.table_file import table_name, write_table
 from distca.profile.links import measure_links
 from distca.profile.measure import measure_device
-from distca.versions import versions
+from distca.versions import command_line, versions
 
 
 def profile(
@@ -82,7 +80,7 @@ def profile(
 
         measured = measure_device(chosen, shape, device, dtype, hidden=hidden, ffn=ffn, progress=part)
     path = Path(output or table_name(measured["device"], chosen.name, heads, kv_heads, head_dim))
-    about = {"command": shlex.join(["distca", *sys.argv[1:]]), "versions": versions()}
+    about = {"command": command_line("distca"), "versions": versions()}
     write_table(path, {**about, **measured, "links": links})
     _show(measured, links)
     console().print(f"Table written to {path}.", highlight=False)

@@ -13,7 +13,6 @@ import argparse
 import collections
 import json
 import random
-import shlex
 import signal
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 from rich.progress import track
 
 from distca.errors import DistcaError
-from distca.versions import versions
+from distca.versions import command_line, versions, write_report
 from tests.faults import mutations
 
 _TOO_LONG_S = 30
@@ -107,7 +106,7 @@ def main() -> None:
                 failures.append({"case": number, "kind": kind.name, "change": changed, "said": said})
             if asked.output and (number % 100 == 99 or number == asked.first + asked.cases - 1):
                 report = {
-                    "command": shlex.join(["python", "-m", "tests.faults.fuzz", *sys.argv[1:]]),
+                    "command": command_line("python -m tests.faults.fuzz"),
                     "versions": versions(),
                     "cases": number + 1 - asked.first,
                     "kinds": {kind: dict(counted) for kind, counted in sorted(counts.items())},
@@ -115,7 +114,7 @@ def main() -> None:
                     "changes": mutations.NAMES,
                     "seconds": round(time.monotonic() - began, 1),
                 }
-                asked.output.write_text(json.dumps(report, indent=1) + "\n")
+                write_report(asked.output, report)
     for failure in failures[:20]:
         sys.stderr.write(f"case {failure['case']}, {failure['kind']}, {failure['change']}:\n{failure['said']}\n")
     sys.stdout.write(f"{json.dumps({kind: dict(counted) for kind, counted in counts.items()})}\n")

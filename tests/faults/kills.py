@@ -28,7 +28,7 @@ from rich.progress import Progress
 from distca.testing.ranks import RankFailure, preload, run_ranks
 from distca.train.checkpoint.integrity import check_contents
 from distca.train.run.run_folder import RunFolder
-from distca.versions import hardware, versions
+from distca.versions import header, write_report
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 RANKS, STEPS, KEPT = 2, 40, 2
@@ -136,9 +136,7 @@ def main() -> None:
             seen.append(kill)
             progress.advance(bar)
             report = {
-                "command": f"python -m tests.faults.kills --kills {asked.kills} --seed {asked.seed}",
-                "hardware": hardware(RANKS),
-                "versions": versions(),
+                **header(f"python -m tests.faults.kills --kills {asked.kills} --seed {asked.seed}", RANKS),
                 "kills": len(seen),
                 "in_a_save": sum(each["in_a_save"] for each in seen),
                 "runs_that_ended": seen[-1]["run"] - 1,
@@ -147,7 +145,7 @@ def main() -> None:
                 "seconds": round(time.monotonic() - began, 1),
             }
             if asked.output:
-                asked.output.write_text(json.dumps(report, indent=1) + "\n")
+                write_report(asked.output, report)
             if len(seen) == asked.kills:
                 break
     sys.stdout.write(json.dumps(report, indent=1) + "\n")

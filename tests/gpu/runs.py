@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distca.versions import hardware, versions
+from distca.versions import header, write_report
 
 SETTINGS = {
     "model.layers": 4,
@@ -62,7 +61,5 @@ def keep_results(subject: str, ranks: int, found: dict[str, Any]) -> None:
     """Write what tests/gpu/test_SUBJECT.py measured to gpu_SUBJECT.json in the folder DISTCA_RESULTS, if it is set."""
     if "DISTCA_RESULTS" not in os.environ:
         return
-    folder = Path(os.environ["DISTCA_RESULTS"])
-    folder.mkdir(parents=True, exist_ok=True)
-    header = {"command": f"pytest tests/gpu/test_{subject}.py", "hardware": hardware(ranks), "versions": versions()}
-    (folder / f"gpu_{subject}.json").write_text(json.dumps(header | found, indent=1) + "\n", encoding="utf-8")
+    report = header(f"pytest tests/gpu/test_{subject}.py", ranks) | found
+    write_report(Path(os.environ["DISTCA_RESULTS"]) / f"gpu_{subject}.json", report)

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 from rich.progress import track
 
+from distca.versions import write_report
 from tests.train.small_runs import ROOT, arguments, steps_of, write_texts
 
 SCRIPT = str(ROOT / "pretrain_llama.sh")
@@ -311,7 +312,7 @@ def main() -> None:
         subprocess.run(["scancel", "--full", "--user=root"])
         report = {"slurm": _output("sinfo", "--version").strip(), "nodes": 2, "scenarios": results}
         if asked.output:
-            asked.output.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(asked.output, report)
     sys.exit(any("failed" in found for found in results.values()))
 
 
