@@ -19,6 +19,7 @@ from benchmarks.throughput.busy import Traced, trace
 from benchmarks.throughput.gpu_state import GpuState
 from benchmarks.throughput.inputs import steps_ahead
 from benchmarks.throughput.settings import Cell, Settings
+from distca.device.memory import outside_torch
 from distca.train.config.schema import RunConfig
 from distca.train.run.builder import Trainer, build_trainer
 from distca.train.run.loop import SteadyGarbage
@@ -69,6 +70,7 @@ class RankRecord:
     memory_gib: float | None = None
     reserved_gib: float | None = None
     predicted_gib: float | None = None
+    outside_torch_gib: float | None = None
     recompute: str = "none"
     fallback_exchanges: int = 0
     traced: Traced | None = None
@@ -205,11 +207,12 @@ class _Run:
         record.recompute = config.train.recompute
         if not self.on_gpu:
             return
-        heap = config.resolved_nvshmem_buffer_gb if pool.name == "nvshmem" else 0.0
+        heap = self._trainer.receive_buffer_gib
         stages = predict_memory(config, self._trainer.world.size, self._trainer.vocabulary)
         record.predicted_gib = max(stage.total for stage in stages) / 2**30 + heap
         record.memory_gib = torch.cuda.max_memory_allocated(self._device) / 2**30 + heap
         record.reserved_gib = torch.cuda.max_memory_reserved(self._device) / 2**30 + heap
+        record.outside_torch_gib = outside_torch(self._device) / 2**30 - heap
 
 
 def give_back(world: World) -> None:

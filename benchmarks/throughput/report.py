@@ -59,12 +59,7 @@ def figures(
         },
         "attention_share": float(attention.mean(axis=0).sum() / seconds.sum()),
         "memory_gib": _memory([record.memory_gib for record in records if record.memory_gib is not None]),
-        "reserved_gib": max(
-            (record.reserved_gib for record in records if record.reserved_gib is not None), default=None
-        ),
-        "predicted_gib": max(
-            (record.predicted_gib for record in records if record.predicted_gib is not None), default=None
-        ),
+        **{key: _largest(records, key) for key in ("reserved_gib", "predicted_gib", "outside_torch_gib")},
         "recompute": records[0].recompute,
         "rows_max_over_mean": float((rows.max(axis=0) / np.maximum(rows.mean(axis=0), 1)).mean()),
         "bytes_per_step": statistics.fmean(records[0].bytes_moved),
@@ -94,6 +89,10 @@ def _memory(ranks: list[float]) -> dict[str, Any] | None:
     if not ranks:
         return None
     return {"max": max(ranks), "min": min(ranks), "max_over_min": max(ranks) / min(ranks), "ranks": ranks}
+
+
+def _largest(records: list[RankRecord], key: str) -> float | None:
+    return max((value for record in records if (value := getattr(record, key)) is not None), default=None)
 
 
 def _mean(values: list[float] | None) -> float | None:

@@ -13,6 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from distca.device.memory import outside_torch
 from distca.plan.metrics import imbalance
 from distca.plan.step import StepBalance
 from distca.train.metrics.flops import mfu, model_flops, peak_seconds
@@ -103,6 +104,7 @@ class StepRecorder:
                 values[key] = float(max(peaks))
                 if len(peaks) > 1:
                     values |= {f"{key}_stage_{stage}": float(peak) for stage, peak in enumerate(peaks)}
+            values["outside_torch_gib"] = float(by_rank[:, 3].max())
         self._means.add(values)
         return values
 
@@ -137,13 +139,13 @@ class StepRecorder:
         return f"rank {rank} ({self._places[rank]}), {slower[rank]:+.1%} time against the others"
 
     def _gather(self, micro_batches: int) -> np.ndarray:
-        """Of every rank of the world, its rank in the server pool, attention seconds of this step, GiB of memory and,
-        with stages, attention seconds by phase: [world, 3 + 2 · phases] float64."""
+        """Of every rank of the world, its rank in the server pool, attention seconds of this step, GiB of memory,
+        those outside torch and, with stages, attention seconds by phase: [world, 4 + 2 · phases] float64."""
         cad = self._trainer.cad
         serves, stages = cad.pool.timeline.take_serves(), cad.options.stages
         phases = measured_phases(serves, cad.stage, cad.options, micro_batches) if stages > 1 else None
         served = sum(sum(seconds) for seconds in serves.values())
-        mine = [cad.pool_rank, served, _memory_gb(self._trainer.world.device), *(() if phases is None else phases)]
+        mine = [cad.pool_rank, served, *self._memory(), *(() if phases is None else phases)]
         row = torch.tensor(mine, dtype=torch.float64)
         everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, row)
@@ -155,7 +157,17 @@ class StepRecorder:
         options = self._trainer.cad.options
         gathered = by_server(options.pool_ranks, by_rank)
         memory = gathered[:, 1].reshape(options.stages, -1).max(axis=1)
-        return gathered[:, 0], gathered[:, 2:].T if gathered.shape[1] > 2 else None, memory
+        return gathered[:, 0], gathered[:, 3:].T if gathered.shape[1] > 3 else None, memory
+
+    def _memory(self) -> tuple[float, float]:
+        """GiB: peak of allocated device memory since the last call, and what lies outside torch now, NVSHMEM's receive
+        buffer aside; on CPUs the process's resident memory now, and none."""
+        device = self._trainer.world.device
+        if device.type != "cuda":
+            return float(psutil.Process().memory_info().rss) / GIB, 0.0
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / GIB, outside_torch(device) / GIB - self._trainer.receive_buffer_gib
 
     def _watch_speed(self, by_rank: np.ndarray, balance: StepBalance) -> None:
         """Name GPUs that are slower than the others; ranks on CPUs share their cores with whatever else runs there."""
@@ -209,15 +221,6 @@ def slowest_first(seconds: np.ndarray) -> np.ndarray:
 def _over_phases(seconds: np.ndarray) -> float:
     """Slowest over mean, where every phase lasts as long as its slowest rank; 1 for no work at all."""
     return float(slowest_first(seconds)[0])
-
-
-def _memory_gb(device: torch.device) -> float:
-    """Peak allocated device memory since the last call; on CPUs the process's resident memory now."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak / 2**30
-    return float(psutil.Process().memory_info().rss) / 2**30
 
 
 @dataclass

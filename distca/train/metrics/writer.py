@@ -25,6 +25,8 @@ Keys that other parts of the project read, where a step has them:
     peak_memory_gb      on GPUs: largest allocated device memory of any rank, GiB; with pipeline stages also of each
                         stage's ranks, as peak_memory_gb_stage_0, peak_memory_gb_stage_1 ...
     predicted_memory_gb the same as predicted from the settings (distca.train.run.memory), also by stage
+    outside_torch_gib   on GPUs: largest device memory of any rank that is neither free, nor torch's, nor NVSHMEM's
+                        receive buffer, after the step, GiB (distca.train.run.memory_fit counts with OUTSIDE_TORCH)
     resident_memory_gb  on CPUs with log.memory: largest resident memory of any rank's process after the step, GiB
 """
 

@@ -59,6 +59,11 @@ class Trainer:
         """Transformer layers of every pipeline stage."""
         return self.config.model.layers // self.config.parallel.pp
 
+    @property
+    def receive_buffer_gib(self) -> float:
+        """Of NVSHMEM on this rank; 0 where rows go another way."""
+        return self.config.resolved_nvshmem_buffer_gb if self.cad.pool.transport.name == "nvshmem" else 0.0
+
 
 def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     """Create process groups, model, optimizer and server pool. Every rank calls it together.
