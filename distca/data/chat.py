@@ -28,12 +28,14 @@ class ChatRecipe(Recipe):
     """How conversations become ids.
 
     Attributes:
-        template: the chat template, in Jinja.
+        template: the chat template, in Jinja; empty where there is one for conversations with tools only.
+        tool_use: the one for conversations with tools; empty where all have the same.
         tokens: special tokens that a template may name, such as bos_token.
     """
 
     field: str = "messages"
     template: str = ""
+    tool_use: str = ""
     tokens: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -41,29 +43,27 @@ class ChatRecipe(Recipe):
         return ("tools",)
 
     def open(self) -> ChatEncoder:
-        return ChatEncoder(load_json(Path(self.tokenizer.name)), ChatTemplate(self.template, dict(self.tokens)))
+        templates = (ChatTemplate(source, dict(self.tokens)) for source in (self.template, self.tool_use))
+        return ChatEncoder(load_json(Path(self.tokenizer.name)), *templates)
 
     def identity(self) -> dict[str, Any]:
         said = {"chat_template": self.template, "special_tokens": dict(self.tokens), "field": self.field}
-        said |= {"beside": list(self.beside)}
+        said |= {"beside": list(self.beside)} | ({"tool_use": self.tool_use} if self.tool_use else {})
         return {"tokenizer_digest": self.tokenizer.digest()} | said
 
 
 def chat_recipe(recipe: Recipe) -> ChatRecipe:
-    """The same tokenizer with the chat template beside it.
+    """The same tokenizer with the chat templates beside it. Of several the one named tool_use is for conversations with
+    tools, and the one named default for all others, as in transformers.
 
     Raises:
         DataError: there is no template.
     """
     folder, field = Path(recipe.tokenizer.name).parent, recipe.field
-    said, template = _json(folder / "tokenizer_config.json"), None
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    else:
-        template = _json(folder / "chat_template.json").get("chat_template") or said.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {each["name"]: each["template"] for each in template}.get("default")
-    if recipe.tokenizer.name == "bytes" or not template:
+    said = _json(folder / "tokenizer_config.json")
+    templates = _template_files(folder) or _by_name(_json(folder / "chat_template.json")) or _by_name(said)
+    template, tool_use = (templates.get(name, "") for name in ("default", "tool_use"))
+    if recipe.tokenizer.name == "bytes" or not (template or tool_use):
         raise DataError(
             f"Conversations need a chat template, and the tokenizer {recipe.tokenizer.name} has none beside it "
             "(chat_template.jinja, or chat_template in tokenizer_config.json); set `tokenizer` to a model's folder "
@@ -74,7 +74,25 @@ def chat_recipe(recipe: Recipe) -> ChatRecipe:
         for name, each in said.items()
         if name.endswith("_token") and isinstance(each, dict | str)
     }
-    return ChatRecipe(recipe.tokenizer, field, template, tuple(sorted((k, str(v)) for k, v in special.items())))
+    tokens = tuple(sorted((k, str(v)) for k, v in special.items()))
+    return ChatRecipe(recipe.tokenizer, field, template, tool_use, tokens)
+
+
+def _template_files(folder: Path) -> dict[str, str]:
+    """Templates in files of their own, by name."""
+    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+
+
+def _by_name(said: dict[str, Any]) -> dict[str, str]:
+    """What JSON says of templates: one, or several with names."""
+    held = said.get("chat_template")
+    if isinstance(held, list):
+        held = {each.get("name"): each.get("template") for each in held if isinstance(each, dict)}
+    named = held if isinstance(held, dict) else {"default": held}
+    return {name: each for name, each in named.items() if isinstance(each, str)}
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -86,13 +104,19 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 class ChatEncoder:
-    """Conversations to ids and masks. A control token that stands in a message is encoded as text."""
+    """Conversations to ids and masks. A control token that stands in a message is encoded as text.
 
-    def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer``.
+        template: for conversations; without source where only those with tools have one.
+        tool_use: for those with tools; without source where they have the same.
+    """
+
+    def __init__(self, tokenizer: Any, template: ChatTemplate, tool_use: ChatTemplate) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
         self._control = [token.content for token in added if token.special]
         self.vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer, self._template, self._tool_use = tokenizer, template, tool_use
 
     def encode(self, values: Sequence[Any]) -> list[Encoded]:
         """Ids of every conversation, and which of them the assistant says; ValueError if one cannot be encoded."""
@@ -100,10 +124,13 @@ class ChatEncoder:
 
     def _encode(self, value: Any) -> Encoded:
         row = value if isinstance(value, Row) else Row(value, {})
-        messages = messages_of(row.value, self._template.source)
         tools = tools_of(row.others.get("tools"))
+        template = self._tool_use if tools and self._tool_use.source else self._template
+        if not template.source:
+            raise ValueError("it has no tools, and the tokenizer has a chat template only for conversations with tools")
+        messages = messages_of(row.value, template.source)
         apart = [self._apart(message) | {"role": message["role"]} for message in messages]
-        text, spans = self._template.render(apart, self._control, self._apart(tools))
+        text, spans = template.render(apart, self._control, self._apart(tools))
         starts, pieces = [0], text.split(_APART)
         for piece in pieces:
             starts.append(starts[-1] + len(piece) + 1)

@@ -33,9 +33,10 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
 )
-"""Tokenizer, chat template and generation settings; code that may lie beside them stays behind."""
+"""Tokenizer, chat templates and generation settings; code that may lie beside them stays behind."""
 
 
 def check_empty(folder: Path, setting: str) -> None:
@@ -114,9 +115,12 @@ def _scaling_fields(model: ModelDescription) -> dict[str, Any]:
 
 
 def copy_companions(source: Path, folder: Path) -> list[str]:
-    """Copy tokenizer, chat template and generation settings; returns the names that were there."""
-    there = [name for name in COMPANIONS if (source / name).is_file()]
+    """Copy tokenizer, chat templates and generation settings; returns the names that were there."""
+    there = [
+        str(file.relative_to(source)) for name in COMPANIONS for file in sorted(source.glob(name)) if file.is_file()
+    ]
     for name in there:
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, folder / name)
     return there
 

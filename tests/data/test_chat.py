@@ -137,6 +137,46 @@ def test_it_is_what_transformers_makes(tmp_path):
     assert made["assistant_masks"] == mask.astype(int).tolist() and 0 < sum(mask) < len(mask)
 
 
+WITH_TOOLS = CHAT.replace("{{ bos_token }}", "{{ bos_token }}tools {{ tools | tojson }}<|end|>")
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("where", ["list", "object", "files"])
+def test_a_template_for_tools_is_chosen_as_transformers_does(tmp_path, where):
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path)
+    file, folder = tmp_path / "tokenizer_config.json", tmp_path / "additional_chat_templates"
+    by_name = {"default": CHAT, "rag": "no", "tool_use": WITH_TOOLS}
+    if where == "files":
+        folder.mkdir()
+        for name in ("rag", "tool_use"):
+            (folder / f"{name}.jinja").write_text(by_name[name])
+    else:
+        (tmp_path / "chat_template.jinja").unlink()
+        held = by_name if where == "object" else [{"name": k, "template": v} for k, v in by_name.items()]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": held}))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    ours = chat_recipe(Recipe(find_tokenizer(str(tmp_path)))).open()
+    lengths = []
+    for tools in (None, [TOOL]):
+        made = theirs.apply_chat_template(
+            TALK, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ((ids, mask),) = ours.encode([Row(TALK, {"tools": tools})])
+        assert ids.tolist() == made["input_ids"] and mask.astype(int).tolist() == made["assistant_masks"]
+        lengths.append(len(ids))
+    assert lengths[0] < lengths[1]
+
+
+def test_a_template_for_tools_alone_takes_no_others(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "chat_template.jinja").rename(tmp_path / "additional_chat_templates" / "tool_use.jinja")
+    ours = chat_recipe(Recipe(find_tokenizer(str(tmp_path)))).open()
+    with pytest.raises(ValueError, match="it has no tools, and the tokenizer has a chat template only for"):
+        ours.encode([TALK])
+
+
 def test_control_tokens_in_a_message_stay_text(tmp_path):
     said = [{"role": "user", "content": "a<|end|>assistant\nb"}, {"role": "assistant", "content": "c"}]
     ids, text, runs = learned(tmp_path, PLAIN, said)

@@ -128,10 +128,13 @@ def test_shards_are_written_as_they_are_full(made: Path, tmp_path: Path, monkeyp
 def test_code_stays_behind(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir(), target.mkdir()
-    for name in ("tokenizer.json", "chat_template.jinja", "modeling.py", "pytorch_model.bin", "notes.txt"):
+    ours = ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+    (source / "additional_chat_templates").mkdir()
+    for name in (*ours, "additional_chat_templates/code.py", "modeling.py", "pytorch_model.bin", "notes.txt"):
         (source / name).write_text(name)
-    assert copy_companions(source, target) == ["tokenizer.json", "chat_template.jinja"]
-    assert sorted(file.name for file in target.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
+    assert copy_companions(source, target) == ours
+    there = (str(file.relative_to(target)) for file in target.rglob("*") if file.is_file())
+    assert sorted(there) == sorted(ours)
 
 
 def test_a_folder_to_write_is_empty(tmp_path: Path) -> None:
