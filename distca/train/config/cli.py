@@ -21,38 +21,8 @@ import yaml
 
 from distca.errors import ConfigError
 from distca.train.config.initial import check_same_shape, settings_of_folder
-from distca.train.config.schema import (
-    RESUME_BY_NAME,
-    CadConfig,
-    CheckpointConfig,
-    DataConfig,
-    LogConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from distca.train.config.schema import RESUME_BY_NAME, RunConfig
 from distca.words import takes, value_refused
-
-__all__ = [
-    "CadConfig",
-    "CheckpointConfig",
-    "ConfigError",
-    "DataConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "RunConfig",
-    "TrainConfig",
-    "by_setting",
-    "files_first",
-    "flat",
-    "known_settings",
-    "parse_run_config",
-    "to_yaml",
-]
 
 # (setting, value that one may well try) and what to write for it.
 _INSTEAD = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from distca.data.mixes import MIX_NAMES
 from distca.errors import ConfigError
-from distca.train.config.cli import RunConfig, known_settings
-from distca.train.config.schema import RESUME_BY_NAME
+from distca.train.config.cli import known_settings
+from distca.train.config.schema import RESUME_BY_NAME, RunConfig
 from distca.words import count
 from megatron_patches.te.shapes import unfit_widths
 

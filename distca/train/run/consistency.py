@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from distca.data.corpus import Corpus
 from distca.errors import ConfigError
-from distca.train.config.cli import RunConfig, by_setting
+from distca.train.config.cli import by_setting
+from distca.train.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from megatron_patches.world import World

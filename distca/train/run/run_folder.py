@@ -46,8 +46,8 @@ from distca.train.checkpoint.integrity import (
     sync_files,
     write_durably,
 )
-from distca.train.config.cli import RunConfig, to_yaml
-from distca.train.config.schema import RESUME_BY_NAME, RESUME_OR_START
+from distca.train.config.cli import to_yaml
+from distca.train.config.schema import RESUME_BY_NAME, RESUME_OR_START, RunConfig
 
 logger = logging.getLogger(__name__)
 

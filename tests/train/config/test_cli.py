@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.errors import ConfigError
-from distca.train.config.cli import ModelConfig, RunConfig, files_first, known_settings, parse_run_config, to_yaml
+from distca.train.config.cli import files_first, known_settings, parse_run_config, to_yaml
+from distca.train.config.schema import ModelConfig, RunConfig
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 

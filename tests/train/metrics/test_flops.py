@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from distca.train.config.cli import ModelConfig
+from distca.train.config.schema import ModelConfig
 from distca.train.metrics.flops import ModelFlops, matmul_parameters, mfu, model_flops, peak_seconds
 
 MODEL = ModelConfig(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16)

@@ -12,7 +12,8 @@ from distca.data import Sampler
 from distca.errors import ConfigError
 from distca.train.checkpoint.checkpoints import _identity, changes_since, check_fits, with_saved_warmup
 from distca.train.checkpoint.integrity import check_contents, check_undamaged
-from distca.train.config.cli import CheckpointConfig, OptimizerConfig, RunConfig, parse_run_config
+from distca.train.config.cli import parse_run_config
+from distca.train.config.schema import CheckpointConfig, OptimizerConfig, RunConfig
 from distca.train.run.run_folder import RunFolder, create_run_folder, hold, resume_run_folder
 
 
