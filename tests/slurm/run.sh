@@ -12,9 +12,19 @@ work=$(mktemp -d /tmp/distca-slurm.XXXXXX)
 export SLURM_CONF=$work/slurm.conf PYTHONPATH=$root OMP_NUM_THREADS=1
 started=()
 
+end_with_children() {
+    local child
+    for child in $(pgrep --parent "$1"); do end_with_children "$child"; done
+    kill -KILL "$1" 2>/dev/null || true
+}
+
 finish() {
     for process in "${started[@]}"; do kill "$process" 2>/dev/null || true; done
     for file in "$work"/*.pid; do kill "$(cat "$file" 2>/dev/null)" 2>/dev/null || true; done
+    # What is left of jobs: a slurmstepd outlives its slurmd, whose log it has open, and its tasks live as long as it does.
+    for process in $(pgrep slurmstepd); do
+        ls -l "/proc/$process/fd" 2>/dev/null | grep -q "$work/" && end_with_children "$process"
+    done
     sed -i '/# distca-slurm$/d' /etc/hosts 2>/dev/null || { grep -v '# distca-slurm$' /etc/hosts >"$work/hosts"; cat "$work/hosts" >/etc/hosts; }
 }
 trap finish EXIT
