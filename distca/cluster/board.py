@@ -70,7 +70,6 @@ class Board:
         self._beats = {name: (0, time.monotonic()) for name in names}
         self._answered = time.monotonic()
         self._stop = threading.Event()
-        self._posting = threading.Lock()
         self._store = _own_connection()
         self._thread = threading.Thread(target=self._follow, name="distca-board", daemon=True)
         self._thread.start()

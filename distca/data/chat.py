@@ -16,7 +16,7 @@ import numpy as np
 from distca.data.conversations import messages_of, tools_of
 from distca.data.recipe import Encoded, Recipe
 from distca.data.texts import Row
-from distca.data.tokenizer import load_json
+from distca.data.tokenizer import load_json, read_object, token_text
 from distca.errors import DataError, VersionError
 
 _OPEN, _SHUT, _APART = "\U0010fffc", "\U0010fffd", "\U0010fffb"
@@ -60,8 +60,8 @@ def chat_recipe(recipe: Recipe) -> ChatRecipe:
         DataError: there is no template.
     """
     folder, field = Path(recipe.tokenizer.name).parent, recipe.field
-    said = _json(folder / "tokenizer_config.json")
-    templates = _template_files(folder) or _by_name(_json(folder / "chat_template.json")) or _by_name(said)
+    said = read_object(folder / "tokenizer_config.json")
+    templates = _template_files(folder) or _by_name(read_object(folder / "chat_template.json")) or _by_name(said)
     template, tool_use = (templates.get(name, "") for name in ("default", "tool_use"))
     if recipe.tokenizer.name == "bytes" or not (template or tool_use):
         raise DataError(
@@ -69,12 +69,8 @@ def chat_recipe(recipe: Recipe) -> ChatRecipe:
             "(chat_template.jinja, or chat_template in tokenizer_config.json); set `tokenizer` to a model's folder "
             "that has one."
         )
-    special = {
-        name: each.get("content") if isinstance(each, dict) else each
-        for name, each in said.items()
-        if name.endswith("_token") and isinstance(each, dict | str)
-    }
-    tokens = tuple(sorted((k, str(v)) for k, v in special.items()))
+    special = ((name, token_text(each)) for name, each in said.items() if name.endswith("_token"))
+    tokens = tuple(sorted((name, token) for name, token in special if token))
     return ChatRecipe(recipe.tokenizer, field, template, tool_use, tokens)
 
 
@@ -93,14 +89,6 @@ def _by_name(said: dict[str, Any]) -> dict[str, str]:
         held = {each.get("name"): each.get("template") for each in held if isinstance(each, dict)}
     named = held if isinstance(held, dict) else {"default": held}
     return {name: each for name, each in named.items() if isinstance(each, str)}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"{file} is not valid JSON ({error}); copy it again.") from None
-    return said if isinstance(said, dict) else {}
 
 
 class ChatEncoder:

@@ -153,8 +153,8 @@ def find_tokenizer(name: str, begin_token: str | None = None, end_token: str | N
             f"The tokenizer {name!r} is neither 'bytes' nor a tokenizer.json file or a folder that holds one; set "
             "`tokenizer` to one, or save it there with the tokenizer's save_pretrained."
         )
-    said = _config_of(folder) if folder.is_dir() else {}
-    begin, end = _token(said.get("bos_token")), _token(said.get("eos_token"))
+    said = read_object(folder / "tokenizer_config.json") if folder.is_dir() else {}
+    begin, end = token_text(said.get("bos_token")), token_text(said.get("eos_token"))
     if not said.get("add_bos_token", _puts_first(file, begin)):
         begin = None
     begin, end = (own if given is None else given or None for own, given in ((begin, begin_token), (end, end_token)))
@@ -183,18 +183,20 @@ def load_json(file: Path) -> Any:
     return loaded
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object beside a tokenizer; an empty one where there is no such file.
+
+    Raises:
+        DataError: the file is not JSON.
+    """
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise DataError(f"{file} is not valid JSON ({error}); copy it again.") from None
     return said if isinstance(said, dict) else {}
 
 
-def _token(said: Any) -> str | None:
+def token_text(said: Any) -> str | None:
     """A token as a tokenizer_config.json has it: its text, or an object with it."""
     content = said.get("content") if isinstance(said, dict) else said
     return content if isinstance(content, str) and content else None

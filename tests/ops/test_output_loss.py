@@ -10,7 +10,7 @@ import torch
 from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
 
-ROWS, HIDDEN, VOCABULARY, LOGIT = 38, 12, 28, 8
+ROWS, HIDDEN, VOCABULARY = 38, 12, 28
 
 
 def _data(rows=ROWS):

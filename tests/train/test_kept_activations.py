@@ -42,6 +42,7 @@ def _counted(cases, layers, qk_norm):
     from megatron_patches.groups import initialize_model_parallel
     from megatron_patches.model import build_gpt, transformer_config
     from megatron_patches.patches.rms_norm import RMSNorm
+    from megatron_patches.training_step import summed_loss_step
 
     RMSNorm.forward = lambda self, x: LeanNorm.apply(x, self.weight)
     initialize_model_parallel(1, 1, 1)
@@ -62,14 +63,7 @@ def _counted(cases, layers, qk_norm):
         (batch,) = cad.plan_step([[np.zeros(ROWS, np.int64)]]).batches
         live = LiveBytes()
         with live:
-            loss = model(
-                batch.tokens,
-                batch.positions,
-                batch.attention,
-                labels=batch.labels,
-                loss_mask=batch.loss_mask,
-                summed_loss=True,
-            )
+            loss, _ = summed_loss_step(iter([batch]), model)
         found.append(live.now())
         del loss
     return found
