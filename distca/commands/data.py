@@ -31,8 +31,7 @@ def convert(
     conversations: bool = False,
     processes: int = 0,
 ) -> None:
-    """Tokenize text once and write it as Megatron's .bin/.idx pair, beside a .json that names the vocabulary. What was
-    interrupted goes on where it was.
+    """Tokenize text into Megatron's .bin/.idx pair and a .json about it; if interrupted, go on where it was.
 
     Args:
         path: file or folder of the text.

@@ -15,6 +15,7 @@ from distca.data.blend import Blend
 from distca.data.sampler import shuffled
 from distca.data.sources.source import DocumentSource
 from distca.errors import DataError
+from distca.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -160,13 +161,13 @@ def _check_lengths(lengths: np.ndarray, context_length: int) -> None:
 def _chosen(documents: int, fraction: float, seed: int) -> np.ndarray:
     """[documents] bool: which documents are for validation."""
     chosen = np.zeros(documents, dtype=bool)
-    count = max(1, round(documents * fraction)) if fraction > 0 else 0
-    if count >= documents:
+    held_back = max(1, round(documents * fraction)) if fraction > 0 else 0
+    if held_back >= documents:
         raise DataError(
-            f"`validation_fraction` {fraction} of {documents} documents leaves none for training; lower it, or set "
-            "it to 0 for no validation."
+            f"`validation_fraction` {fraction} of {count(documents, 'document')} leaves none for training; lower it, "
+            "or set it to 0 for no validation."
         )
-    chosen[shuffled(documents, seed)[:count]] = True
+    chosen[shuffled(documents, seed)[:held_back]] = True
     return chosen
 
 

@@ -54,6 +54,9 @@ def test_every_command_exists() -> None:
         assert name in found
         if isinstance(place, dict):
             assert set(found[name]) == {"_help", *place}
+        functions = [found[name][command] for command in place] if isinstance(place, dict) else [found[name]]
+        for function in functions:
+            assert function.__doc__.splitlines()[0].endswith("."), f"{name}: help has the first line alone"
 
 
 def test_mistakes_are_sentences_and_bugs_keep_their_traceback(

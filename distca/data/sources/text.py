@@ -12,6 +12,7 @@ import numpy as np
 
 from distca.data.sources.source import BYTE_VOCABULARY
 from distca.errors import DataError
+from distca.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class FileBytes:
         sizes = np.array([file.stat().st_size for file in files], dtype=np.int64)
         kept = np.flatnonzero(sizes > 0)
         if len(kept) == 0:
-            raise DataError(f"{where} holds no document: {len(files)} files were found and all of them are empty.")
+            raise DataError(f"{where} holds no document: it has no text at all ({count(len(files), 'empty file')}).")
         if len(kept) < len(files):
             logger.info("%s: left out %d empty files", where, len(files) - len(kept))
         self.files = [files[index] for index in kept]

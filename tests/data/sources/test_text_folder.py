@@ -47,7 +47,7 @@ def test_an_empty_folder_is_a_sentence(tmp_path):
 
 def test_a_folder_of_empty_files_is_a_sentence(tmp_path):
     (tmp_path / "a.txt").touch()
-    with pytest.raises(DataError, match=r"holds no document: 1 files were found and all of them are empty"):
+    with pytest.raises(DataError, match=r"holds no document: it has no text at all \(1 empty file\)"):
         open_source("text", str(tmp_path))
 
 
