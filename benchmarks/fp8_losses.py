@@ -103,9 +103,7 @@ def _settings(layout: dict[str, Any], fp8: str, mode: str) -> dict[str, Any]:
     """What sets a run apart from others."""
     if mode == "distca":
         return layout | {"train.fp8": fp8}
-    # Megatron-Core's own layers cannot recompute more than their MLPs.
-    recompute = {"train.recompute": "mlp"} if "train.recompute" in layout else {}
-    return layout | {"train.fp8": fp8, "cad.enabled": "false"} | recompute
+    return layout | {"train.fp8": fp8, "cad.enabled": "false"}
 
 
 def _train(world: World, folder: Path, own: dict[str, Any], more: dict[str, str]) -> list[float]:

@@ -34,6 +34,7 @@ from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
 from megatron_patches.block import block_spec, disaggregate_block, refuse_other_schedule
+from megatron_patches.full_recompute import recompute_layers
 from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
@@ -83,7 +84,7 @@ class CAD:
         deterministic: two runs are bitwise equal.
         nvshmem_buffer_gb: GiB of symmetric memory per rank; 0 takes what plans for ``tokens_per_rank`` need.
         recompute: "none": what the configuration says, which may be ``recompute_modules=["mlp"]``. "all": everything
-            but core attention.
+            but core attention; where that is at home, every layer as a whole, as Megatron's full recomputation does.
         linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16; they alone
             know the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the
             current tensor, "delayed" or "blockwise"). "auto": Transformer Engine's where they can be used.
@@ -122,9 +123,7 @@ class CAD:
         drop_log_lines()
         _check_groups()
         check_config(config)
-        if recompute == "all" and not disaggregate:
-            raise SupportError("recompute is 'all', which Megatron's own layers cannot do; leave it out.")
-        self.config, self._disaggregate, self._recompute_segments = config, disaggregate, recompute == "all"
+        self.config, self._disaggregate, self._recompute_all = config, disaggregate, recompute == "all"
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage, self._rank = (
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -152,15 +151,15 @@ class CAD:
             level=level,
             cost_table=cost_table,
             transport=transport,
-            recompute_segments=self._recompute_segments,
+            recompute_segments=self._recompute_all and disaggregate,
         )
         self._agreement: Agreement | None = None
         self._lengths = False
         accumulate_weight_gradients_in_products()
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
-        if self._recompute_segments:
-            # FP8 copies of weights are then made for a segment at a time: all layers' would be as large as the weights.
+        if self._recompute_all:
+            # FP8 copies of weights are then made for one segment or layer at a time: all would be as large as weights.
             config.disable_parameter_transpose_cache = True
         if not disaggregate and not config.qk_layernorm:  # these norms come between projection and rotation
             fuse_rotation(config)
@@ -214,8 +213,10 @@ class CAD:
         patch_forward(model)
         fuse_swiglu(model)
         if self._disaggregate:
-            disaggregate_block(model.decoder, self.pool, self._recompute_segments)
+            disaggregate_block(model.decoder, self.pool, self._recompute_all)
             return model
+        if self._recompute_all:
+            recompute_layers(model.decoder)
         for module in model.modules():
             if isinstance(module, PackedAttention):
                 module.kernel, module.timeline = self.pool.kernel, self.pool.timeline

@@ -85,10 +85,7 @@ def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunCo
     # Baselines need no symmetric memory, and limits on links are NCCL's.
     if world.device.type == "cuda" and (mode.method != "distca" or settings.slow_links):
         cad = replace(cad, transport="nccl")
-    train = config.train
-    if train.recompute == "all" and not cad.enabled:
-        train = replace(train, recompute="mlp")  # Megatron-Core's own layers cannot recompute more
-    return replace(config, data=data, cad=cad, train=train)
+    return replace(config, data=data, cad=cad)
 
 
 def measure_mode(

@@ -68,7 +68,7 @@ CASES = {
     ),
     "NVSHMEM starts nowhere, cad.transport auto": Case(
         "nvshmem",
-        ("NVSHMEM is here but does not start, so rows go by nccl: on rank 0", "Transport: nccl over 2 ranks"),
+        ("Transport: nccl over 2 ranks", "NVSHMEM is here but does not start, so rows go by nccl: on rank 0"),
         by=1,
         where=("0,1", 0),
         settings=(("train.steps", 3),),

@@ -27,6 +27,7 @@ VARIANTS = {
     "recompute": {"train__recompute": "all"},
     "home": {"cad__enabled": False},
     "home-recompute": {"cad__enabled": False, "train__recompute": "mlp"},
+    "home-recompute-all": {"cad__enabled": False, "train__recompute": "all"},
 }
 EVEN = 48
 """Tokens of every document where a global batch must hold the same documents however it is cut into micro-batches."""

@@ -26,7 +26,7 @@ from distca.words import takes, value_refused
 
 # (setting, value that one may well try) and what to write for it.
 _INSTEAD = {
-    ("train.recompute", "true"): "write mlp, or all where memory is short and cad.enabled is true",
+    ("train.recompute", "true"): "write mlp, or all where memory is short",
     ("train.recompute", "false"): "write none",
 }
 

@@ -231,9 +231,10 @@ class TrainConfig:
         loss: what weighs the same in the loss of a step: token = every token that is to be learned; document = every
             document, or conversation, that has some.
         recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
-            each layer's MLP, which holds over half of them; all = everything but core attention (with cad.enabled
-            only), which needs least memory and most time; auto = the first of these that fits into the GPUs' memory by
-            prediction, none on CPUs. Core attention is never recomputed, so nothing is sent twice.
+            each layer's MLP, which holds over half of them; all = everything but core attention, which needs least
+            memory and most time; auto = the first of these that fits into the GPUs' memory by prediction, none on CPUs.
+            Disaggregated core attention is never recomputed, so nothing is sent twice; with cad.enabled false all
+            recomputes whole layers, as Megatron's full recomputation does.
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
             and SIGUSR1 do the same at any time.

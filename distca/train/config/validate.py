@@ -251,11 +251,6 @@ def _steps(config: RunConfig) -> list[str]:
             f"optimizer.warmup_steps is {optimizer.warmup_steps}, but train.steps is {train.steps}; the warm-up must "
             "end before the run does: lower the first, or leave it out, or raise the second."
         )
-    if train.recompute == "all" and not config.cad.enabled:
-        problems.append(
-            "train.recompute is all, but with cad.enabled false the layers are Megatron-Core's own, which recompute "
-            "either their MLPs or core attention too; set train.recompute to mlp."
-        )
     decay = config.resolved_decay_steps
     if optimizer.schedule == "wsd" and not 1 <= decay <= train.steps - config.resolved_warmup_steps:
         problems.append(

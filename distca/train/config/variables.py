@@ -302,9 +302,9 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="RECOMPUTE",
-        values=_one_of("none", "mlp", "all"),
+        values=_one_of("none", "mlp", "all", "auto"),
         default="none",
-        meaning="what backward computes again; baselines take mlp for all",
+        meaning="what backward computes again: with all, baselines core attention too; auto: as much as a mode needs",
         training=None,
         benchmarks=("train.recompute",),
     ),

@@ -123,6 +123,11 @@ class _Stage:
         )
 
     @property
+    def _recomputes_layers(self) -> bool:
+        """As a whole, core attention too: megatron's own layers."""
+        return self._recompute == "all" and not self._config.cad.enabled
+
+    @property
     def _last(self) -> bool:
         return self._stage == self._stages - 1
 
@@ -148,6 +153,8 @@ class _Stage:
 
     def _kept(self) -> int:
         """By one layer."""
+        if self._recomputes_layers:
+            return self._value * self._hidden
         if self._recompute == "all":
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
             o = 0 if self._config.resolved_backward == "resend" else self._q
@@ -215,9 +222,11 @@ class _Stage:
 
     def _mlp_at_work(self) -> int:
         """Bytes per token when SwiGLU computes its gradient: that of its output and of its input, and the norm's
-        output, which came back; where recomputed, SwiGLU's input and what was computed from it."""
+        output, which came back; where recomputed, SwiGLU's input and what was computed from it, or the whole layer."""
         normed = self._hidden if self._config.cad.enabled and not self._fp8 else 0
         elements = 3 * self._ffn + normed
+        if self._recomputes_layers:
+            return self._value * elements + self._attention() + self._segment()
         if self._recompute != "none":
             elements += 2 * self._ffn + self._hidden
         if self._recompute == "all":

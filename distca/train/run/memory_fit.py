@@ -91,7 +91,7 @@ def _choices(config: RunConfig) -> list[Changes]:
     """Values for what is auto, fastest first: sending rows again hides behind computation, computing again does not."""
     recompute: Sequence[str] = [config.train.recompute]
     if config.train.recompute == "auto":
-        recompute = ["none", "mlp", "all"] if config.cad.enabled else ["none", "mlp"]
+        recompute = ["none", "mlp", "all"]
     backward: Sequence[str] = [config.resolved_backward]
     if config.cad.enabled and config.cad.backward == "auto" and config.parallel.pp == 1:
         backward = ["keep", "resend"]
@@ -131,7 +131,7 @@ def _savings(config: RunConfig) -> Changes:
         ("optimizer.distributed", True): True,
         ("cad.backward", "resend"): cad.enabled and config.resolved_backward == "keep",
         ("train.recompute", "mlp"): train.recompute == "none",
-        ("train.recompute", "all"): cad.enabled and train.recompute != "all",
+        ("train.recompute", "all"): train.recompute != "all",
         ("train.gradients", "bfloat16"): train.precision == "bf16",
         ("train.moments", "bfloat16"): train.precision == "bf16",
     }

@@ -59,7 +59,7 @@ def test_the_settings_that_a_refusal_names_fit() -> None:
 
 
 def test_what_is_not_possible_is_not_named() -> None:
-    config = _config("--train.recompute", "mlp", "--cad.enabled", "false")
+    config = _config("--train.recompute", "all", "--cad.enabled", "false")
     assert "train.recompute" not in _refusal(config, 12 * GIB) and "cad.backward" not in _refusal(config, 12 * GIB)
     config = _config("--train.precision", "fp32", "--cad.kernel", "auto")
     assert "bfloat16" not in _refusal(config, 12 * GIB)
@@ -91,7 +91,7 @@ def test_auto_without_a_limit_and_what_is_said() -> None:
     said = _config("--train.recompute", "mlp", "--cad.backward", "keep")
     assert resolve(said, 2, VOCABULARY, GIB) == said
     at_home = _config("--train.recompute", "auto", "--cad.enabled", "false")
-    assert resolve(at_home, 2, VOCABULARY, GIB).train.recompute == "mlp"
+    assert resolve(at_home, 2, VOCABULARY, GIB).train.recompute == "all"
 
 
 def test_runs_of_the_whole_8b_model_that_ran_out_of_memory_are_refused() -> None:
