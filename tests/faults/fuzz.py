@@ -29,6 +29,7 @@ from rich.progress import track
 from distca.errors import DistcaError
 from distca.versions import command_line, versions, write_report
 from tests.faults import mutations
+from tests.train.small_runs import ROOT
 
 _TOO_LONG_S = 30
 _COMMANDS = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "os.startfile", "subprocess.Popen", "pty.spawn"}
@@ -62,7 +63,8 @@ def outcome(read: Callable[[], str]) -> tuple[str, str]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        found = "failed", "".join(traceback.format_exception(error, limit=-6))
+        said = "".join(traceback.format_exception(error, limit=-6))
+        found = "failed", said.replace(f"{ROOT}/", "").replace(f"{sys.base_prefix}/", "")
     finally:
         signal.alarm(0)
         _watching.clear()
