@@ -15,7 +15,7 @@ from distca.words import count
 __all__ = ["list_checkpoints", "prune", "verify"]
 
 
-def verify(*, path: str) -> None:
+def verify(path: str) -> None:
     """Read a checkpoint, or all of a run, and compare every file with the checksum it was saved with.
 
     Args:
@@ -40,7 +40,7 @@ def verify(*, path: str) -> None:
         raise DamagedCheckpointError(f"{damaged} of {count(len(checkpoints), 'checkpoint')} of {path} cannot be used.")
 
 
-def list_checkpoints(*, path: str) -> None:
+def list_checkpoints(path: str) -> None:
     """Print the checkpoints of a run, also those that were not finished. No file of them is read.
 
     Args:
@@ -65,7 +65,7 @@ def list_checkpoints(*, path: str) -> None:
     Console().print(table)
 
 
-def prune(*, path: str, keep: int = 2) -> None:
+def prune(path: str, *, keep: int = 2) -> None:
     """Delete all checkpoints of a run but the newest ones, and those that were not finished.
 
     Args:
@@ -88,7 +88,7 @@ def prune(*, path: str, keep: int = 2) -> None:
 def _run(path: str) -> RunFolder:
     run = RunFolder(Path(path))
     if not run.checkpoint_folders():
-        raise OptionError(f"--path is {path}, which holds no checkpoints; give the folder of a run, such as runs/name.")
+        raise OptionError(f"path is {path}, which holds no checkpoints; give the folder of a run, such as runs/name.")
     return run
 
 
@@ -99,7 +99,7 @@ def _checkpoints(path: str) -> list[Checkpoint]:
         return [Checkpoint(0, folder)]
     found = _run(path).checkpoints()
     if not found:
-        raise OptionError(f"--path is {path}, of which no checkpoint was finished; give another run.")
+        raise OptionError(f"path is {path}, of which no checkpoint was finished; give another run.")
     return found
 
 

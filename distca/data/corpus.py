@@ -132,7 +132,7 @@ class Corpus:
         cut = int((source.lengths > context_length).sum())
         if cut:
             logger.info(
-                "split %d of %d documents that are longer than `context_length` %d into documents of that length",
+                "split %d of %d documents, those of more than %d tokens, into documents of that length",
                 cut,
                 len(source.lengths),
                 context_length,

@@ -92,7 +92,7 @@ def test_all_modes_of_both_mixes_on_four_cpu_ranks():
     ("variables", "option", "words"),
     [
         ({"MODE": "distca cp ring2 cp-keep", "CP_SIZE": "2"}, "--modes", ["distca", "cp2", "ring2", "cp2-keep"]),
-        ({"MODE": "ulysses", "TP_SIZE": "2"}, "--modes", ["ulysses2"]),
+        ({"MODE": "ulysses packed-dealt", "TP_SIZE": "2"}, "--modes", ["ulysses2", "packed-dealt"]),
         ({"CP_SIZE": "2"}, "--degree", ["2"]),
         ({"MIX": "prolong"}, "--mixes", ["prolong"]),
         ({"CONTEXT_LENGTH": "256 512"}, "--contexts", ["256", "512"]),
@@ -142,7 +142,7 @@ def test_stages_belong_to_run4d():
         ({"MIX": "books"}, "MIX is 'books'"),
         ({"CP_SIZE": "3"}, "CP_SIZE is 3"),
         ({"CP_SIZE": "2", "MODE": "distca packed"}, "no mode of 'distca packed' takes it"),
-        ({"RECOMPUTE": "1"}, "RECOMPUTE is '1'; it must be none, mlp or all."),
+        ({"RECOMPUTE": "1"}, "RECOMPUTE is '1'; it must be none, mlp, all or auto."),
         ({"TP_SIZE": "3"}, "cannot be divided by TP_SIZE = 3."),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),
         ({"BATCHES": "0"}, "BATCHES is '0'"),

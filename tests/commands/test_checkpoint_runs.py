@@ -30,19 +30,19 @@ def _refused(capsys: pytest.CaptureFixture[str], *line: object) -> str:
 
 
 def test_verify_reads_every_file(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["checkpoint", "verify", "--path", str(run.path)])
+    main(["checkpoint", "verify", str(run.path)])
     assert capsys.readouterr().out.count("is what was saved") == 3
     (run.checkpoint_path(20) / "weights").write_bytes(b"12355")
-    assert "1 of 3 checkpoints of" in _refused(capsys, "verify", "--path", run.path)
-    main(["checkpoint", "verify", "--path", str(run.checkpoint_path(30))])
+    assert "1 of 3 checkpoints of" in _refused(capsys, "verify", run.path)
+    main(["checkpoint", "verify", str(run.checkpoint_path(30))])
     said = capsys.readouterr().out
     assert said.count("is what was saved") == 1 and "step_000030" in said
-    assert "cannot be used" in _refused(capsys, "verify", "--path", run.checkpoint_path(20))
+    assert "cannot be used" in _refused(capsys, "verify", run.checkpoint_path(20))
 
 
 def test_list_shows_the_state_of_each(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     (run.checkpoint_path(10) / "weights").write_bytes(b"1")
-    main(["checkpoint", "list", "--path", str(run.path)])
+    main(["checkpoint", "list", str(run.path)])
     shown = re.findall(r"│ +(\d+) │.*│ *([a-z ]+?) *│", capsys.readouterr().out)
     assert shown == [("10", "damaged"), ("20", "complete"), ("30", "complete"), ("40", "not finished")]
 
@@ -51,13 +51,13 @@ def test_prune_keeps_the_newest_and_touches_no_run_that_is_written(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hold(run):
-        assert "is being written by process" in _refused(capsys, "prune", "--path", run.path)
-    assert "--keep is 0; it must be at least 1." in _refused(capsys, "prune", "--path", run.path, "--keep", 0)
-    main(["checkpoint", "prune", "--path", str(run.path)])
+        assert "is being written by process" in _refused(capsys, "prune", run.path)
+    assert "--keep is 0; it must be at least 1." in _refused(capsys, "prune", run.path, "--keep", 0)
+    main(["checkpoint", "prune", str(run.path)])
     assert [path.name for path in run.checkpoint_folders()] == ["step_000020", "step_000030"]
     assert "2 checkpoints deleted," in capsys.readouterr().out
 
 
 def test_a_folder_without_checkpoints_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("verify", "list", "prune"):
-        assert "which holds no checkpoints; give the folder of a run" in _refused(capsys, command, "--path", tmp_path)
+        assert "which holds no checkpoints; give the folder of a run" in _refused(capsys, command, tmp_path)

@@ -37,7 +37,7 @@ _PORT = Values(
 )
 _SWITCH = Values("0|1", "0 or 1")
 _TEXT = Values(".*", "text")
-_MODE = "(distca|packed|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-keep)"
+_MODE = "(distca|packed|packed-dealt|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-keep)"
 
 
 def _one_of(*words: str) -> Values:
@@ -311,7 +311,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="MODE",
         values=Values(
-            f"all|{_MODE}( {_MODE})*", "all, or some of distca, packed, variable, cp, cp-keep, ring, ulysses"
+            f"all|{_MODE}( {_MODE})*",
+            "all, or some of distca, packed, packed-dealt, variable, cp, cp-keep, ring, ulysses",
         ),
         default="all; with stages distca and packed",
         meaning="ways to train that are compared",
