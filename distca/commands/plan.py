@@ -212,7 +212,10 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
         (f"k,v to servers, {everywhere}", format_bytes(moved.kv * layers)),
         (f"backward, {everywhere}", format_bytes(moved.backward * layers)),
         ("most received by one server, forward, one layer", format_bytes(most_received(made))),
-        ("busiest rank, forward, one layer", f"{format_bytes(busiest.bytes)}, {busiest.over_mean:.1f} times the mean"),
+        (
+            "most sent or received by one rank, forward, one layer",
+            f"{format_bytes(busiest.bytes)}, {busiest.over_mean:.1f} times the mean",
+        ),
         *node_rows(made, layers),
         *half_rows(made, layers),
         ("shortest shard sent away", count(shortest, "token") if shortest else "none"),

@@ -54,7 +54,8 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
 def _made_parser() -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(
         prog="pretrain_llama.py",
-        description="Train a LLaMA-style model with core attention disaggregation.",
+        description="Train a LLaMA-style model with core attention disaggregation. "
+        "pretrain_llama.sh starts this on every rank, with a configuration that fits the machine.",
         exit_on_error=False,
         default_env=False,
     )

@@ -322,7 +322,7 @@ class RunConfig:
         name: name of the run.
         output: folder of all runs; this run writes into output/name, or name-2, name-3 ... where that one exists.
         model: the model.
-        parallel: how it is cut.
+        parallel: how ranks share the model.
         cad: core attention disaggregation.
         data: the documents.
         optimizer: the optimizer and its learning rate.
