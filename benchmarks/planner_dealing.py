@@ -9,7 +9,6 @@ node of its own: planned as packed and dealt anew, without stages and with 2 and
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from distca.data.sources.mix import RandomTokens
 from distca.plan import Links, PlanOptions, plan_step
 from distca.plan.cost.table_file import find_table
 from distca.plan.step import NonAttention
+from distca.versions import versions, write_report
 
 TOKENS, STEPS = 131_072, 8
 WEIGHTS = 4096 * 128 * 80 + 3 * 4096 * 14336
@@ -71,8 +71,8 @@ def main() -> None:
             name = f"{mix} {ranks}" + (f", {stages} stages, {micro_batches} micro-batches" if stages > 1 else "")
             cases[name] = case(mix, ranks, stages, micro_batches)
             print(f"{name}: {cases[name]}", flush=True)
-    results = {"command": "OMP_NUM_THREADS=1 python -m benchmarks.planner_dealing", "steps": STEPS, "cases": cases}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    command = "OMP_NUM_THREADS=1 python -m benchmarks.planner_dealing"
+    write_report(RESULTS, {"command": command, "versions": versions(), "steps": STEPS, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ end_with_children() {
 finish() {
     for process in "${started[@]}"; do kill "$process" 2>/dev/null || true; done
     for file in "$work"/*.pid; do kill "$(cat "$file" 2>/dev/null)" 2>/dev/null || true; done
+    wait || true
     # What is left of jobs: a slurmstepd outlives its slurmd, whose log it has open, and its tasks live as long as it does.
     for process in $(pgrep slurmstepd); do
         ls -l "/proc/$process/fd" 2>/dev/null | grep -q "$work/" && end_with_children "$process"

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from rich.progress import track
 
-from distca.versions import write_report
+from distca.versions import header, write_report
 from tests.train.small_runs import ROOT, arguments, steps_of, write_texts
 
 SCRIPT = str(ROOT / "pretrain_llama.sh")
@@ -301,6 +301,8 @@ def main() -> None:
     write_texts(asked.folder / "texts")
     slurm, results = Slurm(asked.folder), dict[str, Any]()
     chosen = [each for each in SCENARIOS if not asked.only or each.__name__ in asked.only]
+    command = " ".join(["bash tests/slurm/run.sh", *(["--only", *asked.only] if asked.only else [])])
+    report = {**header(command, 8), "slurm": _output("sinfo", "--version").strip(), "nodes": 2, "scenarios": results}
     for scenario in track(chosen, "Slurm"):
         began = time.monotonic()
         try:
@@ -310,7 +312,6 @@ def main() -> None:
         results[scenario.__name__] = found | {"seconds": round(time.monotonic() - began, 1)}
         sys.stderr.write(f"{scenario.__name__}: {json.dumps(results[scenario.__name__], indent=1)}\n")
         subprocess.run(["scancel", "--full", "--user=root"])
-        report = {"slurm": _output("sinfo", "--version").strip(), "nodes": 2, "scenarios": results}
         if asked.output:
             write_report(asked.output, report)
     sys.exit(any("failed" in found for found in results.values()))
