@@ -35,35 +35,51 @@ class Links:
 
 
 class HeldRows:
-    """Which rows of every document each group (a rank, or a node) holds; answers for many pairs at once.
+    """Which rows of every document each group (a rank, or a node) holds.
+
+    Plans ask about few documents, many times over, so a document is indexed when it is first asked about.
 
     Args:
-        shards: home rows.
+        shards: home rows, which cover a document up to its last row.
         group: [S] the group that holds each shard.
-        groups: number of groups.
     """
 
-    def __init__(self, shards: Shards, group: np.ndarray, groups: int) -> None:
-        self._groups = groups
-        key = shards.document * groups + group
-        order = np.lexsort((shards.start, key))
-        key, start, stop = key[order], shards.start[order], shards.stop[order]
-        new = np.append(True, (key[1:] != key[:-1]) | (start[1:] != stop[:-1]))[: len(key)]
-        heads = np.flatnonzero(new)
-        self._start, self._stop = start[heads], stop[np.append(heads[1:], len(key)) - 1] if len(key) else stop
-        key = key[heads]
-        self._span = int(self._stop.max(initial=0)) + 1
-        self._at = key * self._span + self._start
-        self._before = np.concatenate(([0], np.cumsum(self._stop - self._start)))
+    def __init__(self, shards: Shards, group: np.ndarray) -> None:
+        self._shards, self._group = shards, group
+        self._found: dict[int, _HeldRanges] = {}
 
-    def below(self, document: np.ndarray | int, group: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Rows of ``document`` before ``position`` that ``group`` holds; arguments broadcast."""
-        if not len(self._at):
-            return np.zeros(np.broadcast_shapes(np.shape(document), np.shape(group), np.shape(position)), np.int64)
-        key = (document * self._groups + group) * self._span
-        first = self._at.searchsorted(key)
-        last = self._at.searchsorted(key + np.minimum(position, self._span - 1)) - 1
-        some = last >= first
-        at = np.maximum(last, 0)
+    def below(self, document: int, group: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """[..., N] rows of ``document`` before ``position`` [..., N] that ``group`` [N] holds."""
+        found = self._found.get(document)
+        if found is None:
+            low, high = self._shards.document.searchsorted((document, document + 1)).tolist()
+            found = _HeldRanges(self._group[low:high], self._shards.start[low:high], self._shards.stop[low:high])
+            self._found[document] = found
+        return found.below(group, position)
+
+
+class _HeldRanges:
+    """Ranges of one document, sorted by start, and the [S] group that holds each."""
+
+    def __init__(self, group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
+        self._end = int(stop[-1]) if len(stop) else 0
+        self._span = self._end + 1
+        self._only = int(group[0]) if len(group) and (group == group[0]).all() else None
+        order = group.argsort(kind="stable")
+        group, start, stop = group[order], start[order], stop[order]
+        heads = np.flatnonzero(np.append(True, (group[1:] != group[:-1]) | (start[1:] != stop[:-1]))[: len(group)])
+        start, stop = start[heads], stop[np.append(heads[1:], len(group)) - 1] if len(group) else stop
+        # What lies before a group's first range is a range without rows, or the last one of another group.
+        self._key = np.concatenate(([-1], group[heads] * self._span + start))
+        self._start, self._stop = (np.concatenate(([0], each)) for each in (start, stop))
+        self._before = np.concatenate(([0, 0], np.cumsum(stop - start)))
+
+    def below(self, group: np.ndarray, position: np.ndarray) -> np.ndarray:
+        position = np.minimum(position, self._end)
+        if self._only is not None:
+            return np.asarray((group == self._only) * position)
+        key = group * self._span
+        first = self._key.searchsorted(key)
+        at = self._key.searchsorted(key + position) - 1
         held = self._before[at] - self._before[first] + np.minimum(position, self._stop[at]) - self._start[at]
-        return np.where(some, held, 0)
+        return np.maximum(held, 0)

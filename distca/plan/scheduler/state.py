@@ -98,11 +98,11 @@ class SchedulerState:
 
     @cached_property
     def _at_rank(self) -> HeldRows:
-        return HeldRows(self.layout.kv, self.layout.kv.rank, self.layout.ranks)
+        return HeldRows(self.layout.kv, self.layout.kv.rank)
 
     @cached_property
     def _at_node(self) -> HeldRows:
-        return HeldRows(self.layout.kv, self.node[self.layout.kv.rank], int(self.node[-1]) + 1)
+        return HeldRows(self.layout.kv, self.node[self.layout.kv.rank])
 
     @property
     def target(self) -> np.ndarray:
@@ -152,13 +152,18 @@ class SchedulerState:
         """[..., N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read
         ``document`` up to ``stops`` [..., N]. What they hold as home ranks or have fetched already is free."""
         readers = self._readers.get(document, {})
-        if not self.links.ranks_per_node and not any(rank in readers for rank in ranks.tolist()):
-            return stops, np.zeros(1, np.int64)
-        had = np.array([readers.get(rank, 0) for rank in ranks.tolist()], np.int64)
-        ends = np.stack(np.broadcast_arrays(np.maximum(stops, had), had))
-        own = self._at_rank.below(document, ranks, ends)
-        near = self._at_node.below(document, self.node[ranks], ends) if self.links.ranks_per_node else ends
-        return (near - own)[0] - (near - own)[1], (ends - near)[0] - (ends - near)[1]
+        had = [readers.get(rank, 0) for rank in ranks.tolist()]
+        if not any(had):
+            return self._missing(document, ranks, stops) if self.links.ranks_per_node else (stops, np.zeros(1, np.int64))
+        inside, across = self._missing(document, ranks, np.maximum(stops, had))
+        had_inside, had_across = self._missing(document, ranks, np.array(had))
+        return inside - had_inside, across - had_across
+
+    def _missing(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[..., N] rows of ``document`` before ``stops`` that others of the node hold, and that other nodes hold."""
+        own = self._at_rank.below(document, ranks, stops)
+        near = self._at_node.below(document, self.node[ranks], stops) if self.links.ranks_per_node else stops
+        return near - own, stops - near
 
     def move(self, sender: int, chosen: np.ndarray, left: Pieces, moved: MovedRanges) -> None:
         """Replace the sender's pieces ``chosen`` [M] by what it keeps of them, ``left``; the rest goes as ``moved``

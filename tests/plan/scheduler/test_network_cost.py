@@ -13,7 +13,7 @@ from tests.plan.cases import home_rows, layouts
 def test_held_rows_are_those_of_the_tensors(data: st.DataObject, found: tuple[Layout, ...], per_node: int) -> None:
     layout = data.draw(st.sampled_from(found))
     node = Links(per_node).nodes(layout.ranks)
-    held = HeldRows(layout.kv, node[layout.kv.rank], int(node[-1]) + 1)
+    held = HeldRows(layout.kv, node[layout.kv.rank])
     rows = home_rows(layout, "kv")
     for document in range(len(layout.last)):
         position = data.draw(st.integers(0, 420))
