@@ -54,9 +54,11 @@ class AnalyticCost(CostModel):
 
 def _linear(terms: tuple[tuple[float, float, float], ...], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
     """[K, ...] seconds for each of K triples of terms; 0 without queries, whatever the keys."""
-    q = np.asarray(q_rows, np.float64)
-    kv = kv_rows * (q > 0)
-    features = np.array((q * (kv - 0.5 * (q - 1)), q, kv))
+    features = np.empty((3, *np.shape(q_rows)))
+    pairs, q, kv = features
+    q[...] = q_rows
+    np.multiply(kv_rows, q > 0, out=kv)
+    np.multiply(q, kv - 0.5 * (q - 1), out=pairs)
     return (np.array(terms) @ features.reshape(3, -1)).reshape(len(terms), *q.shape)
 
 

@@ -59,27 +59,25 @@ class HeldRows:
 
 
 class _HeldRanges:
-    """Ranges of one document, sorted by start, and the [S] group that holds each."""
+    """[S] ranges of one document, sorted by start, and the group that holds each."""
 
     def __init__(self, group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
         self._end = int(stop[-1]) if len(stop) else 0
-        self._span = self._end + 1
         self._only = int(group[0]) if len(group) and (group == group[0]).all() else None
+        if self._only is not None:
+            return
         order = group.argsort(kind="stable")
-        group, start, stop = group[order], start[order], stop[order]
-        heads = np.flatnonzero(np.append(True, (group[1:] != group[:-1]) | (start[1:] != stop[:-1]))[: len(group)])
-        start, stop = start[heads], stop[np.append(heads[1:], len(group)) - 1] if len(group) else stop
-        # What lies before a group's first range is a range without rows, or the last one of another group.
-        self._key = np.concatenate(([-1], group[heads] * self._span + start))
-        self._start, self._stop = (np.concatenate(([0], each)) for each in (start, stop))
-        self._before = np.concatenate(([0, 0], np.cumsum(stop - start)))
+        self._span = self._end + 1
+        self._at, self._start, self._stop = (group * self._span + start)[order], start[order], stop[order]
+        self._before = np.zeros(len(order) + 1, np.int64)
+        np.cumsum(self._stop - self._start, out=self._before[1:])
 
     def below(self, group: np.ndarray, position: np.ndarray) -> np.ndarray:
         position = np.minimum(position, self._end)
         if self._only is not None:
             return np.asarray((group == self._only) * position)
         key = group * self._span
-        first = self._key.searchsorted(key)
-        at = self._key.searchsorted(key + position) - 1
-        held = self._before[at] - self._before[first] + np.minimum(position, self._stop[at]) - self._start[at]
-        return np.maximum(held, 0)
+        first = self._at.searchsorted(key)
+        at = self._at.searchsorted(key + position) - 1
+        held = self._before[at] - self._before[first] + (np.minimum(position, self._stop[at]) - self._start[at])
+        return np.where(at >= first, held, 0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class Receivers:
     Attributes:
         rank: [C].
         room: [K, C] seconds they may still gain.
-        most_rows: [C] query rows they may get, for their memory; all infinite without a cap.
+        most_rows: [C] query rows they may get, for their memory; None without a cap.
         distant: [C] bool, not on the sender's node.
         q_price: [C] price of moving one query row there.
         kv_price: (positions [..., N], indices [N]) -> [..., N] price of the k,v rows that a range ending there still
@@ -96,15 +97,10 @@ class Receivers:
 
     rank: np.ndarray
     room: np.ndarray
-    most_rows: np.ndarray
+    most_rows: np.ndarray | None
     distant: np.ndarray
     q_price: np.ndarray
     kv_price: Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-    @property
-    def capped(self) -> bool:
-        """Whether memory limits what they may get."""
-        return bool(np.isfinite(self.most_rows[0]))
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,8 @@ class RangeSplit:
 
     Attributes:
         chosen: [N] indices of receivers.
-        cuts: [N + 1] int64 positions.
+        room: [K, N] seconds each may gain.
+        cuts: N + 1 positions.
         moved: [K, N] seconds each receiver gains.
         kept: [K, 2] seconds the sender keeps before and behind these ranges.
         joined: [K, N + 1] seconds of each range with the rows behind it up to the next cut; last, of the first range
@@ -121,10 +118,16 @@ class RangeSplit:
     """
 
     chosen: np.ndarray
-    cuts: np.ndarray
+    room: np.ndarray
+    cuts: list[int]
     moved: np.ndarray
     kept: np.ndarray
     joined: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[N] int64 rows of every range."""
+        return np.array([stop - start for start, stop in pairwise(self.cuts)])
 
 
 def area(start: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:
@@ -142,22 +145,24 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     whole = float(area(excess.start, excess.stop))
     block = timer.block(excess.seconds / (excess.stop - excess.start))
     # The lowest place of a range has fewest pairs a row: no place holds more rows for that many pairs.
-    most = area(excess.start, excess.start + receivers.most_rows) if receivers.capped else receivers.most_rows
+    most = None if receivers.most_rows is None else area(excess.start, excess.start + receivers.most_rows)
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
-    size = np.minimum(size, most)
+    if most is not None:
+        size = np.minimum(size, most)
     chosen, sizes = _choose(size, wanted, receivers.distant)
     if not len(chosen):
         return None
     low = _place(excess, receivers, chosen, sizes, whole, timer)
-    split = _timed(excess, chosen, _on_blocks(excess, low, sizes, block), timer)
+    split = _timed(excess, receivers, chosen, _on_blocks(excess, low, sizes, block), timer)
     # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, in the same place.
     for _ in range(1 if len(chosen) <= _FEW else 3):
-        relief = excess.seconds - split.kept.sum(axis=1)
+        relief = excess.seconds - (split.kept[:, 0] + split.kept[:, 1])
         if len(split.chosen) == 1 and (relief >= excess.need).all() and not _over(receivers, split).any():
             break
-        got = area(split.cuts[:-1], split.cuts[1:])
-        fill = least_of(receivers.room[:, split.chosen] / np.maximum(split.moved, 1e-300))
-        size[split.chosen] = np.minimum(got * fill * 0.999, most[split.chosen])
+        cuts = np.array(split.cuts)
+        got = area(cuts[:-1], cuts[1:])
+        filled = got * least_of(split.room / np.maximum(split.moved, 1e-300)) * 0.999
+        size[split.chosen] = filled if most is None else np.minimum(filled, most[split.chosen])
         wanted = min(max(float(got.sum() * (excess.need / np.maximum(relief, 1e-300)).max()), least), whole)
         sizes = size[chosen]
         sizes[0] = min(sizes[0], wanted - sizes[1:].sum())
@@ -166,7 +171,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
             if not len(chosen):
                 return None
             low = _place(excess, receivers, chosen, sizes, whole, timer)
-        split = _timed(excess, chosen, _on_blocks(excess, low, sizes, block), timer)
+        split = _timed(excess, receivers, chosen, _on_blocks(excess, low, sizes, block), timer)
     return _without_misfits(excess, receivers, split, timer, block)
 
 
@@ -183,27 +188,28 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
     least = min(_LEAST_BLOCKS * timer.cost.block * middle, float(size.max()))
     wanted = min(max(float((excess.need / per_pair).max()), least), whole)
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
-    start = np.array([max(excess.start, int(middle - rows))])
-    stop = np.minimum(start + rows, excess.stop)
-    rate = float((per_pair / (timer.seconds(start, stop)[:, 0] / area(start, stop))).min())
+    start = max(excess.start, int(middle - rows))
+    stop = min(start + rows, excess.stop)
+    seconds = timer.seconds(np.array([start]), np.array([stop]))[:, 0]
+    rate = float((per_pair / (seconds / area(start, stop))).min())
     return size * rate, wanted, least
 
 
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[N] receivers and the pairs each gets, smallest first: the preferred ones are filled, the last is the tightest
     fit."""
-    usable = np.flatnonzero(size > 0)
+    usable = (size > 0).nonzero()[0]
     size = size[usable]
     total = size.cumsum()
     full = int(total.searchsorted(wanted * (1 - 1e-12)))
     if full < len(size):
         rest = wanted - (total[full - 1] if full else 0.0)
         left = size[full:]
-        tight = np.where(left >= rest, left + distant[usable[full:]] * float(size.max()), np.inf)
-        last = usable[full + int(tight.argmin())]
+        tight = np.where(left >= rest, left + distant[usable[full:]] * size.max(), np.inf)
+        last = full + int(tight.argmin())
         if full == 0:
-            return np.array([last]), np.array([rest])
-        usable, size = np.append(usable[:full], last), np.append(size[:full], rest)
+            return usable[last : last + 1], np.array([rest])
+        usable, size = usable[[*range(full), last]], np.append(size[:full], rest)
     order = size.argsort(kind="stable")
     return usable[order], size[order]
 
@@ -212,13 +218,15 @@ def _place(
     excess: Excess, receivers: Receivers, chosen: np.ndarray, sizes: np.ndarray, whole: float, timer: Timer
 ) -> float:
     """Low end of the cheapest place for consecutive ranges of those sizes."""
-    total = np.cumsum(sizes)
+    total = sizes.cumsum()
     if total[-1] >= whole * (1 - 1e-12):
         return float(excess.start)
     low = excess.start + (_end(excess.start, whole - total[-1]) - excess.start) * _PLACES
     ends = np.minimum(_end(low[:, None], total), excess.stop)
     q_price = receivers.q_price[chosen]
-    price = ends @ (q_price - np.append(q_price[1:], 0.0)) - low * q_price[0]
+    rises = q_price.copy()
+    rises[:-1] -= q_price[1:]
+    price = ends @ rises - low * q_price[0]
     price += receivers.kv_price(ends, chosen).sum(axis=1)
     if excess.stop > _LONG_CONTEXT:
         # Two parts left at home read their keys twice: count that time at the price of the work that leaves.
@@ -229,8 +237,8 @@ def _place(
     return float(low[price.argmin()])
 
 
-def _on_blocks(excess: Excess, low: float, sizes: np.ndarray, block: int) -> np.ndarray:
-    """[N + 1] cuts of ranges of those sizes from ``low`` on: every range rounded down to whole blocks counted from the
+def _on_blocks(excess: Excess, low: float, sizes: np.ndarray, block: int) -> list[int]:
+    """N + 1 cuts of ranges of those sizes from ``low`` on: every range rounded down to whole blocks counted from the
     piece's start, and the first lengthened so that together they keep their size."""
     squared = (low + 0.5) ** 2
     edges = [low]
@@ -250,24 +258,31 @@ def _on_blocks(excess: Excess, low: float, sizes: np.ndarray, block: int) -> np.
     cuts.append(bottom - max(math.ceil(rows / block), 1) * block)
     if cuts[-1] < excess.start + max(block / 2, rows / _SLIVER):
         cuts[-1] = excess.start
-    return np.maximum(np.array(cuts[::-1], np.int64), excess.start)
+    return [max(cut, excess.start) for cut in reversed(cuts)]
 
 
 def _end(start: np.ndarray | float, pairs: np.ndarray | float) -> np.ndarray:
     """Position where a range that begins at ``start`` has that many query-key pairs."""
-    return np.sqrt((np.asarray(start) + 0.5) ** 2 + 2 * np.asarray(pairs)) - 0.5
+    return np.asarray(np.sqrt((start + 0.5) ** 2 + 2 * pairs) - 0.5)
 
 
-def _timed(excess: Excess, chosen: np.ndarray, cuts: np.ndarray, timer: Timer) -> RangeSplit:
-    some = cuts[:-1] < cuts[1:]
-    if not some.all():
-        chosen, cuts = chosen[some], cuts[np.append(some, True)]
-    edges = np.concatenate(([excess.start], cuts, [excess.stop]))
+def _timed(excess: Excess, receivers: Receivers, chosen: np.ndarray, cuts: list[int], timer: Timer) -> RangeSplit:
+    some = [start < stop for start, stop in pairwise(cuts)]
+    if not all(some):
+        chosen, cuts = chosen[some], [cut for cut, kept in zip(cuts, [*some, True], strict=True) if kept]
+    edges = [excess.start, *cuts, excess.stop]
     # In the same call: the ranges joined with the rows behind them, and the first with those before it.
-    behind = np.concatenate((edges[:-1], edges[1:-2], edges[:1]))
-    seconds = timer.seconds(behind, np.concatenate((edges[1:], edges[3:], edges[2:3])))
+    start, stop = edges[:-1] + edges[1:-2] + edges[:1], edges[1:] + edges[3:] + edges[2:3]
+    seconds = timer.seconds(np.array(start), np.array(stop))
     count = len(edges) - 1
-    return RangeSplit(chosen, cuts, seconds[:, 1 : count - 1], seconds[:, [0, count - 1]], seconds[:, count:])
+    return RangeSplit(
+        chosen,
+        receivers.room.take(chosen, axis=1),
+        cuts,
+        seconds[:, 1 : count - 1],
+        seconds[:, 0 : count : count - 1],
+        seconds[:, count:],
+    )
 
 
 def _without_misfits(
@@ -281,17 +296,16 @@ def _without_misfits(
         split = _shortened(excess, receivers, split, over, timer, block)
         over = _over(receivers, split)
     while len(split.chosen):
-        rows = split.cuts[1:] - split.cuts[:-1]
         bad = over
-        if rows.min() < _NEVER_WASTEFUL * timer.cost.block:
+        if min(stop - start for start, stop in pairwise(split.cuts)) < _NEVER_WASTEFUL * timer.cost.block:
             bad = over | _wasteful(split)
         if not bad.any():
             return split
         # The ranges are consecutive: what lies on the shorter side of a bad one is given up with it.
-        at = int(np.argmax(bad))
+        at = int(bad.argmax())
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
-        split = _timed(excess, split.chosen[kept], cuts, timer)
+        split = _timed(excess, receivers, split.chosen[kept], cuts, timer)
         over = _over(receivers, split)
     return None
 
@@ -300,22 +314,23 @@ def _shortened(
     excess: Excess, receivers: Receivers, split: RangeSplit, over: np.ndarray, timer: Timer, block: int
 ) -> RangeSplit:
     """The same with the ranges that are ``over`` cut to what fits; the others slide into the place that leaves."""
-    fit = least_of(receivers.room[:, split.chosen] / np.maximum(split.moved, 1e-300))
-    rows = split.cuts[1:] - split.cuts[:-1]
-    most = np.minimum(rows * fit * 0.999, receivers.most_rows[split.chosen])
+    rows = split.rows
+    most = rows * least_of(split.room / np.maximum(split.moved, 1e-300)) * 0.999
+    if receivers.most_rows is not None:
+        most = np.minimum(most, receivers.most_rows[split.chosen])
     rows = np.where(over, (most // block * block).astype(np.int64), rows)
     # They slide away from the side where the sender keeps rows anyway.
     if split.cuts[0] == excess.start and split.cuts[-1] < excess.stop:
-        cuts = split.cuts[0] + np.append(0, np.cumsum(rows))
+        cuts = list(accumulate(rows.tolist(), initial=split.cuts[0]))
     else:
-        cuts = split.cuts[-1] - np.append(np.cumsum(rows[::-1])[::-1], 0)
-    return _timed(excess, split.chosen, cuts, timer)
+        cuts = list(accumulate((-rows[::-1]).tolist(), initial=split.cuts[-1]))[::-1]
+    return _timed(excess, receivers, split.chosen, cuts, timer)
 
 
 def _over(receivers: Receivers, split: RangeSplit) -> np.ndarray:
     """[N] bool: ranges that exceed their receiver's time or memory."""
-    over = least_of(receivers.room[:, split.chosen] * (1 + 1e-9) - split.moved) < 0
-    return over | (split.cuts[1:] - split.cuts[:-1] > receivers.most_rows[split.chosen]) if receivers.capped else over
+    over = least_of(split.room * (1 + 1e-9) - split.moved) < 0
+    return over if receivers.most_rows is None else over | (split.rows > receivers.most_rows[split.chosen])
 
 
 def _wasteful(split: RangeSplit) -> np.ndarray:

@@ -152,45 +152,49 @@ class _Balancer:
         self.state, self.timer, self.q_bytes, self.kv_bytes = state, timer, q_bytes, kv_bytes
         self.unit = timer.unit[:, None]
         self.stuck = np.zeros(state.layout.ranks, bool)
-        self.near = np.zeros(state.layout.ranks, bool)
-        self.equal_prices, self.endless = np.ones(state.layout.ranks), np.full(state.layout.ranks, np.inf)
+        self.near, self.equal_prices = np.zeros(state.layout.ranks, bool), np.ones(state.layout.ranks)
 
     def run(self, at_most: float = np.inf) -> None:
         """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share."""
-        room = self._room()
-        sender = self._next(room, None)
+        state = self.state
+        room = state.limit - state.load
+        free = least_of(room / self.unit)
+        sender = self._next(free, None)
         while sender is not None:
-            document = self._move(sender, room)
+            document = self._move(sender, room, free)
             if document is None:
                 self.stuck[sender] = True
-                if self.state.above_target(sender) > at_most + _ENOUGH:
+                if state.above_target(sender) > at_most + _ENOUGH:
                     return
             else:
-                room = self._room()
-            sender = self._next(room, document)
+                room = state.limit - state.load
+                free = least_of(room / self.unit)
+            sender = self._next(free, document)
 
-    def _room(self) -> np.ndarray:
-        """[K, R] seconds that servers are below their limits."""
-        return self.state.limit - self.state.load
-
-    def _next(self, room: np.ndarray, document: int | None) -> int | None:
-        """The server furthest above its limit; first among those that share ``document``, whose k,v rows its receivers
-        now have."""
+    def _next(self, free: np.ndarray, document: int | None) -> int | None:
+        """The server furthest above its limit, of which [R] ``free`` is left; first among those that share
+        ``document``, whose k,v rows its receivers now have."""
         state = self.state
-        excess = -least_of(room / self.unit)
+        excess = -free
         excess[self.stuck] = 0.0
         if document is not None:
             near = [rank for rank in state.homes(document) if excess[rank] > _ENOUGH]
             if near:
                 return max(near, key=lambda rank: (excess[rank], -rank))
-        sender = int(state.order[np.argmax(excess[state.order])])
+        sender = int(state.order[excess[state.order].argmax()])
         return sender if excess[sender] > _ENOUGH else None
 
-    def _move(self, sender: int, room: np.ndarray) -> int | None:
-        """Give the piece that costs fewest bytes per second of work; returns its document, None when nothing can go."""
+    def _move(self, sender: int, room: np.ndarray, free: np.ndarray) -> int | None:
+        """Give the piece that costs fewest bytes per second of work; returns its document, None when nothing can go.
+
+        Args:
+            sender: who gives.
+            room: [K, R] seconds that servers are below their limits.
+            free: [R] the least of it, in parts of the mean.
+        """
         need = -room[:, sender]
         pieces = self.state.pieces_of(sender)
-        free = np.maximum(least_of(room / self.unit), 0.0)
+        free = np.maximum(free, 0.0)
         free[sender] = 0.0
         price = self._price_per_pair(pieces, need, float(free.max()))
         if self._move_whole(sender, pieces, price, need, room, free):
@@ -296,44 +300,43 @@ class _Balancer:
         if split is None:
             return False
         count = len(split.chosen)
-        moved = MovedRanges(
-            np.full(count, document), split.cuts[:-1], split.cuts[1:], receivers.rank[split.chosen], split.moved
-        )
-        left = Pieces(
-            np.full(2, document), np.array([start, split.cuts[-1]]), np.array([split.cuts[0], stop]), split.kept
-        )
+        cuts = np.array(split.cuts)
+        moved = MovedRanges(np.full(count, document), cuts[:-1], cuts[1:], receivers.rank[split.chosen], split.moved)
+        left = Pieces(np.full(2, document), np.array([start, cuts[-1]]), np.array([cuts[0], stop]), split.kept)
         state.move(sender, np.array([piece]), left, moved)
         return True
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
         """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
         state, nodes = self.state, self.state.links.ranks_per_node > 0
-        usable = free > _LEAST_ROOM
-        most_rows = self.endless
+        network = state.links.network_price
+        usable, most_rows = free > _LEAST_ROOM, None
         if state.cap is not None:
             free_memory = state.cap - state.received - stop * state.shape.kv_bytes
             most_rows = free_memory // state.shape.q_bytes
             usable &= most_rows >= self.timer.cost.block
-        worth = np.where(usable, free, 0.0)
-        price = (
-            np.where(state.node == state.node[sender], 1.0, state.links.network_price) if nodes else self.equal_prices
-        )
-        if nodes:
-            worth = worth / price**2
+        distant = state.node != state.node[sender] if nodes else self.near
+        price = np.where(distant, network, 1.0) if nodes else self.equal_prices
+        worth = free / price**2 if nodes else free.copy()
         sharing, had = state.sharers(document)
         if len(sharing):
             worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
         # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
-        ranks = state.order[np.argsort(-worth[state.order], kind="stable")][: int(usable.sum())]
-        network = state.links.network_price
+        ranks = state.order[usable[state.order]]
+        ranks = ranks[(-worth[ranks]).argsort(kind="stable")]
 
         def kv_price(stops: np.ndarray, chosen: np.ndarray) -> np.ndarray:
             inside, across = state.kv_rows(document, ranks[chosen], stops)
             return self.kv_bytes * (inside + network * across)
 
-        distant = state.node[ranks] != state.node[sender] if nodes else self.near[: len(ranks)]
-        q_price = self.q_bytes * price[ranks]
-        return Receivers(ranks, room[:, ranks], most_rows[ranks], distant, q_price, kv_price)
+        return Receivers(
+            ranks,
+            room.take(ranks, axis=1),
+            None if most_rows is None else most_rows[ranks],
+            distant[ranks],
+            self.q_bytes * price[ranks],
+            kv_price,
+        )
 
 
 def _cheapest(price: np.ndarray) -> Iterator[int]:
