@@ -11,9 +11,10 @@ Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -272,15 +273,16 @@ class _OnRank:
     def _heads(self, wanted: float) -> list[int]:
         """A head of every document: the rows up to one position, which have least work, or the same part of each."""
         rows, total = self.rows, sum(self.rows)
+        until = self._until()
         low, high = 0.0, float(max(rows))
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            tokens, found = self._until(middle)
+            tokens, found = until(middle)
             if tokens > self.ping or (found > wanted and tokens > total - self.pong):
                 high = middle
             else:
                 low = middle
-        if self._until(low)[1] >= wanted * (1 - _NEARLY) or total - self.pong >= self.ping:
+        if until(low)[1] >= wanted * (1 - _NEARLY) or total - self.pong >= self.ping:
             cuts = [min(int(low), own) for own in rows]
         else:
             slope = sum(each * own for each, own in zip(self.slope, rows, strict=True))
@@ -288,8 +290,13 @@ class _OnRank:
             part = min(max(part, 1 - self.pong / total), self.ping / total, 1.0)
             cuts = [int(part * own) for own in rows]
         # Rounding took rows from ping, which pong may have no room for.
+        over = total - sum(cuts) - int(self.pong)
         for at, own in enumerate(rows):
-            cuts[at] += min(max(total - sum(cuts) - int(self.pong), 0), own - cuts[at])
+            if over <= 0:
+                break
+            more = min(over, own - cuts[at])
+            cuts[at] += more
+            over -= more
         return cuts
 
     def _surplus_of(self, heads: list[int]) -> float:
@@ -299,14 +306,22 @@ class _OnRank:
             found += square * (head / own) ** 2 + slope * head
         return found
 
-    def _until(self, position: float) -> tuple[float, float]:
-        """Rows and surplus of all heads up to ``position``."""
-        tokens = found = 0.0
-        for own, square, slope in zip(self.rows, self.square, self.slope, strict=True):
-            head = min(position, own)
-            tokens += head
-            found += square * (head / own) ** 2 + slope * head
-        return tokens, found
+    def _until(self) -> Callable[[float], tuple[float, float]]:
+        """What tells rows and surplus of all heads up to a position."""
+        # The first documents are longer than a position, and the others are all before it.
+        ascending, count = self.rows[::-1], len(self.rows)
+        dense = list(accumulate((a / own**2 for a, own in zip(self.square, self.rows, strict=True)), initial=0.0))
+        slope = list(accumulate(self.slope, initial=0.0))
+        whole = (a + b * own for a, b, own in zip(self.square[::-1], self.slope[::-1], ascending, strict=True))
+        tokens_of, surplus_of = list(accumulate(ascending, initial=0)), list(accumulate(whole, initial=0.0))
+
+        def until(position: float) -> tuple[float, float]:
+            before = bisect_right(ascending, position)
+            longer = count - before
+            surplus = surplus_of[before] + (dense[longer] * position + slope[longer]) * position
+            return tokens_of[before] + longer * position, surplus
+
+        return until
 
 
 def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:
