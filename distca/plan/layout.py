@@ -71,13 +71,22 @@ def overlaps(
     Returns:
         [P] each: index of the range, index of the shard, rows.
     """
-    span = int(max(stop.max(initial=0), shards.stop.max(initial=0))) + 1
-    low = np.searchsorted(shards.document * span + shards.stop, document * span + start, side="right")
-    high = np.searchsorted(shards.document * span + shards.start, document * span + stop, side="left")
-    count = np.maximum(high - low, 0)
-    found = np.repeat(np.arange(len(document)), count)
+    shards_of = np.bincount(shards.document, minlength=int(document.max(initial=-1)) + 1)
+    low = (np.cumsum(shards_of) - shards_of)[document]
+    count = shards_of[document]
+    # Most documents live in one place: only those that do not are searched.
+    cut = np.flatnonzero(count > 1)
+    if len(cut):
+        document, span = document[cut], int(max(stop.max(), shards.stop.max())) + 1
+        first = np.searchsorted(shards.document * span + shards.stop, document * span + start[cut], side="right")
+        last = np.searchsorted(shards.document * span + shards.start, document * span + stop[cut], side="left")
+        low[cut], count[cut] = first, np.maximum(last - first, 0)
+    found = np.repeat(np.arange(len(low)), count)
     shard = np.arange(len(found)) - (np.cumsum(count) - count)[found] + low[found]
     rows = np.minimum(stop[found], shards.stop[shard]) - np.maximum(start[found], shards.start[shard])
+    if len(rows) and rows.min() <= 0:
+        some = rows > 0
+        found, shard, rows = found[some], shard[some], rows[some]
     return found, shard, rows
 
 
