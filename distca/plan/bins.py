@@ -6,8 +6,8 @@ Placement deals documents with it, to nodes and to the ranks of each node. Work 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,30 +22,38 @@ LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
 """Least work of a share, in parts of the mean; and the part of it for which room is used where tokens are scarce."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Items:
-    """What is dealt, longest document first."""
+    """What is dealt, longest document first. Array legend: I items.
 
-    document: list[int]
-    rows: list[float]
-    work: list[float]
-    added: list[float]
-    long: list[bool]
+    Attributes:
+        rows: [I] tokens.
+        work: [I] float64.
+        added: [I] float64 work that each share has beyond its part.
+        long: [I] bool, whether it is to be in shares.
+    """
 
-    def of(self, parts: Sequence[tuple[int, float]]) -> Items:
+    rows: np.ndarray
+    work: np.ndarray
+    added: np.ndarray
+    long: np.ndarray
+
+    def of(self, item: np.ndarray, part: np.ndarray) -> Items:
         """Parts of them."""
-        return Items(
-            [self.document[i] for i, _ in parts],
-            [self.rows[i] * part for i, part in parts],
-            [self.work[i] * part for i, part in parts],
-            [self.added[i] for i, _ in parts],
-            [self.long[i] for i, _ in parts],
-        )
+        return Items(self.rows[item] * part, self.work[item] * part, self.added[item], self.long[item])
+
+
+class Parts(NamedTuple):
+    """Parts of items in bins, [N] each: int64 item, int64 bin and float64 part of the item."""
+
+    item: np.ndarray
+    bin: np.ndarray
+    part: np.ndarray
 
 
 def deal_to_bins(
     items: Items, mean: float, room: list[int], ranks: list[int], filler: tuple[float, int], most: tuple[float, float]
-) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
+) -> tuple[Parts, list[tuple[int, float]]]:
     """Deal items to bins: each to the bin that lacks most surplus and has the tokens, or in parts to several.
 
     Args:
@@ -57,21 +65,23 @@ def deal_to_bins(
         most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
 
     Returns:
-        (item, bin, part of it) of all that were dealt, and (item, part of it) of those without room.
+        All that were dealt, and (item, part of it) of those without room.
     """
     rates = Rates(items.rows, items.work, filler)
     bins = _Bins(mean, room, ranks, rates.sparse, most)
     missed: list[tuple[int, float]] = []
-    rows, begin = items.rows, 0
+    rows, work, added, long = (x.tolist() for x in (items.rows, items.work, items.added, items.long))
+    small = (~items.long & (items.work <= bins.least)).tolist()
+    begin = 0
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
             end += 1
         bins.order_by(rates.of_shorter[end])
         item = begin - 1
-        while (item := bins.put_small(items, item + 1, end)) < end:
-            own, brings, extra, part = rows[item], items.work[item], items.added[item], 1.0
-            if items.long[item]:
+        while (item := bins.put_small(rows, work, small, item + 1, end)) < end:
+            own, brings, extra, part = rows[item], work[item], added[item], 1.0
+            if long[item]:
                 part = bins.put_parts(item, part, own, brings, extra, within_need=True)
             elif bins.put_whole(item, own, brings):
                 continue
@@ -96,14 +106,14 @@ class _Bins:
         most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
 
     Attributes:
-        dealt: (item, bin, part of it) so far.
+        least: least work of a share.
     """
 
     def __init__(
         self, mean: float, room: list[int], ranks: list[int], sparse: float, most: tuple[float, float]
     ) -> None:
         most_work, most_rows = most
-        self.dealt: list[tuple[int, int, float]] = []
+        self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
         self._need, self._space, self._sparse = [mean * each for each in ranks], [float(each) for each in room], sparse
         # Pong has short documents beside its shares.
         self._need_shares = [
@@ -111,9 +121,15 @@ class _Bins:
             for lacks, tokens in zip(self._need, self._space, strict=True)
         ]
         self._space_shares = [most_rows * tokens for tokens in self._space]
-        self._over, self._least = OVERFULL * mean * min(ranks), LEAST_SHARE * mean
+        self._over, self.least = OVERFULL * mean * min(ranks), LEAST_SHARE * mean
         self._rate = 0.0
         self._heap: list[tuple[float, int]] = []
+
+    @property
+    def dealt(self) -> Parts:
+        """What was put so far."""
+        item, at, part = self._dealt
+        return Parts(np.array(item, np.int64), np.array(at, np.int64), np.array(part, np.float64))
 
     def order_by(self, rate: float) -> None:
         """Look first at the bin that lacks most surplus over this work per token."""
@@ -122,21 +138,24 @@ class _Bins:
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
         heapq.heapify(self._heap)
 
-    def put_small(self, items: Items, item: int, end: int) -> int:
-        """Put whole items from ``item`` on, up to ``end``, each into the first bin, as long as they are too small to be
-        in shares and it has the tokens; returns the first that was not put."""
-        heap, need, space, rate, least = self._heap, self._need, self._space, self._rate, self._least
-        rows, work, long, replace_first = items.rows, items.work, items.long, heapq.heapreplace
-        while item < end and heap:
-            own, brings, at = rows[item], work[item], heap[0][1]
-            if long[item] or brings > least or space[at] < own:
+    def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
+        """Put whole items from ``first`` on, up to ``end``, each into the first bin, as long as they are ``small``
+        enough never to be in shares and it has the tokens; returns the first that was not put."""
+        heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
+        items, bins, parts = self._dealt
+        for item in range(first, end):
+            at = heap[0][1]
+            left = space[at] - rows[item]
+            if left < 0 or not small[item]:
+                end = item
                 break
-            need[at] -= brings
-            space[at] -= own
-            replace_first(heap, (rate * space[at] - need[at], at))
-            self.dealt.append((item, at, 1.0))
-            item += 1
-        return item
+            need[at] -= work[item]
+            space[at] = left
+            replace_first(heap, (rate * left - need[at], at))
+            bins.append(at)
+        items.extend(range(first, end))
+        parts.extend([1.0] * (end - first))
+        return end
 
     def put_whole(self, item: int, own: float, brings: float) -> bool:
         """Put an item into the first bin that has the tokens, if there is one and it does not get far too much."""
@@ -147,7 +166,7 @@ class _Bins:
         if found:
             at = self._heap[0][1]
             over = brings - self._sparse * own - (self._need[at] - self._sparse * self._space[at])
-            found = brings <= self._least or over <= self._over or brings - over < self._least
+            found = brings <= self.least or over <= self._over or brings - over < self.least
             if found:
                 self._put(item, at, 1.0, own, brings)
         for each in aside:
@@ -159,7 +178,7 @@ class _Bins:
         ``within_need`` as much as they lack, else as much as they have tokens for. Returns what is left of it."""
         aside = []
         most = brings - self._sparse * own
-        least = min(self._least / max(brings, 1e-12), 1.0)
+        least = min(self.least / max(brings, 1e-12), 1.0)
         while self._heap and part > 0:
             at = self._heap[0][1]
             taken = part
@@ -186,33 +205,35 @@ class _Bins:
             heapq.heappush(self._heap, each)
         return part
 
-    def levelled(self, items: Items, rate: float) -> list[tuple[int, int, float]]:
+    def levelled(self, items: Items, rate: float) -> Parts:
         """What was dealt, with the shares of long documents resized so that their ranks get what they lack now that
         whole documents are there too; ``rate`` is the work per token of what fills ranks up."""
-        shares = sorted((each for each in self.dealt if each[2] < 1 and items.long[each[0]]), key=lambda each: each[0])
-        if not shares:
-            return self.dealt
-        item, at, part = (np.array(column) for column in zip(*shares, strict=True))
-        rows, heads = np.array(items.rows), np.flatnonzero(np.append(True, item[1:] != item[:-1]))
-        whole = np.repeat(np.add.reduceat(part, heads), np.diff(np.append(heads, len(item))))
-        surplus, space = np.array(items.work) - rate * rows, np.array(self._space)
-        tiny = 1e-6 * self._least
+        dealt = self.dealt
+        in_shares = (dealt.part < 1) & items.long[dealt.item]
+        if not in_shares.any():
+            return dealt
+        item, at, part = (column[in_shares] for column in dealt)
+        order = item.argsort(kind="stable")
+        item, at, part = item[order], at[order], part[order]
+        heads = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
+        count = np.diff(np.append(heads, len(item)))
+        whole = np.repeat(np.add.reduceat(part, heads), count)
+        rows, work = items.rows[item], items.work[item]
+        surplus, need, space = work - rate * rows, np.array(self._need), np.array(self._space)
+        tiny = 1e-6 * self.least
         for _ in range(_LEVELLINGS):
             # A rank with several shares changes them alike.
-            size, own = part * surplus[item], part * rows[item]
-            lacks = np.array(self._need) - rate * space
-            wanted = size * (1 + lacks[at] / np.maximum(np.bincount(at, size, len(space))[at], tiny))
-            most = size * (1 + np.maximum(space, 0.0)[at] / np.maximum(np.bincount(at, own, len(space))[at], tiny))
-            resized = np.clip(wanted, 0.0, most) / surplus[item]
-            total = np.repeat(np.add.reduceat(resized, heads), np.diff(np.append(heads, len(item))))
-            resized *= whole / np.maximum(total, 1e-300)
-            self._need = (
-                self._need - np.bincount(at, (resized - part) * np.array(items.work)[item], len(space))
-            ).tolist()
-            space -= np.bincount(at, (resized - part) * rows[item], len(space))
+            size, own = part * surplus, part * rows
+            lacks = need - rate * space
+            wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])
+            most = size * (1 + (np.maximum(space, 0.0) / np.maximum(np.bincount(at, own, len(space)), tiny))[at])
+            resized = np.minimum(np.maximum(wanted, 0.0), most) / surplus
+            resized *= whole / np.maximum(np.repeat(np.add.reduceat(resized, heads), count), 1e-300)
+            need -= np.bincount(at, (resized - part) * work, len(space))
+            space -= np.bincount(at, (resized - part) * rows, len(space))
             part = resized
-        parts = zip(item.tolist(), at.tolist(), part.tolist(), strict=True)
-        return [each for each in self.dealt if each[2] == 1 or not items.long[each[0]]] + list(parts)
+        levelled = zip((column[~in_shares] for column in dealt), (item, at, part), strict=True)
+        return Parts(*(np.concatenate(columns) for columns in levelled))
 
     def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
         self._need[at] -= work
@@ -221,7 +242,10 @@ class _Bins:
             self._need_shares[at] -= work - self._sparse * part * own
             self._space_shares[at] -= part * own
         heapq.heapreplace(self._heap, (self._rate * self._space[at] - self._need[at], at))
-        self.dealt.append((item, at, part))
+        items, bins, parts = self._dealt
+        items.append(item)
+        bins.append(at)
+        parts.append(part)
 
 
 class Rates:
@@ -232,9 +256,9 @@ class Rates:
         sparse: of those with little work per token.
     """
 
-    def __init__(self, rows: list[float], work: list[float], filler: tuple[float, int]) -> None:
-        own = np.array([*rows, float(filler[1])])
-        brings = np.array([*work, filler[0] * filler[1]])
+    def __init__(self, rows: np.ndarray, work: np.ndarray, filler: tuple[float, int]) -> None:
+        own = np.append(rows, float(filler[1]))
+        brings = np.append(work, filler[0] * filler[1])
         rows_from, work_from = (np.cumsum(x[::-1])[::-1] for x in (own, brings))
         self.of_shorter: list[float] = (work_from / np.maximum(rows_from, 1.0)).tolist()
         thin = brings < _DENSE * work_from[0] / max(rows_from[0], 1.0) * own

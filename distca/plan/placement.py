@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
-from distca.plan.bins import LEAST_SHARE, OVERFULL, Items, Rates, deal_to_bins
+from distca.plan.bins import LEAST_SHARE, OVERFULL, Items, Parts, Rates, deal_to_bins
 from distca.plan.cost.model import CostModel
 
 Placement = Literal["in_order", "spread", "spread_by_half"]
@@ -150,7 +151,7 @@ def deal(
     surplus = whole - filler[0] * rows
     wanted = max(1.0 - filler[0] * float(budgets.mean()), LEAST_SHARE)
     in_shares = (surplus > (1 + OVERFULL) * wanted) | (rows > budgets.max())
-    sparse = Rates(rows.tolist(), whole.tolist(), filler).sparse * float(budgets.mean())
+    sparse = Rates(rows, whole, filler).sparse * float(budgets.mean())
     extra = _shares_each(surplus, added, in_shares, wanted) * added
     halves = Halves(1.0, 1.0, 1.0, 1.0)
     if nano_batches == 2:
@@ -161,30 +162,31 @@ def deal(
         extra = _shares_each(surplus, added, in_shares, min(wanted, most)) * added
     limits = halves.most_work, halves.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
-    items = Items(order[:count].tolist(), rows.tolist(), whole.tolist(), added.tolist(), in_shares.tolist())
+    items = Items(rows, whole, added, in_shares)
     nodes, first = np.unique(node, return_index=True)
     bounds = [*first.tolist(), len(budgets)]
     if len(nodes) == 1:
         dealt, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits)
     else:
         # A node's part of a document has what all of its ranks' shares add.
-        with_added = (whole + extra).tolist()
-        of_nodes = replace(items, work=with_added, added=[0.0] * count)
-        dealt = []
+        with_added = whole + extra
+        of_nodes = replace(items, work=with_added, added=np.zeros(count))
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
         by_node, left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)
-        per_node: list[list[tuple[int, float]]] = [[] for _ in nodes]
-        for item, number, part in by_node:
-            per_node[number].append((item, part))
-        for number, parts in enumerate(per_node):
-            inside = items.of(parts)
-            fill = (filler[0], max(room[number] - int(sum(inside.rows)), 0))
+        by_rank = []
+        there = np.argsort(by_node.bin, kind="stable")
+        ends = np.searchsorted(by_node.bin[there], np.arange(len(nodes) + 1)).tolist()
+        for number, (begin, end) in enumerate(pairwise(ends)):
+            item, part = by_node.item[there[begin:end]], by_node.part[there[begin:end]]
+            inside = items.of(item, part)
+            fill = (filler[0], max(room[number] - int(sum(inside.rows.tolist())), 0))
             low, high = bounds[number : number + 2]
-            target = (sum(with_added[i] * part for i, part in parts) + fill[0] * fill[1]) / (high - low)
+            target = (sum((with_added[item] * part).tolist()) + fill[0] * fill[1]) / (high - low)
             found, missed = deal_to_bins(inside, target, budgets[low:high].tolist(), [1] * (high - low), fill, limits)
-            dealt += [(parts[i][0], low + rank, parts[i][1] * part) for i, rank, part in found]
-            left += [(parts[i][0], parts[i][1] * part) for i, part in missed]
-    shares, missing = _shares(items.document, dealt, left)
+            by_rank.append(Parts(item[found.item], low + found.bin, part[found.item] * found.part))
+            left += [(int(item[i]), float(part[i]) * more) for i, more in missed]
+        dealt = Parts(*(np.concatenate(columns) for columns in zip(*by_rank, strict=True)))
+    shares, missing = _shares(order[:count], dealt, left)
     long = np.zeros(len(length), bool)
     long[order[:count]] = in_shares
     return Dealt(shares, short, missing, work(np.zeros_like(length), length), filler[0], halves, long)
@@ -203,28 +205,26 @@ def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarr
 
 
 def _shares(
-    documents: list[int], dealt: list[tuple[int, int, float]], missed: list[tuple[int, float]]
+    documents: np.ndarray, dealt: Parts, missed: list[tuple[int, float]]
 ) -> tuple[Shares, list[tuple[int, float, float]]]:
     """What ranks have, the shares of a document one after the other from its outer rows on, and what nobody has."""
-    if not dealt:
-        nothing = np.zeros(0, np.int64)
-        return Shares(nothing, nothing, np.zeros(0), np.zeros(0)), [(documents[i], 0.0, 1.0) for i, _ in missed]
-    item, rank, part = (np.array(column) for column in zip(*dealt, strict=True))
-    order = np.argsort(item, kind="stable")
-    item, rank, part = item[order], rank[order], part[order]
+    order = np.argsort(dealt.item, kind="stable")
+    item, rank, part = (column[order] for column in dealt)
     ends = np.cumsum(part)
-    heads = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
+    heads = np.flatnonzero(np.append(True, item[1:] != item[:-1])[: len(item)])
     of_head = np.repeat(heads, np.diff(np.append(heads, len(item))))
     before = ends[of_head] - part[of_head]
     low, high = (np.minimum(x - before, 1.0) for x in (ends - part, ends))
     # Parts add up to 1 but for rounding; the last one goes to the middle where nothing was missed.
-    without = {i for i, _ in missed}
-    last = np.append(item[1:] != item[:-1], True)
+    without = sorted({i for i, _ in missed})
+    last = np.append(item[1:] != item[:-1], True)[: len(item)]
     if without:
-        last &= ~np.isin(item, list(without))
+        last &= ~np.isin(item, without)
     high[last] = 1.0
     low[1:][item[1:] == item[:-1]] = high[:-1][item[1:] == item[:-1]]
     low[heads] = 0.0
-    tops = {int(i): float(top) for i, top in zip(item, high, strict=True)}
-    left = [(documents[i], tops.get(i, 0.0), 1.0) for i in sorted(without)]
-    return Shares(np.array(documents)[item], rank, low, high), left
+    left = []
+    for i in without:
+        begin, end = np.searchsorted(item, (i, i + 1)).tolist()
+        left.append((int(documents[i]), float(high[end - 1]) if end > begin else 0.0, 1.0))
+    return Shares(documents[item], rank, low, high), left

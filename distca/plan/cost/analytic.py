@@ -55,7 +55,7 @@ class AnalyticCost(CostModel):
 def _linear(terms: tuple[tuple[float, float, float], ...], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
     """[K, ...] seconds for each of K triples of terms; 0 without queries, whatever the keys."""
     features = np.empty((3, *np.shape(q_rows)))
-    pairs, q, kv = features
+    pairs, q, kv = (features[at, ...] for at in range(3))
     q[...] = q_rows
     np.multiply(kv_rows, q > 0, out=kv)
     np.multiply(q, kv - 0.5 * (q - 1), out=pairs)

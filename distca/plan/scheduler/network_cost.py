@@ -63,7 +63,7 @@ class _HeldRanges:
 
     def __init__(self, group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
         self._end = int(stop[-1]) if len(stop) else 0
-        self._only = int(group[0]) if len(group) and (group == group[0]).all() else None
+        self._only = int(group[:1].sum()) if (group[1:] == group[:-1]).all() else None
         if self._only is not None:
             return
         order = group.argsort(kind="stable")

@@ -154,7 +154,9 @@ class SchedulerState:
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
-            return self._missing(document, ranks, stops) if self.links.ranks_per_node else (stops, np.zeros(1, np.int64))
+            if not self.links.ranks_per_node:
+                return stops, np.zeros(1, np.int64)
+            return self._missing(document, ranks, stops)
         inside, across = self._missing(document, ranks, np.maximum(stops, had))
         had_inside, had_across = self._missing(document, ranks, np.array(had))
         return inside - had_inside, across - had_across
