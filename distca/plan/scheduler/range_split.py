@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -103,8 +105,7 @@ class Receivers:
     kv_price: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-@dataclass(frozen=True)
-class RangeSplit:
+class RangeSplit(NamedTuple):
     """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece.
 
     Attributes:
@@ -150,8 +151,6 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     if most is not None:
         size = np.minimum(size, most)
     chosen, sizes = _choose(size, wanted, receivers.distant)
-    if not len(chosen):
-        return None
     low = _place(excess, receivers, chosen, sizes, whole, timer)
     split = _timed(excess, receivers, chosen, _on_blocks(excess, low, sizes, block), timer)
     # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, in the same place.
@@ -168,8 +167,6 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
         sizes[0] = min(sizes[0], wanted - sizes[1:].sum())
         if sizes[0] <= 0 or sizes.sum() < wanted * (1 - 1e-12):
             chosen, sizes = _choose(size, wanted, receivers.distant)
-            if not len(chosen):
-                return None
             low = _place(excess, receivers, chosen, sizes, whole, timer)
         split = _timed(excess, receivers, chosen, _on_blocks(excess, low, sizes, block), timer)
     return _without_misfits(excess, receivers, split, timer, block)
@@ -198,20 +195,17 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
 def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[N] receivers and the pairs each gets, smallest first: the preferred ones are filled, the last is the tightest
     fit."""
-    usable = (size > 0).nonzero()[0]
-    size = size[usable]
     total = size.cumsum()
     full = int(total.searchsorted(wanted * (1 - 1e-12)))
-    if full < len(size):
-        rest = wanted - (total[full - 1] if full else 0.0)
-        left = size[full:]
-        tight = np.where(left >= rest, left + distant[usable[full:]] * size.max(), np.inf)
-        last = full + int(tight.argmin())
-        if full == 0:
-            return usable[last : last + 1], np.array([rest])
-        usable, size = usable[[*range(full), last]], np.append(size[:full], rest)
-    order = size.argsort(kind="stable")
-    return usable[order], size[order]
+    if full == len(size):
+        order = size.argsort(kind="stable")
+        return order, size[order]
+    rest = wanted - (float(total[full - 1]) if full else 0.0)
+    left = size[full:]
+    last = full + int(np.where(left >= rest, left + distant[full:] * size.max(), np.inf).argmin())
+    pairs = sorted(zip([*size[:full].tolist(), rest], [*range(full), last], strict=True), key=itemgetter(0))
+    sizes, chosen = zip(*pairs, strict=True)
+    return np.array(chosen), np.array(sizes)
 
 
 def _place(
@@ -221,8 +215,9 @@ def _place(
     total = sizes.cumsum()
     if total[-1] >= whole * (1 - 1e-12):
         return float(excess.start)
-    low = excess.start + (_end(excess.start, whole - total[-1]) - excess.start) * _PLACES
-    ends = np.minimum(_end(low[:, None], total), excess.stop)
+    highest = math.sqrt((excess.start + 0.5) ** 2 + 2 * (whole - float(total[-1]))) - 0.5
+    low = excess.start + (highest - excess.start) * _PLACES
+    ends = np.minimum(np.sqrt(((low + 0.5) ** 2)[:, None] + 2 * total) - 0.5, excess.stop)
     q_price = receivers.q_price[chosen]
     rises = q_price.copy()
     rises[:-1] -= q_price[1:]
@@ -230,9 +225,9 @@ def _place(
     price += receivers.kv_price(ends, chosen).sum(axis=1)
     if excess.stop > _LONG_CONTEXT:
         # Two parts left at home read their keys twice: count that time at the price of the work that leaves.
-        start = np.concatenate((np.full(len(low), excess.start), ends[:, -1]))
-        stop = np.concatenate((low, np.full(len(low), excess.stop)))
-        kept = (timer.seconds(start, stop) / timer.unit[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
+        start, stop = np.full((2, len(low)), float(excess.start)), np.full((2, len(low)), float(excess.stop))
+        start[1], stop[0] = ends[:, -1], low
+        kept = (timer.seconds(start, stop) / timer.unit[:, None, None]).sum(axis=0).sum(axis=0)
         price *= 1 + (kept - kept.min()) / ((excess.seconds / timer.unit).sum() - kept.min())
     return float(low[price.argmin()])
 
@@ -259,11 +254,6 @@ def _on_blocks(excess: Excess, low: float, sizes: np.ndarray, block: int) -> lis
     if cuts[-1] < excess.start + max(block / 2, rows / _SLIVER):
         cuts[-1] = excess.start
     return [max(cut, excess.start) for cut in reversed(cuts)]
-
-
-def _end(start: np.ndarray | float, pairs: np.ndarray | float) -> np.ndarray:
-    """Position where a range that begins at ``start`` has that many query-key pairs."""
-    return np.asarray(np.sqrt((start + 0.5) ** 2 + 2 * pairs) - 0.5)
 
 
 def _timed(excess: Excess, receivers: Receivers, chosen: np.ndarray, cuts: list[int], timer: Timer) -> RangeSplit:
