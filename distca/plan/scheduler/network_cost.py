@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -49,7 +50,8 @@ class HeldRows:
         self._found: dict[int, _HeldRanges] = {}
 
     def below(self, document: int, group: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """[..., N] rows of ``document`` before ``position`` [..., N] that ``group`` [N] holds."""
+        """[..., N] rows of ``document`` before ``position`` [..., N] that ``group`` [N] holds; broadcasts to that where
+        none of them holds any."""
         found = self._found.get(document)
         if found is None:
             low, high = self._shards.document.searchsorted((document, document + 1)).tolist()
@@ -62,22 +64,27 @@ class _HeldRanges:
     """[S] ranges of one document, sorted by start, and the group that holds each."""
 
     def __init__(self, group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
-        self._end = int(stop[-1]) if len(stop) else 0
-        self._only = int(group[:1].sum()) if (group[1:] == group[:-1]).all() else None
-        if self._only is not None:
-            return
+        self._ranges = group, start, stop
+        self._groups, self._end = set(group.tolist()), int(stop[-1]) if len(stop) else 0
+
+    @cached_property
+    def _index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Ranges by group: the place in that order, start and stop of each, and the rows before it."""
+        group, start, stop = self._ranges
         order = group.argsort(kind="stable")
-        self._span = self._end + 1
-        self._at, self._start, self._stop = (group * self._span + start)[order], start[order], stop[order]
-        self._before = np.zeros(len(order) + 1, np.int64)
-        np.cumsum(self._stop - self._start, out=self._before[1:])
+        group, start, stop = group[order], start[order], stop[order]
+        before = np.zeros(len(order) + 1, np.int64)
+        np.cumsum(stop - start, out=before[1:])
+        return group * (self._end + 1) + start, start, stop, before
 
     def below(self, group: np.ndarray, position: np.ndarray) -> np.ndarray:
+        if self._groups.isdisjoint(group.tolist()):
+            return np.zeros(1, np.int64)
         position = np.minimum(position, self._end)
-        if self._only is not None:
-            return np.asarray((group == self._only) * position)
-        key = group * self._span
-        first = self._at.searchsorted(key)
-        at = self._at.searchsorted(key + position) - 1
-        held = self._before[at] - self._before[first] + (np.minimum(position, self._stop[at]) - self._start[at])
+        if len(self._groups) == 1:
+            return np.asarray((group == self._ranges[0][0]) * position)
+        place, start, stop, before = self._index
+        key = group * (self._end + 1)
+        first, at = place.searchsorted(key), place.searchsorted(key + position) - 1
+        held = before[at] - before[first] + (np.minimum(position, stop[at]) - start[at])
         return np.where(at >= first, held, 0)

@@ -214,7 +214,8 @@ class _Balancer:
             return np.full(len(pieces.document), np.inf)
         start, stop = pieces.start, pieces.stop
         whole = area(start, stop)
-        per_pair = -least_of(-pieces.seconds / self.unit) / whole
+        seconds = pieces.seconds / self.unit
+        per_pair = np.maximum(seconds[0], seconds[-1]) / whole
         wanted = np.minimum(whole, min(most, float((need / self.unit[:, 0]).max())) / per_pair)
         middle = np.sqrt(wanted * (self.q_bytes / self.kv_bytes + 0.5))
         half = wanted / np.maximum(middle, 1.0) / 2
