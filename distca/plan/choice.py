@@ -16,7 +16,7 @@ from typing import Protocol
 from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
-from distca.plan.metrics import server_seconds, traffic
+from distca.plan.metrics import Traffic, server_seconds, traffic
 from distca.plan.plan import Plan
 from distca.plan.scheduler.network_cost import Links
 
@@ -114,6 +114,8 @@ def cheaper(
 def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Price:
     """What one layer of a micro-batch costs."""
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
+    # Forward and backward often share a plan.
+    rows_of: dict[int, Traffic] = {}
     directions: tuple[tuple[Direction, int], ...] = (("forward", 1), ("backward", 3 if resend else 1))
     for way, (direction, q_out) in enumerate(directions):
         plans = [half[way] for half in halves]
@@ -121,7 +123,9 @@ def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Pri
         attention += sum(slowest)
         q_bytes, kv_bytes = shape.moved_bytes(direction, resend)
         for own, plan in zip(slowest, plans, strict=True):
-            rows, node = traffic(plan), links.nodes(plan.layout.ranks)
+            if id(plan) not in rows_of:
+                rows_of[id(plan)] = traffic(plan)
+            rows, node = rows_of[id(plan)], links.nodes(plan.layout.ranks)
             moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
             one_way = (q_out * shape.q_bytes, shape.q_bytes, shape.kv_bytes)
             far = rows.between(node).busiest(*one_way)

@@ -6,6 +6,7 @@ Array legend: K directions, N tasks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -40,26 +41,25 @@ class AnalyticCost(CostModel):
     backward_terms: tuple[float, float, float]
     linear: LinearRate | None = None
 
+    @cached_property
+    def _terms(self) -> dict[Direction, np.ndarray]:
+        """[K, 3] by direction."""
+        both = np.array((self.forward_terms, self.backward_terms))
+        return {"both": both, "forward": both[:1], "backward": both[1:]}
+
     def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        return _linear((self.forward_terms,), q_rows, kv_rows)[0]
+        return self.per_direction("forward", q_rows, kv_rows)[0]
 
     def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        return _linear((self.backward_terms,), q_rows, kv_rows)[0]
+        return self.per_direction("backward", q_rows, kv_rows)[0]
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        if direction == "both":
-            return _linear((self.forward_terms, self.backward_terms), q_rows, kv_rows)
-        return _linear((self.forward_terms if direction == "forward" else self.backward_terms,), q_rows, kv_rows)
-
-
-def _linear(terms: tuple[tuple[float, float, float], ...], q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-    """[K, ...] seconds for each of K triples of terms; 0 without queries, whatever the keys."""
-    features = np.empty((3, *np.shape(q_rows)))
-    pairs, q, kv = (features[at, ...] for at in range(3))
-    q[...] = q_rows
-    np.multiply(kv_rows, q > 0, out=kv)
-    np.multiply(q, kv - 0.5 * (q - 1), out=pairs)
-    return (np.array(terms) @ features.reshape(3, -1)).reshape(len(terms), *q.shape)
+        terms, shape = self._terms[direction], np.shape(q_rows)
+        # Without queries a range costs nothing, whatever its keys.
+        features = np.empty((3, *shape))
+        features[1], features[2] = q_rows, kv_rows * (q_rows > 0)
+        features[0] = features[1] * (features[2] - 0.5 * (features[1] - 1))
+        return (terms @ features.reshape(3, -1)).reshape(len(terms), *shape)
 
 
 def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:
