@@ -42,6 +42,10 @@ class Items:
         """Parts of them."""
         return Items(self.rows[item] * part, self.work[item] * part, self.added[item], self.long[item])
 
+    def between(self, low: int, high: int) -> Items:
+        """Those from index ``low`` up to ``high``."""
+        return Items(self.rows[low:high], self.work[low:high], self.added[low:high], self.long[low:high])
+
 
 class Parts(NamedTuple):
     """Parts of items in bins, [N] each: int64 item, int64 bin and float64 part of the item."""
@@ -51,9 +55,25 @@ class Parts(NamedTuple):
     part: np.ndarray
 
 
+class Filled(NamedTuple):
+    """Bins with what was dealt to them. Array legend: B bins.
+
+    Attributes:
+        parts: that were dealt.
+        mean: [B] float64 work that a rank of the bin should get.
+        need: [B] float64 work that bins still lack.
+        space: [B] float64 tokens that they still have.
+    """
+
+    parts: Parts
+    mean: np.ndarray
+    need: np.ndarray
+    space: np.ndarray
+
+
 def deal_to_bins(
     items: Items, mean: float, room: list[int], ranks: list[int], filler: tuple[float, int], most: tuple[float, float]
-) -> tuple[Parts, list[tuple[int, float]]]:
+) -> tuple[Filled, list[tuple[int, float]]]:
     """Deal items to bins: each to the bin that lacks most surplus and has the tokens, or in parts to several.
 
     Args:
@@ -65,7 +85,7 @@ def deal_to_bins(
         most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
 
     Returns:
-        All that were dealt, and (item, part of it) of those without room.
+        The bins, and (item, part of it) of those without room.
     """
     rates = Rates(items.rows, items.work, filler)
     bins = _Bins(mean, room, ranks, rates.sparse, most)
@@ -90,9 +110,37 @@ def deal_to_bins(
             if part > 0:
                 missed.append((item, part))
         begin = end
-    if max(ranks) == 1:
-        return bins.levelled(items, filler[0]), missed
-    return bins.dealt, missed
+    return bins.filled, missed
+
+
+def levelled(items: Items, filled: Filled, rate: float) -> Parts:
+    """What was dealt to ranks, with the shares of long documents resized so that their ranks get what they lack now
+    that whole documents are there too; ``rate`` is the work per token of what fills ranks up."""
+    in_shares = np.flatnonzero((filled.parts.part < 1) & items.long[filled.parts.item])
+    if not len(in_shares):
+        return filled.parts
+    in_shares = in_shares[filled.parts.item[in_shares].argsort(kind="stable")]
+    item, at, part = (column[in_shares] for column in filled.parts)
+    heads = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
+    count = np.diff(np.append(heads, len(item)))
+    whole = np.repeat(np.add.reduceat(part, heads), count)
+    rows, work = items.rows[item], items.work[item]
+    surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
+    tiny = 1e-6 * (LEAST_SHARE * filled.mean)
+    for _ in range(_LEVELLINGS):
+        # A rank with several shares changes them alike.
+        size, own = part * surplus, part * rows
+        lacks = need - rate * space
+        wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])
+        most = size * (1 + (np.maximum(space, 0.0) / np.maximum(np.bincount(at, own, len(space)), tiny))[at])
+        resized = np.minimum(np.maximum(wanted, 0.0), most) / surplus
+        resized *= whole / np.maximum(np.repeat(np.add.reduceat(resized, heads), count), 1e-300)
+        need -= np.bincount(at, (resized - part) * work, len(space))
+        space -= np.bincount(at, (resized - part) * rows, len(space))
+        part = resized
+    parts = filled.parts.part.copy()
+    parts[in_shares] = part
+    return filled.parts._replace(part=parts)
 
 
 class _Bins:
@@ -122,14 +170,15 @@ class _Bins:
         ]
         self._space_shares = [most_rows * tokens for tokens in self._space]
         self._over, self.least = OVERFULL * mean * min(ranks), LEAST_SHARE * mean
-        self._rate = 0.0
+        self._mean, self._rate = mean, 0.0
         self._heap: list[tuple[float, int]] = []
 
     @property
-    def dealt(self) -> Parts:
+    def filled(self) -> Filled:
         """What was put so far."""
         item, at, part = self._dealt
-        return Parts(np.array(item, np.int64), np.array(at, np.int64), np.array(part, np.float64))
+        parts = Parts(np.array(item, np.int64), np.array(at, np.int64), np.array(part, np.float64))
+        return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))
 
     def order_by(self, rate: float) -> None:
         """Look first at the bin that lacks most surplus over this work per token."""
@@ -204,36 +253,6 @@ class _Bins:
         for each in aside:
             heapq.heappush(self._heap, each)
         return part
-
-    def levelled(self, items: Items, rate: float) -> Parts:
-        """What was dealt, with the shares of long documents resized so that their ranks get what they lack now that
-        whole documents are there too; ``rate`` is the work per token of what fills ranks up."""
-        dealt = self.dealt
-        in_shares = (dealt.part < 1) & items.long[dealt.item]
-        if not in_shares.any():
-            return dealt
-        item, at, part = (column[in_shares] for column in dealt)
-        order = item.argsort(kind="stable")
-        item, at, part = item[order], at[order], part[order]
-        heads = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
-        count = np.diff(np.append(heads, len(item)))
-        whole = np.repeat(np.add.reduceat(part, heads), count)
-        rows, work = items.rows[item], items.work[item]
-        surplus, need, space = work - rate * rows, np.array(self._need), np.array(self._space)
-        tiny = 1e-6 * self.least
-        for _ in range(_LEVELLINGS):
-            # A rank with several shares changes them alike.
-            size, own = part * surplus, part * rows
-            lacks = need - rate * space
-            wanted = size * (1 + (lacks / np.maximum(np.bincount(at, size, len(space)), tiny))[at])
-            most = size * (1 + (np.maximum(space, 0.0) / np.maximum(np.bincount(at, own, len(space)), tiny))[at])
-            resized = np.minimum(np.maximum(wanted, 0.0), most) / surplus
-            resized *= whole / np.maximum(np.repeat(np.add.reduceat(resized, heads), count), 1e-300)
-            need -= np.bincount(at, (resized - part) * work, len(space))
-            space -= np.bincount(at, (resized - part) * rows, len(space))
-            part = resized
-        levelled = zip((column[~in_shares] for column in dealt), (item, at, part), strict=True)
-        return Parts(*(np.concatenate(columns) for columns in levelled))
 
     def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
         self._need[at] -= work

@@ -241,19 +241,22 @@ class _OnRank:
 
     def cuts(self, wanted: float) -> list[int]:
         """[W] rows in ping, so that ping has ``wanted`` surplus and neither half more rows than it has room for."""
-        lacks = [wanted, sum(self.surplus) - wanted]
+        missing, of_pong = wanted, sum(self.surplus) - wanted
         room = [self.ping, self.pong]
         cuts: list[int] = []
         for own, more in zip(self.rows, self.surplus, strict=True):
-            half = 0 if lacks[0] > lacks[1] else 1
+            half = 0 if missing > of_pong else 1
             if room[half] < own:
                 half = 1 - half
                 if room[half] < own:
                     return self._heads(wanted)
-            lacks[half] -= more
             room[half] -= own
-            cuts.append(0 if half else own)
-        missing = lacks[0]
+            if half:
+                of_pong -= more
+                cuts.append(0)
+            else:
+                missing -= more
+                cuts.append(own)
         if abs(missing) <= _CLOSE:
             return cuts
         # Ping lacks work: the head of one of pong's documents goes there; or the tail of one of its own leaves.

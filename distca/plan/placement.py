@@ -26,7 +26,7 @@ from typing import Literal
 
 import numpy as np
 
-from distca.plan.bins import LEAST_SHARE, OVERFULL, Items, Parts, Rates, deal_to_bins
+from distca.plan.bins import LEAST_SHARE, OVERFULL, Filled, Items, Parts, Rates, deal_to_bins, levelled
 from distca.plan.cost.model import CostModel
 
 Placement = Literal["in_order", "spread", "spread_by_half"]
@@ -163,33 +163,52 @@ def deal(
     limits = halves.most_work, halves.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
     items = Items(rows, whole, added, in_shares)
-    nodes, first = np.unique(node, return_index=True)
+    first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]
-    if len(nodes) == 1:
-        dealt, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits)
+    if len(first) == 1:
+        filled, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits)
+        dealt = levelled(items, filled, filler[0])
     else:
         # A node's part of a document has what all of its ranks' shares add.
-        with_added = whole + extra
-        of_nodes = replace(items, work=with_added, added=np.zeros(count))
+        of_nodes = replace(items, work=whole + extra, added=np.zeros(count))
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
-        by_node, left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)
-        by_rank = []
-        there = np.argsort(by_node.bin, kind="stable")
-        ends = np.searchsorted(by_node.bin[there], np.arange(len(nodes) + 1)).tolist()
-        for number, (begin, end) in enumerate(pairwise(ends)):
-            item, part = by_node.item[there[begin:end]], by_node.part[there[begin:end]]
-            inside = items.of(item, part)
-            fill = (filler[0], max(room[number] - int(sum(inside.rows.tolist())), 0))
-            low, high = bounds[number : number + 2]
-            target = (sum((with_added[item] * part).tolist()) + fill[0] * fill[1]) / (high - low)
-            found, missed = deal_to_bins(inside, target, budgets[low:high].tolist(), [1] * (high - low), fill, limits)
-            by_rank.append(Parts(item[found.item], low + found.bin, part[found.item] * found.part))
-            left += [(int(item[i]), float(part[i]) * more) for i, more in missed]
-        dealt = Parts(*(np.concatenate(columns) for columns in zip(*by_rank, strict=True)))
+        (by_node, *_), left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)
+        dealt, missed = _dealt_in_nodes(items, of_nodes.work, by_node, budgets, bounds, filler, limits)
+        left += missed
     shares, missing = _shares(order[:count], dealt, left)
     long = np.zeros(len(length), bool)
     long[order[:count]] = in_shares
     return Dealt(shares, short, missing, work(np.zeros_like(length), length), filler[0], halves, long)
+
+
+def _dealt_in_nodes(
+    items: Items,
+    work: np.ndarray,
+    by_node: Parts,
+    budgets: np.ndarray,
+    bounds: list[int],
+    filler: tuple[float, int],
+    most: tuple[float, float],
+) -> tuple[Parts, list[tuple[int, float]]]:
+    """Deal what every node has, of items with [I] ``work`` there, to its ranks, which are those between its bounds."""
+    order = np.argsort(by_node.bin, kind="stable")
+    item, part = by_node.item[order], by_node.part[order]
+    ends = np.searchsorted(by_node.bin[order], np.arange(len(bounds))).tolist()
+    inside, brings = items.of(item, part), work[item] * part
+    nodes: list[Filled] = []
+    left = []
+    for (begin, end), (low, high) in zip(pairwise(ends), pairwise(bounds), strict=True):
+        here, room = inside.between(begin, end), budgets[low:high].tolist()
+        fill = filler[0], max(sum(room) - int(sum(here.rows.tolist())), 0)
+        target = (sum(brings[begin:end].tolist()) + fill[0] * fill[1]) / (high - low)
+        (parts, *state), missed = deal_to_bins(here, target, room, [1] * (high - low), fill, most)
+        nodes.append(Filled(Parts(begin + parts.item, low + parts.bin, parts.part), *state))
+        left += [(int(item[begin + i]), float(part[begin + i]) * more) for i, more in missed]
+    found, *columns = zip(*nodes, strict=True)
+    parts = Parts(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    filled = Filled(parts, *(np.concatenate(column) for column in columns))
+    dealt = levelled(inside, filled, filler[0])
+    return Parts(item[dealt.item], dealt.bin, part[dealt.item] * dealt.part), left
 
 
 def _shares_each(surplus: np.ndarray, added: np.ndarray, in_shares: np.ndarray, most: float) -> np.ndarray:
