@@ -1,20 +1,26 @@
-"""torchrun with stores that listen on loopback, for one node, or on the interface of MASTER_ADDR.
+"""torchrun with stores that listen on loopback, for one node, or on the interface of MASTER_ADDR, and that soon ends
+ranks which cannot end themselves when another one has failed.
 
 ``python -m distca.cluster.torchrun --standalone --nproc-per-node=4 program.py`` takes torchrun's arguments.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 from torch.distributed.run import main
 
 from distca.cluster.store import LOOPBACK, InterfaceStore, LoopbackStore
 from distca.errors import LaunchError
 from distca.log import die
+
+STOP_S = 3
+"""From the end of a rank that failed until the others are killed. They have had seconds to end with its words."""
+_torchs_close = PContext.close
 
 
 def run(arguments: list[str]) -> None:
@@ -23,12 +29,18 @@ def run(arguments: list[str]) -> None:
     one_node = "--standalone" in arguments
     for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
         setattr(module, "TCPStore", LoopbackStore if one_node else InterfaceStore)  # noqa: B010
+    PContext.close = _close  # type: ignore[assignment,method-assign]
     try:
         main([f"--local-addr={LOOPBACK}", *arguments] if one_node else arguments)
     except SignalException as ended:
         raise SystemExit(128 + ended.sigval) from None
     except LaunchError as error:
         die(error, everywhere=True)
+
+
+def _close(ranks: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    """End ranks; without a signal because one of them has failed."""
+    _torchs_close(ranks, death_sig, STOP_S if death_sig is None else timeout)
 
 
 if __name__ == "__main__":

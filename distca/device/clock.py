@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from distca.device.event import Event
+
 
 @dataclass(frozen=True)
 class Instant:
     """A moment: a host time in seconds, or an event on a CUDA stream that becomes one later."""
 
     host: float
-    event: torch.cuda.Event | None = None
+    event: Event | None = None
 
 
 class Clock:
@@ -28,7 +30,7 @@ class Clock:
         """The current moment; on a GPU, the moment at which the work queued so far is done."""
         if not self.on_gpu:
             return Instant(time.perf_counter())
-        event = torch.cuda.Event(enable_timing=True)
+        event = Event(timed=True)
         event.record()
         return Instant(time.perf_counter(), event)
 

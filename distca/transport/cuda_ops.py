@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from distca.device.event import Event
+
 _SUM_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -120,9 +122,9 @@ def current_stream() -> torch.cuda.Stream:
     return torch.cuda.current_stream()
 
 
-def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def mark(stream: torch.cuda.Stream) -> Event:
     """An event that comes when all work that the stream holds by now is done."""
-    event = torch.cuda.Event()
+    event = Event()
     event.record(stream)
     return event
 

@@ -18,6 +18,7 @@ import pytest
 from distca.cluster import store
 from distca.cluster.store import InterfaceStore, LoopbackStore, own_store
 from distca.errors import LaunchError
+from tests.testing.programs import run
 
 ROOT = Path(__file__).parents[2]
 LISTENS = """
@@ -107,3 +108,16 @@ def test_torchruns_stores_are_where_its_ranks_are_and_a_signal_leaves_no_trace(t
         started.kill()
     assert started.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_rank_that_cannot_end_is_killed_soon_after_another_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(100) if os.environ['RANK'] == '0' else sys.exit(1)\n"
+    )
+    words = ["--standalone", "--nproc-per-node=2", str(tmp_path / "hangs.py")]
+    done = run("-m", "distca.cluster.torchrun", *words, timeout=25)
+    assert done.returncode == 1

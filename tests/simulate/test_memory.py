@@ -39,7 +39,7 @@ def test_packed_documents_need_what_the_trainer_predicts(tp: int, pp: int, recom
         recompute=recompute,  # type: ignore[arg-type]
     )
     first = stages[0]
-    assert static_bytes(job) == pytest.approx(first.weights + first.gradients + first.optimizer, rel=1e-3)
+    assert static_bytes(job) == pytest.approx(first.model.held, rel=1e-3)
     rows = np.array([65_536])
     found = at_home(job, rows, rows, np.zeros(1), first.micro_batches, last=pp == 1)[0]
     assert found == pytest.approx(first.total, rel=0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.testing.programs import ROOT, torchrun
+
+STACKS_S = 12
+"""Until a rank that is still there after the fault says where its threads are, for whoever looks for the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ def run_with_fault(
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {"PYTHONPATH": paths, "FAULT_AT": str(at)}
     if gpus:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *words]
+        command = [sys.executable, "-m", "distca.cluster.torchrun", "--standalone", f"--nproc_per_node={ranks}", *words]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=180)
     else:
@@ -126,9 +130,11 @@ def main() -> None:
         write(self)
 
     def meet(self: Any, number: int, ahead: Any) -> dict[str, Any]:
-        if number == int(step) and os.environ["RANK"] == rank:
-            _note()
-            fault(self)
+        if number == int(step):
+            faulthandler.dump_traceback_later(STACKS_S)
+            if os.environ["RANK"] == rank:
+                _note()
+                fault(self)
         return run_step(self, number, ahead)
 
     if sys.argv[1] == "nvshmem":

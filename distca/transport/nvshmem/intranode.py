@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from distca.device.event import Event
 from distca.transport import cuda_ops
 from distca.transport.cuda_ops import row_bytes
 from distca.transport.interface import Part
@@ -60,7 +61,7 @@ class Sent:
         reuses: by consuming this exchange; 0 for none.
     """
 
-    events: list[torch.cuda.Event]
+    events: list[Event]
     held: tuple[torch.Tensor, ...]
     peers: tuple[int, ...]
     reuses: int
@@ -68,7 +69,7 @@ class Sent:
     def wait(self) -> None:
         """Let the current stream wait for them."""
         for event in self.events:
-            torch.cuda.current_stream().wait_event(event)
+            event.wait(torch.cuda.current_stream())
 
 
 class Streams(Protocol):

@@ -91,7 +91,7 @@ class NvshmemFabric:
     def join(self, token: Sent) -> None:
         # Not token.wait(), which waits until rows for inter-node peers are there as well.
         for event in token.events:
-            torch.cuda.current_stream().wait_event(event)
+            event.wait(torch.cuda.current_stream())
         if token.peers and token.reuses:
             self._watch(token.peers, token.reuses, "room that is held by")
 
@@ -112,9 +112,7 @@ class NvshmemFabric:
             self._internode_peers.consumed(number, sorted(self._internode))
 
     def _watch(self, peers: Sequence[int], number: int, what: str) -> None:
-        event = torch.cuda.Event()
-        event.record()
-        self._waits.note(Wait(event, tuple(peers), number, what))
+        self._waits.note(Wait(cuda_ops.mark(torch.cuda.current_stream()), tuple(peers), number, what))
 
     def _missing(self, wait: Wait) -> list[int]:
         """Peers whose slot is below what a wait asks for; called by a thread of its own."""
