@@ -258,7 +258,7 @@ def busiest_rank(made: MicroBatchPlan) -> Busiest:
     both, _ = shape.moved_bytes("forward", made.resend)
     moved = np.sum(
         [
-            traffic(nano.forward).busiest(shape.q_bytes, both - shape.q_bytes, shape.kv_bytes)
+            traffic(nano.forward, made.step.options.links).busiest(shape.q_bytes, both - shape.q_bytes, shape.kv_bytes)
             for nano in made.nano_batches
         ],
         axis=0,
@@ -268,11 +268,14 @@ def busiest_rank(made: MicroBatchPlan) -> Busiest:
 
 def node_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
     """What travels between nodes, where ranks are on several."""
-    nodes = made.step.options.links.nodes(made.nano_batches[0].layout.ranks)
+    links = made.step.options.links
+    nodes = links.nodes(made.nano_batches[0].layout.ranks)
     if nodes[-1] == 0:
         return []
-    far = sum(forward_bytes(made, traffic(nano.forward).between(nodes)) for nano in made.nano_batches)
-    every = sum(forward_bytes(made, traffic(nano.forward)) for nano in made.nano_batches)
+    moved = [traffic(nano.forward, links) for nano in made.nano_batches]
+    far, every = (
+        sum(forward_bytes(made, rows) for rows in found) for found in ([rows.between(nodes) for rows in moved], moved)
+    )
     share = f", {100 * far / every:.1f} % of all" if every else ""
     name = f"between {count(int(nodes[-1]) + 1, 'node')}, forward, {count(layers, 'layer')}"
     return [(name, format_bytes(far * layers) + share)]

@@ -124,7 +124,7 @@ def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Pri
         q_bytes, kv_bytes = shape.moved_bytes(direction, resend)
         for own, plan in zip(slowest, plans, strict=True):
             if id(plan) not in rows_of:
-                rows_of[id(plan)] = traffic(plan)
+                rows_of[id(plan)] = traffic(plan, links)
             rows, node = rows_of[id(plan)], links.nodes(plan.layout.ranks)
             moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
             one_way = (q_out * shape.q_bytes, shape.q_bytes, shape.kv_bytes)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan.cost.model import CostModel, Direction
+from distca.plan.hops import gateways
 from distca.plan.layout import Layout, Shards, overlaps
 from distca.plan.plan import Plan, Tasks
+from distca.plan.scheduler.network_cost import Links
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class PairRows:
 
     Attributes:
         ranks: R.
-        home: [P] rank that the rows live on.
+        home: [P] rank that the rows live on, or that hands them on to others of its node.
         server: [P] another rank, which reads them.
         rows: [P] how many, at least 1.
     """
@@ -37,7 +39,7 @@ class PairRows:
 
     @property
     def sent(self) -> np.ndarray:
-        """[R] int64 rows that leave every home rank."""
+        """[R] int64 rows that leave every rank for others' servers."""
         return np.bincount(self.home, self.rows, self.ranks).astype(np.int64)
 
     @property
@@ -57,7 +59,7 @@ class Traffic:
 
     Attributes:
         q: query rows from home rank to server.
-        kv: key/value rows from home rank to server.
+        kv: key/value rows to servers, from home rank or gateway.
     """
 
     q: PairRows
@@ -96,18 +98,26 @@ def imbalance(seconds: np.ndarray) -> float:
     return float(seconds.max()) / mean if mean > 0 else 1.0
 
 
-def traffic(plan: Plan) -> Traffic:
+def traffic(plan: Plan, links: Links | None = None) -> Traffic:
     """The rows that ``plan`` really moves: what a server already holds as a home rank is free, and a document's k,v
-    rows travel to a server once, however many of its tasks read them."""
+    rows travel to a server once, however many of its tasks read them.
+
+    Args:
+        plan: over R ranks.
+        links: which ranks share a node, to each of which k,v rows travel once and on from there; None for all.
+    """
     layout, tasks = plan.layout, plan.tasks
     last = tasks.take(tasks.last_on_server)
     reading = Tasks(last.document, np.zeros(len(last), np.int64), last.stop, last.server)
-    return Traffic(_pair_rows(tasks, layout.q, layout.ranks), _pair_rows(reading, layout.kv, layout.ranks))
+    return Traffic(_pair_rows(tasks, layout.q, layout.ranks), _pair_rows(reading, layout.kv, layout.ranks, links))
 
 
-def _pair_rows(ranges: Tasks, shards: Shards, ranks: int) -> PairRows:
+def _pair_rows(ranges: Tasks, shards: Shards, ranks: int, links: Links | None = None) -> PairRows:
     piece, shard, rows = overlaps(ranges.document, ranges.start, ranges.stop, shards)
     home, server = shards.rank[shard], ranges.server[piece]
+    if links is not None:
+        via = gateways(home, server, rows, shard, links, ranks)
+        home = np.where(via == np.arange(len(via)), home, server[via])
     away = np.flatnonzero(home != server)
     pair, rows = (home * ranks + server)[away], rows[away]
     order = np.argsort(pair, kind="stable")

@@ -5,6 +5,8 @@ route (o back home, gradients back home) is the same list with source and destin
 
 A server's k,v buffer holds one region [0, stop) per task, in task order, as varlen kernels read it. The rows of a
 document travel to a server once, into the region of its last task there; regions of earlier tasks are copied from it.
+Between nodes of several ranks they travel to each node once and on inside it: two exchanges, the second of which is
+the *relay* (``hops.py``).
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from typing import overload
 import numpy as np
 
 from distca.errors import PlanError
+from distca.plan.hops import gateways
 from distca.plan.layout import Shards, overlaps
 from distca.plan.plan import Plan, Tasks
+from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
 
 
@@ -100,7 +104,9 @@ class Route:
         rank: this rank.
         ranks: size of the server pool.
         q: exchange of query rows (and of o, its reverse).
-        kv: exchange of key and value rows.
+        kv: exchange of key and value rows; with a relay, of those that come straight from home.
+        relay: what goes on from servers to others of their nodes, after ``kv`` and before it on the way back: gateways
+            stand in for home ranks, and server buffers for home tensors. None where no row of the pool takes two hops.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' k,v regions.
     """
@@ -109,6 +115,7 @@ class Route:
     ranks: int
     q: RowExchange
     kv: RowExchange
+    relay: RowExchange | None
     cu_q: np.ndarray
     cu_kv: np.ndarray
 
@@ -123,13 +130,13 @@ class Route:
         return int(np.diff(self.cu_kv).max(initial=0))
 
 
-def route(plan: Plan, rank: int) -> Route:
-    """The part of ``plan`` that concerns ``rank``.
+def route(plan: Plan, rank: int, links: Links | None = None) -> Route:
+    """The part of ``plan`` that concerns ``rank``; ``links`` as of :class:`Routes`.
 
     Raises:
         PlanError: the plan was made for fewer ranks.
     """
-    return Routes(plan, only=rank)[rank]
+    return Routes(plan, links, only=rank)[rank]
 
 
 class Routes(Sequence[Route]):
@@ -137,10 +144,11 @@ class Routes(Sequence[Route]):
 
     Args:
         plan: over R ranks.
+        links: which ranks share a node, to each of which key and value rows travel once; None for all.
         only: the one rank that is going to be asked for, if there is no other; that takes a fraction of the time.
     """
 
-    def __init__(self, plan: Plan, only: int | None = None) -> None:
+    def __init__(self, plan: Plan, links: Links | None = None, only: int | None = None) -> None:
         tasks, layout = plan.tasks, plan.layout
         self._ranks = layout.ranks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
@@ -149,10 +157,15 @@ class Routes(Sequence[Route]):
         self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(tasks.stop)
         last_on_server = tasks.last_on_server
         last = tasks.take(last_on_server)
-        self._q = _Exchanges(tasks, tasks.start, q_offset, layout.q, layout.q_rows, only)
-        self._kv = _Exchanges(
-            last, np.zeros(len(last), np.int64), kv_offset[last_on_server], layout.kv, layout.kv_rows, only
+        q = _Pieces.of(tasks, tasks.start, q_offset, layout.q)
+        kv, relay = _Pieces.of(last, np.zeros_like(last.stop), kv_offset[last_on_server], layout.kv).in_hops(
+            links, layout.ranks
         )
+        self._q = _Exchanges(q, layout.q_rows, only)
+        self._kv = _Exchanges(kv, layout.kv_rows, only)
+        # From server buffers, which are as long as their tasks' contexts.
+        buffers = np.bincount(tasks.server, tasks.stop, layout.ranks).astype(np.int64)
+        self._relay = _Exchanges(relay, buffers, only) if len(relay.rows) else None
         # Earlier tasks of a document copy their region from that of its last task on the server.
         lasts = np.flatnonzero(last_on_server)
         earlier = np.flatnonzero(~last_on_server)
@@ -185,6 +198,7 @@ class Routes(Sequence[Route]):
             ranks=self._ranks,
             q=self._q.of(rank, int(cu_q[-1]), _none()),
             kv=self._kv.of(rank, int(cu_kv[-1]), repeat),
+            relay=self._relay.of(rank, int(cu_kv[-1]), _none()) if self._relay is not None else None,
             cu_q=cu_q,
             cu_kv=cu_kv,
         )
@@ -210,36 +224,62 @@ def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -
     return begins[:-1] - begins[bounds[tasks.server]]
 
 
-class _Exchanges:
-    """The exchange of one kind of row, of all ranks: the token ranges [begin, stop) of ``tasks``, whose first row lands
-    at ``offset`` on the server.
+@dataclass(frozen=True)
+class _Pieces:
+    """Row ranges that servers read, of all ranks. Array legend: N pieces; all arrays are int64.
 
-    Array legend: N segments, W pairs of a home rank and another server that exchange rows, R ranks.
+    Attributes:
+        sender: [N] rank that has the rows.
+        server: [N] rank that reads them, may be the same.
+        source: [N] first row in the sender's tensor.
+        destination: [N] first row in the server's buffer.
+        rows: [N] number of rows.
+        shard: [N] home shard whose first rows they are, where a whole context is read.
+    """
+
+    sender: np.ndarray
+    server: np.ndarray
+    source: np.ndarray
+    destination: np.ndarray
+    rows: np.ndarray
+    shard: np.ndarray
+
+    @staticmethod
+    def of(tasks: Tasks, begin: np.ndarray, offset: np.ndarray, shards: Shards) -> _Pieces:
+        """Of the token ranges from [T] ``begin`` to the stops of ``tasks``, whose first rows land at [T] ``offset``."""
+        task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
+        start = np.maximum(begin[task], shards.start[shard])
+        source = shards.row[shard] + start - shards.start[shard]
+        return _Pieces(shards.rank[shard], tasks.server[task], source, offset[task] + start - begin[task], rows, shard)
+
+    def in_hops(self, links: Links | None, ranks: int) -> tuple[_Pieces, _Pieces]:
+        """Those that come from home, and those that a gateway hands on."""
+        via = gateways(self.sender, self.server, self.rows, self.shard, links, ranks)
+        relayed = via != np.arange(len(via))
+        on = _Pieces(
+            self.server[via], self.server, self.destination[via], self.destination, self.rows, self.shard
+        ).take(relayed)
+        return (self.take(~relayed) if len(on.rows) else self), on
+
+    def take(self, chosen: np.ndarray) -> _Pieces:
+        """Those of a mask."""
+        columns = (self.sender, self.server, self.source, self.destination, self.rows, self.shard)
+        return _Pieces(*(column[chosen] for column in columns))
+
+
+class _Exchanges:
+    """The exchange of one kind of row, of all ranks.
 
     Args:
-        tasks: ranges end at their stops.
-        begin: [T] first position of each.
-        offset: [T] row of that position in the server's buffer.
-        shards: home rows.
-        source_rows: [R] rows of every rank's home tensor.
+        pieces: what every server reads.
+        source_rows: [R] rows of every sender's tensor.
         only: the one rank that is going to be asked for, or None.
     """
 
-    def __init__(
-        self,
-        tasks: Tasks,
-        begin: np.ndarray,
-        offset: np.ndarray,
-        shards: Shards,
-        source_rows: np.ndarray,
-        only: int | None,
-    ) -> None:
+    def __init__(self, pieces: _Pieces, source_rows: np.ndarray, only: int | None) -> None:
         ranks = len(source_rows)
-        task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
-        start = np.maximum(begin[task], shards.start[shard])
-        home, server = shards.rank[shard], tasks.server[task]
-        source = shards.row[shard] + start - shards.start[shard]
-        destination = offset[task] + start - begin[task]
+        home, server, rows = pieces.sender, pieces.server, pieces.rows
+        source, destination = pieces.source, pieces.destination
         self._ranks, self._source_rows = ranks, source_rows
         # By home rank and server for those who send, by server and home rank for those who receive.
         self._by_home = _Grouped(home, Segments(server, source, destination, rows), ranks, only)

@@ -66,19 +66,24 @@ def test_figures_agree_with_the_plan() -> None:
 
 
 def test_busiest_rank_nodes_and_halves_are_those_of_the_routes() -> None:
-    documents = [100_000, 4000, 6000, 900, 20_000]
-    found = plan_micro_batch(documents, 4, COST, nano_batches=2, links=Links(2))
-    ranks, far, halves = np.zeros(4), 0, []
+    documents, links = [100_000, 4000, 6000, 900, 20_000], Links(2)
+    found = plan_micro_batch(documents, 4, COST, nano_batches=2, links=links)
+    ranks, far, halves, relayed = np.zeros(4), 0, [], 0
     for nano in found.nano_batches:
-        parts = [route(nano.forward, rank) for rank in range(4)]
+        parts = [route(nano.forward, rank, links) for rank in range(4)]
+        relays = [p.relay.send.total if p.relay is not None else 0 for p in parts]
+        relays_in = [p.relay.receive.total if p.relay is not None else 0 for p in parts]
         out = [8192 * (p.q.send.total + p.q.receive.total) + 4096 * p.kv.send.total for p in parts]
         inward = [8192 * (p.q.send.total + p.q.receive.total) + 4096 * p.kv.receive.total for p in parts]
+        out, inward = np.array(out) + 4096 * np.array(relays), np.array(inward) + 4096 * np.array(relays_in)
         ranks += np.maximum(out, inward)
-        halves.append(sum(out))
+        halves.append(int(out.sum()))
+        relayed += sum(relays)
         for rank, part in enumerate(parts):
             q, kv = part.q.send.per_peer(4), part.kv.send.per_peer(4)
             other = np.arange(4) // 2 != rank // 2
             far += int(16384 * q[other].sum() + 4096 * kv[other].sum())
+    assert relayed > 0
     assert busiest_rank(found).bytes == ranks.max() > 0
     assert busiest_rank(found).over_mean == pytest.approx(ranks.max() / ranks.mean())
     console = Console(record=True, width=140)

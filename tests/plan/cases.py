@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from distca.plan import (
     CostModel,
     Layout,
+    Links,
     Plan,
     Route,
     RowExchange,
+    Segments,
     Tasks,
     imbalance,
     lay_out,
@@ -22,6 +24,7 @@ from distca.plan import (
     traffic,
 )
 
+links = st.sampled_from((None, Links(), Links(1), Links(2), Links(3)))
 lengths = st.lists(st.integers(1, 40), min_size=0, max_size=14) | st.lists(st.integers(1, 400), min_size=1, max_size=4)
 
 
@@ -67,47 +70,70 @@ def home_rows(layout: Layout, kind: str) -> list[np.ndarray]:
     return tensors
 
 
-def deliver(exchanges: list[RowExchange], tensors: list[np.ndarray]) -> list[np.ndarray]:
-    """What every server's buffer holds after all ranks sent, received, kept and repeated; -1 where nothing arrived."""
-    buffers = []
+def deliver(made: list[Route], kind: str, tensors: list[np.ndarray]) -> list[np.ndarray]:
+    """What every server's buffer of q or kv rows holds after all ranks sent, received, kept, handed on and repeated;
+    -1 where nothing arrived."""
+    exchanges = [getattr(part, kind) for part in made]
+    buffers = [
+        np.full((exchange.destination_rows, *tensor.shape[1:]), -1, tensor.dtype)
+        for exchange, tensor in zip(exchanges, tensors, strict=True)
+    ]
     for rank, exchange in enumerate(exchanges):
-        buffer = np.full((exchange.destination_rows, *tensors[rank].shape[1:]), -1, tensors[rank].dtype)
-        received = exchange.receive
-        for peer, source, destination, rows in zip(
-            received.peer, received.source, received.destination, received.rows, strict=True
-        ):
-            buffer[destination : destination + rows] = tensors[peer][source : source + rows]
-        for source, destination, rows in zip(
-            exchange.keep.source, exchange.keep.destination, exchange.keep.rows, strict=True
-        ):
-            buffer[destination : destination + rows] = tensors[rank][source : source + rows]
-        for source, destination, rows in zip(
-            exchange.repeat.source, exchange.repeat.destination, exchange.repeat.rows, strict=True
-        ):
-            buffer[destination : destination + rows] = buffer[source : source + rows]
-        buffers.append(buffer)
+        for peer, source, destination, rows in each(exchange.receive):
+            buffers[rank][destination : destination + rows] = tensors[peer][source : source + rows]
+        for _, source, destination, rows in each(exchange.keep):
+            buffers[rank][destination : destination + rows] = tensors[rank][source : source + rows]
+    arrived = [buffer.copy() for buffer in buffers]
+    for rank, relay in enumerate(relays(made, kind)):
+        for peer, source, destination, rows in each(relay.receive):
+            assert (buffers[rank][destination : destination + rows] == -1).all(), "a row came twice"
+            buffers[rank][destination : destination + rows] = arrived[peer][source : source + rows]
+    for rank, exchange in enumerate(exchanges):
+        for _, source, destination, rows in each(exchange.repeat):
+            buffers[rank][destination : destination + rows] = buffers[rank][source : source + rows]
     return buffers
 
 
-def return_home(exchanges: list[RowExchange], gradients: list[np.ndarray]) -> list[np.ndarray]:
-    """The reverse: repeated rows are added up on the server, then every row goes home and is added up there."""
+def return_home(made: list[Route], kind: str, gradients: list[np.ndarray]) -> list[np.ndarray]:
+    """The reverse: repeated rows are added up on the server, rows that were handed on then on their gateway, and at
+    last all go home and are added up there."""
+    exchanges = [getattr(part, kind) for part in made]
     homes = [np.zeros(exchange.source_rows) for exchange in exchanges]
+    gradients = [gradient.copy() for gradient in gradients]
     for rank, exchange in enumerate(exchanges):
-        gradient = gradients[rank].copy()
-        repeat, received, keep = exchange.repeat, exchange.receive, exchange.keep
-        for source, destination, rows in zip(repeat.source, repeat.destination, repeat.rows, strict=True):
-            gradient[source : source + rows] += gradient[destination : destination + rows]
-        for peer, source, destination, rows in zip(
-            received.peer, received.source, received.destination, received.rows, strict=True
-        ):
-            homes[peer][source : source + rows] += gradient[destination : destination + rows]
-        for source, destination, rows in zip(keep.source, keep.destination, keep.rows, strict=True):
-            homes[rank][source : source + rows] += gradient[destination : destination + rows]
+        for _, source, destination, rows in each(exchange.repeat):
+            gradients[rank][source : source + rows] += gradients[rank][destination : destination + rows]
+    for rank, relay in enumerate(relays(made, kind)):
+        for peer, source, destination, rows in each(relay.receive):
+            gradients[peer][source : source + rows] += gradients[rank][destination : destination + rows]
+    for rank, exchange in enumerate(exchanges):
+        for peer, source, destination, rows in each(exchange.receive):
+            homes[peer][source : source + rows] += gradients[rank][destination : destination + rows]
+        for _, source, destination, rows in each(exchange.keep):
+            homes[rank][source : source + rows] += gradients[rank][destination : destination + rows]
     return homes
 
 
-def routes(plan: Plan) -> list[Route]:
-    return [route(plan, rank) for rank in range(plan.layout.ranks)]
+def each(segments: Segments) -> list[tuple[int, int, int, int]]:
+    """(Peer, source, destination, rows) of segments."""
+    columns = (segments.peer, segments.source, segments.destination, segments.rows)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def relays(made: list[Route], kind: str) -> list[RowExchange]:
+    """Those of all ranks, if rows of this kind are handed on."""
+    found = [part.relay for part in made if part.relay is not None and kind == "kv"]
+    assert len(found) in (0, len(made)), "some ranks know of no second hop"
+    return found
+
+
+def routes(plan: Plan, links: Links | None = None) -> list[Route]:
+    return [route(plan, rank, links) for rank in range(plan.layout.ranks)]
+
+
+def exchanges_of(made: list[Route]) -> list[list[RowExchange]]:
+    """Of all ranks: of q rows, of kv rows and, where there is one, of rows that are handed on."""
+    return [found for kind in ("q", "kv", "relay") if None not in (found := [getattr(part, kind) for part in made])]
 
 
 def readers(plan: Plan) -> dict[tuple[int, int], int]:

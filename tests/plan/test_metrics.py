@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.plan import PairRows, Plan, area_cost, imbalance, server_seconds, traffic
-from tests.plan.cases import arbitrary_plans, routes
+from distca.plan import Links, PairRows, Plan, area_cost, imbalance, server_seconds, traffic
+from tests.plan.cases import arbitrary_plans, links, routes
 
 
 def matrix(pairs: PairRows) -> np.ndarray:
@@ -13,20 +13,21 @@ def matrix(pairs: PairRows) -> np.ndarray:
     return found
 
 
-@given(arbitrary_plans())
-def test_counted_rows_are_the_rows_the_routes_carry(plan: Plan) -> None:
-    counted = traffic(plan)
-    ranks = plan.layout.ranks
-    for pairs, name in ((counted.q, "q"), (counted.kv, "kv")):
+@given(arbitrary_plans(), links)
+def test_counted_rows_are_the_rows_the_routes_carry(plan: Plan, links: Links | None) -> None:
+    counted = traffic(plan, links)
+    ranks, made = plan.layout.ranks, routes(plan, links)
+    for pairs, names in ((counted.q, ("q",)), (counted.kv, ("kv", "relay"))):
         rows = matrix(pairs)
         assert (pairs.rows > 0).all() and np.count_nonzero(rows) == len(pairs.rows)
-        for rank, part in enumerate(routes(plan)):
-            exchange = getattr(part, name)
-            assert np.array_equal(rows[rank], exchange.send.per_peer(ranks))
-            assert np.array_equal(rows[:, rank], exchange.receive.per_peer(ranks))
-            assert (pairs.sent[rank], pairs.received[rank]) == (exchange.send.total, exchange.receive.total)
+        for rank, part in enumerate(made):
+            exchanges = [found for name in names if (found := getattr(part, name)) is not None]
+            assert np.array_equal(rows[rank], sum(exchange.send.per_peer(ranks) for exchange in exchanges))
+            assert np.array_equal(rows[:, rank], sum(exchange.receive.per_peer(ranks) for exchange in exchanges))
+            assert pairs.sent[rank] == sum(exchange.send.total for exchange in exchanges)
+            assert pairs.received[rank] == sum(exchange.receive.total for exchange in exchanges)
     assert counted.q_rows == counted.q.rows.sum()
-    assert counted.kv_rows == counted.kv.rows.sum()
+    assert counted.kv_rows == counted.kv.rows.sum() == traffic(plan).kv_rows
 
 
 @given(arbitrary_plans(), st.integers(1, 3))

@@ -4,17 +4,28 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distca.errors import PlanError
-from distca.plan import Plan, Routes, lay_out, plan_at_home, route
-from tests.plan.cases import arbitrary_plans, deliver, home_rows, readers, return_home, routes
+from distca.plan import Links, Plan, Route, Routes, Tasks, lay_out, plan_at_home, route
+from tests.plan.cases import (
+    arbitrary_plans,
+    deliver,
+    each,
+    exchanges_of,
+    home_rows,
+    links,
+    readers,
+    return_home,
+    routes,
+)
 
 
-@given(arbitrary_plans())
-def test_every_task_finds_its_rows_and_its_whole_context(plan: Plan) -> None:
-    made = routes(plan)
-    q = deliver([r.q for r in made], home_rows(plan.layout, "q"))
-    kv = deliver([r.kv for r in made], home_rows(plan.layout, "kv"))
+@given(arbitrary_plans(), links)
+def test_every_task_finds_its_rows_and_its_whole_context(plan: Plan, links: Links | None) -> None:
+    made = routes(plan, links)
+    q = deliver(made, "q", home_rows(plan.layout, "q"))
+    kv = deliver(made, "kv", home_rows(plan.layout, "kv"))
     tasks = plan.tasks
     for rank, part in enumerate(made):
         mine = np.flatnonzero(tasks.server == rank)
@@ -31,13 +42,12 @@ def test_every_task_finds_its_rows_and_its_whole_context(plan: Plan) -> None:
         assert part.max_kv == max(np.diff(part.cu_kv).tolist(), default=0)
 
 
-@given(arbitrary_plans())
-def test_what_one_rank_sends_the_other_receives(plan: Plan) -> None:
-    made = routes(plan)
-    for name in ("q", "kv"):
-        for a, sender in enumerate(made):
-            for b, receiver in enumerate(made):
-                out, there = getattr(sender, name).send, getattr(receiver, name).receive
+@given(arbitrary_plans(), links)
+def test_what_one_rank_sends_the_other_receives(plan: Plan, links: Links | None) -> None:
+    for exchanges in exchanges_of(routes(plan, links)):
+        for a, sender in enumerate(exchanges):
+            for b, receiver in enumerate(exchanges):
+                out, there = sender.send, receiver.receive
                 to, came = out.peer == b, there.peer == a
                 assert np.array_equal(out.source[to], there.source[came])
                 assert np.array_equal(out.destination[to], there.destination[came])
@@ -45,45 +55,68 @@ def test_what_one_rank_sends_the_other_receives(plan: Plan) -> None:
                 assert a != b or not to.any()
 
 
-@given(arbitrary_plans())
-def test_every_rank_knows_where_its_rows_begin_at_a_receiver(plan: Plan) -> None:
-    made, ranks = routes(plan), plan.layout.ranks
-    for name in ("q", "kv"):
-        exchanges = [getattr(part, name) for part in made]
+@given(arbitrary_plans(), links)
+def test_every_rank_knows_where_its_rows_begin_at_a_receiver(plan: Plan, links: Links | None) -> None:
+    ranks = plan.layout.ranks
+    for exchanges in exchanges_of(routes(plan, links)):
         to_server = np.stack([each.receive.per_peer(ranks) for each in exchanges], axis=1)  # [home, server]
         to_home = np.stack([each.send.per_peer(ranks) for each in exchanges], axis=1)  # [server, home]
-        for rank, each in enumerate(exchanges):
-            assert each.ahead_at_server.dtype == each.ahead_at_home.dtype == np.int64
-            assert each.ahead_at_server.tolist() == to_server[:rank].sum(axis=0).tolist()
-            assert each.ahead_at_home.tolist() == to_home[:rank].sum(axis=0).tolist()
-            assert each.most_to_server == max(other.receive.total for other in exchanges)
-            assert each.most_to_home == max(other.send.total for other in exchanges)
-            assert each.travelling == to_server.sum() == to_home.sum()
+        for rank, mine in enumerate(exchanges):
+            assert mine.ahead_at_server.dtype == mine.ahead_at_home.dtype == np.int64
+            assert mine.ahead_at_server.tolist() == to_server[:rank].sum(axis=0).tolist()
+            assert mine.ahead_at_home.tolist() == to_home[:rank].sum(axis=0).tolist()
+            assert mine.most_to_server == max(other.receive.total for other in exchanges)
+            assert mine.most_to_home == max(other.send.total for other in exchanges)
+            assert mine.travelling == to_server.sum() == to_home.sum()
 
 
-@given(arbitrary_plans())
-def test_gradients_add_up_at_home(plan: Plan) -> None:
-    made = routes(plan)
+@given(arbitrary_plans(), links)
+def test_gradients_add_up_at_home(plan: Plan, links: Links | None) -> None:
+    made = routes(plan, links)
     ones = [np.ones(r.q.destination_rows) for r in made]
-    assert all((home == 1).all() for home in return_home([r.q for r in made], ones))
+    assert all((home == 1).all() for home in return_home(made, "q", ones))
     ones = [np.ones(r.kv.destination_rows) for r in made]
     count = readers(plan)
-    for home, rows in zip(return_home([r.kv for r in made], ones), home_rows(plan.layout, "kv"), strict=True):
+    for home, rows in zip(return_home(made, "kv", ones), home_rows(plan.layout, "kv"), strict=True):
         assert home.tolist() == [count.get((d, p), 0) for d, p in rows.tolist()]
 
 
 @settings(max_examples=25)
-@given(arbitrary_plans())
-def test_key_rows_travel_to_a_server_once(plan: Plan) -> None:
-    for part in routes(plan):
-        arrived = [
-            (int(peer), row)
-            for peer, source, rows in zip(
-                part.kv.receive.peer, part.kv.receive.source, part.kv.receive.rows, strict=True
-            )
-            for row in range(source, source + rows)
-        ]
+@given(arbitrary_plans(), links)
+def test_key_rows_travel_to_a_server_once_and_over_a_network_to_a_node(plan: Plan, links: Links | None) -> None:
+    made, node = routes(plan, links), (links or Links()).nodes(plan.layout.ranks)
+    crossed = []
+    for rank, part in enumerate(made):
+        arrived = [(peer, source + row) for peer, source, _, rows in each(part.kv.receive) for row in range(rows)]
         assert len(arrived) == len(set(arrived))
+        crossed += [(node[rank], *row) for row in arrived if node[row[0]] != node[rank]]
+        if part.relay is not None:
+            assert part.relay.travelling > 0 and not len(part.relay.keep) + len(part.relay.repeat)
+            assert all(node[peer] == node[rank] for peer, *_ in each(part.relay.receive) + each(part.relay.send))
+    if links is not None and links.ranks_per_node > 1:
+        assert len(crossed) == len(set(crossed))
+
+
+@given(arbitrary_plans(), st.sampled_from((Links(), Links(1), Links(6))))
+def test_with_one_node_or_one_rank_a_node_routes_are_as_if_there_were_no_nodes(plan: Plan, links: Links) -> None:
+    made = routes(plan, links)
+    assert all(part.relay is None for part in made)
+    for one, other in zip(columns_of(made), columns_of(routes(plan)), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_readers_that_need_a_whole_shard_hand_it_on_by_turns() -> None:
+    """Four homes of a document on one node, four readers of all of it on the other."""
+    (layout,) = lay_out([800], 8, rank_of=None)
+    servers, stops = np.repeat(np.arange(8), 1), np.linspace(100, 800, 8).astype(np.int64)
+    plan = Plan(layout, Tasks.sorted(np.zeros(8, np.int64), stops - 100, stops, servers))
+    found = Routes(plan, Links(4))
+    homes = [sorted(peer for peer, *_ in each(found[rank].kv.receive) if peer < 4) for rank in range(4, 8)]
+    assert homes == [[0], [1], [2], [3]]
+    # Of their own node's rows each gets its own copy.
+    assert [sorted(peer for peer, *_ in each(found[rank].kv.receive) if peer >= 4) for rank in range(4, 8)] == [
+        list(range(4, rank)) for rank in range(4, 8)
+    ]
 
 
 def test_nothing_travels_when_no_document_spans_ranks() -> None:
@@ -102,14 +135,18 @@ def columns(part: Any) -> list[Any]:
     return [each for field in dataclasses.fields(part) for each in columns(getattr(part, field.name))]
 
 
-@given(arbitrary_plans())
-def test_the_routes_of_all_ranks_are_those_of_each(plan: Plan) -> None:
-    found = Routes(plan)
+def columns_of(made: list[Route]) -> list[Any]:
+    """Of all routes."""
+    return [each for part in made for each in columns(part)]
+
+
+@given(arbitrary_plans(), links)
+def test_the_routes_of_all_ranks_are_those_of_each(plan: Plan, links: Links | None) -> None:
+    found = Routes(plan, links)
     assert len(found) == plan.layout.ranks
-    for together, alone in zip(found, routes(plan), strict=True):
-        for one, other in zip(columns(together), columns(alone), strict=True):
-            assert np.array_equal(one, other)
-            assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
+    for one, other in zip(columns_of(list(found)), columns_of(routes(plan, links)), strict=True):
+        assert np.array_equal(one, other)
+        assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
     assert [part.rank for part in found[1:]] == list(range(1, plan.layout.ranks))
 
 

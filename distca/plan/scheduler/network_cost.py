@@ -34,6 +34,10 @@ class Links:
         """[R] node of every rank."""
         return np.arange(ranks) // (self.ranks_per_node or ranks)
 
+    def may_relay(self, ranks: int) -> bool:
+        """Whether rows may take two hops: there are several nodes, of several ranks."""
+        return 1 < self.ranks_per_node < ranks
+
 
 class HeldRows:
     """Which rows of every document each group (a rank, or a node) holds.
