@@ -35,10 +35,9 @@ from distca.log import setup_logging
 from distca.train.config.cli import parse_run_config
 from distca.train.metrics.plots import write_timeline
 from distca.train.run.builder import Trainer, build_trainer
-from distca.transport import Part, Transport
+from distca.transport import Transport
 from distca.transport.nvshmem.interface import Put
-from distca.transport.nvshmem.receive_ring import RingPlace
-from distca.transport.nvshmem.transport import OneSidedTransport
+from distca.transport.nvshmem.transport import Landing, OneSidedTransport
 from distca.transport.select import choose_transport
 from distca.versions import command_line, header, write_report
 from megatron_patches.groups import server_pool_group
@@ -55,8 +54,8 @@ class SignalOnly(OneSidedTransport):
     def __init__(self, transport: OneSidedTransport) -> None:
         self.__dict__.update(transport.__dict__)
 
-    def _puts(self, parts: tuple[Part, ...], landing: RingPlace) -> dict[int, list[Put]]:
-        return {peer: [] for peer in super()._puts(parts, landing)}
+    def _puts(self, landing: Landing) -> dict[int, list[Put]]:
+        return {peer: [] for peer in super()._puts(landing)}
 
 
 def main() -> None:

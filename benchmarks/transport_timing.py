@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from distca.transport import Part, Transport
 from distca.transport.cuda_ops import row_bytes
-from distca.transport.nvshmem.transport import OneSidedTransport
+from distca.transport.nvshmem.transport import Landing, OneSidedTransport
 
 FEW, MANY = 8, 200
 _RUN_S, _RATE = 0.010, 300e9  # how long exchanges in a row should last, at about what a rank sends in a second
@@ -104,15 +104,15 @@ class _Unplaced:
     """A one-sided exchange up to the arrival of its rows, by the transport's own steps."""
 
     def __init__(self, transport: OneSidedTransport, part: Part) -> None:
-        self._transport, self._counts = transport, part.moves.receive_counts
-        self._place = transport._ring.place((part.moves.most_received * row_bytes(part.source),))
-        puts = transport._puts((part,), self._place)
-        self._token = transport._fabric.put(self._place.number, self._place.reuses, puts)
+        self._transport = transport
+        place = transport._ring.place((part.moves.most_received * row_bytes(part.source),))
+        self._landing = Landing(place.number, place.reuses, (part,), [place.begin])
+        self._token = transport._put(self._landing)
 
     def wait(self) -> None:
-        fabric, number = self._transport._fabric, self._place.number
-        fabric.arrived(number, [peer for peer, rows in enumerate(self._counts) if rows])
-        fabric.consumed(self._transport._ring.consumed(number))
+        fabric, landing = self._transport._fabric, self._landing
+        fabric.arrived(landing.number, landing.senders)
+        fabric.consumed(self._transport._ring.consumed(landing.number))
         fabric.join(self._token)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distca.attention import TaskBatch
 from distca.device.host_to_device import Destination, uploading
-from distca.plan import Layout, Plan, Route, Segments, StepPlan, route
+from distca.plan import Layout, Links, Plan, Route, Segments, StepPlan, route
 from distca.plan.step import Phase
 from distca.transport import RowMoves
 
@@ -19,7 +19,7 @@ class ServerRoute:
     Attributes:
         q_to_server: query rows (also o and dO in backward) from home ranks to servers.
         q_to_home: o, log-sum-exp and dQ back.
-        kv_to_server: key/value rows to servers.
+        kv_to_server: key/value rows to servers, in one hop or two.
         kv_to_home: dK, dV back, added up where several servers return the same row.
         repeats: copies inside the server's k,v buffer: by source row (target row, rows), in task order.
         batch: borders of this server's CA-tasks.
@@ -42,7 +42,7 @@ class ServerRoute:
         with uploading(device) as upload:
             return ServerRoute(
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
-                *RowMoves.there_and_back(route.kv, route.ranks, upload),
+                *RowMoves.in_hops(route.kv, route.relay, route.ranks, upload),
                 _by_source(route.kv.repeat),
                 TaskBatch.of(route.cu_q, route.cu_kv, upload),
                 route.q.destination_rows,
@@ -83,6 +83,7 @@ class NanoRoutes:
         rank: int,
         device: Destination,
         previous: Layout | None = None,
+        links: Links | None = None,
     ) -> NanoRoutes:
         """Routes of ``rank`` for a nano-batch.
 
@@ -92,11 +93,12 @@ class NanoRoutes:
             rank: this rank in the server pool.
             device: where the rows live; with an upload the routes are ready once that was sent.
             previous: layout of the nano-batch before this one, if it is the second.
+            links: which ranks share a node, to each of which keys and values travel once; None for all.
         """
         layout = forward.layout
         with uploading(device) as upload:
-            here = ServerRoute.of(route(forward, rank), upload)
-            back = here if backward is forward else ServerRoute.of(route(backward, rank), upload)
+            here = ServerRoute.of(route(forward, rank, links), upload)
+            back = here if backward is forward else ServerRoute.of(route(backward, rank, links), upload)
         carried_rows = int(layout.carried_rows[rank])
         end = int(previous.q_rows[rank]) if previous is not None else 0
         return NanoRoutes(int(layout.q_rows[rank]), (end - carried_rows, end), here, back)
@@ -128,7 +130,7 @@ class StepRoutes:
         def routes(there: Phase, back: Phase) -> LayerRoutes:
             before = [None, *(each.layout for each in there.plans)]
             return tuple(
-                NanoRoutes.of(one, other, me, device, previous)
+                NanoRoutes.of(one, other, me, device, previous, plan.options.links)
                 for one, other, previous in zip(there.plans, back.plans, before, strict=False)
             )
 

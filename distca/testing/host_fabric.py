@@ -85,6 +85,12 @@ class HostFabric:
         for peer in peers:
             self._wait(self._arrived[self.rank], peer, number)
 
+    def beside(self, work: Callable[[], None]) -> None:
+        work()
+
+    def compute(self, work: Callable[[], None]) -> None:
+        work()
+
     def consumed(self, number: int) -> None:
         for peer in range(self.ranks):
             self._consumed[peer][self.rank] = number

@@ -1,17 +1,21 @@
-"""Transport over torch.distributed: pack the rows, one all-to-all per tensor, put them in their places."""
+"""Transport over torch.distributed: pack the rows, one all-to-all per tensor, put them in their places.
+
+What goes in two hops takes a second all-to-all, behind the first one's rows.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from distca.errors import TransportError
 from distca.transport.cuda_ops import row_bytes
 from distca.transport.gather_scatter import move_rows
-from distca.transport.interface import Part
+from distca.transport.interface import Hops, Part, check_ranks
 
 
 class CollectiveTransport:
@@ -27,67 +31,118 @@ class CollectiveTransport:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self._group = group
+        self._newest: CollectiveHandle | None = None
+        self._relaying: torch.cuda.Stream | None = None
 
     def launch(self, parts: tuple[Part, ...]) -> CollectiveHandle:
-        """Pack and start one all-to-all per part; parts of which no row travels between any ranks are only copied.
+        """Pack and start one all-to-all per part; parts of which no row travels between any ranks are only copied. On
+        GPUs a second hop is queued at once, on a stream of its own behind the first; elsewhere it starts when this
+        exchange is waited for, or the next one is launched.
 
         Raises:
             TransportError: the moves belong to a plan for another number of ranks; nothing was sent.
         """
-        under_way = []
-        for part in parts:
-            if len(part.moves.send_counts) != self.ranks:
-                raise TransportError(
-                    f"The plan was made for {len(part.moves.send_counts)} ranks, but the server pool has {self.ranks}; "
-                    "plan again for this world size."
-                )
-            if part.moves.travelling:
-                under_way.append(self._start(part))
+        check_ranks(parts, self.ranks)
+        if self._newest is not None:
+            # A group's collectives are started in one order on all ranks, which wait at different times.
+            self._newest.hand_on()
+            self._newest = None
+        hops = Hops.of(parts)
+        handed_on, others, second = (
+            [self._room(part) for part in some] for some in (hops.handed_on, hops.others, hops.second)
+        )
+        handle = CollectiveHandle(handed_on, others, second)
+        if hops.second and hops.second[0].source.is_cuda:
+            with self._beside():
+                handle.hand_on()
+        elif hops.second:
+            self._newest = handle
         # Copies of kept rows are queued behind the packing, so that the transfers start first.
         for part in parts:
             part.moves.copy_kept(part.source, part.destination)
-        return CollectiveHandle(under_way)
+        return handle
 
-    def _start(self, part: Part) -> _UnderWay:
+    def _room(self, part: Part) -> _AllToAll:
         moves = part.moves
         sent = part.source.new_empty((len(moves.send_index), *part.source.shape[1:]))
-        move_rows(part.source, moves.send_index, sent, None)
         received = part.destination.new_empty((sum(moves.receive_counts), *part.destination.shape[1:]))
-        work = dist.all_to_all_single(
-            _as_bytes(received),
-            _as_bytes(sent),
-            moves.receive_counts,
-            moves.send_counts,
-            group=self._group,
-            async_op=True,
-        )
-        return _UnderWay(part, sent, received, work)
+        return _AllToAll(part, sent, received, self._group)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Queue on a stream that the computation does not wait for, behind what it queued so far."""
+        if self._relaying is None:
+            self._relaying = torch.cuda.Stream(priority=-1)
+        self._relaying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._relaying):
+            yield
 
 
 @dataclass
-class _UnderWay:
+class _AllToAll:
+    """Of one part. Its memory is held until the exchange was waited for."""
+
     part: Part
-    sent: torch.Tensor  # held until the exchange was waited for
+    sent: torch.Tensor
     received: torch.Tensor
-    work: dist.Work
+    group: dist.ProcessGroup
+    work: dist.Work | None = None
+
+    def start(self) -> None:
+        moves = self.part.moves
+        move_rows(self.part.source, moves.send_index, self.sent, None)
+        self.work = dist.all_to_all_single(
+            _as_bytes(self.received),
+            _as_bytes(self.sent),
+            moves.receive_counts,
+            moves.send_counts,
+            group=self.group,
+            async_op=True,
+        )
+
+    def finish(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        self.part.moves.place_received(self.received, self.part.destination)
 
 
 class CollectiveHandle:
-    """All-to-alls under way."""
+    """All-to-alls under way.
 
-    def __init__(self, under_way: list[_UnderWay]) -> None:
-        self._under_way = under_way
+    Args:
+        handed_on: all-to-alls to start now, which must end before the second ones start.
+        others: those to start now beside them.
+        second: those that follow.
+    """
+
+    def __init__(self, handed_on: list[_AllToAll], others: list[_AllToAll], second: list[_AllToAll]) -> None:
+        self._handed_on, self._others, self._second = handed_on, others, second
+        self._under_way = handed_on + others
+        for each in self._under_way:
+            each.start()
 
     @property
     def works(self) -> list[dist.Work]:
         """The pending collectives, for whoever records when they end."""
-        return [each.work for each in self._under_way]
+        return [each.work for each in self._under_way if each.work is not None]
+
+    def hand_on(self) -> None:
+        """Start the second hop, if there is one that was not started, on the current stream behind the rows that it
+        hands on."""
+        if not self._second:
+            return
+        for each in self._handed_on:
+            each.finish()
+        for each in self._second:
+            each.start()
+        self._under_way, self._second = self._others + self._second, []
 
     def wait(self) -> None:
+        self.hand_on()
+        # What waits for the second hop's all-to-alls waits for all that they waited for.
         for each in self._under_way:
-            each.work.wait()
-            each.part.moves.place_received(each.received, each.part.destination)
-        self._under_way = []
+            each.finish()
+        self._handed_on, self._others, self._under_way = [], [], []
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:

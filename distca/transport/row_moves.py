@@ -2,12 +2,13 @@
 
 Packed rows are ordered by (peer, row in the server's buffer) on both sides, so sender and receiver agree without
 talking. On the way back several servers may return a gradient for one k,v row: these are added in float32, in the order
-of the servers' ranks, and rounded once.
+of the servers' ranks, and rounded once. With a relay that is so on the gateway first, which adds them to its own, and
+then at home.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ class RowMoves:
         keep_ranges: [N, 3] int64 on the host, the same as ranges: source row, destination row, rows.
         reduction: how rows received more than once are added up; None where every row has one sender.
         travelling: rows that travel between any two ranks of the pool.
+        relay_before: inside the source tensor of every rank: which rows are added to others of their node first; None
+            where these moves are all.
+        relay_after: inside the destination tensor of every rank: which rows others of its node get once they arrived.
     """
 
     source_rows: int
@@ -51,11 +55,33 @@ class RowMoves:
     keep_ranges: np.ndarray
     reduction: Reduction | None
     travelling: int
+    relay_before: RowMoves | None = None
+    relay_after: RowMoves | None = None
 
     @staticmethod
-    def there_and_back(exchange: RowExchange, ranks: int, device: Destination) -> tuple[RowMoves, RowMoves]:
+    def in_hops(
+        exchange: RowExchange, relay: RowExchange | None, ranks: int, device: Destination
+    ) -> tuple[RowMoves, RowMoves]:
+        """:meth:`there_and_back`, where ``relay`` hands on what arrived at the servers."""
+        to_server, to_home = RowMoves.there_and_back(exchange, ranks, device)
+        if relay is None:
+            return to_server, to_home
+        after, before = RowMoves.there_and_back(relay, ranks, device, adds=True)
+        return replace(to_server, relay_after=after), replace(to_home, relay_before=before)
+
+    @staticmethod
+    def there_and_back(
+        exchange: RowExchange, ranks: int, device: Destination, adds: bool = False
+    ) -> tuple[RowMoves, RowMoves]:
         """From the home ranks to the servers, and back. What one sends the other receives, so both have the same
-        index tensors."""
+        index tensors.
+
+        Args:
+            exchange: the rows.
+            ranks: of the pool.
+            device: where they live.
+            adds: what comes back is added to what is there, as if that had been kept.
+        """
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
         home_rows, kept_rows = _rows(send.source, send.rows), _rows(keep.source, keep.rows)
         sent, kept = to_device(home_rows, device), to_device(kept_rows, device)
@@ -77,7 +103,7 @@ class RowMoves:
             None,
             exchange.travelling,
         )
-        once = _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
+        once = not adds and _apart(np.append(send.source, keep.source), np.append(send.rows, keep.rows))
         to_home = RowMoves(
             exchange.destination_rows,
             exchange.source_rows,
@@ -90,7 +116,7 @@ class RowMoves:
             placed,
             kept,
             np.ascontiguousarray(np.stack((keep.destination, keep.source, keep.rows), axis=1)),
-            None if once else Reduction.of(home_rows, kept_rows, device),
+            None if once else Reduction.of(home_rows, np.unique(home_rows) if adds else kept_rows, device),
             exchange.travelling,
         )
         return to_server, to_home

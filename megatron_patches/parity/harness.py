@@ -72,6 +72,7 @@ class ParityCase:
         backward: keep or resend.
         recompute: nothing, every layer's MLP, or everything but core attention.
         scheduler: "real": the planner's. "random": random cuts on random servers, to stress routes.
+        ranks_per_node: consecutive servers that count as a node; 0 for those of one machine.
         seed: of weights, tokens and random plans.
         changed_document: (micro-batch, document) whose tokens are drawn anew.
         tie_embeddings: the output layer's weights are the embedding's.
@@ -86,6 +87,7 @@ class ParityCase:
     backward: Literal["keep", "resend"] = "keep"
     recompute: Recompute = "none"
     scheduler: Literal["real", "random"] = "real"
+    ranks_per_node: int = 0
     seed: int = 1
     changed_document: tuple[int, int] | None = None
     tie_embeddings: bool = False
@@ -309,6 +311,7 @@ def attached(
         ping_pong=case.ping_pong,
         backward="resend" if case.pp > 1 else case.backward,
         kernel=kernel,
+        ranks_per_node=case.ranks_per_node,
         recompute="all" if case.recompute == "all" and disaggregate else "none",
         linears=linears,
     )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distca.errors import TransportError
-from distca.plan import Plan, Tasks, lay_out, route
+from distca.plan import Links, Plan, Tasks, lay_out, route
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.timeline import Timeline
@@ -123,7 +123,7 @@ def _compare(transports, plans, late):
 
     for number in range(plans):
         plan = random_plan(lay_out(LENGTHS[number % len(LENGTHS)], ranks)[0], number)
-        routed = ServerRoute.of(route(plan, rank), "cuda")
+        routed = ServerRoute.of(route(plan, rank, Links(2)), "cuda")  # with four ranks some rows take two hops
         for moves, dtypes in (
             ((routed.q_to_server, routed.kv_to_server, routed.q_to_server), (bf16, bf16, f32)),
             ((routed.q_to_home, routed.kv_to_home), (bf16, bf16)),
@@ -176,7 +176,7 @@ def _routes_and_inputs(step, backward):
     for nano, layout in enumerate(lay_out([int(x) for x in _lengths(step)], ranks, nano_batches=2)):
         forward = random_plan(layout, 7 * step + nano)
         back = random_plan(layout, 7 * step + nano + 3) if backward == "resend" else forward
-        routes.append(NanoRoutes.of(forward, back, rank, "cuda", previous))
+        routes.append(NanoRoutes.of(forward, back, rank, "cuda", previous, Links(2)))
         previous = layout
         generator = torch.Generator("cuda").manual_seed(step + 10 * rank + nano)
         hidden = torch.randn(int(layout.q_rows[rank]), WIDTH, generator=generator, device="cuda")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distca.plan import PlanOptions, area_cost, plan_step
+from distca.plan import Links, PlanOptions, area_cost, plan_step, route
 from distca.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -24,9 +24,9 @@ def _suite():
     return parity_suite
 
 
-def _float32(tp, name):
+def _float32(tp, name, per_node=0):
     suite = _suite()
-    cases = getattr(suite, name)(tp)
+    cases = [replace(case, ranks_per_node=per_node) for case in getattr(suite, name)(tp)]
     return [
         (case, figures, suite.FLOAT32_TOLERANCE)
         for case, figures in zip(cases, suite.float32_differences(cases, CPU), strict=True)
@@ -59,9 +59,17 @@ def _check(results):
         assert max(figures.values()) <= tolerance, (case, figures)
 
 
-@pytest.mark.parametrize("ranks,tp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
-def test_loss_and_every_gradient_in_float32(ranks, tp):
-    _check(run_ranks(ranks, _float32, tp, "all_modes")[0])
+@pytest.mark.parametrize("ranks,tp,per_node", [(1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 1, 2), (4, 2, 0)])
+def test_loss_and_every_gradient_in_float32(ranks, tp, per_node):
+    _check(run_ranks(ranks, _float32, tp, "all_modes", per_node)[0])
+
+
+def test_rows_of_the_compared_documents_took_two_hops():
+    from megatron_patches.parity.suite import LENGTHS
+
+    links = Links(2)
+    plan = plan_step(LENGTHS, PlanOptions(4, area_cost(4, 2, 8), nano_batches=2, links=links))
+    assert any(route(each, 0, links).relay is not None for phase in plan.forward for each in phase.plans)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

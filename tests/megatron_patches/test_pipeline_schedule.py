@@ -32,10 +32,11 @@ def _differences(tp, pp, settings, layers=4):
     return results
 
 
-def _settings(counts):
+def _settings(counts, per_node=0):
     """Cases of so many micro-batches, each unlike the others in what else there is."""
     return [
         {
+            "ranks_per_node": per_node,
             "micro_batches": MICRO_BATCHES[:count],
             "ping_pong": count % 2 == 0,
             "recompute": ("all", "none", "mlp")[count % 3],
@@ -46,9 +47,9 @@ def _settings(counts):
     ]
 
 
-@pytest.mark.parametrize("ranks,tp,pp", [(2, 1, 2), (4, 1, 4), (4, 1, 2), (8, 2, 2)])
-def test_loss_and_every_gradient(ranks, tp, pp):
-    settings = _settings(range(1, 7) if ranks < 8 else (2, 5))
+@pytest.mark.parametrize("ranks,tp,pp,per_node", [(2, 1, 2, 0), (4, 1, 4, 2), (4, 1, 2, 2), (8, 2, 2, 0)])
+def test_loss_and_every_gradient(ranks, tp, pp, per_node):
+    settings = _settings(range(1, 7) if ranks < 8 else (2, 5), per_node)
     for case, difference in run_ranks(ranks, _differences, tp, pp, settings)[0]:
         assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
 

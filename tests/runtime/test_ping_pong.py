@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distca.attention.reference import ReferenceKernel
 from distca.data.sampler import MicroBatch
-from distca.plan import PlanOptions, analytic_cost, lay_out, plan_at_home, plan_step
+from distca.plan import Links, PlanOptions, analytic_cost, lay_out, plan_at_home, plan_step
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.attention_call import AttentionCall
 from distca.runtime.timeline import Timeline
@@ -69,14 +69,15 @@ def _rows_of(layout, rank, starts):
     ]
 
 
-def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of, record):
+def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of, record, per_node=0):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layouts = lay_out(lengths, ranks, nano_batches=nano_batches, rank_of=rank_of)
     routes, previous = [], None
     for nano, layout in enumerate(layouts):
-        forward = random_plan(layout, seed + nano)
-        back = random_plan(layout, seed + nano + 100) if backward == "resend" else forward
-        routes.append(NanoRoutes.of(forward, back, rank, "cpu", previous))
+        cuts = 8 if per_node else 3
+        forward = random_plan(layout, seed + nano, cuts)
+        back = random_plan(layout, seed + nano + 100, cuts) if backward == "resend" else forward
+        routes.append(NanoRoutes.of(forward, back, rank, "cpu", previous, Links(per_node)))
         previous = layout
     timeline = Timeline("cpu")
     if record:
@@ -96,6 +97,9 @@ def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of
         "input_grad": [x.grad[: len(r)] for x, r in zip(inputs, rows, strict=True)],
         "weight_grad": torch.cat(grads),
         "order": timeline.order,
+        "second_hops": sum(
+            each.kv_to_server.relay_after is not None for r in routes for each in (r.forward, r.backward)
+        ),
     }
 
 
@@ -127,7 +131,9 @@ def _left_by_calls(backward):
     return left
 
 
-def _check(lengths, ranks, nano_batches=2, backward="keep", recompute=False, padding=0, seed=0, rank_of=None):
+def _check(
+    lengths, ranks, nano_batches=2, backward="keep", recompute=False, padding=0, seed=0, rank_of=None, per_node=0
+):
     hidden, weight, _ = _documents(lengths)
     hidden.requires_grad_()
     layers = toy_layers(**SHAPE)
@@ -135,7 +141,8 @@ def _check(lengths, ranks, nano_batches=2, backward="keep", recompute=False, pad
     for layer in layers:
         expected = layer.whole(expected, list(lengths))
     (expected * weight).sum().backward()
-    results = run_ranks(ranks, _run_rank, lengths, nano_batches, backward, recompute, padding, seed, rank_of, False)
+    how = (nano_batches, backward, recompute, padding, seed, rank_of, False, per_node)
+    results = run_ranks(ranks, _run_rank, lengths, *how)
     out, grad = torch.zeros_like(hidden), torch.zeros_like(hidden)
     for result in results:
         for rows, o, g in zip(result["rows"], result["out"], result["input_grad"], strict=True):
@@ -144,6 +151,7 @@ def _check(lengths, ranks, nano_batches=2, backward="keep", recompute=False, pad
     assert relative_error(grad, hidden.grad if len(hidden) else grad) <= TOLERANCE
     weight_grad = torch.cat([torch.cat((layer.qkv.grad.flatten(), layer.out.grad.flatten())) for layer in layers])
     assert relative_error(sum(result["weight_grad"] for result in results), weight_grad) <= TOLERANCE
+    return sum(result["second_hops"] for result in results)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,8 +169,15 @@ def test_ranks_and_halves(ranks, nano_batches, backward):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_many_seeds(seed):
+    """On two nodes, to which keys and values travel once."""
     lengths = np.random.default_rng(seed).integers(1, 40, size=9).tolist()
-    _check(lengths, ranks=4, backward=("keep", "resend")[seed % 2], recompute=seed % 3 == 0, seed=seed)
+    how = {"backward": ("keep", "resend")[seed % 2], "recompute": seed % 3 == 0}
+    assert _check(lengths, ranks=4, seed=seed, per_node=2, **how)
+
+
+@pytest.mark.parametrize("backward", ["keep", "resend"])
+def test_a_document_over_two_nodes_of_three(backward):
+    assert _check(CASES["one document over all ranks"], ranks=6, backward=backward, padding=1, per_node=3)
 
 
 def test_whole_documents_and_a_rank_without_tokens():

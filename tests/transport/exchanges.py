@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distca.plan import Plan, Tasks, lay_out, route
+from distca.plan import Links, Plan, Tasks, lay_out, route
 from distca.runtime.device_routes import ServerRoute
 from distca.testing.plans import random_plan
 from distca.transport import Part
@@ -17,8 +17,8 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.transport import OneSidedTransport
 from tests.transport.nvshmem.streams import Stream
 
-RANKS, PLANS, WIDTH = 3, 24, 6
-LENGTHS = ([40, 3, 1, 17, 90], [61], [1, 1, 1], [7] * 30, [1])
+RANKS, PLANS, WIDTH = 4, 24, 6
+LENGTHS = ([40, 3, 1, 17, 90], [61], [1, 1, 1], [7] * 30, [1], [70, 40], [90])
 
 
 def _any_ways(ways, draw):
@@ -39,17 +39,19 @@ def _exchanges():
     there, back = ("q_to_server", "kv_to_server"), ("q_to_home", "kv_to_home")
     for number in range(PLANS):
         if number % 3:
-            plan, ways = random_plan(lay_out(LENGTHS[number % len(LENGTHS)], RANKS)[0], number), (there, back)
+            # Two ranks share a node, to which rows travel once.
+            plan = random_plan(lay_out(LENGTHS[number % len(LENGTHS)], RANKS)[0], number, cuts=6)
+            ways = (there, back)
         else:
             # One rank sends all that there is to another and gets nothing back: it may run ahead.
             home, server = number // 3 % RANKS, (number // 3 + 1) % RANKS
             layout = lay_out([60], RANKS, rank_of=[home])[0]
             plan, ways = Plan(layout, Tasks.sorted(*np.array([[0, 0, 60, server]]).T)), (there,) * 6
-        routes = [ServerRoute.of(route(plan, rank), "cpu") for rank in range(RANKS)]
+        routes = [ServerRoute.of(route(plan, rank, Links(2)), "cpu") for rank in range(RANKS)]
         for names in ways:
             moves = [[getattr(each, name) for name in names] for each in routes]
             parts = [tuple(_part(one, generator) for one in each) for each in moves]
-            yield parts, [[_expected(parts, rank, k) for k in range(len(names))] for rank in range(RANKS)]
+            yield parts, list(zip(*(_expected([each[k] for each in parts]) for k in range(len(names))), strict=True))
 
 
 def _part(moves, generator):
@@ -58,13 +60,24 @@ def _part(moves, generator):
     return Part(source, torch.full((moves.destination_rows, WIDTH), before), moves)
 
 
-def _expected(parts, rank, k):
-    part = parts[rank][k]
-    destination = part.destination.clone()
-    part.moves.copy_kept(part.source, destination)
-    sent = [parts[peer][k].source[_rows_for(parts[peer][k].moves, rank)] for peer in range(RANKS)]
-    part.moves.place_received(torch.cat(sent), destination)
-    return destination
+def _expected(parts):
+    """By rank, what the destination of its part must hold."""
+    moves, sources = [part.moves for part in parts], [part.source for part in parts]
+    if moves[0].relay_before is not None:
+        sources = _delivered([each.relay_before for each in moves], sources, sources)
+    found = _delivered(moves, sources, [part.destination for part in parts])
+    if moves[0].relay_after is not None:
+        found = _delivered([each.relay_after for each in moves], found, found)
+    return found
+
+
+def _delivered(moves, sources, destinations):
+    found = [destination.clone() for destination in destinations]
+    for rank, (own, destination) in enumerate(zip(moves, found, strict=True)):
+        own.copy_kept(sources[rank], destination)
+        sent = [sources[peer][_rows_for(each, rank)] for peer, each in enumerate(moves)]
+        own.place_received(torch.cat(sent), destination)
+    return found
 
 
 def _rows_for(moves, rank):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,12 +69,21 @@ class Fabric(Protocol):
         ...
 
     def join(self, token: Any) -> None:
-        """Let the current stream wait until the sources of a put may be written again, or until kept rows are in
-        their places."""
+        """Let the current stream wait until the sources of a put may be written again, until kept rows are in their
+        places, or until what was queued beside it is done."""
         ...
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:
         """Let the current stream wait until exchange ``number`` arrived from ``peers``."""
+        ...
+
+    def beside(self, work: Callable[[], None]) -> Any:
+        """Let ``work`` queue what it does, through this fabric, on a stream of its own behind the work queued so far on
+        the current one. Returns a token for :meth:`join`."""
+        ...
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """Let ``work`` queue operations of torch on the current stream."""
         ...
 
     def consumed(self, number: int) -> None:

@@ -25,7 +25,7 @@ class RingPlace:
     """The place of one exchange.
 
     Attributes:
-        number: of the exchange, from 1.
+        number: of the exchange, from 1; with several hops that of the last, whose numbers follow each other.
         begin: first byte in the receive buffer; a multiple of 256.
         offsets: where each of its parts begins, in bytes from ``begin``; multiples of 256.
         reuses: newest exchange whose rows must have been consumed before new ones are written; 0 for none.
@@ -54,9 +54,13 @@ class ReceiveRing:
         self._lying: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
         self._not_consumed: set[int] = set()
 
-    def place(self, sizes: tuple[int, ...]) -> RingPlace:
+    def place(self, sizes: tuple[int, ...], hops: int = 1) -> RingPlace:
         """The place of the next exchange, whose parts take ``sizes`` bytes on the rank that receives most. Of the
         exchanges before it none but the newest may be under way.
+
+        Args:
+            sizes: of all parts, of all hops.
+            hops: how many; each has a number, and they are consumed together.
 
         Raises:
             TransportError: it does not fit beside the exchanges that are under way; nothing was sent.
@@ -66,7 +70,7 @@ class ReceiveRing:
         if not self._is_free(size, reuses):
             raise TransportError(self._too_small(size))
         assert self._not_consumed <= {self._number}, f"{sorted(self._not_consumed)} of {self._number} are under way"
-        self._number += 1
+        self._number += hops
         self._reused = reuses
         while self._lying and self._lying[0][0] <= reuses:
             self._lying.popleft()

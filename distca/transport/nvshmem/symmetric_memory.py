@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ class NvshmemFabric:
         self._signals = self._memory[: 2 * self.ranks * 8].view(torch.int64)
         # Its own, so that who looks at the slots never waits behind anything.
         self._looking = cuda_ops.create_stream(0)
+        self._beside: torch.cuda.Stream | None = None
         self._seen = torch.empty(2 * self.ranks, dtype=torch.int64, pin_memory=True)
         self._waits = watch_waits(group, self._missing)
         bases = _addresses_of_blocks(self._memory, nodes, group)
@@ -104,6 +105,17 @@ class NvshmemFabric:
         if self._internode_peers is not None:
             self._internode_peers.arrived(number, [peer for peer in peers if peer in self._internode])
         self._watch(peers, number, "rows of")
+
+    def beside(self, work: Callable[[], None]) -> Sent:
+        if self._beside is None:
+            self._beside = cuda_ops.create_stream(-1)
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            work()
+        return Sent([cuda_ops.mark(self._beside)], (), (), 0)
+
+    def compute(self, work: Callable[[], None]) -> None:
+        work()
 
     def consumed(self, number: int) -> None:
         if len(self._consumed_there):

@@ -3,23 +3,55 @@
 A sender waits for nobody but, when a place is used again, for the receiver to have emptied it; a receiver waits for the
 ranks that it gets rows from. Both waits are on streams: the host never stops. A rank that is late, or that only sends,
 therefore holds up others no longer than its own rows and, after a whole round of the ring, its place in memory.
+
+A second hop is queued at launch too, on a stream beside the computation: there the rows that it hands on are put in
+their places once they arrived, and written on. Both hops share a place in the ring, and have numbers of their own.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from distca.errors import TransportError
 from distca.transport.cuda_ops import row_bytes
-from distca.transport.interface import Handle, Part, Transport
+from distca.transport.interface import Handle, Hops, Part, Transport, check_ranks
 from distca.transport.nvshmem.interface import Fabric, Put
-from distca.transport.nvshmem.receive_ring import ReceiveRing, RingPlace
+from distca.transport.nvshmem.receive_ring import ReceiveRing
 
 logger = logging.getLogger(__name__)
 
 SETTING = "`nvshmem_buffer_gb`"
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Parts that travel at once, and where their rows land.
+
+    Attributes:
+        number: of the exchange, or of one of its hops.
+        reuses: newest exchange whose rows must have been consumed before.
+        parts: what travels.
+        begins: byte of the receive buffer at which each part's rows begin.
+    """
+
+    number: int
+    reuses: int
+    parts: tuple[Part, ...]
+    begins: list[int]
+
+    @property
+    def senders(self) -> list[int]:
+        """Ranks that this one gets rows from."""
+        return sorted({peer for part in self.parts for peer, rows in enumerate(part.moves.receive_counts) if rows})
+
+    def split(self, at: int) -> tuple[Landing, Landing]:
+        """The parts before a number, and the others."""
+        return (
+            replace(self, parts=self.parts[:at], begins=self.begins[:at]),
+            replace(self, parts=self.parts[at:], begins=self.begins[at:]),
+        )
 
 
 class OneSidedTransport:
@@ -48,24 +80,26 @@ class OneSidedTransport:
             TransportError: the moves belong to a plan for another number of ranks, or the receive buffer is too small
                 and there is no fallback transport; nothing was sent.
         """
-        for part in parts:
-            if len(part.moves.send_counts) != self.ranks:
-                raise TransportError(
-                    f"The plan was made for {len(part.moves.send_counts)} ranks, but the server pool has {self.ranks}; "
-                    "plan again for this world size."
-                )
-        travelling = tuple(part for part in parts if part.moves.travelling)
-        place = token = None
-        if travelling:
-            sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in travelling)
-            # Every rank keeps the same books, so all send this one the same way.
-            if self._fallback is not None and (reason := self._ring.why_not(sizes)):
-                self._tell(reason)
-                return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
-            place = self._ring.place(sizes)
-            token = self._fabric.put(place.number, place.reuses, self._puts(travelling, place))
-        kept = self._fabric.keep(parts, token)
-        return OneSidedHandle(self, place, travelling, token, kept)
+        check_ranks(parts, self.ranks)
+        hops = Hops.of(parts)
+        if not hops.first:
+            return OneSidedHandle(self, (), [], None, self._fabric.keep(parts, None))
+        sizes = tuple(part.moves.most_received * row_bytes(part.source) for part in hops.first + hops.second)
+        # Every rank keeps the same books, so all send this one the same way.
+        if self._fallback is not None and (reason := self._ring.why_not(sizes)):
+            self._tell(reason)
+            return FallbackHandle(self, self._ring.skip(), self._fallback.launch(parts))
+        two, last = bool(hops.second), len(hops.first)
+        place = self._ring.place(sizes, hops=1 + two)
+        begins = [place.begin + offset for offset in place.offsets]
+        first = Landing(place.number - two, place.reuses, hops.first, begins[:last])
+        tokens = [self._put(first)]
+        if not two:
+            return OneSidedHandle(self, (first,), tokens, None, self._fabric.keep(parts, tokens[0]))
+        handed_on, others = first.split(len(hops.handed_on))
+        second = Landing(place.number, place.reuses, hops.second, begins[last:])
+        beside = self._fabric.beside(partial(self._hand_on, handed_on, second, tokens))
+        return OneSidedHandle(self, (others, second), tokens, beside, self._fabric.keep(parts, tokens[0]))
 
     def use_fallback(self, fallback: Transport | None) -> None:
         """Take another fallback transport, or none, and count anew."""
@@ -78,18 +112,35 @@ class OneSidedTransport:
             logger.warning("Exchanges that do not fit go by %s, which is slower: %s", self._fallback.name, reason)
         self.fallback_exchanges += 1
 
-    def _puts(self, parts: tuple[Part, ...], place: RingPlace) -> dict[int, list[Put]]:
+    def _put(self, landing: Landing) -> Any:
+        """Start writing the rows of a hop."""
+        return self._fabric.put(landing.number, landing.reuses, self._puts(landing))
+
+    def _puts(self, landing: Landing) -> dict[int, list[Put]]:
         puts: dict[int, list[Put]] = {}
         # Every rank begins with its right-hand neighbour, so that not all write to the same one first.
         for peer in ((self.rank + step) % self.ranks for step in range(1, self.ranks)):
             mine = [
-                Put(part.source, *part.moves.sent_to(peer), place.begin + offset)
-                for part, offset in zip(parts, place.offsets, strict=True)
+                Put(part.source, *part.moves.sent_to(peer), begin)
+                for part, begin in zip(landing.parts, landing.begins, strict=True)
                 if peer in part.moves.send_ranges
             ]
             if mine:
                 puts[peer] = mine
         return puts
+
+    def _hand_on(self, arriving: Landing, second: Landing, tokens: list[Any]) -> None:
+        """Behind rows that arrive, start writing those of the second hop."""
+        self._fabric.arrived(arriving.number, arriving.senders)
+        self._fabric.compute(partial(self._place_received, arriving))
+        tokens.append(self._put(second))
+
+    def _place_received(self, landing: Landing) -> None:
+        for part, begin in zip(landing.parts, landing.begins, strict=True):
+            rows = sum(part.moves.receive_counts)
+            received = self._fabric.receive_buffer[begin : begin + rows * row_bytes(part.source)]
+            packed = received.view(part.destination.dtype).view(rows, *part.destination.shape[1:])
+            part.moves.place_received(packed, part.destination)
 
     def join(self, kept: Any) -> None:
         """Let the current stream wait for rows that stayed on this rank."""
@@ -100,25 +151,23 @@ class OneSidedTransport:
         """Tell senders, behind what the current stream did, that an exchange's rows are in their places."""
         self._fabric.consumed(self._ring.consumed(number))
 
-    def consume(self, place: RingPlace, parts: tuple[Part, ...], token: Any, kept: Any) -> None:
+    def consume(self, landings: tuple[Landing, ...], tokens: list[Any], beside: Any, kept: Any) -> None:
         """Wait on the current stream for an exchange, put its rows in their places and free its memory."""
-        senders = {peer for part in parts for peer, rows in enumerate(part.moves.receive_counts) if rows}
-        self._fabric.arrived(place.number, sorted(senders))
+        if beside is not None:
+            self._fabric.join(beside)
         # Received rows are added to kept ones or, where nothing is added up, have other places. Then the kept ones,
         # which are copied after all writes to peers, are waited for last.
-        adds = any(part.moves.reduction is not None for part in parts)
-        if adds:
-            self.join(kept)
-        for part, offset in zip(parts, place.offsets, strict=True):
-            rows = sum(part.moves.receive_counts)
-            begin = place.begin + offset
-            received = self._fabric.receive_buffer[begin : begin + rows * row_bytes(part.source)]
-            packed = received.view(part.destination.dtype).view(rows, *part.destination.shape[1:])
-            part.moves.place_received(packed, part.destination)
-        self.passed(place.number)
-        self._fabric.join(token)
-        if not adds:
-            self.join(kept)
+        adds = any(part.moves.reduction is not None for landing in landings for part in landing.parts)
+        for landing in landings:
+            self._fabric.arrived(landing.number, landing.senders)
+            if adds:
+                self.join(kept)
+                kept = None
+            self._place_received(landing)
+        self.passed(landings[-1].number)
+        for token in tokens:
+            self._fabric.join(token)
+        self.join(kept)
 
 
 @dataclass
@@ -126,22 +175,22 @@ class OneSidedHandle:
     """Writes under way."""
 
     _transport: OneSidedTransport
-    _place: RingPlace | None
-    _parts: tuple[Part, ...]
-    _token: Any
+    _landings: tuple[Landing, ...]
+    _tokens: list[Any]
+    _beside: Any
     _kept: Any
 
     @property
     def works(self) -> list[Any]:
         """What can be waited for to know when this rank's own writes end, for whoever records that."""
-        return [self._token] if self._token is not None and hasattr(self._token, "wait") else []
+        return [token for token in self._tokens if hasattr(token, "wait")]
 
     def wait(self) -> None:
-        if self._place is not None:
-            self._transport.consume(self._place, self._parts, self._token, self._kept)
+        if self._landings:
+            self._transport.consume(self._landings, self._tokens, self._beside, self._kept)
         else:
             self._transport.join(self._kept)
-        self._place, self._parts, self._token, self._kept = None, (), None, None
+        self._landings, self._tokens, self._beside, self._kept = (), [], None, None
 
 
 @dataclass

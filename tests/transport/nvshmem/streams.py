@@ -17,7 +17,7 @@ import torch
 
 from distca.transport import cuda_ops
 from distca.transport.nvshmem.internode import InternodeAddresses, InternodePeers, Peers
-from distca.transport.nvshmem.intranode import Addresses, IntranodePeers
+from distca.transport.nvshmem.intranode import Addresses, IntranodePeers, Sent
 
 PATIENCE_S = 20.0
 
@@ -251,6 +251,7 @@ class Fabric:
         self.far_queue, self._internode = InternodeQueue(world, rank), far
         self._internode_peers = InternodePeers(own, "cpu", self.far_queue) if far else None
         self._peers = Peers(self.intranode, self._internode_peers, far)
+        self._beside = None
 
     def compute_on(self, stream):
         """Make a Stream the rank's current one."""
@@ -266,9 +267,32 @@ class Fabric:
         for event in token.events if token is not None else ():
             self._world.until(lambda event=event: event.done)
 
+    def beside(self, work):
+        current = self.near_queue.here
+        if self._beside is None:
+            self._beside = Stream(self._world)
+        self._beside.wait_event(self.near_queue.mark(current))
+        self.compute_on(self._beside)
+        work()
+        self.compute_on(current)
+        return Sent([self.near_queue.mark(self._beside)], (), (), 0)
+
+    def compute(self, work):
+        if isinstance(self.near_queue.here, Stream):
+            self.near_queue.here.operations.append(lambda: work() or True)
+        else:
+            work()
+
     def arrived(self, number, peers):
         slots = self._arrived_here[list(peers)].tolist()
-        self._world.until(lambda: all(read(slot) >= number for slot in slots))
+
+        def are_there():
+            return all(read(slot) >= number for slot in slots)
+
+        if isinstance(self.near_queue.here, Stream):
+            self.near_queue.here.operations.append(are_there)
+        else:
+            self._world.until(are_there)
 
     def consumed(self, number):
         for address in self._consumed_there:

@@ -25,7 +25,7 @@ from tests.transport.nvshmem import streams
 from tests.transport.nvshmem.streams import PATIENCE_S, Fabric, World
 
 HALF = 768
-MACHINES = {"all far": ("a", "b", "c"), "one far": ("a", "a", "b")}
+MACHINES = {"all far": "abcd", "two nodes": "aabb"}
 
 
 def _fabrics(world, machines):
@@ -64,9 +64,36 @@ def test_without_waiting_for_room_rows_are_overwritten():
     assert _brings_wrong_rows("all far", credits=False)
 
 
-def test_without_quiet_signals_overtake_rows(monkeypatch):
-    monkeypatch.setattr(streams, "PATIENCE_S", 3.0)
-    assert _brings_wrong_rows("one far", spoil=lambda fabric: setattr(fabric.far_queue, "quiet", lambda stream: None))
+def _quiet_for_signals_only(fabric):
+    """Its quiets do not wait for rows."""
+    queue, travelling = fabric.far_queue, fabric._world.travelling
+    put = queue.put
+
+    def unnoted(to, source, size, peer, stream):
+        put(to, source, size, peer, stream)
+        send = stream.operations.pop()
+        stream.operations.append(lambda: send() and bool(travelling[fabric.rank].pop()))
+
+    queue.put = unnoted
+
+
+def test_without_quiet_signals_overtake_rows():
+    assert _brings_wrong_rows("two nodes", spoil=_quiet_for_signals_only)
+
+
+def _handing_on_at_once(fabric):
+    """Its second hop waits for nothing."""
+    arrived = fabric.arrived
+
+    def unless_beside(number, peers):
+        if not isinstance(fabric.near_queue.here, streams.Stream):
+            arrived(number, peers)
+
+    fabric.arrived = unless_beside
+
+
+def test_without_waiting_for_the_first_hop_the_second_hands_on_wrong_rows():
+    assert _brings_wrong_rows("two nodes", spoil=_handing_on_at_once)
 
 
 class Lazy:

@@ -17,15 +17,17 @@ GIB = 2**30
 )
 def test_a_place_is_given_again_only_after_it_was_emptied(capacity, sizes, data):
     ring = ReceiveRing(capacity * 256, "THE SETTING")
-    lying, under_way, taken = {}, [], 0
-    for number, parts in enumerate(sizes, 1):
+    lying, under_way, taken, number = {}, [], 0, 0
+    for parts in sizes:
+        newest, hops = number, data.draw(st.integers(1, 2))
+        number += hops
         try:
-            landing = ring.place(tuple(parts))
+            landing = ring.place(tuple(parts), hops)
         except TransportError:
             # A refusal must be for good reason: beside the one before it, a third of the memory is always free.
             size = sum(-(-part // 256) * 256 for part in parts)
-            before = lying[number - 1][1] - lying[number - 1][0] if number > 1 else 0
-            assert size > capacity * 256 or (number > 1 and before + 3 * max(size, before) > capacity * 256)
+            before = lying[newest][1] - lying[newest][0] if newest else 0
+            assert size > capacity * 256 or (newest and before + 3 * max(size, before) > capacity * 256)
             return
         assert landing.number == number
         ends = [landing.begin + offset + part for offset, part in zip(landing.offsets, parts, strict=True)]
