@@ -22,7 +22,7 @@ class PairRows:
 
     Attributes:
         ranks: R.
-        home: [P] rank that the rows live on, or that hands them on to others of its node.
+        home: [P] rank that the rows live on, or that hands them on.
         server: [P] another rank, which reads them.
         rows: [P] how many, at least 1.
     """
@@ -59,11 +59,13 @@ class Traffic:
 
     Attributes:
         q: query rows from home rank to server.
-        kv: key/value rows to servers, from home rank or gateway.
+        kv: key/value rows from home rank to server.
+        relay: key/value rows that a server hands on to another of its node, which does not get them from home.
     """
 
     q: PairRows
     kv: PairRows
+    relay: PairRows
 
     @property
     def q_rows(self) -> int:
@@ -71,17 +73,19 @@ class Traffic:
 
     @property
     def kv_rows(self) -> int:
-        return self.kv.total
+        """In both hops: every server gets a row once."""
+        return self.kv.total + self.relay.total
 
     def between(self, group: np.ndarray) -> Traffic:
         """The part of it between ranks of different groups; [R] ``group`` of every rank."""
-        return Traffic(self.q.between(group), self.kv.between(group))
+        return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
         """[R] int64 bytes of every rank's larger direction, sent or received, where a query row takes ``q_out`` bytes
         to the server and ``q_back`` home, a key/value row ``kv_out``."""
-        sent = self.q.sent * q_out + self.q.received * q_back + self.kv.sent * kv_out
-        received = self.q.received * q_out + self.q.sent * q_back + self.kv.received * kv_out
+        kv_sent, kv_received = self.kv.sent + self.relay.sent, self.kv.received + self.relay.received
+        sent = self.q.sent * q_out + self.q.received * q_back + kv_sent * kv_out
+        received = self.q.received * q_out + self.q.sent * q_back + kv_received * kv_out
         return np.asarray(np.maximum(sent, received))
 
 
@@ -106,18 +110,24 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
         plan: over R ranks.
         links: which ranks share a node, to each of which k,v rows travel once and on from there; None for all.
     """
-    layout, tasks = plan.layout, plan.tasks
+    layout, tasks, ranks = plan.layout, plan.tasks, plan.layout.ranks
     last = tasks.take(tasks.last_on_server)
-    reading = Tasks(last.document, np.zeros(len(last), np.int64), last.stop, last.server)
-    return Traffic(_pair_rows(tasks, layout.q, layout.ranks), _pair_rows(reading, layout.kv, layout.ranks, links))
+    home, server, rows, _ = _pieces(tasks, tasks.start, layout.q)
+    q = _pairs(home, server, rows, ranks)
+    home, server, rows, shard = _pieces(last, np.zeros_like(last.stop), layout.kv)
+    via = gateways(home, server, rows, shard, links, ranks)
+    relayed = via != np.arange(len(via))
+    kv = _pairs(home[~relayed], server[~relayed], rows[~relayed], ranks)
+    return Traffic(q, kv, _pairs(server[via[relayed]], server[relayed], rows[relayed], ranks))
 
 
-def _pair_rows(ranges: Tasks, shards: Shards, ranks: int, links: Links | None = None) -> PairRows:
-    piece, shard, rows = overlaps(ranges.document, ranges.start, ranges.stop, shards)
-    home, server = shards.rank[shard], ranges.server[piece]
-    if links is not None:
-        via = gateways(home, server, rows, shard, links, ranks)
-        home = np.where(via == np.arange(len(via)), home, server[via])
+def _pieces(tasks: Tasks, begin: np.ndarray, shards: Shards) -> tuple[np.ndarray, ...]:
+    """[N] home rank, [N] server, [N] rows and [N] shard of what is read from [T] ``begin`` to the tasks' stops."""
+    task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
+    return shards.rank[shard], tasks.server[task], rows, shard
+
+
+def _pairs(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:
     away = np.flatnonzero(home != server)
     pair, rows = (home * ranks + server)[away], rows[away]
     order = np.argsort(pair, kind="stable")

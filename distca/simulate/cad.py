@@ -7,16 +7,28 @@ phase is that of ``distca.runtime.ping_pong`` (a test holds both against each ot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from distca.plan import Direction, Plan, PlanOptions, StepPlan, Traffic, plan_step, server_seconds, traffic
+from distca.plan import Direction, PairRows, Plan, PlanOptions, StepPlan, Traffic, plan_step, server_seconds, traffic
 from distca.plan.step import Phase
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import VALUE, Job
 from distca.simulate.streams import Arrival, Streams
 from distca.simulate.workload import Workload
+
+
+@dataclass(frozen=True)
+class Hops:
+    """What is launched at once.
+
+    Attributes:
+        first: what travels at once.
+        second: what servers hand on, or send home when others' rows were added; None where nothing is.
+    """
+
+    first: Exchange
+    second: Exchange | None
 
 
 @dataclass(frozen=True)
@@ -27,15 +39,15 @@ class Half:
         rows: [R] home rows.
         attention: [R] seconds of core attention of a layer.
         copies: [R] seconds of putting rows together for it.
-        there: rows that servers compute with.
+        there: rows that servers compute with, in one hop or two.
         back: what they return.
     """
 
     rows: np.ndarray
     attention: np.ndarray
     copies: np.ndarray
-    there: Exchange
-    back: Exchange
+    there: Hops
+    back: Hops
 
 
 def planned(job: Job, workload: Workload) -> StepPlan:
@@ -56,14 +68,6 @@ def planned(job: Job, workload: Workload) -> StepPlan:
     if job.deal and homes is None:
         room = [job.data_parallel * job.tokens_per_rank] * len(workload.micro_batches)
     return plan_step([each.lengths for each in workload.micro_batches], options, homes, room)
-
-
-def moved(rows: Any, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[P] home rank, [P] server and [P] rows of one part of :class:`distca.plan.Traffic`."""
-    if isinstance(rows, np.ndarray):
-        home, server = np.nonzero(rows)
-        return home, server, rows[home, server]
-    return rows.home, rows.server, rows.rows
 
 
 class Cad:
@@ -107,7 +111,7 @@ class Cad:
 
     def _half(self, plan: Plan, direction: Direction) -> Half:
         job, shape = self._job, self._job.shape
-        found = self._traffic.setdefault(id(plan), traffic(plan))
+        found = self._traffic.setdefault(id(plan), traffic(plan, job.links))
         q, kv, lse = shape.q_bytes, shape.kv_bytes, 4 * shape.heads
         if direction == "forward":
             out, home = (q, kv), (q + (lse if self._resend else 0), 0)
@@ -122,15 +126,24 @@ class Cad:
             plan.layout.q_rows,
             server_seconds(plan, job.cost, direction) * job.rates.attention_factor,
             job.copied(q_rows * (out[0] + home[0]) + kv_rows * (out[1] + home[1])),
-            self._exchange(found, out, there=True),
-            self._exchange(found, home, there=False),
+            self._hops(found, out, there=True),
+            self._hops(found, home, there=False),
         )
 
-    def _exchange(self, rows: Traffic, size: tuple[int, int], there: bool) -> Exchange:
+    def _hops(self, rows: Traffic, size: tuple[int, int], there: bool) -> Hops:
+        q, kv, relay = (
+            (pairs, each) for pairs, each in zip((rows.q, rows.kv, rows.relay), (*size, size[1]), strict=True)
+        )
+        if not relay[0].total or not size[1]:
+            return Hops(self._exchange([q, kv], there), None)
+        first, second = ([q, kv], [relay]) if there else ([q, relay], [kv])
+        return Hops(self._exchange(first, there), self._exchange(second, there))
+
+    def _exchange(self, parts: list[tuple[PairRows, int]], there: bool) -> Exchange:
+        """Rows of so many bytes each."""
         ranks = self._job.servers
-        parts = [(*moved(part, ranks), each) for part, each in zip((rows.q, rows.kv), size, strict=True)]
-        home, server = (np.concatenate([part[at] for part in parts]) for at in (0, 1))
-        sizes = np.concatenate([part[2] * part[3] for part in parts])
+        home, server = (np.concatenate([getattr(rows, end) for rows, _ in parts]) for end in ("home", "server"))
+        sizes = np.concatenate([rows.rows * size for rows, size in parts])
         key = home * ranks + server
         pairs, number = np.unique(key, return_inverse=True)
         total = np.bincount(number, sizes, len(pairs))
@@ -144,8 +157,8 @@ class Cad:
         def compute(seconds: np.ndarray, name: str, layer: int, nano: int) -> None:
             streams.compute(seconds, name, layer, nano, "forward")
 
-        def launch(exchange: Exchange, what: str, layer: int, nano: int) -> Arrival:
-            return streams.launch(exchange, what, layer, nano, "forward")
+        def launch(hops: Hops, what: str, layer: int, nano: int) -> Arrival:
+            return streams.launch(hops.first, what, layer, nano, "forward", hops.second)
 
         for nano, half in enumerate(halves):
             compute(half.rows * rows.pre_forward, "pre", 0, nano)
@@ -176,14 +189,17 @@ class Cad:
                 between = rows.post_backward + (0.0 if last else rows.pre_backward)
                 streams.compute(half.rows * between, "post" if last else "post+pre", layer, nano, "backward")
                 what = "q,k,v,o,dO" if self._resend else "dO"
-                under_way[nano] = streams.launch(half.there, what, layer, nano, "backward")
+                under_way[nano] = self._send_back(half.there, what, layer, nano)
             for nano, half in order:
                 streams.join(under_way[nano], layer, nano, "backward")
                 self._serve(half, layer, nano, "backward")
-                under_way[nano] = streams.launch(half.back, "dq,dk,dv", layer, nano, "backward")
+                under_way[nano] = self._send_back(half.back, "dq,dk,dv", layer, nano)
         for nano, half in order:
             streams.join(under_way[nano], 0, nano, "backward")
             streams.compute(half.rows * rows.pre_backward, "pre", 0, nano, "backward")
+
+    def _send_back(self, hops: Hops, what: str, layer: int, nano: int) -> Arrival:
+        return self._streams.launch(hops.first, what, layer, nano, "backward", hops.second)
 
     def _serve(self, half: Half, layer: int, nano: int, direction: str) -> None:
         self._streams.compute(half.copies + half.attention, "serve", layer, nano, direction)

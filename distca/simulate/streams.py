@@ -81,13 +81,32 @@ class Streams:
         self.now = self.now + seconds
         self.busy += seconds
 
-    def launch(self, exchange: Exchange, what: str, layer: int = 0, nano: int = 0, direction: str = "") -> Arrival:
-        """Begin an exchange behind what the transfer stream still carries."""
-        self._note(f"launch {what} {layer} {NANO_NAMES[nano]} {direction}")
+    def launch(
+        self,
+        exchange: Exchange,
+        what: str,
+        layer: int = 0,
+        nano: int = 0,
+        direction: str = "",
+        second: Exchange | None = None,
+    ) -> Arrival:
+        """Begin an exchange behind what the transfer stream still carries, and the ``second`` hop behind it."""
+        name = f"{what} {layer} {NANO_NAMES[nano]} {direction}"
+        self._note(f"launch {name}")
+        arrival = self._carry(exchange, name, Arrival(self.now, self.now, what))
+        if second is None:
+            return arrival
+        last, receives = self._carry(second, name, arrival), second.incoming > 0
+        return Arrival(
+            np.where(receives, last.at, arrival.at), np.where(receives, last.ready, arrival.ready), arrival.what
+        )
+
+    def _carry(self, exchange: Exchange, name: str, behind: Arrival) -> Arrival:
+        """Every rank begins once it has what it is ``behind``."""
         if not exchange.travels:
-            return Arrival(self.now, self.now, what)
-        start = np.maximum(self.now, self._out_free)
-        able = np.maximum(self.now, self._out_ready)
+            return behind
+        start = np.maximum(behind.at, self._out_free)
+        able = np.maximum(behind.ready, self._out_ready)
         begin, ready_from = start[exchange.source], able[exchange.source]
         if self._rendezvous:
             begin = np.maximum(begin, start[exchange.target])
@@ -111,12 +130,12 @@ class Streams:
                 Span(
                     rank,
                     "transfers",
-                    f"{what} {layer} {NANO_NAMES[nano]} {direction}",
+                    name,
                     float(start[rank]),
                     end - float(start[rank]),
                 )
             )
-        return Arrival(at, ready, what)
+        return Arrival(at, ready, behind.what)
 
     def join(self, arrival: Arrival, layer: int = 0, nano: int = 0, direction: str = "") -> None:
         """Let the compute streams wait for their rows."""

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.plan import Links, PairRows, Plan, area_cost, imbalance, server_seconds, traffic
-from tests.plan.cases import arbitrary_plans, links, routes
+from tests.plan.cases import arbitrary_plans, exchanges_of, links, routes
 
 
 def matrix(pairs: PairRows) -> np.ndarray:
@@ -15,29 +15,29 @@ def matrix(pairs: PairRows) -> np.ndarray:
 
 @given(arbitrary_plans(), links)
 def test_counted_rows_are_the_rows_the_routes_carry(plan: Plan, links: Links | None) -> None:
-    counted = traffic(plan, links)
-    ranks, made = plan.layout.ranks, routes(plan, links)
-    for pairs, names in ((counted.q, ("q",)), (counted.kv, ("kv", "relay"))):
+    counted, made = traffic(plan, links), routes(plan, links)
+    ranks = plan.layout.ranks
+    assert (counted.relay.total > 0) == any(part.relay is not None for part in made)
+    for exchanges, pairs in zip(exchanges_of(made), (counted.q, counted.kv, counted.relay), strict=False):
         rows = matrix(pairs)
         assert (pairs.rows > 0).all() and np.count_nonzero(rows) == len(pairs.rows)
-        for rank, part in enumerate(made):
-            exchanges = [found for name in names if (found := getattr(part, name)) is not None]
-            assert np.array_equal(rows[rank], sum(exchange.send.per_peer(ranks) for exchange in exchanges))
-            assert np.array_equal(rows[:, rank], sum(exchange.receive.per_peer(ranks) for exchange in exchanges))
-            assert pairs.sent[rank] == sum(exchange.send.total for exchange in exchanges)
-            assert pairs.received[rank] == sum(exchange.receive.total for exchange in exchanges)
+        for rank, exchange in enumerate(exchanges):
+            assert np.array_equal(rows[rank], exchange.send.per_peer(ranks))
+            assert np.array_equal(rows[:, rank], exchange.receive.per_peer(ranks))
+            assert (pairs.sent[rank], pairs.received[rank]) == (exchange.send.total, exchange.receive.total)
     assert counted.q_rows == counted.q.rows.sum()
-    assert counted.kv_rows == counted.kv.rows.sum() == traffic(plan).kv_rows
+    assert counted.kv_rows == counted.kv.rows.sum() + counted.relay.rows.sum() == traffic(plan).kv_rows
 
 
 @given(arbitrary_plans(), st.integers(1, 3))
 def test_rows_between_groups_and_of_the_busiest_rank(plan: Plan, size: int) -> None:
-    counted, ranks = traffic(plan), plan.layout.ranks
+    counted, ranks = traffic(plan, Links(size)), plan.layout.ranks
     group = np.arange(ranks) // size
-    q, kv = matrix(counted.q), matrix(counted.kv)
+    q, kv = matrix(counted.q), matrix(counted.kv) + matrix(counted.relay)
     far = group[:, None] != group
     assert np.array_equal(matrix(counted.between(group).q), q * far)
     assert np.array_equal(matrix(counted.between(group).kv), kv * far)
+    assert counted.between(group).relay.total == 0
     sent = 3 * q.sum(axis=1) + 5 * q.sum(axis=0) + 7 * kv.sum(axis=1)
     received = 3 * q.sum(axis=0) + 5 * q.sum(axis=1) + 7 * kv.sum(axis=0)
     assert counted.busiest(3, 5, 7).tolist() == np.maximum(sent, received).tolist()

@@ -6,7 +6,7 @@ import pytest
 
 from distca.data.mixes import Mix, sample_long_context
 from distca.errors import TransportError
-from distca.plan import AttentionShape, analytic_cost, route
+from distca.plan import AttentionShape, Links, analytic_cost, route
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
 from distca.plan.plan import Plan
 from distca.plan.receive_buffer import receive_buffer_gb
@@ -22,14 +22,17 @@ def _run(ring: ReceiveRing, plans: MicroBatchPlan) -> None:
     q, kv, lse, resend = SHAPE.q_bytes, SHAPE.kv_bytes, 4 * SHAPE.heads, plans.resend
 
     def there(plan: Plan, sent_again: bool) -> Exchange:
-        part = route(plan, 0)
-        widths = [q, kv] + [q, q, lse] * sent_again
-        rows = [part.q.most_to_server, part.kv.most_to_server] + [part.q.most_to_server] * 3 * sent_again
+        part = route(plan, 0, plans.step.options.links)
+        widths = [q, kv, kv] + [q, q, lse] * sent_again
+        relayed = part.relay.most_to_server if part.relay is not None else 0
+        rows = [part.q.most_to_server, part.kv.most_to_server, relayed] + [part.q.most_to_server] * 3 * sent_again
         return rows, widths
 
     def back(plan: Plan, widths: list[int]) -> Exchange:
-        part = route(plan, 0)
-        return [part.kv.most_to_home if width == kv else part.q.most_to_home for width in widths], widths
+        part = route(plan, 0, plans.step.options.links)
+        relayed = part.relay.most_to_home if part.relay is not None and kv in widths else 0
+        rows = [part.kv.most_to_home if width == kv else part.q.most_to_home for width in widths]
+        return [*rows, relayed], [*widths, kv]
 
     def place(rows: list[int], widths: list[int]) -> int:
         return ring.place(tuple(r * w for r, w in zip(rows, widths, strict=True))).number
@@ -56,8 +59,8 @@ def _run(ring: ReceiveRing, plans: MicroBatchPlan) -> None:
 
 
 @pytest.mark.parametrize("resend", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-def test_it_holds_the_exchanges_of_real_plans(ranks: int, resend: bool) -> None:
+@pytest.mark.parametrize("ranks,per_node", [(2, 0), (4, 0), (8, 0), (16, 0), (16, 4), (16, 8)])
+def test_it_holds_the_exchanges_of_real_plans(ranks: int, per_node: int, resend: bool) -> None:
     capacity = int(receive_buffer_gb(SHAPE, TOKENS, resend=resend) * 2**30)
     cost = analytic_cost(SHAPE.heads, SHAPE.kv_heads, SHAPE.head_dim)
     mixes: tuple[Mix, ...] = ("pretrain", "prolong")
@@ -65,7 +68,7 @@ def test_it_holds_the_exchanges_of_real_plans(ranks: int, resend: bool) -> None:
     for mix in mixes:
         for seed in range(3):
             lengths = sample_long_context(mix, TOKENS * ranks, TOKENS, seed=seed)
-            plans = plan_micro_batch(lengths, ranks, cost, nano_batches=2, resend=resend)
+            plans = plan_micro_batch(lengths, ranks, cost, nano_batches=2, resend=resend, links=Links(per_node))
             _run(ReceiveRing(capacity, "THE_SETTING"), plans)
             try:
                 _run(ReceiveRing(capacity // 8, "THE_SETTING"), plans)

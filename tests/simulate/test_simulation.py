@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distca.baselines import parse_mode
-from distca.plan import server_seconds
+from distca.plan import server_seconds, traffic
 from distca.simulate import Cluster, Workload, simulate
 from distca.simulate.cad import planned
 from distca.simulate.job import VALUE
@@ -51,9 +51,11 @@ def test_documents_of_a_step_are_dealt_over_its_micro_batches_as_training_has_it
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_the_plans_own_bytes_travel_and_its_own_seconds_are_served(pp: int):
-    job = small_job(4, pp=pp, tokens_per_rank=2000, level_time=False)
+    """Keys and values in two hops where there are several nodes."""
+    job = small_job(4, pp=pp, tokens_per_rank=2000, level_time=False, gpus_per_node=2)
     workload = Workload.draw(RANDOM, 700, 4 // pp, 2000, 2, seed=1)
     plan = planned(job, workload)
+    assert any(traffic(each, job.links).relay.total for _, phase in plan.phases for each in phase.plans)
     found = simulate(job, parse_mode("distca"), workload, plan=plan)
     served = sum(server_seconds(each, job.cost, way) for way, phase in plan.phases for each in phase.plans)
     if pp == 1:  # phases of forward and backward have one plan, which counts for both

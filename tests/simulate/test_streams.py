@@ -91,3 +91,20 @@ def test_collectives_use_every_network_link_of_a_node():
     assert fabric(16, 8).ring(8) == (100 * GB, 1e-3)
     assert fabric(16, 8).ring(16) == (80 * GB, 2e-3)
     assert fabric(16, 1).ring(16) == (10 * GB, 2e-3)
+
+
+def test_a_second_hop_begins_when_the_rank_has_the_first_and_both_are_joined_at_once():
+    links = fabric(3, 2)
+    streams = Streams(links)
+    streams.compute(np.array([0.0, 0.0, 0.4]), "pre")
+    first, second = exchange(links, (2, 0, GB)), exchange(links, (0, 1, GB))
+    arrival = streams.launch(first, "k", second=second)
+    streams.compute(np.array([0.0, 0.45, 0.0]), "serve")
+    streams.join(arrival)
+    there = 0.4 + 0.002 + 0.1
+    assert streams.now == pytest.approx([there, there + 0.001 + 0.01, 0.4])
+    # Rank 1 waits for bytes alone: rank 2 had launched before it was done.
+    assert streams.waited == pytest.approx([0.4, 0, 0])
+    assert streams.exposed == pytest.approx([0.102, there + 0.011 - 0.45, 0])
+    assert streams.sent.tolist() == [GB, 0, GB]
+    assert streams.order[-3:] == ["launch k 0 ping ", "serve 0 ping ", "join k 0 ping "]
