@@ -4,11 +4,12 @@
 
 Every case is planned in two halves for nodes of 8 servers with 128K tokens each, in a process per checkout, and judged
 by one ruler here: slowest over mean, the worst of both halves and directions; KB per token that travel in forward
-(16 per query row with its o, 4 per k,v row); the same between nodes, as it is and if every k,v row went to a node once
-and on inside it, which no transport does yet; the busiest server's larger direction, both halves
-together, in KB per token and over the mean; what of its transfers at 50 GB/s a layer of 8B of the other half does not
-hide, over the layer's time; and CPU milliseconds (``time.process_time``) of layout and plan, one rank's
-routes, and the metrics of the log, the least of two runs. Costs are those of the analytic model. Nothing runs on GPUs.
+(16 per query row with its o, 4 per k,v row); the same between nodes, to each of which k,v rows go once where the
+checkout's routes have two hops; the busiest server's larger direction, both halves together and what it hands on
+counted, in KB per token and over the mean, and the same between nodes; what of a server's transfers, at 50 GB/s between
+nodes and then 360 inside, a layer of 8B of the other half does not hide, over the layer's time; and CPU milliseconds
+(``time.process_time``) of layout and plan, one rank's routes, and the metrics of the log, the least of two runs. Costs
+are those of the analytic model. Nothing runs on GPUs.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from distca.plan import Links, analytic_cost, imbalance, plan_micro_batch, route
 
 TOKENS, NODE = 131_072, 8
 COST = analytic_cost(32, 8, 128)
-NETWORK = 50e9
-"""Bytes per second and direction of a server's links."""
+NETWORK, NVLINK = 50e9, 360e9
+"""Bytes per second and direction of a server's links, between nodes and inside."""
+HOPS = hasattr(Links, "may_relay")
+"""Whether routes of this checkout have two hops."""
 LINEAR = np.array([2 / 718e12, 4 / 686e12]) * (4096 * 128 * 80 + 3 * 4096 * 14336)
 """Seconds per token of a layer of 8B's matrix products, forward and backward, as ``analytic_cost`` has them."""
 SERVERS = (8, 64, 256, 512)
@@ -71,48 +74,50 @@ def travelling(plan: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     return found
 
 
-def exposed(attention: list[np.ndarray], bytes_of: list[np.ndarray]) -> float:
-    """Part of a layer's time, forward and backward, that the busiest rank waits for transfers at 50 GB/s.
+def exposed(attention: list[np.ndarray], travel: list[np.ndarray]) -> float:
+    """Part of a layer's time, forward and backward, that the slowest rank waits for transfers.
 
     Args:
         attention: by half, [2] seconds of the slowest server, forward and backward.
-        bytes_of: by half, [R] bytes of the larger direction; backward's are as many.
+        travel: by half, [R] seconds of transfers; backward's are as many.
     """
     compute = [each + LINEAR * TOKENS / 2 for each in attention]
-    travel = [float(each.max()) / NETWORK for each in bytes_of]
-    waits = [np.maximum(own - other, 0).sum() for own, other in zip(travel, compute[::-1], strict=True)]
+    waits = [np.maximum(own.max() - other, 0).sum() for own, other in zip(travel, compute[::-1], strict=True)]
     return float(sum(waits) / (sum(waits) + np.sum(compute)))
 
 
-def once_per_node(home: np.ndarray, server: np.ndarray, rows: np.ndarray, shard: np.ndarray) -> np.ndarray:
-    """[P] of ``rows`` those that would cross a network if they went to each node once and on from there: readers need
-    the first rows of a shard, so the longest of a node's has all of its others'."""
+def in_hops(home: np.ndarray, server: np.ndarray, rows: np.ndarray, shard: np.ndarray) -> tuple[np.ndarray, ...]:
+    """[P] ranks that send k,v ``rows``, their servers, and the rows, where each node gets a shard's once: readers need
+    its first rows, so the longest of a node's has all of its others', which get them from there."""
     nodes = int(server.max(initial=0)) // NODE + 1
-    key = shard * nodes + server // NODE
-    order = np.lexsort((-rows, key))
+    far, key = home // NODE != server // NODE, shard * nodes + server // NODE
+    # In the routes' order, so that loads of single ranks are theirs too.
+    order = np.lexsort(((server - home) % NODE, -rows, key))
     first = np.append(True, key[order][1:] != key[order][:-1])[: len(order)]
-    once = np.zeros_like(rows)
-    once[order[first]] = rows[order[first]]
-    return once * (home // NODE != server // NODE)
+    via = np.empty_like(order)
+    via[order] = order[np.flatnonzero(first)[np.cumsum(first) - 1]]
+    return np.where(far & (via != np.arange(len(via))), server[via], home), server, rows
 
 
 def judged(made: Any, servers: int) -> dict[str, float]:
     """What a plan achieves."""
-    total = between = once = 0.0
-    busiest, worst = np.zeros(servers), 1.0
+    total, busiest, worst = 0.0, np.zeros((2, servers)), 1.0
+    between = 0.0
     attention, travel = [], []
     for nano in made.nano_batches:
         nano.forward.check()
-        out, into = np.zeros(servers), np.zeros(servers)
-        for (home, server, rows, shard), (there, back) in zip(travelling(nano.forward), ((8, 8), (4, 0)), strict=True):
-            out += np.bincount(home, rows * there, servers) + np.bincount(server, rows * back, servers)
-            into += np.bincount(server, rows * there, servers) + np.bincount(home, rows * back, servers)
-            far = float((rows * (there + back))[home // NODE != server // NODE].sum())
-            between += far
-            once += far if back else there * float(once_per_node(home, server, rows, shard).sum())
-        total += float(out.sum())
-        busiest += np.maximum(out, into)
-        travel.append(1024 * np.maximum(out, into))
+        q, kv = travelling(nano.forward)
+        loads = np.zeros((2, 2, servers))  # inside and between nodes; out and in
+        for (home, server, rows), (there, back) in (q[:3], (8, 8)), (in_hops(*kv) if HOPS else kv[:3], (4, 0)):
+            far = home // NODE != server // NODE
+            for kind, some in enumerate((~far, far)):
+                for way, (ends, other) in enumerate(((home, server), (server, home))):
+                    loads[kind, way] += np.bincount(ends[some], rows[some] * there, servers)
+                    loads[kind, way] += np.bincount(other[some], rows[some] * back, servers)
+        total += float(loads[:, 0].sum())
+        between += float(loads[1, 0].sum())
+        busiest += loads.sum(axis=0).max(axis=0), loads[1].max(axis=0)
+        travel.append(1024 * (loads[0].max(axis=0) / NVLINK + loads[1].max(axis=0) / NETWORK))
         attention.append(np.array([server_seconds(nano.forward, COST, way).max() for way in ("forward", "backward")]))
         worst = max(worst, *(imbalance(server_seconds(nano.forward, COST, way)) for way in ("forward", "backward")))
     tokens = servers * TOKENS
@@ -120,9 +125,9 @@ def judged(made: Any, servers: int) -> dict[str, float]:
         "slowest_over_mean": worst,
         "kb_per_token": total / tokens,
         "kb_per_token_between_nodes": between / tokens,
-        "kb_per_token_between_nodes_once_per_node": once / tokens,
-        "busiest_kb_per_token": float(busiest.max()) / TOKENS,
-        "busiest_over_mean": imbalance(busiest),
+        "busiest_kb_per_token": float(busiest[0].max()) / TOKENS,
+        "busiest_over_mean": imbalance(busiest[0]),
+        "busiest_kb_per_token_between_nodes": float(busiest[1].max()) / TOKENS,
         "exposed": exposed(attention, travel),
     }
 
@@ -136,7 +141,7 @@ def measured(mix: str, context: int | None, servers: int, seed: int) -> dict[str
         made = plan_micro_batch(lengths, servers, COST, nano_batches=2, links=Links(NODE))
         times.append(time.process_time())
         for nano in made.nano_batches:
-            route(nano.forward, servers // 2)
+            route(nano.forward, servers // 2, *([Links(NODE)] if HOPS else []))
         times.append(time.process_time())
         _ = made.bytes_moved, made.seconds_after, made.seconds_before
         times.append(time.process_time())

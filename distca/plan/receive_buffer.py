@@ -12,7 +12,7 @@ def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool) -> fl
     nano-batch that the busiest rank receives.
 
     In rows of q, k and v of a rank's tokens. Real plans without pipeline stages, of both mixes in their long-context
-    versions, fit for 2 to 16 ranks (tests/plan/test_receive_buffer.py).
+    versions, fit for 2 to 16 ranks, also on nodes of 4 and of 8 (tests/plan/test_receive_buffer.py).
 
     Args:
         shape: heads of one rank.
