@@ -1,0 +1,60 @@
+"""Two nodes of two ranks with a network between them: what keys and values send over it, in one hop and in two."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.plan import Links, Plan, Tasks, lay_out, route
+from distca.runtime.device_routes import ServerRoute
+from distca.testing.nodes import INTERFACE, Nodes, why_not
+from distca.transport import Part
+from distca.transport.collective import CollectiveTransport
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")]
+ROOT = Path(__file__).parents[2]
+ROWS, WIDTH = 1000, 256  # rows of a KiB
+SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+
+
+def rank_main() -> None:
+    """One rank: KiB that its node sent, forward without nodes and with them, then backward."""
+    dist.init_process_group("gloo")
+    rank, transport, found = dist.get_rank(), CollectiveTransport(dist.group.WORLD), []
+    stops = np.arange(1, 5) * ROWS  # every rank has a quarter of one document, and serves it
+    plan = Plan(lay_out([4 * ROWS], 4)[0], Tasks.sorted(np.zeros(4, int), stops - ROWS, stops, np.arange(4)))
+    routes = [ServerRoute.of(route(plan, rank, links), "cpu") for links in (None, Links(2))]
+    for name in ("kv_to_server", "kv_to_home"):
+        for moves in (getattr(each, name) for each in routes):
+            part = Part(torch.ones(moves.source_rows, WIDTH), torch.zeros(moves.destination_rows, WIDTH), moves)
+            dist.barrier()
+            time.sleep(0.1)
+            before = int(SENT.read_text())
+            transport.launch((part,)).wait()
+            dist.barrier()
+            time.sleep(0.1)
+            found.append((int(SENT.read_text()) - before) / 1024)
+    sys.stdout.write(json.dumps(found))
+
+
+def test_keys_and_values_and_their_gradients_cross_a_network_once_per_node() -> None:
+    start = "from tests.transport.test_network import rank_main; rank_main()"
+    with Nodes(2) as nodes:
+        where = {"WORLD_SIZE": "4", "MASTER_ADDR": nodes.address(0), "MASTER_PORT": "29511", "PYTHONPATH": str(ROOT)}
+        ranks = [
+            nodes.start(rank // 2, [sys.executable, "-c", start], where | {"RANK": str(rank)}, stdout=-1)
+            for rank in range(4)
+        ]
+        first, _, second, _ = (json.loads(rank.communicate(timeout=100)[0]) for rank in ranks)
+    # The first node's 2,000 rows have two readers on the second; nothing else crosses, but for headers and barriers.
+    direct, hops, *nothing = first
+    assert direct == pytest.approx(2 * 2000, rel=0.1) and hops == pytest.approx(2000, rel=0.1)
+    assert max(nothing) < 200 and max(second[:2]) < 200
+    assert second[2:] == pytest.approx([2 * 2000, 2000], rel=0.1)
