@@ -235,9 +235,14 @@ class CAD:
                 reduce, rounded after every addition.
 
         Raises:
-            SupportError: other types.
+            SupportError: other types; or FP8 weights without the distributed optimizer.
         """
         _check_gradients(gradients, self.config.params_dtype)
+        if self.config.fp8_param and not distributed_optimizer:
+            raise SupportError(
+                "fp8_param is True, but Megatron holds the main weights of FP8 weights in its distributed optimizer "
+                "only: set distributed_optimizer to True, or leave fp8_param out."
+            )
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
         if self._stages > 1 and self._disaggregate:
             wrapped.config.no_sync_func = refuse_other_schedule

@@ -57,6 +57,7 @@ def transformer_config(
     recompute_mlp: bool = False,
     cpu_initialization: bool = False,
     fp8: Fp8 = "none",
+    fp8_weights: bool = False,
 ) -> TransformerConfig:
     """megatron's configuration of the model.
 
@@ -68,6 +69,7 @@ def transformer_config(
             disaggregated blocks.
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
         fp8: how Transformer Engine's linear layers scale their products' tensors to FP8.
+        fp8_weights: their weights are held as FP8 numbers alone.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return TransformerConfig(
@@ -107,7 +109,7 @@ def transformer_config(
         recompute_granularity="selective" if recompute_mlp else None,
         # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
         recompute_modules=["mlp"] if recompute_mlp else None,
-        **config_fields(fp8),
+        **config_fields(fp8, fp8_weights),
     )
 
 

@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_patches.checkpoint.adam_state import inner_adams
 from megatron_patches.te.choice import check_moments
+from megatron_patches.te.fp8_weights import has_fp8_weights
 
 
 class OptimizerSettings(Protocol):
@@ -80,7 +81,7 @@ def build_optimizer(
         dtype: of the parameters; float32 master weights are kept with bfloat16.
         decay_steps: of the schedule wsd, at the end.
         moments: type in which Adam's are kept; torch.bfloat16 needs Transformer Engine's Adam, which then keeps of each
-            float32 weight the 16 bits that the bfloat16 one lacks.
+            float32 weight the 16 bits that the bfloat16 one lacks, unless some weights are FP8 numbers.
 
     Raises:
         SupportError: there is no such Adam here.
@@ -126,11 +127,14 @@ def build_optimizer(
 
 
 def _fewer_bytes(model: DistributedDataParallel, moments: torch.dtype) -> dict[str, Any]:
-    """Fields of megatron's configuration for moments that are not float32."""
+    """Fields of megatron's configuration for moments that are not float32, and for FP8 weights."""
+    # Of FP8 weights Megatron shall hold the main weights itself, however they are scaled: Transformer Engine's Adam,
+    # which it would leave those of delayed scaling to, would take them for bfloat16 ones and keep 16 bits of each.
+    held = {"fp8_recipe": "tensorwise"} if has_fp8_weights(model) else {}
     if moments == torch.float32:
-        return {}
+        return held
     gradients = torch.float32 if model.ddp_config.grad_reduce_in_fp32 else torch.bfloat16
-    return {
+    return held | {
         "use_precision_aware_optimizer": True,
         "main_grads_dtype": gradients,
         "exp_avg_dtype": moments,

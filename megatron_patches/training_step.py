@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_patches.step import Batch
 from megatron_patches.te import quantization
+from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 
 # Gradients of one reduction. The same for every number of ranks, so that the distributed optimizer's checkpoints, whose
 # shards are those of the buckets, are cut alike.
@@ -45,11 +46,12 @@ def wrap_for_data_parallel(
         bucket_size=_BUCKET_PARAMETERS,
         use_distributed_optimizer=distributed_optimizer,
         check_for_nan_in_grad=False,
+        fp8_param_gather=has_fp8_weights(model),
     )
     wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
     config.finalize_model_grads_func = finalize_gradients
     config.no_sync_func = wrapped.no_sync
-    wrapped.broadcast_params()
+    broadcast_weights(wrapped)
     return wrapped
 
 

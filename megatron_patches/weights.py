@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from distca.models.description import ModelDescription
 from distca.models.layout import EMBEDDING, FINAL_NORM, OUTPUT, layer_prefix
 from distca.models.tensors import TensorFiles
+from megatron_patches.te.fp8_weights import set_values
 
 
 class Slot(Protocol):
@@ -183,9 +184,8 @@ def load_weights(
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    with torch.no_grad():
-        for parameter, slot in slots(gpt, model):
-            share = slot.share(files, rank, ranks)
-            assert share.shape == parameter.shape, f"{slot.names}: {share.shape} for {parameter.shape}"
-            parameter.copy_(share)
-            advance(share.numel() * share.element_size())
+    for parameter, slot in slots(gpt, model):
+        share = slot.share(files, rank, ranks)
+        assert share.shape == parameter.shape, f"{slot.names}: {share.shape} for {parameter.shape}"
+        set_values(parameter, share)
+        advance(share.numel() * share.element_size())

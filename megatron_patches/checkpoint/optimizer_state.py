@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.optimizer import extract_sharded_tensors_a
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_patches.checkpoint.adam_state import get_states, set_state
+from megatron_patches.te.fp8_weights import is_fp8
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -29,10 +30,43 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def keep_parts(optimizer: Any) -> None:
     """Let ``sharded_state_dict`` and ``load_state_dict`` of megatron's optimizer, or of those that it chains, handle
     this rank's own part only."""
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(each, DistributedOptimizer):
-            each.sharded_param_state_fully_reshardable = partial(_own_part, each)
-            each.load_parameter_state_from_fully_reshardable = partial(_take_own_part, each)
+    for each in distributed_parts(optimizer):
+        each.sharded_param_state_fully_reshardable = partial(_own_part, each)
+        each.load_parameter_state_from_fully_reshardable = partial(_take_own_part, each)
+
+
+def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
+    """megatron's distributed optimizers: itself, or those that it chains."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each for each in parts if isinstance(each, DistributedOptimizer)]
+
+
+def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    """A model's state without its FP8 weights: in their place this rank's boxes of the main weights, in the type that
+    the weights would have. So a checkpoint is as without FP8. To be loaded are the main weights alone.
+
+    Args:
+        optimizer: of the model.
+        model_state: from ``sharded_state_dict`` of the model.
+        is_loading: whether it is to be loaded.
+    """
+    quantised = {
+        name: each
+        for name, each in model_state.items()
+        if isinstance(each, ShardedTensor | ShardedTensorFactory) and is_fp8(each.data)
+    }
+    state = {name: each for name, each in model_state.items() if name not in quantised}
+    if is_loading:
+        return state
+    name_of = {each.data: name for name, each in quantised.items()}
+    for part in distributed_parts(optimizer):
+        for weight, start, stop in _ranges(part):
+            if weight in name_of:
+                described = quantised[name_of[weight]]
+                values = _states(part, weight)["param"].to(weight.dtype)
+                boxes_of = _boxes_of(described, weight, start, stop, "", values)
+                state[name_of[weight]] = dict(enumerate(boxes_of))
+    return state
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
@@ -69,7 +103,9 @@ def _own_part(
         part[number] = {
             name: {
                 n: replace(box, data=None) if is_loading else box
-                for n, box in enumerate(_boxes_of(described[weight], weight, start, stop, name, values))
+                for n, box in enumerate(
+                    _boxes_of(described[weight], weight, start, stop, f"optimizer.state.{name}.", values)
+                )
             }
             for name, values in _states(optimizer, weight).items()
         }
@@ -115,13 +151,17 @@ def _boxes_of(
     weight: torch.Tensor,
     start: int,
     stop: int,
-    name: str,
+    prefix: str,
     values: torch.Tensor,
 ) -> Iterator[ShardedTensor]:
+    """Boxes of elements [start, stop) of a weight, whose values are given, by the weight's key after the prefix."""
+    if is_fp8(weight):  # which has no memory to look where a piece begins
+        weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        described = replace(described, data=weight)
     for piece in _pieces(described):
         data = piece.data
         assert data.is_contiguous(), "megatron cuts weights along their first axis"
-        begins = (data.data_ptr() - weight.data_ptr()) // weight.element_size()
+        begins = data.storage_offset() - weight.storage_offset()
         low, high = max(start, begins), min(stop, begins + data.numel())
         ahead = piece.prepend_axis_num
         at = low - start
@@ -129,7 +169,7 @@ def _boxes_of(
             count = math.prod(sizes)
             shape = (*(1 for _ in range(ahead)), *sizes)
             yield ShardedTensor(
-                f"optimizer.state.{name}.{piece.key}",
+                f"{prefix}{piece.key}",
                 values[at : at + count].view(shape),
                 values.dtype,
                 shape,

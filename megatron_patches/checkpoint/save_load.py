@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from distca.errors import VersionError
 from megatron_patches.checkpoint.adam_state import inner_adams, set_step
-from megatron_patches.checkpoint.optimizer_state import keep_parts
+from megatron_patches.checkpoint.optimizer_state import distributed_parts, keep_parts, without_fp8
 from megatron_patches.checkpoint.staging import HostStaging
 from megatron_patches.checkpoint.unpickling import check_small_files, only_data
 from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
+from megatron_patches.te.fp8_weights import has_fp8_weights, is_fp8, quantise_main_weights
 from megatron_patches.versions import installed_version
 
 
@@ -69,11 +70,14 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     _allocate_state(optimizer.optimizer)
     with torch.no_grad():  # megatron copies into float32 weights themselves
         state = _read(_sharded_state(model, optimizer, is_loading=True), path)
-        unwrap_model(model).load_state_dict(state["model"])
+        missing = unwrap_model(model).load_state_dict(state["model"], strict=not has_fp8_weights(model)).missing_keys
+        assert all(is_fp8(unwrap_model(model).get_parameter(name)) for name in missing), missing
         _keep_own_groups(state["optimizer"], optimizer.optimizer.state_dict())
         optimizer.optimizer.load_state_dict(state["optimizer"])
         optimizer.schedule.load_state_dict(state["schedule"])
-        if any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
+        if missing:
+            quantise_main_weights(model, distributed_parts(optimizer.optimizer))
+        elif any(getattr(adam, "store_param_remainders", False) for adam in inner_adams(optimizer.optimizer)):
             # This rank rounded its range of the weights anew, and the other ranks' may be rounded otherwise.
             model.start_param_sync(force_sync=True)
     extra: dict[str, Any] = state["extra"]
@@ -160,7 +164,7 @@ def _sharded_state(model: DistributedDataParallel, optimizer: OptimizerAndSchedu
     metadata = _metadata()
     sharded_model = unwrap_model(model).sharded_state_dict(metadata=metadata)
     return {
-        "model": sharded_model,
+        "model": without_fp8(optimizer.optimizer, sharded_model, is_loading),
         "optimizer": optimizer.optimizer.sharded_state_dict(sharded_model, is_loading=is_loading, metadata=metadata),
         "schedule": optimizer.schedule.state_dict(),
     }

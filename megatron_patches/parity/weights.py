@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_patches.te.fp8_weights import set_values
+
 
 def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int, gated: bool = True) -> torch.Tensor:
     """This tensor-parallel rank's share of a full parameter.
@@ -28,6 +30,5 @@ def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int, gated:
 
 def load_full_weights(model: torch.nn.Module, full: dict[str, torch.Tensor], rank: int, gated: bool = True) -> None:
     """Copy this rank's shares of full parameters into ``model``; ``gated``: its MLPs have a gate."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(share_of(name, full[name], parameter.shape, rank, gated))
+    for name, parameter in model.named_parameters():
+        set_values(parameter, share_of(name, full[name], parameter.shape, rank, gated))

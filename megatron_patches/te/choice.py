@@ -90,6 +90,11 @@ def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
     fp8 = fp8_of(config)
     if reason := why_not_fp8(device, fp8 == "blockwise"):
         raise SupportError(f"`fp8` is {fp8}, but {reason}: set `fp8` to none.")
+    if config.fp8_param and config.use_cpu_initialization:
+        raise SupportError(
+            "fp8_param is True, but use_cpu_initialization draws weights after they are quantised, and main weights "
+            "would be made of others: set use_cpu_initialization to False."
+        )
     assert config.ffn_hidden_size is not None and config.num_query_groups is not None
     assert config.kv_channels is not None
     tp = parallel_state.get_tensor_model_parallel_world_size()

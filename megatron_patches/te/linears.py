@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
+from megatron_patches.te.fp8_weights import forget_columns, is_fp8, keep_rows_only
 from megatron_patches.te.quantization import in_fp8, make_recipe
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,16 @@ _HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 class _Linear:
     """What both have."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._is_fp8 = is_fp8(self.weight)  # type: ignore[attr-defined]
+        if self._is_fp8:
+            keep_rows_only(self.weight)  # type: ignore[attr-defined]
+
+    def _apply(self, function: Any, recurse: bool = True) -> Any:
+        """FP8 weights are on their GPU, as bfloat16 ones by their dtype; a conversion would quantise them once more."""
+        return self if self._is_fp8 else super()._apply(function, recurse)  # type: ignore[misc]
 
     @property
     def is_first_microbatch(self) -> bool:
@@ -38,7 +49,12 @@ class _Linear:
         """Output, and the bias where its user adds it."""
         with in_fp8(self._recipe, self.config):  # type: ignore[attr-defined]
             output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(x)  # type: ignore[misc]
+        if self._is_fp8 and (product := output[0].grad_fn) is not None:
+            product.register_hook(self._after_backward)
         return output
+
+    def _after_backward(self, *_: Any) -> None:
+        forget_columns(self.weight)  # type: ignore[attr-defined]
 
     @cached_property
     def _recipe(self) -> Any:

@@ -34,9 +34,9 @@ _FIELDS: dict[Fp8, dict[str, Any]] = {
 _unreduced = False
 
 
-def config_fields(fp8: Fp8) -> dict[str, Any]:
-    """Fields of megatron's configuration that ask for it."""
-    return dict(_FIELDS[fp8])
+def config_fields(fp8: Fp8, weights: bool = False) -> dict[str, Any]:
+    """Fields of megatron's configuration that ask for it; ``weights``: and for weights that are FP8 numbers alone."""
+    return _FIELDS[fp8] | ({"fp8_param": True} if weights else {})
 
 
 def fp8_of(config: TransformerConfig) -> Fp8:

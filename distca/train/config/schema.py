@@ -221,8 +221,10 @@ class TrainConfig:
         linears: linear layers of Megatron-Core (local) or of Transformer Engine (te), which needs GPUs and bf16; auto =
             Transformer Engine's where they can be used. All but the output layer.
         fp8: products of Transformer Engine's linear layers in FP8: none; current = scaled by the largest value of each
-            tensor; delayed = by those of the steps before; blockwise = by those of blocks. Weights, gradients and
-            everything else stay as train.precision says.
+            tensor; delayed = by those of the steps before; blockwise = by those of blocks. Gradients and everything
+            else stay as train.precision says.
+        fp8_weights: hold these layers' weights as FP8 numbers alone, a byte each, beside float32 main weights (with fp8
+            and optimizer.distributed), and gather FP8 numbers after an update. Checkpoints are as without it.
         gradients: type in which gradients are added up over micro-batches and reduced over ranks: float32, or bfloat16
             (with precision bf16 only): half the memory and half the bytes to reduce, rounded after every addition.
         moments: type in which Adam's moments are kept: float32, or bfloat16 (with precision bf16 and
@@ -249,6 +251,7 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = "fp32"
     linears: Literal["auto", "local", "te"] = "auto"
     fp8: Literal["none", "current", "delayed", "blockwise"] = "none"
+    fp8_weights: bool = False
     gradients: Literal["float32", "bfloat16"] = "float32"
     moments: Literal["float32", "bfloat16"] = "float32"
     loss: Literal["token", "document"] = "token"

@@ -161,6 +161,12 @@ def _fp8(config: RunConfig) -> list[str]:
             f"{asked}, but Transformer Engine's linear layers compute in bf16 here, and train.precision is fp32; set "
             "train.precision to bf16."
         ]
+    if train.fp8_weights and (train.fp8 == "none" or not config.optimizer.distributed):
+        why = "train.fp8 is none" if train.fp8 == "none" else "optimizer.distributed is false"
+        return [
+            f"train.fp8_weights is true, but {why}; set train.fp8_weights to false, or train.fp8 to current, delayed "
+            "or blockwise and optimizer.distributed to true."
+        ]
     if train.fp8 == "none":
         return []
     if train.linears == "local":

@@ -122,6 +122,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         recompute_mlp=config.train.recompute == "mlp",
         cpu_initialization=not on_gpu,
         fp8=config.train.fp8,
+        fp8_weights=config.train.fp8_weights,
     )
     cad = CAD(
         model_config,
@@ -155,7 +156,10 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
 def _described(cad: CAD, config: RunConfig) -> str:
     """Whose linear layers are used, and how they compute."""
     whose = "Transformer Engine's" if cad.te_linears else "Megatron-Core's"
-    return whose if config.train.fp8 == "none" else f"{whose}, in FP8 with {config.train.fp8} scaling"
+    if config.train.fp8 == "none":
+        return whose
+    held = "FP8 alone" if config.train.fp8_weights else "bfloat16"
+    return f"{whose}, in FP8 with {config.train.fp8} scaling, their weights held in {held}"
 
 
 def _fitting(config: RunConfig, world: World, vocabulary: int) -> RunConfig:

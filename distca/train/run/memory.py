@@ -218,7 +218,9 @@ class _Stage:
             if self._halves == 2:
                 moments.append(self._second_mlp_at_work())
             moments.append(self._server_at_work())
-        return max(moments) + angles + gradient
+        # Of an FP8 weight a copy by columns is there during its product; the largest is that of the MLP's first layer.
+        columns = 2 * self._config.model.hidden * self._ffn if self._config.train.fp8_weights else 0
+        return max(moments) + angles + gradient + columns
 
     def _mlp_at_work(self) -> int:
         """Bytes per token when SwiGLU computes its gradient: that of its output and of its input, and the norm's

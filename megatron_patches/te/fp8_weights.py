@@ -1,0 +1,83 @@
+"""Weights of Transformer Engine's linear layers that are FP8 numbers and their scales, without a bfloat16 copy.
+
+Megatron-Core builds them where its configuration says ``fp8_param``, makes float32 main weights of the numbers that
+were drawn, before they are quantised, and gathers FP8 numbers after an update. On Hopper a product in backward reads a
+weight by its columns, for which Transformer Engine makes a transposed copy and keeps it. Here it is made for each of
+these products and dropped after it, so that a weight takes one byte a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import fp8_utils, parallel_state
+from megatron.core.distributed import DistributedDataParallel
+
+
+def is_fp8(weight: torch.Tensor) -> bool:
+    """Whether a weight is FP8 numbers and their scales; its dtype says bfloat16 in any case."""
+    return bool(fp8_utils.is_float8tensor(weight))
+
+
+def has_fp8_weights(model: torch.nn.Module) -> bool:
+    return any(is_fp8(weight) for weight in model.parameters())
+
+
+def keep_rows_only(weight: Any) -> None:
+    """Let a weight be held by rows only, and be held so after it is quantised anew."""
+    weight._quantizer.set_usage(rowwise=True, columnwise=False)
+    forget_columns(weight)
+    # Megatron would make the columns of all weights after every update.
+    fp8_utils.te_post_all_gather_processing = forget_columns
+
+
+def forget_columns(weights: Any) -> None:
+    """Drop the transposed copy of a weight, or of each of a list."""
+    for weight in weights if isinstance(weights, list) else [weights]:
+        if is_fp8(weight):
+            weight.update_usage(rowwise_usage=True, columnwise_usage=False)
+
+
+def set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Set a weight before the optimizer is built, and what its main weight will be made of.
+
+    Args:
+        weight: of any kind.
+        values: of its shape, of any type and anywhere.
+    """
+    with torch.no_grad():
+        if is_fp8(weight):
+            values = values.to(weight.device, weight.dtype)  # rounded as a bfloat16 weight is, before it is quantised
+            weight._high_precision_init_val.copy_(values)  # type: ignore[attr-defined]
+        weight.copy_(values)
+
+
+def broadcast_weights(model: DistributedDataParallel) -> None:
+    """Give all data-parallel ranks the first one's weights, before the optimizer is built."""
+    if not has_fp8_weights(model):
+        model.broadcast_params()
+        return
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    first = dist.get_global_rank(group, 0)
+    for weight in model.parameters():
+        if not is_fp8(weight):
+            dist.broadcast(weight.data, first, group)
+        elif group.size() > 1:
+            drawn = weight._high_precision_init_val.to(weight.device)
+            dist.broadcast(drawn, first, group)
+            set_values(weight, drawn)
+
+
+def quantise_main_weights(model: DistributedDataParallel, optimizers: Iterable[Any]) -> None:
+    """Set all weights from the main weights, which were loaded, as after an update.
+
+    Args:
+        model: the wrapped model.
+        optimizers: megatron's distributed ones of its weights.
+    """
+    for optimizer in optimizers:
+        optimizer._copy_main_params_to_model_params()
+    model.start_param_sync(force_sync=True)

@@ -1,0 +1,265 @@
+"""Weights held as FP8 numbers alone, on two GPUs: a run with them against the same run with bfloat16 weights.
+
+Both compute in FP8 and quantise the same numbers, so losses are the same but for the order of additions. All runs are
+in one world, one after the other; what is found of each is written at once, so that one that fails hides no other.
+With its figures: pytest tests/gpu/test_fp8_weights.py --log-cli-level=INFO
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import shutil
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.testing.ranks import RankFailure, run_ranks
+from megatron_patches.te.installed import why_not_supported
+from tests.gpu.runs import train_on_gpus
+from tests.train.small_runs import steps_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(why_not_supported() is not None, reason=str(why_not_supported())),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+]
+
+logger = logging.getLogger(__name__)
+Settings = dict[str, Any]
+RECIPES = ("current", "delayed", "blockwise")
+NARROW: Settings = {"train.gradients": "bfloat16", "train.moments": "bfloat16"}
+PAIRS: dict[str, Settings] = {
+    **{fp8: {"train.fp8": fp8, "train.recompute": "none"} for fp8 in RECIPES},
+    "current mlp": {"train.fp8": "current", "train.recompute": "mlp"},
+    "current all": {"train.fp8": "current", "train.recompute": "all"},
+    "blockwise all": {"train.fp8": "blockwise", "train.recompute": "all"},
+    "current packed": {"train.fp8": "current", "cad.enabled": "false", "train.recompute": "none"},
+    "current narrow": {"train.fp8": "current", "train.recompute": "none"} | NARROW,
+    "delayed narrow": {"train.fp8": "delayed", "train.recompute": "none"} | NARROW,
+    "current set": {"train.fp8": "current", "train.recompute": "none"},
+    **{f"{fp8} tp2": {"train.fp8": fp8, "train.recompute": "none", "parallel.tp": 2} for fp8 in RECIPES},
+    "current pp2": {"train.fp8": "current", "train.recompute": "none", "parallel.pp": 2},
+    "delayed pp2": {"train.fp8": "delayed", "train.recompute": "none", "parallel.pp": 2},
+}
+"""By name, a run that is made with both kinds of weights; in those that end in "set", weights are set after they were
+drawn, as those of a Hugging Face folder are."""
+RESUMED: dict[str, Settings] = {fp8: {"train.fp8": fp8} for fp8 in RECIPES} | {
+    "current narrow": {"train.fp8": "current"} | NARROW
+}
+COMMON: Settings = {
+    "cad.transport": "nccl",
+    "cad.deterministic": "true",
+    "optimizer.lr": 1e-4,
+    "optimizer.min_lr": 1e-4,
+    "train.micro_batches": 2,
+    "data.tokens_per_rank": 8192,
+}
+LOSS = 1e-3
+"""Relative; FP8 itself moves these losses by up to 1e-2."""
+PEAK = 0.25
+"""How far the saved memory may be from the predicted one, as a share of it."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs, with found.json of each."""
+    made = tmp_path_factory.mktemp("fp8_weights")
+    began = time.perf_counter()
+    try:
+        run_ranks(2, _all, made, gpus=True, timeout=300)
+    except RankFailure as failure:
+        (made / "failure.txt").write_text(str(failure))
+        logger.info("The world failed: %s", failure)
+    logger.info("%.0f s in all", time.perf_counter() - began)
+    return made
+
+
+def _all(folder: Path) -> None:
+    for name, settings in PAIRS.items():
+        for held in ("bf16", "fp8"):
+            weights = {"train.fp8_weights": str(held == "fp8").lower()}
+            own = COMMON | settings | weights | {"name": f"{name} {held}", "output": folder}
+            _run(folder, f"{name} {held}", [own], sets=name.endswith("set"))
+        if name == "delayed narrow":  # still two data-parallel ranks
+            for each, more in RESUMED.items():
+                _resume(folder, each, more)
+
+
+def _run(folder: Path, name: str, runs: list[Settings], sets: bool = False) -> None:
+    """Train, and write what was found of the last run's trainer."""
+    from distca.train.run import builder
+    from megatron_patches import model as models
+
+    build_trainer, build_gpt = builder.build_trainer, models.build_gpt
+    found: dict[str, Any] = {"error": ""}
+    trainers: list[Any] = []
+    before: list[torch.Tensor] = []
+
+    def built(*arguments: Any) -> Any:
+        trainers[:] = [build_trainer(*arguments)]
+        before[:] = [_numbers(weight).clone() for weight in _linear_weights(trainers[0].model)]
+        return trainers[0]
+
+    def with_other_weights(*arguments: Any) -> Any:
+        gpt = build_gpt(*arguments)
+        _set_weights(gpt)
+        return gpt
+
+    began = time.perf_counter()
+    builder.build_trainer = built
+    models.build_gpt = with_other_weights if sets else build_gpt
+    try:
+        train_on_gpus(runs)
+        found |= _found(trainers[0].model, before)
+    except Exception:
+        found["error"] = traceback.format_exc()
+    finally:
+        builder.build_trainer, models.build_gpt = build_trainer, build_gpt
+    trainers.clear()
+    before.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    found["seconds"] = time.perf_counter() - began
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "found.json").write_text(json.dumps(everyone))
+
+
+def _linear_weights(model: Any) -> list[torch.Tensor]:
+    return [weight for name, weight in model.named_parameters() if "linear_" in name and name.endswith("weight")]
+
+
+def _numbers(weight: Any) -> torch.Tensor:
+    for name in ("_data", "_rowwise_data"):
+        if hasattr(weight, name):
+            numbers: torch.Tensor = getattr(weight, name)
+            return numbers
+    return weight.detach()  # type: ignore[no-any-return]
+
+
+def _set_weights(gpt: Any) -> None:
+    from megatron_patches.te.fp8_weights import set_values
+
+    generator = torch.Generator().manual_seed(5)
+    for weight in _linear_weights(gpt):
+        set_values(weight, 0.03 * torch.randn(weight.shape, generator=generator))
+
+
+def _found(model: Any, before: list[torch.Tensor]) -> dict[str, Any]:
+    from megatron_patches.te.fp8_weights import is_fp8
+
+    weights = _linear_weights(model)
+    changed = [float((_numbers(weight) != old).float().mean()) for weight, old in zip(weights, before, strict=True)]
+    main = [weight.main_param for weight in weights if getattr(weight, "main_param", None) is not None]
+    return {
+        "weights": len(weights),
+        "fp8": sum(map(is_fp8, weights)),
+        "changed": min(changed),
+        "columns": sum(weight.get_usages()["columnwise"] for weight in weights if is_fp8(weight)),
+        "main": sorted({str(each.dtype) for each in main}),
+        "memory": torch.cuda.memory_allocated(),
+    }
+
+
+def _resume(folder: Path, name: str, settings: Settings) -> None:
+    """Five steps; the same from what was saved after two; from there with bfloat16 weights up to four; and the fifth
+    again with FP8 weights."""
+    own = COMMON | settings | {"output": folder, "checkpoint.save_every": 2, "train.fp8_weights": "true"}
+    own |= {"optimizer.lr": 1e-3, "optimizer.min_lr": 1e-3, "train.steps": 5, "train.micro_batches": 1}
+    whole, again, wide, back = (f"{name} {part}" for part in ("whole", "again", "wide", "back"))
+    _run(folder, whole, [own | {"name": whole}])
+    _copy(folder, whole, again, 2)
+    _run(folder, again, [own | {"checkpoint.resume": folder / again}])
+    _copy(folder, whole, wide, 2)
+    bfloat16 = {"train.fp8_weights": "false", "train.steps": 4}
+    _run(folder, wide, [own | bfloat16 | {"checkpoint.resume": folder / wide}])
+    _copy(folder, wide, back, 4)
+    _run(folder, back, [own | {"checkpoint.resume": folder / back}])
+
+
+def _copy(folder: Path, source: str, target: str, step: int) -> None:
+    """A run's folder as it was after a step."""
+    if dist.get_rank() == 0 and (folder / source).exists():
+        shutil.copytree(folder / source, folder / target)
+        for checkpoint in (folder / target / "checkpoints").glob("step_*"):
+            if int(checkpoint.name.removeprefix("step_")) > step:
+                shutil.rmtree(checkpoint)
+    dist.barrier()
+
+
+def _of(folder: Path, name: str) -> dict[str, Any]:
+    """What rank 0 found, if no rank failed."""
+    file = folder / name / "found.json"
+    if not file.exists():
+        failure = folder / "failure.txt"
+        pytest.fail(f"{name} did not run: {failure.read_text()[-3000:] if failure.exists() else 'nothing was said'}")
+    ranks = json.loads(file.read_text())
+    assert not any(found["error"] for found in ranks), "\n".join(found["error"] for found in ranks)
+    first: dict[str, Any] = ranks[0]
+    return first
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_losses_are_those_with_bfloat16_weights(folder: Path, name: str) -> None:
+    for held in ("bf16", "fp8"):
+        _of(folder, f"{name} {held}")
+    for key in ("loss", "grad_norm"):
+        plain, found = (list(steps_of(folder / f"{name} {held}", key).values()) for held in ("bf16", "fp8"))
+        logger.info("%s %s: bf16 %s, FP8 %s, equal: %s", name, key, plain, found, plain == found)
+        assert all(map(math.isfinite, found))
+        assert found[0] == pytest.approx(plain[0], rel=1e-6), "they begin with the same weights"
+        assert found == pytest.approx(plain, rel=LOSS if key == "loss" else 10 * LOSS)
+        assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_weights_are_fp8_and_change(folder: Path, name: str) -> None:
+    plain, found = (_of(folder, f"{name} {held}") for held in ("bf16", "fp8"))
+    logger.info("%s: bf16 %s, FP8 %s", name, plain, found)
+    assert plain["fp8"] == 0
+    assert found["fp8"] == found["weights"] > 0
+    assert found["changed"] > 0
+    assert found["columns"] == 0, "columns are dropped after each product"
+    assert found["main"] == ["torch.float32"]
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if "2" not in name])
+def test_less_memory_by_what_is_predicted(folder: Path, name: str) -> None:
+    for held in ("bf16", "fp8"):
+        _of(folder, f"{name} {held}")
+    saved = {}
+    for key in ("peak_memory_gb", "predicted_memory_gb"):
+        plain, found = (max(list(steps_of(folder / f"{name} {held}", key).values())[1:]) for held in ("bf16", "fp8"))
+        saved[key] = 1024 * (plain - found)
+        logger.info("%s %s: bf16 %.1f, FP8 %.1f, saved %.1f MiB", name, key, 1024 * plain, 1024 * found, saved[key])
+    assert saved["peak_memory_gb"] == pytest.approx(saved["predicted_memory_gb"], rel=PEAK, abs=8)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_equals_an_uninterrupted_one(folder: Path, name: str) -> None:
+    for part in ("whole", "again"):
+        _of(folder, f"{name} {part}")
+    for key in ("loss", "grad_norm"):
+        whole, again = (steps_of(folder / f"{name} {part}", key) for part in ("whole", "again"))
+        logger.info("%s %s: %s, resumed %s", name, key, whole, again)
+        assert again == whole
+        assert len(set(whole.values())) == 5
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_checkpoints_go_to_bfloat16_weights_and_back(folder: Path, name: str) -> None:
+    for part in ("whole", "wide", "back"):
+        _of(folder, f"{name} {part}")
+    whole, back = (steps_of(folder / f"{name} {part}") for part in ("whole", "back"))
+    logger.info("%s: %s, over bfloat16 %s", name, whole, back)
+    assert back == pytest.approx(whole, rel=LOSS)
