@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,15 @@ from distca.models.description import ModelDescription
 from distca.models.folder import ExportedModel, ShardWriter, count_shards, finish
 from megatron_patches.weights import Slot, slots
 
+Values = Callable[[torch.Tensor], torch.Tensor]
 
-def export_weights(model: DistributedDataParallel | GPTModel, exported: ExportedModel, folder: Path) -> None:
+
+def export_weights(
+    model: DistributedDataParallel | GPTModel,
+    exported: ExportedModel,
+    folder: Path,
+    values: Values = torch.Tensor.detach,
+) -> None:
     """Write the model's folder; every rank calls it. Each stage's first rank writes its stage's files, and holds one
     file at a time in host memory.
 
@@ -27,6 +34,7 @@ def export_weights(model: DistributedDataParallel | GPTModel, exported: Exported
         model: with all weights of its share on this rank's device.
         exported: what the folder is to be.
         folder: an empty one, which all ranks see; made where it is missing.
+        values: what is written of a weight; every data-parallel rank calls it for every weight.
 
     Raises:
         CheckpointError: on every rank, if one cannot write.
@@ -34,7 +42,10 @@ def export_weights(model: DistributedDataParallel | GPTModel, exported: Exported
     problem: str | None = None
     file_of: dict[str, str] = {}
     if parallel_state.get_data_parallel_rank() == 0:
-        problem, file_of = _write_stage(unwrap_model(model), exported, folder)
+        problem, file_of = _write_stage(unwrap_model(model), exported, folder, values)
+    else:
+        for weight, _ in _own_slots(unwrap_model(model), exported.model):
+            values(weight)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (problem, file_of))
     problem = next((said for said, _ in everyone if said), None)
@@ -49,7 +60,9 @@ def export_weights(model: DistributedDataParallel | GPTModel, exported: Exported
         raise CheckpointError(f"{folder} could not be written ({said[0]}).")
 
 
-def _write_stage(gpt: GPTModel, exported: ExportedModel, folder: Path) -> tuple[str | None, dict[str, str]]:
+def _write_stage(
+    gpt: GPTModel, exported: ExportedModel, folder: Path, values: Values
+) -> tuple[str | None, dict[str, str]]:
     """What went wrong, if anything, and the file of every tensor that this rank wrote."""
     own = _own_slots(gpt, exported.model)
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -59,7 +72,7 @@ def _write_stage(gpt: GPTModel, exported: ExportedModel, folder: Path) -> tuple[
     writer = ShardWriter(folder, 1 + sum(counts[: group.rank()]), sum(counts))
     writes = parallel_state.get_tensor_model_parallel_rank() == 0
     problem: str | None = None
-    for slot, tensors in _whole_tensors(own, getattr(torch, exported.dtype), writes):
+    for slot, tensors in _whole_tensors(own, values, getattr(torch, exported.dtype), writes):
         if writes and problem is None:
             try:
                 for name, tensor in zip(slot.names, tensors, strict=True):
@@ -78,15 +91,16 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
     """This stage's parameters; of tied weights the first stage's only."""
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
     copy = gpt.output_layer.weight if copied and gpt.post_process else None
-    return [(parameter.detach(), slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
+    return [(parameter, slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
 
 
 def _whole_tensors(
-    own: Sequence[tuple[torch.Tensor, Slot]], dtype: torch.dtype, writes: bool
+    own: Sequence[tuple[torch.Tensor, Slot]], values: Values, dtype: torch.dtype, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
     """A parameter's tensors on the host of the rank that writes, one parameter after the other."""
     group = parallel_state.get_tensor_model_parallel_group()
-    for parameter, slot in own:
+    for weight, slot in own:
+        parameter = values(weight)
         shares = [parameter]
         if group.size() > 1:
             shares = [torch.empty_like(parameter) for _ in range(group.size())]

@@ -9,12 +9,14 @@ hold side by side: the end of a row, whole rows, the beginning of a row. Names a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import extract_sharded_tensors_and_factories
@@ -67,6 +69,30 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
                 boxes_of = _boxes_of(described, weight, start, stop, "", values)
                 state[name_of[weight]] = dict(enumerate(boxes_of))
     return state
+
+
+def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What gives a model's weights as they would be without FP8: FP8 ones from their main weights, of which all data-
+    parallel ranks give their ranges, so that all of them call it for the same weights; others as they are.
+
+    Args:
+        optimizer: of the model.
+    """
+    ranges = {
+        weight: (part, start, stop) for part in distributed_parts(optimizer) for weight, start, stop in _ranges(part)
+    }
+
+    def values_of(weight: torch.Tensor) -> torch.Tensor:
+        if not is_fp8(weight):
+            return weight.detach()
+        whole = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        if weight in ranges:
+            part, start, stop = ranges[weight]
+            whole.view(-1)[start:stop] = _adam_and_weight(part, weight)[1].detach()
+        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return whole
+
+    return values_of
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:

@@ -99,11 +99,13 @@ def export(trainer: Trainer, folder: Path) -> None:
     Raises:
         CheckpointError: on every rank, if one cannot write.
     """
+    from megatron_patches.checkpoint.optimizer_state import main_values
     from megatron_patches.export import export_weights
 
     began = time.perf_counter()
     logger.info("Writing %s", folder)
-    export_weights(trainer.model, exported(trainer.config, trainer.vocabulary), folder)
+    values = main_values(trainer.optimizer.optimizer)
+    export_weights(trainer.model, exported(trainer.config, trainer.vocabulary), folder, values)
     if trainer.world.rank == 0:
         size = sum(file.stat().st_size for file in folder.iterdir())
         logger.info("Wrote %s: %s in %.1f s", folder, format_bytes(size), time.perf_counter() - began)

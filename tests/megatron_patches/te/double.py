@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from tests.megatron_patches.te import fp8_tensor
+
 NAME = "transformer_engine"
 ABSENT = (f"{NAME}.pytorch.optimizers", f"{NAME}.pytorch.cpu_offload")
 
@@ -30,6 +32,7 @@ class Manager:
     autocast_arguments: ClassVar[dict[str, Any]] = {}
     delayed_layers: ClassVar[list[Linear]] = []
     updates: ClassVar[list[bool]] = []
+    fp8_weights = False
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -70,6 +73,16 @@ def fp8_autocast(enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[Non
     Manager.state = before
 
 
+@contextmanager
+def fp8_model_init(
+    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    assert preserve_high_precision_init_val
+    Manager.fp8_weights = enabled
+    yield
+    Manager.fp8_weights = False
+
+
 class Recipe:
     def __init__(self, **given: Any) -> None:
         self.given = given
@@ -90,12 +103,14 @@ class Float8BlockScaling(Recipe):
     pass
 
 
-def rounded(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    return ((x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale).detach()
+def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """As an FP8 tensor of the same numbers and scale is."""
+    numbers = (x.detach().float() * scale).to(torch.float8_e4m3fn)
+    return (numbers.float() * (1 / scale)).to(x.dtype)
 
 
 def current_scale(x: torch.Tensor) -> torch.Tensor:
-    return 448 / x.detach().abs().max().clamp(min=1e-12)
+    return fp8_tensor.scale_of(x.detach().abs().max())
 
 
 class _Product(torch.autograd.Function):
@@ -103,11 +118,17 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor, used: torch.Tensor, first: bool, fuse: bool) -> Any:
         ctx.save_for_backward(x, used)
         ctx.weight, ctx.first, ctx.fuse = weight, first, fuse
-        return x @ used.t()
+        plain = used.dequantize() if isinstance(used, fp8_tensor.Float8Tensor) else used
+        return x @ plain.t()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, used = ctx.saved_tensors
+        if isinstance(used, fp8_tensor.Float8Tensor):
+            used.update_usage(columnwise_usage=True)
+            assert used._transpose is not None
+            columns = used._transpose.view(torch.float8_e4m3fn).float() * used._scale_inv
+            used = columns.t().to(gradient.dtype)
         of_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
         if ctx.fuse:
             if ctx.first:
@@ -142,6 +163,12 @@ class Linear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
         self.bias = torch.Tensor()
         init_method(self.weight)
+        if Manager.fp8_weights:
+            drawn = self.weight.detach()
+            self.weight = torch.nn.Parameter(fp8_tensor.Float8Tensor.of(drawn))
+            self.weight._high_precision_init_val = drawn  # type: ignore[attr-defined]
+            self.weight.get_high_precision_init_val = lambda: drawn  # type: ignore[attr-defined]
+            self.weight.clear_high_precision_init_val = lambda: None  # type: ignore[attr-defined]
         self._fp8_workspaces: dict[str, torch.Tensor] = {}
         self.fp8_meta: dict[str, Any] = {}
         self.scale, self.largest, self.fp8_group = torch.ones(()), torch.zeros(()), None
@@ -156,8 +183,12 @@ class Linear(torch.nn.Module):
             if recipe.delayed() and self not in Manager.delayed_layers:
                 self.fp8_group = group
                 Manager.delayed_layers.append(self)
+            if isinstance(weight, fp8_tensor.Float8Tensor):
+                weight.update_usage(columnwise_usage=weight._quantizer.columnwise_usage or None)
             copy = None if is_first_microbatch in (None, True) else self._fp8_workspaces.get("weight")
-            if copy is None:
+            if isinstance(weight, fp8_tensor.Float8Tensor):
+                copy = weight
+            elif copy is None:
                 copy = rounded(weight, current_scale(weight))
                 self.quantised += 1
                 if is_first_microbatch is not None:
@@ -208,9 +239,18 @@ def install() -> None:
     import transformer_engine.pytorch.module.base as base
     import transformer_engine.pytorch.ops
     import transformer_engine.pytorch.quantization
+    import transformer_engine.pytorch.tensor as tensors
+    import transformer_engine.pytorch.tensor.utils as utils
 
     transformer_engine.__version__ = "2.11.0"
-    te.Linear, te.fp8_autocast = Linear, fp8_autocast
+    te.Linear, te.fp8_autocast, te.fp8_model_init = Linear, fp8_autocast, fp8_model_init
+    tensors.QuantizedTensor = fp8_tensor.Float8Tensor
+    for function in (
+        fp8_tensor.replace_raw_data,
+        fp8_tensor.cast_master_weights_to_fp8,
+        fp8_tensor.post_all_gather_processing,
+    ):
+        setattr(utils, function.__name__, function)
     base.get_dummy_wgrad = lambda shape, dtype, zero=False: torch.zeros(shape, dtype=dtype)
     recipe.Format = type("Format", (), {"E4M3": 1, "HYBRID": 2})
     recipe.DelayedScaling, recipe.Float8CurrentScaling = DelayedScaling, Float8CurrentScaling

@@ -1,0 +1,127 @@
+"""Two ranks that train with weights held as FP8 numbers alone, and with bfloat16 ones, by the double.
+
+    python -m tests.megatron_patches.te.fp8_ranks FOLDER
+
+A process of its own, as :mod:`tests.megatron_patches.te.rank` is. Runs leave what they found in FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.megatron_patches.te import double
+
+STEPS, SAVED_AFTER = 4, 2
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    double.install()
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    _stand_in()
+    ranks = [multiprocessing.get_context("fork").Process(target=_rank, args=(rank, folder)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
+
+
+def _rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    _Runs(folder).all()
+    dist.destroy_process_group()
+
+
+def _stand_in() -> None:
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from megatron_patches import model
+    from megatron_patches.te import choice
+
+    choice.why_not_te = lambda device, dtype: None  # type: ignore[assignment]
+    choice.why_not_fp8 = lambda device, blockwise: None  # type: ignore[assignment]
+    config, coalesced = model.transformer_config, param_and_grad_buffer._coalescing_manager
+    # On GPUs weights are drawn there.
+    model.transformer_config = lambda *given, **fields: config(*given, **fields | {"cpu_initialization": False})  # type: ignore[assignment]
+    # gloo gathers FP8 and bfloat16 numbers together as if all were of one type; NCCL does not.
+    param_and_grad_buffer._coalescing_manager = lambda group, async_ops=False: (
+        coalesced(group, async_ops=True) if async_ops else nullcontext()
+    )
+
+
+class _Runs:
+    def __init__(self, folder: Path) -> None:
+        from distca.train.run import builder
+
+        self._folder, self._build, self._trainer = folder, builder.build_trainer, None
+        builder.build_trainer = self._built  # type: ignore[assignment]
+
+    def _built(self, *given: Any) -> Any:
+        self._trainer = self._build(*given)
+        return self._trainer
+
+    def all(self) -> None:
+        self._run("plain", fp8_weights=False)
+        self._run("fp8", checkpoint__export=self._folder / "exported")
+        for name, source, fp8_weights in (("again", "fp8", True), ("wide", "fp8", False), ("narrow", "plain", True)):
+            self._resume(name, source, fp8_weights=fp8_weights)
+        from tests.megatron_patches.checkpoint.fused_adam import use_fused_adam
+
+        use_fused_adam()
+        self._resume("fewer", "fp8", train__gradients="bfloat16", train__moments="bfloat16")
+
+    def _resume(self, name: str, source: str, **settings: Any) -> None:
+        if dist.get_rank() == 0:
+            shutil.copytree(self._folder / source, self._folder / name)
+            shutil.rmtree(self._folder / name / "checkpoints" / f"step_{STEPS:06d}")
+        dist.barrier()
+        self._run(name, checkpoint__resume=self._folder / name, **settings)
+
+    def _run(self, name: str, fp8_weights: bool = True, **settings: Any) -> None:
+        from tests.train.small_runs import arguments, train_all
+
+        own: dict[str, Any] = {
+            "output": self._folder,
+            "data__path": self._folder / "texts",
+            "data__validation_fraction": 0,
+            "train__steps": STEPS,
+            "train__precision": "bf16",
+            "train__fp8": "current",
+            "train__fp8_weights": fp8_weights,
+            "checkpoint__save_every": SAVED_AFTER,
+        }
+        train_all([arguments(name=name, **own | settings)])
+        if dist.get_rank() == 0:
+            (self._folder / name / "found.json").write_text(json.dumps(self._found()))
+
+    def _found(self) -> dict[str, Any]:
+        from megatron_patches.te.fp8_weights import is_fp8
+
+        assert self._trainer is not None
+        weights = [weight for name, weight in self._trainer.model.named_parameters() if "linear_" in name]
+        fp8: list[Any] = [weight for weight in weights if is_fp8(weight)]
+        main = [weight.main_param for weight in fp8 if weight.main_param is not None]
+        return {
+            "fp8": len(fp8) / len(weights),
+            "columns": sum(weight.get_usages()["columnwise"] for weight in fp8),
+            "main": sorted({str(each.dtype) for each in main}),
+        }
+
+
+if __name__ == "__main__":
+    main()
