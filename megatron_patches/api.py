@@ -87,7 +87,9 @@ class CAD:
             but core attention; where that is at home, every layer as a whole, as Megatron's full recomputation does.
         linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16; they alone
             know the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the
-            current tensor, "delayed" or "blockwise"). "auto": Transformer Engine's where they can be used.
+            current tensor, "delayed" or "blockwise"), and ``fp8_param``, with which their weights are FP8 numbers alone
+            and :meth:`data_parallel` needs the distributed optimizer. "auto": Transformer Engine's where they can be
+            used.
 
     Attributes:
         options: how steps are planned.
@@ -238,11 +240,7 @@ class CAD:
             SupportError: other types; or FP8 weights without the distributed optimizer.
         """
         _check_gradients(gradients, self.config.params_dtype)
-        if self.config.fp8_param and not distributed_optimizer:
-            raise SupportError(
-                "fp8_param is True, but Megatron holds the main weights of FP8 weights in its distributed optimizer "
-                "only: set distributed_optimizer to True, or leave fp8_param out."
-            )
+        check_fp8_weights(self.config, distributed_optimizer)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
         if self._stages > 1 and self._disaggregate:
             wrapped.config.no_sync_func = refuse_other_schedule
@@ -363,6 +361,19 @@ def _check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
         raise SupportError(
             f"`gradients` is {gradients} and the weights are {weights}; gradients are added up in torch.float32, or, "
             "of torch.bfloat16 weights, in torch.bfloat16."
+        )
+
+
+def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) -> None:
+    """Refuse FP8 weights without the optimizer that has main weights for them.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if config.fp8_param and not distributed_optimizer:
+        raise SupportError(
+            "fp8_param is True, but Megatron holds the main weights of FP8 weights in its distributed optimizer only: "
+            "set distributed_optimizer to True, or leave fp8_param out."
         )
 
 

@@ -105,7 +105,7 @@ def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes:
 
     def fits(changes: Changes, tokens: int) -> bool:
         tried = _with(config, (*changes, ("data.tokens_per_rank", tokens)))
-        if tried.train.moments != "float32" and not tried.optimizer.distributed:
+        if (tried.train.moments != "float32" or tried.train.fp8_weights) and not tried.optimizer.distributed:
             return False  # not served
         need, room = _need_and_room(tried, world_size, vocabulary, device_bytes)
         return need <= _WITH_ROOM * room
@@ -129,6 +129,7 @@ def _savings(config: RunConfig) -> Changes:
     cad, train = config.cad, config.train
     possible = {
         ("optimizer.distributed", True): True,
+        ("train.fp8_weights", True): train.fp8 != "none",
         ("cad.backward", "resend"): cad.enabled and config.resolved_backward == "keep",
         ("train.recompute", "mlp"): train.recompute == "none",
         ("train.recompute", "all"): train.recompute != "all",

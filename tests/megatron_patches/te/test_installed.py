@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +120,19 @@ def test_what_cannot_be_used_is_refused(
     with pytest.raises(SupportError) as refused:
         choice.use_te(linears, _config(**fields), device)
     assert str(refused.value).startswith(said)
+
+
+def test_fp8_weights_are_drawn_where_they_are_and_their_main_weights_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_patches.api import check_fp8_weights
+
+    for name in ("why_not_te", "why_not_fp8"):
+        monkeypatch.setattr(choice, name, lambda *_: None)
+    config: Any = _config(fp8="hybrid", fp8_param=True)
+    check_fp8_weights(config, distributed_optimizer=True)
+    with pytest.raises(
+        SupportError, match=r"fp8_param is True, but Megatron holds .* set distributed_optimizer to True"
+    ):
+        check_fp8_weights(config, distributed_optimizer=False)
+    config.use_cpu_initialization = True
+    with pytest.raises(SupportError, match="fp8_param is True, but use_cpu_initialization draws weights after"):
+        choice.use_te("auto", config, GPU)

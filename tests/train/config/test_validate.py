@@ -88,6 +88,16 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
             4,
             "train.moments is bfloat16, but optimizer.distributed is false; set train.moments to float32",
         ),
+        (
+            "--train.precision bf16 --train.fp8_weights true",
+            4,
+            "train.fp8_weights is true, but train.fp8 is none; set train.fp8_weights to false, or train.fp8",
+        ),
+        (
+            "--train.precision bf16 --train.fp8 current --train.fp8_weights true --optimizer.distributed false",
+            4,
+            "train.fp8_weights is true, but optimizer.distributed is false; set train.fp8_weights to false, or",
+        ),
         ("--train.linears te", 4, "train.linears is te, but Transformer Engine's linear layers compute in bf16 here"),
         (
             "--train.precision bf16 --train.fp8 delayed --train.linears local",

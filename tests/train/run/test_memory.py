@@ -238,6 +238,25 @@ def test_bytes_of_a_parameter_by_setting() -> None:
         assert stage.model.update / parameters == update
 
 
+def test_bytes_of_fp8_weights() -> None:
+    """Of the whole 8B on two ranks: a byte for each weight of a linear layer, in place of two, or of two and two of
+    copies, and whole main weights; while one is multiplied by its columns there is a copy of it."""
+    own = ["--config", "configs/llama-8b.yaml", "--parallel.tp", "1", "--train.fp8", "current"]
+    in_linears = 32 * 4096 * (2 * 4096 + 2048 + 3 * 14336)
+    for recompute, copies in (("all", 0), ("none", 2)):
+        for moments, before, after in (("float32", 12, 12), ("bfloat16", 6, 8)):
+            line = [*own, "--train.recompute", recompute, "--train.moments", moments]
+            plain, fp8 = (
+                predict_memory(parse_run_config([*line, "--train.fp8_weights", held]), 2, 128_256)[0]
+                for held in ("false", "true")
+            )
+            parameters = fp8.model.gradients // 4
+            assert plain.model.weights - fp8.model.weights == (1 + copies) * in_linears
+            assert (plain.model.optimizer, fp8.model.optimizer) == (before * parameters // 2, after * parameters // 2)
+            # At the loss more is there than in the layer at work.
+            assert fp8.working - plain.working in (0, 2 * 4096 * 14336)
+
+
 def test_the_optimizers_step_counts_where_it_needs_most() -> None:
     few = ["--train.gradients", "bfloat16", "--data.tokens_per_rank", "64", "--optimizer.distributed", "false"]
     config = parse_run_config(["--config", "configs/llama-8b-cut.yaml", *few])
