@@ -43,6 +43,7 @@ KINDS = {
     "local": ["--train.linears", "local"],
     "te": ["--train.linears", "te"],
     "current": ["--train.linears", "te", "--train.fp8", "current"],
+    "current-weights": ["--train.linears", "te", "--train.fp8", "current", "--train.fp8_weights", "true"],
     "delayed": ["--train.linears", "te", "--train.fp8", "delayed"],
     "blockwise": ["--train.linears", "te", "--train.fp8", "blockwise"],
 }
