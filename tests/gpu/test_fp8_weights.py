@@ -42,6 +42,7 @@ PAIRS: dict[str, Settings] = {
     "current all": {"train.fp8": "current", "train.recompute": "all"},
     "blockwise all": {"train.fp8": "blockwise", "train.recompute": "all"},
     "current packed": {"train.fp8": "current", "cad.enabled": "false", "train.recompute": "none"},
+    "current packed all": {"train.fp8": "current", "cad.enabled": "false", "train.recompute": "all"},
     "current narrow": {"train.fp8": "current", "train.recompute": "none"} | NARROW,
     "delayed narrow": {"train.fp8": "delayed", "train.recompute": "none"} | NARROW,
     "current set": {"train.fp8": "current", "train.recompute": "none"},
