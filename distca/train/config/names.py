@@ -17,7 +17,6 @@ SETTINGS = {
     "end_token": "data.end_token",
     "field": "data.field",
     "fp8": "train.fp8",
-    "fp8_weights": "train.fp8_weights",
     "kernel": "cad.kernel",
     "level": "cad.level",
     "linears": "train.linears",
