@@ -1,7 +1,8 @@
 """Weights held as FP8 numbers alone, on two GPUs: a run with them against the same run with bfloat16 weights.
 
-Both compute in FP8 and quantise the same numbers, so losses are the same but for the order of additions. All runs are
-in one world, one after the other; what is found of each is written at once, so that one that fails hides no other.
+Both compute in FP8 and quantise the same numbers, so losses are the same, and norms but for the order in which weights
+are added up. All runs are in one world, one after the other; what is found of each is written at once, so that one that
+fails hides no other.
 With its figures: pytest tests/gpu/test_fp8_weights.py --log-cli-level=INFO
 """
 
@@ -16,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,36 +38,39 @@ logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
 RECIPES = ("current", "delayed", "blockwise")
 NARROW: Settings = {"train.gradients": "bfloat16", "train.moments": "bfloat16"}
-PAIRS: dict[str, Settings] = {
-    **{fp8: {"train.fp8": fp8, "train.recompute": "none"} for fp8 in RECIPES},
+KEPT: Settings = {"train.recompute": "none"}
+RUNS: dict[str, Settings] = {
+    **{fp8: {"train.fp8": fp8} | KEPT for fp8 in RECIPES},
     "current mlp": {"train.fp8": "current", "train.recompute": "mlp"},
     "current all": {"train.fp8": "current", "train.recompute": "all"},
     "blockwise all": {"train.fp8": "blockwise", "train.recompute": "all"},
-    "current packed": {"train.fp8": "current", "cad.enabled": "false", "train.recompute": "none"},
     "current packed all": {"train.fp8": "current", "cad.enabled": "false", "train.recompute": "all"},
-    "current narrow": {"train.fp8": "current", "train.recompute": "none"} | NARROW,
-    "delayed narrow": {"train.fp8": "delayed", "train.recompute": "none"} | NARROW,
-    "current set": {"train.fp8": "current", "train.recompute": "none"},
-    **{f"{fp8} tp2": {"train.fp8": fp8, "train.recompute": "none", "parallel.tp": 2} for fp8 in RECIPES},
-    "current pp2": {"train.fp8": "current", "train.recompute": "none", "parallel.pp": 2},
-    "delayed pp2": {"train.fp8": "delayed", "train.recompute": "none", "parallel.pp": 2},
+    "delayed narrow": {"train.fp8": "delayed"} | KEPT | NARROW,
+    "current set": {"train.fp8": "current"} | KEPT,
+    "current tp2": {"train.fp8": "current", "parallel.tp": 2} | KEPT,
+    "blockwise tp2": {"train.fp8": "blockwise", "parallel.tp": 2} | KEPT,
+    "delayed pp2": {"train.fp8": "delayed", "parallel.pp": 2} | KEPT,
 }
-"""By name, a run that is made with both kinds of weights; in those that end in "set", weights are set after they were
-drawn, as those of a Hugging Face folder are."""
-RESUMED: dict[str, Settings] = {fp8: {"train.fp8": fp8} for fp8 in RECIPES} | {
-    "current narrow": {"train.fp8": "current"} | NARROW
+"""By name; in those that end in "set", weights are set after they were drawn, as those of a Hugging Face folder are."""
+LIKE = {"current mlp": "current", "blockwise all": "blockwise"}
+"""Runs that are compared with another one's bfloat16 weights, and not with the same with bfloat16 weights."""
+RESUMED: dict[str, Settings] = {
+    "delayed": {"train.fp8": "delayed"},
+    "current narrow": {"train.fp8": "current"} | NARROW,
 }
+MEASURED = ("current", "current all", "delayed narrow")
+"""Runs whose memory is compared."""
 COMMON: Settings = {
     "cad.transport": "nccl",
     "cad.deterministic": "true",
     "optimizer.lr": 1e-4,
     "optimizer.min_lr": 1e-4,
+    "train.steps": 3,
     "train.micro_batches": 2,
-    "data.tokens_per_rank": 8192,
 }
 LOSS = 1e-3
-"""Relative; FP8 itself moves these losses by up to 1e-2."""
-PEAK = 0.25
+"""Relative, where main weights are held otherwise; FP8 itself moves these losses by up to 1e-2."""
+PEAK = 0.2
 """How far the saved memory may be from the predicted one, as a share of it."""
 
 
@@ -84,14 +89,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _all(folder: Path) -> None:
-    for name, settings in PAIRS.items():
-        for held in ("bf16", "fp8"):
-            weights = {"train.fp8_weights": str(held == "fp8").lower()}
-            own = COMMON | settings | weights | {"name": f"{name} {held}", "output": folder}
-            _run(folder, f"{name} {held}", [own], sets=name.endswith("set"))
-        if name == "delayed narrow":  # still two data-parallel ranks
-            for each, more in RESUMED.items():
-                _resume(folder, each, more)
+    with patch("distca.train.run.loop.plot_balance"), patch("distca.train.run.loop.plot_phases"):
+        for name, settings in RUNS.items():
+            for held in ("fp8",) if name in LIKE else ("bf16", "fp8"):
+                weights = {"train.fp8_weights": str(held == "fp8").lower()}
+                own = COMMON | settings | weights | {"name": f"{name} {held}", "output": folder}
+                _run(folder, f"{name} {held}", [own], sets=name.endswith("set"))
+            if name == "current set":  # still two data-parallel ranks
+                for each, more in RESUMED.items():
+                    _resume(folder, each, more)
 
 
 def _run(folder: Path, name: str, runs: list[Settings], sets: bool = False) -> None:
@@ -106,7 +112,7 @@ def _run(folder: Path, name: str, runs: list[Settings], sets: bool = False) -> N
 
     def built(*arguments: Any) -> Any:
         trainers[:] = [build_trainer(*arguments)]
-        before[:] = [_numbers(weight).clone() for weight in _linear_weights(trainers[0].model)]
+        before[:] = [_numbers(weight).cpu() for weight in _linear_weights(trainers[0].model)]
         return trainers[0]
 
     def with_other_weights(*arguments: Any) -> Any:
@@ -160,7 +166,9 @@ def _found(model: Any, before: list[torch.Tensor]) -> dict[str, Any]:
     from megatron_patches.te.fp8_weights import is_fp8
 
     weights = _linear_weights(model)
-    changed = [float((_numbers(weight) != old).float().mean()) for weight, old in zip(weights, before, strict=True)]
+    changed = [
+        float((_numbers(weight).cpu() != old).float().mean()) for weight, old in zip(weights, before, strict=True)
+    ]
     main = [weight.main_param for weight in weights if getattr(weight, "main_param", None) is not None]
     return {
         "weights": len(weights),
@@ -168,7 +176,6 @@ def _found(model: Any, before: list[torch.Tensor]) -> dict[str, Any]:
         "changed": min(changed),
         "columns": sum(weight.get_usages()["columnwise"] for weight in weights if is_fp8(weight)),
         "main": sorted({str(each.dtype) for each in main}),
-        "memory": torch.cuda.memory_allocated(),
     }
 
 
@@ -210,31 +217,34 @@ def _of(folder: Path, name: str) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_with_bfloat16_weights(folder: Path, name: str) -> None:
-    for held in ("bf16", "fp8"):
-        _of(folder, f"{name} {held}")
+    names = f"{LIKE.get(name, name)} bf16", f"{name} fp8"
+    for each in names:
+        _of(folder, each)
     for key in ("loss", "grad_norm"):
-        plain, found = (list(steps_of(folder / f"{name} {held}", key).values()) for held in ("bf16", "fp8"))
+        plain, found = (list(steps_of(folder / each, key).values()) for each in names)
         logger.info("%s %s: bf16 %s, FP8 %s, equal: %s", name, key, plain, found, plain == found)
         assert all(map(math.isfinite, found))
         assert found[0] == pytest.approx(plain[0], rel=1e-6), "they begin with the same weights"
-        assert found == pytest.approx(plain, rel=LOSS if key == "loss" else 10 * LOSS)
+        # Narrow main weights and float32 ones are updated by other kernels.
+        close = 1e-6 if "narrow" not in name else LOSS if key == "loss" else 10 * LOSS
+        assert found == pytest.approx(plain, rel=close)
         assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", RUNS)
 def test_weights_are_fp8_and_change(folder: Path, name: str) -> None:
-    plain, found = (_of(folder, f"{name} {held}") for held in ("bf16", "fp8"))
-    logger.info("%s: bf16 %s, FP8 %s", name, plain, found)
-    assert plain["fp8"] == 0
+    found = _of(folder, f"{name} fp8")
+    logger.info("%s: %s", name, found)
     assert found["fp8"] == found["weights"] > 0
     assert found["changed"] > 0
     assert found["columns"] == 0, "columns are dropped after each product"
     assert found["main"] == ["torch.float32"]
+    assert name in LIKE or _of(folder, f"{name} bf16")["fp8"] == 0
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if "2" not in name])
+@pytest.mark.parametrize("name", MEASURED)
 def test_less_memory_by_what_is_predicted(folder: Path, name: str) -> None:
     for held in ("bf16", "fp8"):
         _of(folder, f"{name} {held}")
@@ -243,7 +253,7 @@ def test_less_memory_by_what_is_predicted(folder: Path, name: str) -> None:
         plain, found = (max(list(steps_of(folder / f"{name} {held}", key).values())[1:]) for held in ("bf16", "fp8"))
         saved[key] = 1024 * (plain - found)
         logger.info("%s %s: bf16 %.1f, FP8 %.1f, saved %.1f MiB", name, key, 1024 * plain, 1024 * found, saved[key])
-    assert saved["peak_memory_gb"] == pytest.approx(saved["predicted_memory_gb"], rel=PEAK, abs=8)
+    assert saved["peak_memory_gb"] == pytest.approx(saved["predicted_memory_gb"], rel=PEAK)
 
 
 @pytest.mark.parametrize("name", RESUMED)

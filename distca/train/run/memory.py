@@ -218,9 +218,14 @@ class _Stage:
             if self._halves == 2:
                 moments.append(self._second_mlp_at_work())
             moments.append(self._server_at_work())
-        # Of an FP8 weight a copy by columns is there during its product; the largest is that of the MLP's first layer.
-        columns = 2 * self._config.model.hidden * self._ffn if self._config.train.fp8_weights else 0
-        return max(moments) + angles + gradient + columns
+        return max(moments) + angles + gradient + self._copies_at_work()
+
+    def _copies_at_work(self) -> int:
+        """FP8 copies of weights that are there for a product, of which the MLP's first is the largest, or for a
+        recomputed segment."""
+        if self._config.train.fp8_weights:
+            return 2 * self._config.model.hidden * self._ffn  # by columns
+        return 2 * self._in_linears() // self._layers if self._fp8 and self._recompute == "all" else 0
 
     def _mlp_at_work(self) -> int:
         """Bytes per token when SwiGLU computes its gradient: that of its output and of its input, and the norm's
