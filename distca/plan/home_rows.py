@@ -20,6 +20,7 @@ import numpy as np
 
 from distca.plan.nano_split import Stream
 from distca.plan.placement import Dealt, Work
+from distca.plan.sorting import merged
 
 _CLOSE = 0.003
 """Difference of work between halves, in parts of the mean rank's, for which no document is cut."""
@@ -160,7 +161,7 @@ def _laid(document: np.ndarray, start: np.ndarray, stop: np.ndarray, room: np.nd
     """Lay ranges end to end into [R] tokens of room, which they fill exactly, cut where a rank's room ends."""
     ends, tops = np.cumsum(stop - start), np.cumsum(room)
     begins = ends - (stop - start)
-    cuts = np.unique(np.concatenate((begins, tops[tops < (ends[-1] if len(ends) else 0)])))
+    cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])
     uppers = np.append(cuts[1:], ends[-1:])
     at = np.searchsorted(ends, cuts, side="right")
     first = start[at] + cuts - begins[at]

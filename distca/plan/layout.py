@@ -23,7 +23,7 @@ from distca.plan.home_rows import home_rows
 from distca.plan.nano_split import Dealing, Stream, dealt_evenly, halves, without_short_tail
 from distca.plan.placement import Placement, deal, work_of
 from distca.plan.placement_by_half import spread
-from distca.plan.sorting import order_by
+from distca.plan.sorting import merged, order_by
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarra
     if total == 0:
         empty = np.zeros(0, np.int64)
         return Shards(empty, empty, empty, empty, empty), np.zeros(len(bounds) - 1, np.int64)
-    cuts = np.unique(np.concatenate((begins, bounds[(bounds > 0) & (bounds < total)])))
+    cuts = merged(begins, bounds[(bounds > 0) & (bounds < total)])
     tops = np.append(cuts[1:], total)
     piece = np.searchsorted(ends, cuts, side="right")
     rank = np.searchsorted(bounds, cuts, side="right") - 1

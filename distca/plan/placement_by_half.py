@@ -20,7 +20,7 @@ from distca.plan.cost.model import CostModel
 from distca.plan.nano_split import Stream
 from distca.plan.placement import Work, work_of
 from distca.plan.scheduler.range_split import area
-from distca.plan.sorting import order_by
+from distca.plan.sorting import merged, order_by
 
 _DENSE = 0.6
 """Documents with at least this part of the mean work per token are cut where they exceed a rank's work; less dense
@@ -180,7 +180,7 @@ def _fill(ranges: Stream, tokens_left: np.ndarray) -> tuple[Stream, np.ndarray]:
     ranges = _take(ranges, order_by(ranges.document, ranges.start))
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(tokens_left)
     begins = ends - (ranges.stop - ranges.start)
-    cuts = np.unique(np.concatenate((begins, tops[tops < (ends[-1] if len(ends) else 0)])))
+    cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])
     uppers = np.append(cuts[1:], ends[-1:])
     at = np.searchsorted(ends, cuts, side="right")
     start = ranges.start[at] + cuts - begins[at]

@@ -1,4 +1,4 @@
-"""Sorting by several keys at once."""
+"""Sorting by several keys at once, and what is sorted already."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def order_by(*keys: np.ndarray) -> np.ndarray:
             return np.lexsort(keys[::-1])
         joined = joined * width + key
     return np.argsort(joined, kind="stable")
+
+
+def merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """[N] values of two ascending arrays, each once: as np.unique of both, in a fraction of its time."""
+    both = np.sort(np.concatenate((first, second)), kind="stable")
+    return both[np.append(True, both[1:] != both[:-1])[: len(both)]]

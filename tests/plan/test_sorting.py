@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.plan.sorting import order_by
+from distca.plan.sorting import merged, order_by
 
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 60), st.sampled_from((3, 1000, 2**40)))
@@ -13,3 +13,9 @@ def test_sorts_like_lexsort_also_where_keys_do_not_fit_into_one_number(
         np.array(data.draw(st.lists(st.integers(0, most), min_size=rows, max_size=rows)), np.int64) for _ in range(keys)
     ]
     assert order_by(*columns).tolist() == np.lexsort(columns[::-1]).tolist()
+
+
+@given(*(st.lists(st.integers(0, 20)) for _ in range(2)))
+def test_merging_two_sorted_lists_keeps_every_value_once(first: list[int], second: list[int]) -> None:
+    found = merged(*(np.array(sorted(each), np.int64) for each in (first, second)))
+    assert found.tolist() == sorted({*first, *second})

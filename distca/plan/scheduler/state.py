@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.sorting import order_by
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Query ranges that one server computes. Arrays: document, start, stop [P] int64; seconds [K, P] float64."""
 
     document: np.ndarray
@@ -27,15 +27,7 @@ class Pieces:
     seconds: np.ndarray
 
     def take(self, chosen: np.ndarray) -> Pieces:
-        return Pieces(self.document[chosen], self.start[chosen], self.stop[chosen], self.seconds[:, chosen])
-
-    def with_more(self, other: Pieces) -> Pieces:
-        return Pieces(
-            np.concatenate((self.document, other.document)),
-            np.concatenate((self.start, other.start)),
-            np.concatenate((self.stop, other.stop)),
-            np.concatenate((self.seconds, other.seconds), axis=1),
-        )
+        return Pieces(*(column.take(chosen, axis=-1) for column in self))
 
 
 @dataclass(frozen=True)
@@ -171,12 +163,14 @@ class SchedulerState:
         """Replace the sender's pieces ``chosen`` [M] by what it keeps of them, ``left``; the rest goes as ``moved``
         says."""
         pieces = self.pieces_of(sender)
-        lost = pieces.seconds[:, chosen].sum(axis=1) - left.seconds.sum(axis=1)
+        lost = pieces.seconds.take(chosen, axis=1).sum(axis=1) - left.seconds.sum(axis=1)
         self.load[:, sender] -= lost
         self.mean = self.mean + (moved.seconds.sum(axis=1) - lost) / self.layout.ranks
-        rest = np.ones(len(pieces.document), bool)
-        rest[chosen] = False
-        self._pieces[sender] = pieces.take(rest).with_more(left.take(left.stop > left.start))
+        kept = np.ones(len(pieces.document), bool)
+        kept[chosen] = False
+        rest, some = kept.nonzero()[0], (left.stop > left.start).nonzero()[0]
+        columns = zip(pieces.take(rest), left.take(some), strict=True)
+        self._pieces[sender] = Pieces(*(np.concatenate(column, axis=-1) for column in columns))
         self._moved.append((moved.document, moved.start, moved.stop, moved.receiver))
         for document, start, stop, receiver, seconds in moved:
             self.load[:, receiver] += seconds
