@@ -54,8 +54,7 @@ class HeldRows:
         self._found: dict[int, _HeldRanges] = {}
 
     def below(self, document: int, group: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """[..., N] rows of ``document`` before ``position`` [..., N] that ``group`` [N] holds; broadcasts to that where
-        none of them holds any."""
+        """[..., N] rows of ``document`` before ``position`` [..., N] that ``group`` [N] holds."""
         found = self._found.get(document)
         if found is None:
             low, high = self._shards.document.searchsorted((document, document + 1)).tolist()
@@ -83,7 +82,7 @@ class _HeldRanges:
 
     def below(self, group: np.ndarray, position: np.ndarray) -> np.ndarray:
         if self._groups.isdisjoint(group.tolist()):
-            return np.zeros(1, np.int64)
+            return np.zeros_like(position)
         position = np.minimum(position, self._end)
         if len(self._groups) == 1:
             return np.asarray((group == self._ranges[0][0]) * position)

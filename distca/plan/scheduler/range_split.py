@@ -203,6 +203,8 @@ def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.nd
     rest = wanted - (float(total[full - 1]) if full else 0.0)
     left = size[full:]
     last = full + int(np.where(left >= rest, left + distant[full:] * size.max(), np.inf).argmin())
+    if not full:
+        return np.array([last]), np.array([rest])
     pairs = sorted(zip([*size[:full].tolist(), rest], [*range(full), last], strict=True), key=itemgetter(0))
     sizes, chosen = zip(*pairs, strict=True)
     return np.array(chosen), np.array(sizes)

@@ -141,20 +141,17 @@ class SchedulerState:
         return self._homes.get(document, [])
 
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[..., N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read
-        ``document`` up to ``stops`` [..., N]. What they hold as home ranks or have fetched already is free."""
+        """[G, N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read ``document``
+        up to ``stops`` [G, N]. What they hold as home ranks or have fetched already is free."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
-            if not self.links.ranks_per_node:
-                return stops, np.zeros(1, np.int64)
-            return self._missing(document, ranks, stops)
-        inside, across = self._missing(document, ranks, np.maximum(stops, had))
-        had_inside, had_across = self._missing(document, ranks, np.array(had))
-        return inside - had_inside, across - had_across
+            return self._missing(document, ranks, stops) if self.links.ranks_per_node else (stops, np.zeros_like(stops))
+        inside, across = self._missing(document, ranks, np.concatenate((np.maximum(stops, had), [had])))
+        return inside[:-1] - inside[-1], across[:-1] - across[-1]
 
     def _missing(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[..., N] rows of ``document`` before ``stops`` that others of the node hold, and that other nodes hold."""
+        """[G, N] rows of ``document`` before ``stops`` that others of the node hold, and that other nodes hold."""
         own = self._at_rank.below(document, ranks, stops)
         near = self._at_node.below(document, self.node[ranks], stops) if self.links.ranks_per_node else stops
         return near - own, stops - near
@@ -176,8 +173,8 @@ class SchedulerState:
             self.load[:, receiver] += seconds
             readers = self._readers.setdefault(document, {})
             if self.cap is not None:
-                inside, across = self.kv_rows(document, np.array([receiver]), np.array([stop]))
-                rows = int(inside[0]) + int(across[0])
+                inside, across = self.kv_rows(document, np.array([receiver]), np.array([[stop]]))
+                rows = int(inside.sum()) + int(across.sum())
                 self.received[receiver] += (stop - start) * self.shape.q_bytes + rows * self.shape.kv_bytes
             readers[receiver] = max(readers.get(receiver, 0), stop)
 
