@@ -37,6 +37,9 @@ _AIM = 0.95
 _JOININGS = 3
 """Times that ranges are balanced again after those that touch were joined."""
 _SHORT_TRIES = 2
+_FAILED = 64
+"""Cuts that did not pay after which nobody gets closer than the tolerance to the mean: only crumbs of room are left, and
+they would take longer than all moves before."""
 _PARTNERS = 8
 """Receivers with which an exchange of pieces is tried."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
@@ -117,7 +120,7 @@ def schedule(
                 lowest = min(lowest, float((before / unit).max()))
             balancer = _Balancer(state, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
             # Once one server is left above what the next try aims at, the first tries need not see to the others.
-            balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
+            balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf, enough=tolerance)
             tasks = state.joined()
             slowest = float((state.slowest / unit).max())
             # Forward and backward run apart: where they share their tasks, the one must not gain less than the other
@@ -155,9 +158,11 @@ class _Balancer:
         self.near, self.equal_prices = np.zeros(state.layout.ranks, bool), np.ones(state.layout.ranks)
         self.place = np.argsort(state.order)
         self.lately = state.order
+        self.failed = 0
 
-    def run(self, at_most: float = np.inf) -> None:
-        """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share."""
+    def run(self, at_most: float, enough: float) -> None:
+        """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share, or too many
+        cuts did not pay and no server is more than ``enough`` above it."""
         state = self.state
         room = state.limit - state.load
         free = least_of(room / self.unit)
@@ -171,6 +176,8 @@ class _Balancer:
             else:
                 room = state.limit - state.load
                 free = least_of(room / self.unit)
+            if self.failed > _FAILED and state.most_above_target() <= enough:
+                return
             sender = self._next(free, document)
 
     def _next(self, free: np.ndarray, document: int | None) -> int | None:
@@ -314,6 +321,7 @@ class _Balancer:
             return False
         split = split_range(excess, receivers, self.timer)
         if split is None:
+            self.failed += 1
             return False
         count = len(split.chosen)
         cuts = np.array(split.cuts)

@@ -117,6 +117,10 @@ class SchedulerState:
         """How far above its target ``rank`` is, as part of the mean, in its worse direction."""
         return float(((self.load[:, rank] - self.target[:, rank]) / np.maximum(self.mean, 1e-300)).max())
 
+    def most_above_target(self) -> float:
+        """The same of the server that is furthest above."""
+        return float(((self.load - self.target) / np.maximum(self.mean, 1e-300)[:, None]).max())
+
     def free_bytes(self, ranks: np.ndarray) -> np.ndarray:
         """[N] bytes that ``ranks`` may still receive; infinite without a cap."""
         return np.full(len(ranks), np.inf) if self.cap is None else self.cap - self.received[ranks]
