@@ -38,8 +38,8 @@ _JOININGS = 3
 """Times that ranges are balanced again after those that touch were joined."""
 _SHORT_TRIES = 2
 _FAILED = 64
-"""Cuts that did not pay after which nobody gets closer than the tolerance to the mean: only crumbs of room are left, and
-they would take longer than all moves before."""
+"""Cuts that did not pay after which nobody is brought closer to the mean than the tolerance: only crumbs of room are
+left, and they would take longer than all moves before."""
 _PARTNERS = 8
 """Receivers with which an exchange of pieces is tried."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
