@@ -67,9 +67,17 @@ def _stand_in() -> None:
 class _Runs:
     def __init__(self, folder: Path) -> None:
         from distca.train.run import builder
+        from megatron_patches.optimizer import OptimizerAndSchedule
 
         self._folder, self._build, self._trainer = folder, builder.build_trainer, None
         builder.build_trainer = self._built  # type: ignore[assignment]
+        self._columns, step = 0, OptimizerAndSchedule.step
+
+        def counted(optimizer: OptimizerAndSchedule) -> tuple[float, float]:
+            self._columns += sum(weight.get_usages()["columnwise"] for weight in self._fp8_weights())
+            return step(optimizer)
+
+        OptimizerAndSchedule.step = counted  # type: ignore[method-assign]
 
     def _built(self, *given: Any) -> Any:
         self._trainer = self._build(*given)
@@ -109,16 +117,19 @@ class _Runs:
         if dist.get_rank() == 0:
             (self._folder / name / "found.json").write_text(json.dumps(self._found()))
 
-    def _found(self) -> dict[str, Any]:
+    def _fp8_weights(self) -> list[Any]:
         from megatron_patches.te.fp8_weights import is_fp8
 
         assert self._trainer is not None
-        weights = [weight for name, weight in self._trainer.model.named_parameters() if "linear_" in name]
-        fp8: list[Any] = [weight for weight in weights if is_fp8(weight)]
+        return [weight for weight in self._trainer.model.parameters() if is_fp8(weight)]
+
+    def _found(self) -> dict[str, Any]:
+        assert self._trainer is not None
+        fp8, (columns, self._columns) = self._fp8_weights(), (self._columns, 0)
         main = [weight.main_param for weight in fp8 if weight.main_param is not None]
         return {
-            "fp8": len(fp8) / len(weights),
-            "columns": sum(weight.get_usages()["columnwise"] for weight in fp8),
+            "fp8": len(fp8) / sum("linear_" in name for name, _ in self._trainer.model.named_parameters()),
+            "columns before updates": columns,
             "main": sorted({str(each.dtype) for each in main}),
         }
 
