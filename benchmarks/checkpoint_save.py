@@ -5,8 +5,8 @@
 
 Two runs of the same steps, one after the other, of which some end with a checkpoint. Everything behind ``--`` are
 settings of both. Per run: seconds of ordinary steps, seconds that training stood still for each checkpoint (the first
-one also takes host memory), seconds of the steps during which
-one was written, seconds until it was complete, and its bytes.
+one also takes host memory, and one that begins before the last is written waits for it), seconds of the steps during
+which one was written, seconds until it was complete, and its bytes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; by default the system's temporary folder")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=6, help="steps between checkpoints")
     parser.add_argument("settings", nargs="*", help="settings of pretrain_llama.py, after --")
@@ -69,7 +70,7 @@ def _work(arguments: argparse.Namespace) -> None:
         **header(command_line("python benchmarks/checkpoint_save.py"), world.size),
         "modes": {},
     }
-    for mode in MODES:
+    for mode in arguments.modes:
         report["modes"][mode] = _train(arguments, world, mode)
         if world.rank == 0:
             write_report(arguments.output, report)
