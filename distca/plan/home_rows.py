@@ -20,7 +20,7 @@ import numpy as np
 
 from distca.plan.nano_split import Stream
 from distca.plan.placement import Dealt, Work
-from distca.plan.sorting import merged
+from distca.plan.sorting import merged, order_by
 
 _CLOSE = 0.003
 """Difference of work between halves, in parts of the mean rank's, for which no document is cut."""
@@ -184,7 +184,7 @@ def _cut_whole(
     surplus = dealt.work - rate * length
     total = np.bincount(shares.rank[whole], surplus[document], ranks) + more[0] + more[1]
     mine = np.flatnonzero(whole)
-    mine = mine[np.argsort(shares.rank[mine], kind="stable")]
+    mine = mine[order_by(shares.rank[mine])]
     document, owner = shares.document[mine], shares.rank[mine]
     bounds = np.searchsorted(owner, np.arange(ranks + 1)).tolist()
     own = length[document]

@@ -14,6 +14,7 @@ from distca.plan.hops import gateways
 from distca.plan.layout import Layout, Shards, overlaps
 from distca.plan.plan import Plan, Tasks
 from distca.plan.scheduler.network_cost import Links
+from distca.plan.sorting import order_by
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _pieces(tasks: Tasks, begin: np.ndarray, shards: Shards) -> tuple[np.ndarray
 def _pairs(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:
     away = np.flatnonzero(home != server)
     pair, rows = (home * ranks + server)[away], rows[away]
-    order = np.argsort(pair, kind="stable")
+    order = order_by(pair)
     pair = pair[order]
     heads = np.flatnonzero(np.append(True, pair[1:] != pair[:-1])[: len(pair)])
     total = np.add.reduceat(rows[order], heads) if len(heads) else rows

@@ -28,6 +28,7 @@ import numpy as np
 
 from distca.plan.bins import LEAST_SHARE, OVERFULL, Filled, Items, Parts, Rates, deal_to_bins, levelled
 from distca.plan.cost.model import CostModel
+from distca.plan.sorting import order_by
 
 Placement = Literal["in_order", "spread", "spread_by_half"]
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -140,7 +141,7 @@ def deal(
         nano_batches: 1, or 2 for ping and pong.
         lean: whether ping may have less work than pong, where that moves fewer bytes.
     """
-    order = np.argsort(-length, kind="stable")
+    order = order_by(length.max() - length)
     rows, whole = length[order], work(np.zeros_like(length), length[order])
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)
     count = int((from_here[:-1] > _SHORT_DOCUMENTS * from_here[0]).sum())
@@ -191,7 +192,7 @@ def _dealt_in_nodes(
     most: tuple[float, float],
 ) -> tuple[Parts, list[tuple[int, float]]]:
     """Deal what every node has, of items with [I] ``work`` there, to its ranks, which are those between its bounds."""
-    order = np.argsort(by_node.bin, kind="stable")
+    order = order_by(by_node.bin)
     item, part = by_node.item[order], by_node.part[order]
     ends = np.searchsorted(by_node.bin[order], np.arange(len(bounds))).tolist()
     inside, brings = items.of(item, part), work[item] * part
@@ -227,7 +228,7 @@ def _shares(
     documents: np.ndarray, dealt: Parts, missed: list[tuple[int, float]]
 ) -> tuple[Shares, list[tuple[int, float, float]]]:
     """What ranks have, the shares of a document one after the other from its outer rows on, and what nobody has."""
-    order = np.argsort(dealt.item, kind="stable")
+    order = order_by(dealt.item)
     item, rank, part = (column[order] for column in dealt)
     ends = np.cumsum(part)
     heads = np.flatnonzero(np.append(True, item[1:] != item[:-1])[: len(item)])

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from distca.plan.sorting import merged, order_by
 
 
-@given(st.data(), st.integers(1, 4), st.integers(0, 60), st.sampled_from((3, 1000, 2**40)))
+@given(st.data(), st.integers(1, 4), st.integers(0, 60), st.sampled_from((3, 1000, 2**40, 2**60)))
 def test_sorts_like_lexsort_also_where_keys_do_not_fit_into_one_number(
     data: st.DataObject, keys: int, rows: int, most: int
 ) -> None:
