@@ -6,7 +6,7 @@ from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.cost.table import TableCost
 from distca.plan.cost.table_file import load_table
 from distca.plan.layout import Layout, Shards, lay_out
-from distca.plan.metrics import PairRows, Traffic, imbalance, makespan_bound, server_seconds, traffic
+from distca.plan.metrics import PairRows, Traffic, context_rows, imbalance, makespan_bound, server_seconds, traffic
 from distca.plan.micro_batch import Bytes, MicroBatchPlan, NanoPlan, plan_micro_batch
 from distca.plan.micro_batch_dealing import deal_over_micro_batches
 from distca.plan.plan import Plan, Tasks, plan_at_home
@@ -40,6 +40,7 @@ __all__ = [
     "Traffic",
     "analytic_cost",
     "area_cost",
+    "context_rows",
     "deal_over_micro_batches",
     "imbalance",
     "lay_out",

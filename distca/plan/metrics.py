@@ -97,6 +97,15 @@ def server_seconds(plan: Plan, cost: CostModel, direction: Direction) -> np.ndar
     return np.bincount(tasks.server, weights=seconds, minlength=plan.layout.ranks)
 
 
+def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """[R] int64 k,v rows in every server's buffer, each once; and [R] of the regions that tasks compute with where some
+    share rows, or have some of the half before, which are copies, else 0."""
+    tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
+    kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
+    regions = np.bincount(tasks.server, tasks.stop, ranks).astype(np.int64)
+    return kept, np.where(regions > kept, regions, 0)
+
+
 def imbalance(seconds: np.ndarray) -> float:
     """Slowest over mean; 1 for no work at all."""
     mean = float(seconds.mean())
@@ -104,18 +113,17 @@ def imbalance(seconds: np.ndarray) -> float:
 
 
 def traffic(plan: Plan, links: Links | None = None) -> Traffic:
-    """The rows that ``plan`` really moves: what a server already holds as a home rank is free, and a document's k,v
-    rows travel to a server once, however many of its tasks read them.
+    """The rows that ``plan`` really moves: what a server has, as a home rank or from the half before, is free, and a
+    document's k,v rows travel to a server once, however many of its tasks read them.
 
     Args:
         plan: over R ranks.
         links: which ranks share a node, to each of which k,v rows travel once and on from there; None for all.
     """
-    layout, tasks, ranks = plan.layout, plan.tasks, plan.layout.ranks
-    last = tasks.take(tasks.last_on_server)
+    layout, tasks, contexts, ranks = plan.layout, plan.tasks, plan.contexts, plan.layout.ranks
     home, server, rows, _ = _pieces(tasks, tasks.start, layout.q)
     q = _pairs(home, server, rows, ranks)
-    home, server, rows, shard = _pieces(last, np.zeros_like(last.stop), layout.kv)
+    home, server, rows, shard = _pieces(contexts.last, contexts.begin, layout.kv)
     via = gateways(home, server, rows, shard, links, ranks)
     relayed = via != np.arange(len(via))
     kv = _pairs(home[~relayed], server[~relayed], rows[~relayed], ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -60,16 +61,61 @@ class Tasks:
 
 
 @dataclass(frozen=True)
+class Contexts:
+    """k,v rows that servers need: of every document on a server those before the end of its last task there.
+    Array legend: L last tasks; all arrays are int64.
+
+    Attributes:
+        last: those tasks.
+        begin: [L] how many of the first rows the server still has from the half before.
+        at: [L] where these begin in its buffer of that half, which has documents one after the other.
+    """
+
+    last: Tasks
+    begin: np.ndarray
+    at: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[L] rows that must come."""
+        return self.last.stop - self.begin
+
+
+@dataclass(frozen=True)
 class Plan:
     """A layout and the server of every query row in it; the same for all layers.
 
     Attributes:
         layout: the nano-batch's layout.
         tasks: its CA-tasks.
+        before: tasks of the half before, if their servers keep its k,v rows: these do not travel to them again.
     """
 
     layout: Layout
     tasks: Tasks
+    before: Tasks | None = None
+
+    @cached_property
+    def contexts(self) -> Contexts:
+        """What servers need of the documents of their tasks."""
+        last = self.tasks.take(self.tasks.last_on_server)
+        if self.before is None or not len(last):
+            return Contexts(last, np.zeros_like(last.stop), np.zeros_like(last.stop))
+        kept = self.before.take(self.before.last_on_server)
+        documents = len(self.layout.last)
+        key = kept.server * documents + kept.document
+        wanted = last.server * documents + last.document
+        found = np.searchsorted(key, wanted)
+        stop = np.where(np.append(key, -1)[found] == wanted, np.append(kept.stop, 0)[found], 0)
+        # Whole shards of home rows: who reads rows of a shard reads its first ones.
+        kv = self.layout.kv
+        span = int(kv.stop.max()) + 1
+        whole = np.searchsorted(kv.document * span + kv.stop, last.document * span + stop, side="right") - 1
+        begin = np.where((whole >= 0) & (kv.document[whole] == last.document), kv.stop[whole], 0)
+        rows = np.cumsum(kept.stop) - kept.stop
+        first = np.searchsorted(kept.server, last.server)
+        at = np.where(begin > 0, np.append(rows, 0)[found] - np.append(rows, 0)[first], 0)
+        return Contexts(last, begin, at)
 
     def check(self) -> None:
         """Raise PlanError unless every query row is computed exactly once, by an existing server."""

@@ -3,10 +3,10 @@
 Rows of a shard are contiguous, so a transfer is a list of segments and nothing is indexed by token. The reverse of a
 route (o back home, gradients back home) is the same list with source and destination exchanged.
 
-A server's k,v buffer holds one region [0, stop) per task, in task order, as varlen kernels read it. The rows of a
-document travel to a server once, into the region of its last task there; regions of earlier tasks are copied from it.
-Between nodes of several ranks they travel to each node once and on inside it: two exchanges, the second of which is
-the *relay* (``hops.py``).
+Varlen kernels read one region [0, stop) of k,v rows per task, in task order. The rows of a document travel to a server
+once, for its last task there, and are kept so, for the half that comes next too; only while it computes does a server
+whose tasks share rows copy them to a region per task. Between nodes of several ranks they travel to each node
+once and on inside it: two exchanges, the second of which is the *relay* (``hops.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.hops import gateways
 from distca.plan.layout import Shards, overlaps
-from distca.plan.plan import Plan, Tasks
+from distca.plan.plan import Contexts, Plan, Tasks
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
 
@@ -67,12 +67,14 @@ class RowExchange:
 
     Attributes:
         source_rows: rows of this rank's home tensor.
-        destination_rows: rows of this rank's server buffer.
+        destination_rows: rows of this rank's server buffer, each of which arrives once.
         send: home rows of this rank that other servers need.
         receive: rows that other homes send to this server.
         keep: home rows that this rank's own server needs.
-        repeat: copies inside the server buffer (source and destination both there), made after the rows arrived; their
-            gradients are added up before the return.
+        repeat: copies from the server buffer to the tasks' regions, all of them, made while the server computes; their
+            gradients are added up before the return. Empty where no two tasks share rows and none are of the half
+            before: the buffer has the regions.
+        before: the same from the server buffer of the half before; their gradients are added to that half's.
         travelling: rows that travel between any two ranks of the pool; the same on every rank, so all of them know when
             an exchange can be left out.
         ahead_at_server: [R] int64: of the rows that each server receives from other ranks, those of home ranks below
@@ -89,6 +91,7 @@ class RowExchange:
     receive: Segments
     keep: Segments
     repeat: Segments
+    before: Segments
     travelling: int
     ahead_at_server: np.ndarray
     ahead_at_home: np.ndarray
@@ -153,25 +156,22 @@ class Routes(Sequence[Route]):
         self._ranks = layout.ranks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         q_rows = tasks.stop - tasks.start
-        q_offset, kv_offset = (_offsets_within_server(tasks, self._bounds, rows) for rows in (q_rows, tasks.stop))
         self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(tasks.stop)
-        last_on_server = tasks.last_on_server
-        last = tasks.take(last_on_server)
+        contexts = plan.contexts
+        last, rows = contexts.last, contexts.rows
+        last_bounds = np.searchsorted(last.server, np.arange(layout.ranks + 1))
+        self._received_rows = np.diff(np.append(0, np.cumsum(rows))[last_bounds])
+        q_offset = _offsets_within_server(tasks, self._bounds, q_rows)
+        kv_offset = _offsets_within_server(last, last_bounds, rows)
         q = _Pieces.of(tasks, tasks.start, q_offset, layout.q)
-        kv, relay = _Pieces.of(last, np.zeros_like(last.stop), kv_offset[last_on_server], layout.kv).in_hops(
-            links, layout.ranks
-        )
+        kv, relay = _Pieces.of(last, contexts.begin, kv_offset, layout.kv).in_hops(links, layout.ranks)
         self._q = _Exchanges(q, layout.q_rows, only)
         self._kv = _Exchanges(kv, layout.kv_rows, only)
-        # From server buffers, which are as long as their tasks' contexts.
-        buffers = np.bincount(tasks.server, tasks.stop, layout.ranks).astype(np.int64)
-        self._relay = _Exchanges(relay, buffers, only) if len(relay.rows) else None
-        # Earlier tasks of a document copy their region from that of its last task on the server.
-        lasts = np.flatnonzero(last_on_server)
-        earlier = np.flatnonzero(~last_on_server)
-        source = kv_offset[lasts[np.searchsorted(lasts, earlier)]]
-        self._repeats = Segments(tasks.server[earlier], source, kv_offset[earlier], tasks.stop[earlier])
-        self._repeat_bounds = np.searchsorted(tasks.server[earlier], np.arange(layout.ranks + 1))
+        self._relay = _Exchanges(relay, self._received_rows, only) if len(relay.rows) else None
+        self._repeats, self._before = _copies(tasks, contexts, kv_offset, self._bounds)
+        self._repeat_bounds, self._before_bounds = (
+            np.searchsorted(copies.peer, np.arange(layout.ranks + 1)) for copies in (self._repeats, self._before)
+        )
 
     def __len__(self) -> int:
         return self._ranks
@@ -193,12 +193,14 @@ class Routes(Sequence[Route]):
         low, high = self._bounds[rank : rank + 2].tolist()
         cu_q, cu_kv = (_borders(ends, low, high) for ends in (self._q_ends, self._kv_ends))
         repeat = self._repeats.between(*self._repeat_bounds[rank : rank + 2].tolist())
+        before = self._before.between(*self._before_bounds[rank : rank + 2].tolist())
+        received_rows = int(self._received_rows[rank])
         return Route(
             rank=rank,
             ranks=self._ranks,
-            q=self._q.of(rank, int(cu_q[-1]), _none()),
-            kv=self._kv.of(rank, int(cu_kv[-1]), repeat),
-            relay=self._relay.of(rank, int(cu_kv[-1]), _none()) if self._relay is not None else None,
+            q=self._q.of(rank, int(cu_q[-1]), _none(), _none()),
+            kv=self._kv.of(rank, received_rows, repeat, before),
+            relay=None if self._relay is None else self._relay.of(rank, received_rows, _none(), _none()),
             cu_q=cu_q,
             cu_kv=cu_kv,
         )
@@ -222,6 +224,26 @@ def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -
     """[T] first row of each task in its server's buffer; those of server r are tasks [bounds[r], bounds[r + 1])."""
     begins = np.concatenate(([0], np.cumsum(rows)))
     return begins[:-1] - begins[bounds[tasks.server]]
+
+
+def _copies(tasks: Tasks, contexts: Contexts, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
+    """Copies to the regions of all tasks of servers [peer] where some share rows or have some of the half before: from
+    rows that arrived, those of the last tasks at ``kv_offset`` [L], and from the half before. Documents with one task
+    there, one after the other, are one copy."""
+    last_on_server = tasks.last_on_server
+    document = np.cumsum(last_on_server) - last_on_server  # each task's among the contexts
+    begin = contexts.begin[document]
+    shares = np.bincount(tasks.server[~last_on_server | (begin > 0)], minlength=len(bounds)) > 0
+    chosen = np.flatnonzero(shares[tasks.server])
+    target = _offsets_within_server(tasks, bounds, tasks.stop)[chosen]
+    document, begin = document[chosen], begin[chosen]
+    server, rows, last = tasks.server[chosen], tasks.stop[chosen] - begin, last_on_server[chosen]
+    kept = np.flatnonzero(begin)
+    before = Segments(server[kept], contexts.at[document[kept]], target[kept], begin[kept])
+    joins = last[1:] & last[:-1] & (begin[1:] == 0) & (server[1:] == server[:-1])
+    heads = np.flatnonzero(np.append(True, ~joins)[: len(chosen)])
+    rows = np.add.reduceat(rows, heads) if len(heads) else rows
+    return Segments(server[heads], kv_offset[document[heads]], (target + begin)[heads], rows), before
 
 
 @dataclass(frozen=True)
@@ -288,7 +310,7 @@ class _Exchanges:
         self._to_server = _Arrivals(home[away], server[away], rows[away], ranks, only)
         self._to_home = _Arrivals(server[away], home[away], rows[away], ranks, only)
 
-    def of(self, rank: int, destination_rows: int, repeat: Segments) -> RowExchange:
+    def of(self, rank: int, destination_rows: int, repeat: Segments, before: Segments) -> RowExchange:
         """That of one rank, whose server buffer has ``destination_rows``."""
         send, keep = self._by_home.of(rank)
         receive, _ = self._by_server.of(rank)
@@ -299,6 +321,7 @@ class _Exchanges:
             receive,
             keep,
             repeat,
+            before,
             self._to_server.total,
             self._to_server.ahead(rank),
             self._to_home.ahead(rank),

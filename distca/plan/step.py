@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -319,7 +320,10 @@ def _phases(
         due = [number - (stages - 1 - stage if direction == "backward" else stage) for stage in range(stages)]
         running = tuple(m if 0 <= m < len(layouts) else None for m in due)
         halves = [[None if m is None else layouts[m][nano] for m in running] for nano in range(len(layouts[0]))]
-        return Phase(running, tuple(scheduler(_joined(half, options.ranks), direction) for half in halves))
+        plans = [scheduler(_joined(half, options.ranks), direction) for half in halves]
+        if keeps:  # what servers keep for backward is there for the next half too
+            plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
+        return Phase(running, tuple(plans))
 
     numbers = range(len(layouts) + stages - 1)
     forward = tuple(phase(number, "both" if keeps else "forward") for number in numbers)

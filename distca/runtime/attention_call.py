@@ -7,7 +7,7 @@ joins it where forward launched. Between the two, callers put the other nano-bat
 tensors travel through an :class:`AttentionCall`; between the nodes only a graph token is passed, which carries the
 graph's edges: under *resend* the backward's buffers are those of another plan and have other shapes than the forward's.
 
-Shape suffixes: N rows of the home rank (padding included), T query rows and S key/value rows of the server's buffers, H
+Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers, H
 query heads, G key/value heads, D head dimension.
 """
 
@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from distca.runtime.device_routes import NanoRoutes
-from distca.runtime.server import AttentionPool, fill_repeats, fold_repeats, serve_backward, serve_forward
+from distca.runtime.server import (
+    AttentionPool,
+    Sums,
+    added_up,
+    serve_backward,
+    serve_forward,
+    sums_of_before,
+    task_regions,
+)
 from distca.transport import Handle, Part, RowMoves
 from distca.transport.gather_scatter import move_rows
 from distca.transport.interface import sent_by
@@ -33,9 +41,18 @@ class AttentionCall:
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
         scale: factor on the attention scores.
+        before: the call of the layer's half before this one, whose k,v rows this one may need again.
     """
 
-    def __init__(self, pool: AttentionPool, routes: NanoRoutes, layer: int, nano: int, scale: float) -> None:
+    def __init__(
+        self,
+        pool: AttentionPool,
+        routes: NanoRoutes,
+        layer: int,
+        nano: int,
+        scale: float,
+        before: AttentionCall | None = None,
+    ) -> None:
         self._pool, self._routes, self._scale = pool, routes, scale
         self._where = (layer, nano)
         self._handle: Handle | None = None
@@ -45,6 +62,10 @@ class AttentionCall:
         self._prefix: torch.Tensor | None = None  # a view of the previous nano-batch's kv rows (resend)
         self._gradients: tuple[torch.Tensor, ...] = ()
         self._home_rows = (0, 0)
+        self._before = before if routes.forward.before else None
+        self._later: Sums | None = {}  # gradients from the half behind this one; None until they are there
+        if self._before is not None:
+            self._before._later = None
 
     # Public: the five nodes, called in this order.
 
@@ -118,13 +139,17 @@ class AttentionCall:
 
     def _join_qkv(self) -> None:
         self._join("q,k,v", "forward")
-        fill_repeats(self._server[1], self._routes.forward)
 
     def _serve_forward(self) -> None:
         q, kv = self._server
+        regions = task_regions(kv, self._kv_of_before(), self._routes.forward)
         with self._pool.timeline.serve(*self._where, "forward"):
-            o, lse = serve_forward(self._pool.kernel, self._routes.forward, q, kv, self._scale)
+            o, lse = serve_forward(self._pool.kernel, self._routes.forward, q, regions, self._scale)
         self._server = (q, kv, o, lse)
+
+    def _kv_of_before(self) -> torch.Tensor | None:
+        """Rows on this server of the half before."""
+        return None if self._before is None else self._before._server[1]
 
     def _launch_o(self) -> None:
         _, _, o, lse = self._server
@@ -181,8 +206,6 @@ class AttentionCall:
 
     def _join_do(self) -> None:
         self._join("dO" if self._pool.backward == "keep" else "q,k,v,o,dO", "backward")
-        if self._pool.backward == "resend":
-            fill_repeats(self._server[1], self._routes.backward)
 
     def _serve_backward(self) -> None:
         (do,) = self._gradients
@@ -191,14 +214,18 @@ class AttentionCall:
             o = self._o_of_server()
         else:
             q, kv, o, lse = self._server
+        regions = task_regions(kv, self._kv_of_before(), self._routes.backward)
         with self._pool.timeline.serve(*self._where, "backward"):
-            self._gradients = serve_backward(self._pool.kernel, self._routes.backward, do, q, kv, o, lse, self._scale)
-        self._server = self._sent_o = ()
+            dq, dkv = serve_backward(self._pool.kernel, self._routes.backward, do, q, regions, o, lse, self._scale)
+        if self._before is not None:
+            self._before._later, self._before = sums_of_before(dkv, self._routes.backward), None
+        assert self._later is not None, "the half behind this one has its backward first"
+        self._gradients = (dq, added_up(dkv, self._later, self._routes.backward))
+        self._server, self._sent_o, self._later = (), (), {}
 
     def _launch_gradients(self) -> None:
         route = self._routes.backward
         dq, dkv = self._gradients
-        fold_repeats(dkv, route)
         dq_home = self._rows_at_home(dq, route.q_to_home, self._home_rows[0])
         dkv_home = dkv.new_zeros(self._home_rows[1], *dkv.shape[1:])
         self._launch("dq,dk,dv", "backward", Part(dq, dq_home, route.q_to_home), Part(dkv, dkv_home, route.kv_to_home))

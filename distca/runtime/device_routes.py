@@ -21,10 +21,13 @@ class ServerRoute:
         q_to_home: o, log-sum-exp and dQ back.
         kv_to_server: key/value rows to servers, in one hop or two.
         kv_to_home: dK, dV back, added up where several servers return the same row.
-        repeats: copies inside the server's k,v buffer: by source row (target row, rows), in task order.
+        repeats: copies from the server's k,v buffer to the tasks' regions: by source row (target row, rows), in task
+            order, so the last of each has most rows; empty where no two tasks share rows and none are of the half
+            before.
+        before: the same from the server's k,v buffer of the half before.
         batch: borders of this server's CA-tasks.
         q_rows: query rows in the server's buffer.
-        kv_rows: key/value rows in the server's buffer.
+        kv_rows: key/value rows in the server's buffer, which hold every row once.
     """
 
     q_to_server: RowMoves
@@ -32,6 +35,7 @@ class ServerRoute:
     kv_to_server: RowMoves
     kv_to_home: RowMoves
     repeats: dict[int, list[tuple[int, int]]]
+    before: dict[int, list[tuple[int, int]]]
     batch: TaskBatch
     q_rows: int
     kv_rows: int
@@ -44,6 +48,7 @@ class ServerRoute:
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
                 *RowMoves.in_hops(route.kv, route.relay, route.ranks, upload),
                 _by_source(route.kv.repeat),
+                _by_source(route.kv.before),
                 TaskBatch.of(route.cu_q, route.cu_kv, upload),
                 route.q.destination_rows,
                 route.kv.destination_rows,

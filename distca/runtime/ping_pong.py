@@ -123,7 +123,8 @@ class _Run:
             assert self._previous_kv is not None
             prefix = self._previous_kv[begin:end]
         self._previous_kv = kv
-        call = AttentionCall(self._pool, routes, layer, nano, self._layers[layer].scale)
+        before = self._calls[-1] if self._calls else None
+        call = AttentionCall(self._pool, routes, layer, nano, self._layers[layer].scale, before)
         self._calls.append(call)
         return call.launch_qkv(q, kv, prefix)
 

@@ -1,7 +1,8 @@
 """The server pool as one rank sees it, and its in-place attention server, which runs this rank's fused batch of
 CA-tasks on the rows that arrived.
 
-Shape suffixes as in attention/kernel.py; k and v travel together as kv_S2GD.
+Shape suffixes as in attention/kernel.py, with U key/value rows that arrived, which tasks may share, and V rows of the
+half before; k and v travel together as kv_U2GD.
 """
 
 from __future__ import annotations
@@ -17,22 +18,64 @@ from distca.runtime.timeline import Timeline
 from distca.transport import Transport
 
 
-def fill_repeats(kv_S2GD: torch.Tensor, route: ServerRoute) -> None:
-    """Copy context rows that several tasks of one document need, after they arrived once."""
-    for source, copies in route.repeats.items():
-        for target, rows in copies:
-            kv_S2GD[target : target + rows].copy_(kv_S2GD[source : source + rows])
+def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route: ServerRoute) -> torch.Tensor:
+    """kv_S2GD, the context rows of every task: from those that arrived, and from those of the half before. The same
+    tensor where no two tasks share any."""
+    if not route.repeats:
+        return kv_U2GD
+    kv_S2GD = kv_U2GD.new_empty(int(route.batch.borders_kv[-1]), *kv_U2GD.shape[1:])
+    _copy(kv_U2GD, kv_S2GD, route.repeats)
+    if route.before:
+        assert before_V2GD is not None
+        _copy(before_V2GD, kv_S2GD, route.before)
+    return kv_S2GD
 
 
-def fold_repeats(dkv_S2GD: torch.Tensor, route: ServerRoute) -> None:
-    """Add the gradients of repeated rows into the rows that arrived: in float32, in task order, rounded once."""
-    wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)
-    for source, copies in route.repeats.items():
-        longest = max(rows for _, rows in copies)
-        total = dkv_S2GD[source : source + longest].to(wide)
-        for target, rows in copies:
-            total[:rows] += dkv_S2GD[target : target + rows]
-        dkv_S2GD[source : source + longest] = total.to(dkv_S2GD.dtype)
+def _copy(source: torch.Tensor, target: torch.Tensor, copies: dict[int, list[tuple[int, int]]]) -> None:
+    for first, places in copies.items():
+        for place, rows in places:
+            target[place : place + rows].copy_(source[first : first + rows])
+
+
+Sums = dict[int, torch.Tensor]
+"""Of a server's buffer: by first row, gradients in float32 of so many rows."""
+
+
+def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
+    """dkv_U2GD of the rows that arrived: gradients of tasks that share rows are added in float32, in task order, and
+    rounded once; then those of the half that comes ``later`` are."""
+    dkv_U2GD = dkv_S2GD
+    if route.repeats:
+        dkv_U2GD = dkv_S2GD.new_empty(route.kv_rows, *dkv_S2GD.shape[1:])
+        for first, places in route.repeats.items():
+            # The last task of a document has all of its rows that arrived.
+            place, rows = places[-1]
+            dkv_U2GD[first : first + rows].copy_(dkv_S2GD[place : place + rows])
+            if len(places) > 1:
+                total = _sum(dkv_S2GD, places[:-1], dkv_S2GD[place : place + rows])
+                dkv_U2GD[first : first + len(total)] = total.to(dkv_S2GD.dtype)
+    for first, total in later.items():
+        dkv_U2GD[first : first + len(total)] = (total + dkv_U2GD[first : first + len(total)]).to(dkv_S2GD.dtype)
+    return dkv_U2GD
+
+
+def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
+    """Gradients of the rows that are of the half before."""
+    sums = {}
+    for first, places in route.before.items():
+        place, rows = places[-1]
+        sums[first] = _sum(dkv_S2GD, places[:-1], dkv_S2GD[place : place + rows])
+    return sums
+
+
+def _sum(dkv_S2GD: torch.Tensor, places: list[tuple[int, int]], last: torch.Tensor) -> torch.Tensor:
+    """Of the ``last`` task's rows and those at ``places``, in float32; as many rows as the longest of these has, or all
+    where there is none."""
+    longest = max((rows for _, rows in places), default=len(last))
+    total = last[:longest].to(torch.promote_types(last.dtype, torch.float32), copy=True)
+    for place, rows in places:
+        total[:rows] += dkv_S2GD[place : place + rows]
+    return total
 
 
 def serve_forward(

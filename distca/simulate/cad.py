@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan import Direction, PairRows, Plan, PlanOptions, StepPlan, Traffic, plan_step, server_seconds, traffic
+from distca.plan import (
+    Direction,
+    PairRows,
+    Plan,
+    PlanOptions,
+    StepPlan,
+    Traffic,
+    context_rows,
+    plan_step,
+    server_seconds,
+    traffic,
+)
 from distca.plan.step import Phase
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import VALUE, Job
@@ -121,11 +132,13 @@ class Cad:
             out, home = (q, 0), (q, kv)
         tasks, ranks = plan.tasks, job.servers
         q_rows = np.bincount(tasks.server, tasks.stop - tasks.start, ranks)
-        kv_rows = np.bincount(tasks.server, tasks.stop, ranks)
+        kept, copied = context_rows(plan)
+        # Backward of shared rows: copies, and gradients added up.
+        copies = job.copied(kv * copied * (1 if direction == "forward" else 2))
         return Half(
             plan.layout.q_rows,
             server_seconds(plan, job.cost, direction) * job.rates.attention_factor,
-            job.copied(q_rows * (out[0] + home[0]) + kv_rows * (out[1] + home[1])),
+            job.copied(q_rows * (out[0] + home[0]) + kept * (out[1] + home[1])) + copies,
             self._hops(found, out, there=True),
             self._hops(found, home, there=False),
         )

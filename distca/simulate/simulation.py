@@ -8,7 +8,7 @@ import numpy as np
 
 from distca.baselines import Mode
 from distca.baselines.dealing import dealt_anew
-from distca.plan import StepPlan
+from distca.plan import StepPlan, context_rows
 from distca.plan.receive_buffer import receive_buffer_gb
 from distca.simulate import memory, one_f_one_b
 from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch, work_of
@@ -77,13 +77,14 @@ def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
         received = np.zeros(ranks)
         for there, back in zip(forward.plans, backward.plans, strict=True):
             q = np.bincount(back.tasks.server, back.tasks.stop - back.tasks.start, ranks)
-            kv = np.bincount(back.tasks.server, back.tasks.stop, ranks)
+            kept, copied = context_rows(back)
             rows += there.layout.q_rows
             q_rows += there.layout.q_rows if resend else q
-            kv_rows += there.layout.q_rows if resend else kv
-            # Of all rows gradients in float32 and rounded, dO; with resend also the rows themselves.
+            kv_rows += there.layout.q_rows if resend else kept
+            kv = np.maximum(kept, copied)
+            # Of all rows gradients in float32 and rounded, dO, copies; with resend also the rows themselves.
             sent = q * (2 * shape.q_bytes + shape.kv_bytes) if resend else 0
-            received = np.maximum(received, q * 4 * shape.q_bytes + kv * 3 * shape.kv_bytes + sent)
+            received = np.maximum(received, q * 4 * shape.q_bytes + (kv * 3 + copied) * shape.kv_bytes + sent)
         peak = np.maximum(peak, memory.with_servers(job, rows, q_rows, kv_rows, received, flight))
     return peak + (receive_buffer_gb(shape, job.tokens_per_rank, resend=resend) * 2**30 if job.one_sided else 0)
 

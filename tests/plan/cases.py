@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -46,7 +47,17 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, ...]:
 @st.composite
 def arbitrary_plans(draw: st.DrawFn) -> Plan:
     """Any legal plan: every document cut anywhere, every part on any server."""
-    layout = draw(st.sampled_from(draw(layouts())))
+    return _any_plan(draw, draw(st.sampled_from(draw(layouts()))))
+
+
+@st.composite
+def arbitrary_halves(draw: st.DrawFn) -> tuple[Plan, Plan]:
+    """Any legal plans of two halves, whose servers keep rows of the first for the second."""
+    ping, pong = (_any_plan(draw, layout) for layout in draw(layouts().filter(lambda found: len(found) == 2)))
+    return ping, replace(pong, before=ping.tasks)
+
+
+def _any_plan(draw: st.DrawFn, layout: Layout) -> Plan:
     columns: list[tuple[int, int, int, int]] = []
     for document, (first, last) in enumerate(zip(layout.first.tolist(), layout.last.tolist(), strict=True)):
         if first < last:
@@ -70,9 +81,9 @@ def home_rows(layout: Layout, kind: str) -> list[np.ndarray]:
     return tensors
 
 
-def deliver(made: list[Route], kind: str, tensors: list[np.ndarray]) -> list[np.ndarray]:
-    """What every server's buffer of q or kv rows holds after all ranks sent, received, kept, handed on and repeated;
-    -1 where nothing arrived."""
+def arrived(made: list[Route], kind: str, tensors: list[np.ndarray]) -> list[np.ndarray]:
+    """What every server's buffer of q or kv rows holds after all ranks sent, received, kept and handed on; -1 where
+    nothing arrived."""
     exchanges = [getattr(part, kind) for part in made]
     buffers = [
         np.full((exchange.destination_rows, *tensor.shape[1:]), -1, tensor.dtype)
@@ -83,26 +94,50 @@ def deliver(made: list[Route], kind: str, tensors: list[np.ndarray]) -> list[np.
             buffers[rank][destination : destination + rows] = tensors[peer][source : source + rows]
         for _, source, destination, rows in each(exchange.keep):
             buffers[rank][destination : destination + rows] = tensors[rank][source : source + rows]
-    arrived = [buffer.copy() for buffer in buffers]
+    first = [buffer.copy() for buffer in buffers]
     for rank, relay in enumerate(relays(made, kind)):
         for peer, source, destination, rows in each(relay.receive):
             assert (buffers[rank][destination : destination + rows] == -1).all(), "a row came twice"
-            buffers[rank][destination : destination + rows] = arrived[peer][source : source + rows]
-    for rank, exchange in enumerate(exchanges):
-        for _, source, destination, rows in each(exchange.repeat):
-            buffers[rank][destination : destination + rows] = buffers[rank][source : source + rows]
+            buffers[rank][destination : destination + rows] = first[peer][source : source + rows]
     return buffers
 
 
-def return_home(made: list[Route], kind: str, gradients: list[np.ndarray]) -> list[np.ndarray]:
-    """The reverse: repeated rows are added up on the server, rows that were handed on then on their gateway, and at
-    last all go home and are added up there."""
+def deliver(
+    made: list[Route], kind: str, tensors: list[np.ndarray], before: list[np.ndarray] | None = None
+) -> list[np.ndarray]:
+    """What every server's tasks find, with the buffers of the half ``before``."""
+    buffers = arrived(made, kind, tensors)
+    for rank, exchange in enumerate(getattr(part, kind) for part in made):
+        if len(exchange.repeat):
+            own, ends = buffers[rank], exchange.repeat.destination + exchange.repeat.rows
+            region = np.full((ends.max(), *own.shape[1:]), -1, own.dtype)
+            for copies, buffer in ((exchange.repeat, own), (exchange.before, own if before is None else before[rank])):
+                for _, source, destination, rows in each(copies):
+                    assert (region[destination : destination + rows] == -1).all(), "a row twice"
+                    region[destination : destination + rows] = buffer[source : source + rows]
+            buffers[rank] = region
+    return buffers
+
+
+def return_home(
+    made: list[Route], kind: str, gradients: list[np.ndarray], before: list[np.ndarray] | None = None
+) -> list[np.ndarray]:
+    """The reverse: rows that tasks share are added up on the server, those of the half ``before`` in its buffer; rows
+    that were handed on then on their gateway, and at last all go home and are added up there."""
+    gradients = [gradient.copy() for gradient in gradients]
+    for rank, exchange in enumerate(getattr(part, kind) for part in made):
+        if len(exchange.repeat):
+            own = np.zeros(exchange.destination_rows)
+            for copies, target in ((exchange.repeat, own), (exchange.before, before and before[rank])):
+                for _, source, destination, rows in each(copies):
+                    target[source : source + rows] += gradients[rank][destination : destination + rows]
+            gradients[rank] = own
+    return through_gateways(made, kind, gradients)
+
+
+def through_gateways(made: list[Route], kind: str, gradients: list[np.ndarray]) -> list[np.ndarray]:
     exchanges = [getattr(part, kind) for part in made]
     homes = [np.zeros(exchange.source_rows) for exchange in exchanges]
-    gradients = [gradient.copy() for gradient in gradients]
-    for rank, exchange in enumerate(exchanges):
-        for _, source, destination, rows in each(exchange.repeat):
-            gradients[rank][source : source + rows] += gradients[rank][destination : destination + rows]
     for rank, relay in enumerate(relays(made, kind)):
         for peer, source, destination, rows in each(relay.receive):
             gradients[peer][source : source + rows] += gradients[rank][destination : destination + rows]

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.plan import Links, PairRows, Plan, area_cost, imbalance, server_seconds, traffic
-from tests.plan.cases import arbitrary_plans, exchanges_of, links, routes
+from tests.plan.cases import arbitrary_halves, arbitrary_plans, exchanges_of, links, routes
 
 
 def matrix(pairs: PairRows) -> np.ndarray:
@@ -13,7 +13,7 @@ def matrix(pairs: PairRows) -> np.ndarray:
     return found
 
 
-@given(arbitrary_plans(), links)
+@given(arbitrary_plans() | arbitrary_halves().map(lambda halves: halves[1]), links)
 def test_counted_rows_are_the_rows_the_routes_carry(plan: Plan, links: Links | None) -> None:
     counted, made = traffic(plan, links), routes(plan, links)
     ranks = plan.layout.ranks

@@ -1,4 +1,5 @@
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.errors import PlanError
-from distca.plan import Links, Plan, Route, Routes, Tasks, lay_out, plan_at_home, route
+from distca.plan import Links, Plan, Route, Routes, Tasks, context_rows, lay_out, plan_at_home, route
 from tests.plan.cases import (
+    arbitrary_halves,
     arbitrary_plans,
+    arrived,
     deliver,
     each,
     exchanges_of,
@@ -18,6 +21,7 @@ from tests.plan.cases import (
     readers,
     return_home,
     routes,
+    through_gateways,
 )
 
 
@@ -40,6 +44,39 @@ def test_every_task_finds_its_rows_and_its_whole_context(plan: Plan, links: Link
         assert part.cu_kv[-1] == len(kv[rank])
         assert part.max_q == max(np.diff(part.cu_q).tolist(), default=0)
         assert part.max_kv == max(np.diff(part.cu_kv).tolist(), default=0)
+
+
+@given(arbitrary_halves(), links)
+def test_what_servers_keep_of_one_half_the_next_one_finds(halves: tuple[Plan, Plan], links: Links | None) -> None:
+    ping, pong = halves
+    first, second = (routes(plan, links) for plan in halves)
+    there = arrived(first, "kv", home_rows(ping.layout, "kv"))
+    found = deliver(second, "kv", home_rows(pong.layout, "kv"), there)
+    new = arrived(second, "kv", home_rows(pong.layout, "kv"))
+    tasks, bounds = pong.tasks, {(d, b) for d, b in zip(pong.layout.kv.document, pong.layout.kv.stop, strict=True)}
+    kept, regions = context_rows(pong)
+    for rank, buffer in enumerate(found):
+        mine = np.flatnonzero(tasks.server == rank).tolist()
+        wanted = [(tasks.document[task], p) for task in mine for p in range(tasks.stop[task])]
+        assert [tuple(row) for row in buffer.tolist()] == wanted
+        twice = {tuple(row) for row in there[rank].tolist()} & {tuple(row) for row in new[rank].tolist()}
+        # Only rows of a home shard of which the server has no more than a part.
+        assert not any((d, p + 1) in bounds for d, p in twice)
+        assert kept[rank] == len(new[rank])
+        assert regions[rank] == (len(wanted) if len(second[rank].kv.repeat) else 0)
+    later = [np.zeros(len(buffer)) for buffer in there]
+    homes_of_pong = return_home(second, "kv", [np.ones(r.cu_kv[-1]) for r in second], later)
+    homes_of_ping = return_home(first, "kv", [np.ones(r.cu_kv[-1]) for r in first])
+    # What pong found for ping's buffer goes home with it.
+    handed_on = through_gateways(first, "kv", later)
+    homes_of_ping = [own + more for own, more in zip(homes_of_ping, handed_on, strict=True)]
+    total: dict[tuple[int, int], float] = {}
+    for plan, homes in ((ping, homes_of_ping), (pong, homes_of_pong)):
+        for home, rows in zip(homes, home_rows(plan.layout, "kv"), strict=True):
+            for gradient, (d, p) in zip(home, rows.tolist(), strict=True):
+                total[d, p] = total.get((d, p), 0.0) + gradient
+    count = Counter(readers(ping)) + Counter(readers(pong))
+    assert {row: readings for row, readings in total.items() if readings} == dict(count)
 
 
 @given(arbitrary_plans(), links)
@@ -75,7 +112,7 @@ def test_gradients_add_up_at_home(plan: Plan, links: Links | None) -> None:
     made = routes(plan, links)
     ones = [np.ones(r.q.destination_rows) for r in made]
     assert all((home == 1).all() for home in return_home(made, "q", ones))
-    ones = [np.ones(r.kv.destination_rows) for r in made]
+    ones = [np.ones(r.cu_kv[-1]) for r in made]
     count = readers(plan)
     for home, rows in zip(return_home(made, "kv", ones), home_rows(plan.layout, "kv"), strict=True):
         assert home.tolist() == [count.get((d, p), 0) for d, p in rows.tolist()]
@@ -89,6 +126,9 @@ def test_key_rows_travel_to_a_server_once_and_over_a_network_to_a_node(plan: Pla
     for rank, part in enumerate(made):
         arrived = [(peer, source + row) for peer, source, _, rows in each(part.kv.receive) for row in range(rows)]
         assert len(arrived) == len(set(arrived))
+        handed_on = 0 if part.relay is None else part.relay.receive.total
+        there = len(arrived) + part.kv.keep.total + handed_on
+        assert part.kv.destination_rows == there, "the buffer has every row once"
         crossed += [(node[rank], *row) for row in arrived if node[row[0]] != node[rank]]
         if part.relay is not None:
             assert part.relay.travelling > 0 and not len(part.relay.keep) + len(part.relay.repeat)

@@ -1,6 +1,7 @@
 """The runtime on gloo ranks, with random plans, against whole documents in one process: float64."""
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,10 +73,12 @@ def _rows_of(layout, rank, starts):
 def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of, record, per_node=0):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layouts = lay_out(lengths, ranks, nano_batches=nano_batches, rank_of=rank_of)
-    routes, previous = [], None
+    routes, previous, tasks_before = [], None, None
     for nano, layout in enumerate(layouts):
         cuts = 8 if per_node else 3
-        forward = random_plan(layout, seed + nano, cuts)
+        before = tasks_before if backward == "keep" else None
+        forward = replace(random_plan(layout, seed + nano, cuts), before=before)
+        tasks_before = forward.tasks
         back = random_plan(layout, seed + nano + 100, cuts) if backward == "resend" else forward
         routes.append(NanoRoutes.of(forward, back, rank, "cpu", previous, Links(per_node)))
         previous = layout

@@ -5,12 +5,12 @@ import torch
 
 from distca.plan import lay_out, route
 from distca.runtime.device_routes import ServerRoute
-from distca.runtime.server import fill_repeats, fold_repeats
+from distca.runtime.server import added_up, task_regions
 from distca.testing.plans import random_plan
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_repeated_rows(dtype):
+def test_shared_rows(dtype):
     of = route(random_plan(lay_out([40] * 12, 2)[0], 2, cuts=40), 0)
     repeat, there = of.kv.repeat, ServerRoute.of(of, "cpu")
     rows = [
@@ -20,11 +20,21 @@ def test_repeated_rows(dtype):
     ]
     generator = torch.Generator().manual_seed(1)
     kv = torch.randn(there.kv_rows, 2, 1, 3, generator=generator).to(dtype)
-    filled, folded, expected = kv.clone(), kv.clone(), kv.to(torch.float32, copy=True)
-    fill_repeats(filled, there)
-    fold_repeats(folded, there)
+    regions = task_regions(kv, None, there)
     assert max(len(copies) for copies in there.repeats.values()) > 2 and len(there.repeats) > 2
+    assert sorted(target for _, target in rows) == list(range(len(regions)))
+    assert len(regions) == of.cu_kv[-1] > len(kv)
+    dkv = torch.randn(regions.shape, generator=generator).to(dtype)
+    last = dict(sorted(rows))
+    expected = torch.stack([dkv[last[source]] for source in range(len(kv))]).float()
     for source, target in sorted(rows):
-        assert torch.equal(filled[target], kv[source])
-        expected[source] += kv[target]
-    assert torch.equal(folded, expected.to(dtype))
+        assert torch.equal(regions[target], kv[source])
+        if target != last[source]:
+            expected[source] += dkv[target]
+    assert torch.equal(added_up(dkv, {}, there), expected.to(dtype))
+
+
+def test_rows_that_no_tasks_share_are_not_copied():
+    there = ServerRoute.of(route(random_plan(lay_out([40] * 4, 2, rank_of=[0, 0, 1, 1])[0], 2, cuts=0), 0), "cpu")
+    kv = torch.zeros(there.kv_rows, 2, 1, 3)
+    assert task_regions(kv, None, there) is kv and added_up(kv, {}, there) is kv

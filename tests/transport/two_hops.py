@@ -28,7 +28,7 @@ def _exchange(rank: int, sender: int, source_rows: int, destination_rows: int, r
     none = some.between(0, 0)
     send, receive = (some, none) if rank == sender else (none, some)
     ahead = np.zeros(2, np.int64)
-    return RowExchange(source_rows, destination_rows, send, receive, none, none, rows, ahead, ahead, rows, rows)
+    return RowExchange(source_rows, destination_rows, send, receive, none, none, none, rows, ahead, ahead, rows, rows)
 
 
 def count_wrong(transport: Transport, device: str, beside: Callable[[], None] = lambda: None) -> int:

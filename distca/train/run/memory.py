@@ -19,16 +19,19 @@ from distca.train.run.model_bytes import ModelBytes, model_bytes
 GIB = 2**30
 _LOGITS_BYTES = 2 << 30
 """Of one chunk of the output layer's logits (distca/ops/output_loss.py)."""
-BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.33, 2.3, 0.17
-"""Rows of queries (of one half), of keys, and of queries that live elsewhere at a busy server, over its home rows.
-Plans level seconds, not rows, and a task brings its whole context: the mean of what
+BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.33, 2.16, 0.17
+"""Rows of queries (of one half), of keys, each once, and of queries that live elsewhere at a busy server, over its home
+rows. Plans level seconds, not rows, and a task brings its whole context: the mean of what
 tests/train/run/test_stage_memory.py finds in six steps of 128K tokens per rank and as long contexts. Long runs on many
 ranks meet busier servers."""
-LONG_DOCUMENT_KV = {1: 1.05, 2: 1.75}
-"""By halves: rows of keys at the busiest server of a document that spans ranks, over a half's home rows and per rank
-spanned. The server of its end has all keys, of two halves all in the second; the first half's end, half of them, is
-computed elsewhere. A second, short range of the same document brings copies of its keys: plans have up to 2.2, and more
-where a shorter document shares the pool. 1.75 predicts the measured runs (tests/train/run/test_memory.py)."""
+LONG_DOCUMENT_KV = 1.0
+"""Rows of keys that the busiest server of a document that spans ranks keeps, over a half's home rows, per half and rank
+spanned: all keys, once."""
+REGIONS_KV = 2.3, {1: 1.05, 2: 1.75}
+"""At a busy server, and by halves at the busiest of a long document, the same of keys that a half's tasks compute with:
+the server of its end has all keys, of two halves all in the second; the first half's end, half of them, is computed
+elsewhere. A second range of the same document has a copy of its keys. Plans have up to 2.2, and more where a shorter
+document shares the pool."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,12 @@ class _Stage:
         self._server_q = self._half * (1.0 if alone else BUSY_SERVER_Q)
         self._halves = 2 if self._half < self._rows else 1
         spanned = min(config.data.context_length / self._rows, self._data_parallel)
-        busy_kv = max(BUSY_SERVER_KV, LONG_DOCUMENT_KV[self._halves] * spanned)
-        # Alone, its own rows, and again those of ping that pong needs.
-        self._server_kv = self._half * (float(self._halves) if alone else busy_kv)
-        self._contexts = (1 + self._halves) / 2 if alone else busy_kv
+        busy_kv = max(BUSY_SERVER_KV, LONG_DOCUMENT_KV * spanned)
+        regions = max(REGIONS_KV[0], REGIONS_KV[1][self._halves] * spanned)
+        # Alone, its own rows; pong computes with those of ping too.
+        self._server_kv = self._half * (float(self._halves) if alone else regions)
+        self._contexts = 1.0 if alone else busy_kv
+        self._copied_kv = self._server_kv if self._halves == 2 and (alone or regions > REGIONS_KV[0]) else 0.0
         self._others = 0.0 if alone else BUSY_SERVER_OTHERS
 
     def predict(self) -> StageMemory:
@@ -254,10 +259,12 @@ class _Stage:
 
     def _server_at_work(self) -> int:
         """The kernel's backward of one half; what it needs of the other is already there. It adds gradients up in
-        float32 and rounds them. With keep all o rows of the half are put together for it."""
+        float32 and rounds them. With keep all o rows of the half are put together for it, and the keys of every task
+        of a long document."""
         gradients = self._server_q * self._q + self._server_kv * self._kv
         home = self._value * (self._half * self._q + self._rows * self._hidden) - self._rows * self._freed_by_mlp()
         o = self._value * self._server_q * self._q if self._config.resolved_backward == "keep" else 0
+        o += self._value * self._copied_kv * self._kv
         return self._halves * self._sent_to_server() + int((4 + self._value) * gradients + o) + home
 
     def _sent_to_server(self) -> int:

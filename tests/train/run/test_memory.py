@@ -72,6 +72,8 @@ def test_measured_peaks_with_128k_tokens_are_predicted(name: str, mode: str) -> 
         config = replace(config, data=replace(config.data, context_length=cell["context"]))
         (stage,) = predict_memory(config, int(report["hardware"].split()[0]), config.model.vocabulary)
         predicted = stage.total + (_second_o_when_recorded(config) if older else 0)
+        if cell["context"] > 2 * config.data.tokens_per_rank:
+            predicted += _copied_keys_when_recorded(config)
         measured = cell["modes"][mode]["memory_gib"]["max"]
         assert predicted / GIB + heap == pytest.approx(measured, rel=0.04 if "4_gpus" in name else 0.02), mix
 
@@ -84,6 +86,16 @@ def test_measured_peaks_of_linear_layers_are_predicted(kind: str) -> None:
     (stage,) = predict_memory(config, int(report["hardware"].split()[0]), config.model.vocabulary)
     measured = report["cells"]["pretrain 128K"]["distca"][kind]["peak_gib"]
     assert stage.total / GIB + config.resolved_nvshmem_buffer_gb == pytest.approx(measured, rel=0.02)
+
+
+def _copied_keys_when_recorded(config: RunConfig) -> int:
+    """Bytes of keys and values that servers kept then of a document that spans ranks: what pong needed of ping's once
+    more, and a copy for every second range; not made anew for backward."""
+    model, rows = config.model, config.data.tokens_per_rank
+    spanned = config.data.context_length / rows
+    regions = memory.REGIONS_KV[1][2] * spanned
+    kept = (regions - memory.LONG_DOCUMENT_KV * spanned) * model.layers - regions / 2
+    return int(kept * rows * 4 * model.kv_heads * model.resolved_head_dim)
 
 
 def _second_o_when_recorded(config: RunConfig) -> int:

@@ -91,6 +91,7 @@ def _take_servers_of(routes: StepRoutes) -> None:
     halves = [half.backward for own in routes.own for half in own]
     memory.BUSY_SERVER_Q = max(half.q_rows for half in halves) / (TOKENS // 2)
     memory.BUSY_SERVER_KV = max(half.kv_rows for half in halves) / (TOKENS // 2)
+    memory.REGIONS_KV = (max(half.batch.borders_kv[-1] for half in halves) / (TOKENS // 2), memory.REGIONS_KV[1])
 
 
 @pytest.mark.parametrize("stages, cases", [(2, CASES), (4, CASES[1:2])])
@@ -127,7 +128,7 @@ def test_rows_of_busy_servers() -> None:
         drawn = [sample_long_context(mix, ranks * context, context, seed) for seed in range(3 * steps)]
         busiest = np.array([_busiest_server(lengths, ranks) for lengths in drawn]) / (context // 2)
         found += list(busiest.reshape(3, steps, -1).max(axis=1))
-    constants = [memory.BUSY_SERVER_Q, memory.BUSY_SERVER_KV, memory.BUSY_SERVER_OTHERS]
+    constants = [memory.BUSY_SERVER_Q, memory.BUSY_SERVER_KV, memory.BUSY_SERVER_OTHERS, memory.REGIONS_KV[0]]
     assert np.mean(found, axis=0) == pytest.approx(constants, rel=0.05)
 
 
@@ -135,20 +136,24 @@ def test_rows_of_busy_servers() -> None:
 def test_keys_at_the_busiest_server_of_a_document_that_spans_all_ranks(halves: int) -> None:
     """The constant is the mean of pools of 2, 4 and 8, none of which is far from it."""
     tokens = 131_072
-    found = [
-        _busiest_server(np.array([ranks * tokens]), ranks, halves)[1] / (tokens // halves) / ranks
-        for ranks in (2, 4, 8)
-    ]
-    assert np.mean(found) == pytest.approx(memory.LONG_DOCUMENT_KV[halves], rel=0.05)
-    least, most = {1: (1.0, 1.1), 2: (1.3, 2.2)}[halves]
-    assert least <= min(found) and max(found) <= most
+    busiest = [_busiest_server(np.array([ranks * tokens]), ranks, halves) for ranks in (2, 4, 8)]
+    for column, constants, ranges in (
+        (1, {halves: memory.LONG_DOCUMENT_KV}, {1: (1.0, 1.1), 2: (1.0, 1.1)}),
+        (3, memory.REGIONS_KV[1], {1: (1.0, 1.1), 2: (1.3, 2.2)}),
+    ):
+        found = [each[column] / (tokens // halves) / ranks for each, ranks in zip(busiest, (2, 4, 8), strict=True)]
+        assert np.mean(found) == pytest.approx(constants[halves], rel=0.05)
+        least, most = ranges[halves]
+        assert least <= min(found) and max(found) <= most
 
 
-def _busiest_server(lengths: np.ndarray, ranks: int, halves: int = 2) -> tuple[float, float, float]:
-    """Most rows of queries in a half; of keys, and of queries that live elsewhere, in the mean of both."""
+def _busiest_server(lengths: np.ndarray, ranks: int, halves: int = 2) -> tuple[float, float, float, float]:
+    """Most rows of queries in a half; of keys, of queries that live elsewhere, and of keys that tasks compute with, in
+    the mean of both."""
     tolerance = training_tolerance(ranks)
     plan = plan_micro_batch(lengths, ranks, area_cost(32, 8, 128), nano_batches=halves, tolerance=tolerance)
     servers = [[route(half.forward, rank) for half in plan.nano_batches] for rank in range(ranks)]
     q = max(half.q.destination_rows for server in servers for half in server)
     kv = max(sum(half.kv.destination_rows for half in server) / len(server) for server in servers)
-    return q, kv, max(sum(half.q.receive.rows.sum() for half in server) / len(server) for server in servers)
+    regions = max(sum(half.cu_kv[-1] for half in server) / len(server) for server in servers)
+    return q, kv, max(sum(half.q.receive.rows.sum() for half in server) / len(server) for server in servers), regions
