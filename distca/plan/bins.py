@@ -18,6 +18,9 @@ _SAME_SIZE = 1.5
 OVERFULL = 0.012
 """A rank may get so much more than it lacks, of the mean work, rather than a share."""
 _LEVELLINGS = 3
+_FEW_SHARES = 1.1
+"""Documents in shares of up to so many times a rank's tokens come one after the other. What longer ones leave is for
+shorter ones, of which fewer keys are needed."""
 LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
 """Least work of a share, in parts of the mean; and the part of it for which room is used where tokens are scarce."""
 
@@ -72,7 +75,13 @@ class Filled(NamedTuple):
 
 
 def deal_to_bins(
-    items: Items, mean: float, room: list[int], ranks: list[int], filler: tuple[float, int], most: tuple[float, float]
+    items: Items,
+    mean: float,
+    room: list[int],
+    ranks: list[int],
+    filler: tuple[float, int],
+    most: tuple[float, float],
+    in_turn: bool = False,
 ) -> tuple[Filled, list[tuple[int, float]]]:
     """Deal items to bins: each to the bin that lacks most surplus and has the tokens, or in parts to several.
 
@@ -83,16 +92,17 @@ def deal_to_bins(
         ranks: how many ranks it is.
         filler: work per token, and tokens, of the short documents that come after these items.
         most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
+        in_turn: whether a document in few shares begins where the one before left room.
 
     Returns:
         The bins, and (item, part of it) of those without room.
     """
     rates = Rates(items.rows, items.work, filler)
-    bins = _Bins(mean, room, ranks, rates.sparse, most)
+    bins = _Bins(mean, room, ranks, rates.sparse, most, in_turn)
     missed: list[tuple[int, float]] = []
     rows, work, added, long = (x.tolist() for x in (items.rows, items.work, items.added, items.long))
     small = (~items.long & (items.work <= bins.least)).tolist()
-    begin = 0
+    begin, most_rows = 0, _FEW_SHARES * max(room)
     while begin < len(rows):
         end = begin + 1
         while end < len(rows) and rows[end] * _SAME_SIZE > rows[begin]:
@@ -103,6 +113,8 @@ def deal_to_bins(
             own, brings, extra, part = rows[item], work[item], added[item], 1.0
             if long[item]:
                 part = bins.put_parts(item, part, own, brings, extra, within_need=True)
+                few = item + 1 < end and long[item + 1] and max(own, rows[item + 1]) <= most_rows
+                bins.take_back(first=few and part <= 0)
             elif bins.put_whole(item, own, brings):
                 continue
             if part > 0:
@@ -152,13 +164,14 @@ class _Bins:
         ranks: [B] how many ranks it is.
         sparse: work per token of the sparsest documents.
         most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
+        in_turn: whether the bin with the newest share is set aside until :meth:`take_back`.
 
     Attributes:
         least: least work of a share.
     """
 
     def __init__(
-        self, mean: float, room: list[int], ranks: list[int], sparse: float, most: tuple[float, float]
+        self, mean: float, room: list[int], ranks: list[int], sparse: float, most: tuple[float, float], in_turn: bool
     ) -> None:
         most_work, most_rows = most
         self._dealt: tuple[list[int], list[int], list[float]] = [], [], []
@@ -171,6 +184,7 @@ class _Bins:
         self._space_shares = [most_rows * tokens for tokens in self._space]
         self._over, self.least = OVERFULL * mean * min(ranks), LEAST_SHARE * mean
         self._mean, self._rate = mean, 0.0
+        self._in_turn, self._newest = in_turn, -1
         self._heap: list[tuple[float, int]] = []
 
     @property
@@ -182,7 +196,7 @@ class _Bins:
 
     def order_by(self, rate: float) -> None:
         """Look first at the bin that lacks most surplus over this work per token."""
-        self._rate = rate
+        self._rate, self._newest = rate, -1
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
         heapq.heapify(self._heap)
@@ -222,6 +236,17 @@ class _Bins:
             heapq.heappush(self._heap, each)
         return found
 
+    def take_back(self, *, first: bool = False) -> None:
+        """Let the bin with the newest share get others; look at it ``first`` if it lacks another one: so no bin gets
+        shares of many documents, of each of which it needs the keys."""
+        at, self._newest = self._newest, -1
+        if at >= 0:
+            first = first and self._need_shares[at] >= 2 * self.least
+            heapq.heappush(self._heap, (-float("inf") if first else self._key(at), at))
+
+    def _key(self, at: int) -> float:
+        return self._rate * self._space[at] - self._need[at]
+
     def put_parts(self, item: int, part: float, own: float, brings: float, extra: float, *, within_need: bool) -> float:
         """Put parts of an item that all of it has ``own`` rows and ``brings`` work into one bin after the other; with
         ``within_need`` as much as they lack, else as much as they have tokens for. Returns what is left of it."""
@@ -250,8 +275,8 @@ class _Bins:
                 continue
             self._put(item, at, taken, own, brings * taken + (extra if taken < 1 else 0.0), shares=within_need)
             part = part - taken if part - taken > 1e-9 else 0.0
-        for each in aside:
-            heapq.heappush(self._heap, each)
+        for _, at in aside:
+            heapq.heappush(self._heap, (self._key(at), at))
         return part
 
     def _put(self, item: int, at: int, part: float, own: float, work: float, *, shares: bool = False) -> None:
@@ -260,7 +285,12 @@ class _Bins:
         if shares:
             self._need_shares[at] -= work - self._sparse * part * own
             self._space_shares[at] -= part * own
-        heapq.heapreplace(self._heap, (self._rate * self._space[at] - self._need[at], at))
+        if shares and self._in_turn:
+            heapq.heappop(self._heap)
+            self.take_back()
+            self._newest = at
+        else:
+            heapq.heapreplace(self._heap, (self._key(at), at))
         items, bins, parts = self._dealt
         items.append(item)
         bins.append(at)

@@ -17,11 +17,10 @@ from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import Traffic, server_seconds, traffic
+from distca.plan.placement import SMALL_POOL as SMALL_POOL
 from distca.plan.plan import Plan
 from distca.plan.scheduler.network_cost import Links
 
-SMALL_POOL = 16
-"""Ranks of a stage up to which both placements are planned."""
 _WORTH = 0.01
 """Least part of the time for which documents get rows in both halves: a carried row's gradient is rounded twice."""
 _NVLINK = 360e9

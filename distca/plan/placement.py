@@ -33,6 +33,8 @@ from distca.plan.sorting import order_by
 Placement = Literal["in_order", "spread", "spread_by_half"]
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
+SMALL_POOL = 16
+"""Ranks of a stage up to which two placements are planned (``choice.py``)."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents, with this part of all work, are not dealt one by one."""
 _PING = 0.25
@@ -164,19 +166,21 @@ def deal(
     limits = halves.most_work, halves.most_rows
     mean = 1.0 + float(extra.sum()) / len(budgets)
     items = Items(rows, whole, added, in_shares)
+    # In small pools most ranks share their documents anyway.
+    few_keys = nano_batches == 2 and len(budgets) > SMALL_POOL
     first = np.unique(node, return_index=True)[1]
     bounds = [*first.tolist(), len(budgets)]
     if len(first) == 1:
-        filled, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits)
+        filled, left = deal_to_bins(items, mean, budgets.tolist(), [1] * len(budgets), filler, limits, few_keys)
         dealt = levelled(items, filled, filler[0])
     else:
         # A node's part of a document has what all of its ranks' shares add.
         of_nodes = replace(items, work=whole + extra, added=np.zeros(count))
         room, ranks = np.add.reduceat(budgets, first).tolist(), np.diff(bounds).tolist()
         (by_node, *_), left = deal_to_bins(of_nodes, mean, room, ranks, filler, limits)
-        dealt, missed = _dealt_in_nodes(items, of_nodes.work, by_node, budgets, bounds, filler, limits)
+        dealt, missed = _dealt_in_nodes(items, of_nodes.work, by_node, budgets, bounds, filler, limits, few_keys)
         left += missed
-    shares, missing = _shares(order[:count], dealt, left)
+    shares, missing = _shares(order[:count], dealt, left, rows if few_keys else np.zeros_like(rows))
     long = np.zeros(len(length), bool)
     long[order[:count]] = in_shares
     return Dealt(shares, short, missing, work(np.zeros_like(length), length), filler[0], halves, long)
@@ -190,6 +194,7 @@ def _dealt_in_nodes(
     bounds: list[int],
     filler: tuple[float, int],
     most: tuple[float, float],
+    in_turn: bool,
 ) -> tuple[Parts, list[tuple[int, float]]]:
     """Deal what every node has, of items with [I] ``work`` there, to its ranks, which are those between its bounds."""
     order = order_by(by_node.bin)
@@ -202,7 +207,7 @@ def _dealt_in_nodes(
         here, room = inside.between(begin, end), budgets[low:high].tolist()
         fill = filler[0], max(sum(room) - int(sum(here.rows.tolist())), 0)
         target = (sum(brings[begin:end].tolist()) + fill[0] * fill[1]) / (high - low)
-        (parts, *state), missed = deal_to_bins(here, target, room, [1] * (high - low), fill, most)
+        (parts, *state), missed = deal_to_bins(here, target, room, [1] * (high - low), fill, most, in_turn)
         nodes.append(Filled(Parts(begin + parts.item, low + parts.bin, parts.part), *state))
         left += [(int(item[begin + i]), float(part[begin + i]) * more) for i, more in missed]
     found, *columns = zip(*nodes, strict=True)
@@ -225,10 +230,12 @@ def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarr
 
 
 def _shares(
-    documents: np.ndarray, dealt: Parts, missed: list[tuple[int, float]]
+    documents: np.ndarray, dealt: Parts, missed: list[tuple[int, float]], keys: np.ndarray
 ) -> tuple[Shares, list[tuple[int, float, float]]]:
-    """What ranks have, the shares of a document one after the other from its outer rows on, and what nobody has."""
-    order = order_by(dealt.item)
+    """What ranks have, the shares of a document one after the other from its outer rows on, and what nobody has. Ranks
+    that read most ``keys`` [N] come first: in pong, which needs more of them than ping, they have inner rows."""
+    read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
+    order = order_by(dealt.item, (read.max(initial=0) - read)[dealt.bin])
     item, rank, part = (column[order] for column in dealt)
     ends = np.cumsum(part)
     heads = np.flatnonzero(np.append(True, item[1:] != item[:-1])[: len(item)])

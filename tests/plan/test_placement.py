@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from distca.plan import (
     Links,
     analytic_cost,
     area_cost,
+    context_rows,
     imbalance,
     lay_out,
     plan_at_home,
@@ -25,6 +27,7 @@ from distca.plan.placement import Placement, deal, work_of
 from tests.plan.cases import home_imbalance, home_rows, kilobytes, lengths
 
 LLAMA_8B = analytic_cost(32, 8, 128)
+SPREAD: dict[str, Any] = {"nano_batches": 2, "dealing": "lean", "placement": "spread", "cost": LLAMA_8B}
 
 
 @given(
@@ -188,6 +191,38 @@ def test_no_rank_has_far_more_to_move_than_others_at_long_contexts(context: int,
     moved = np.sum([traffic(half.forward).busiest(8, 8, 4) for half in plan.nano_batches], axis=0)
     assert imbalance(moved) < 2.0
     assert max(imbalance(server_seconds(half.forward, LLAMA_8B, "both")) for half in plan.nano_batches) <= 1.02
+
+
+@pytest.mark.parametrize(
+    "mix, context", [("pretrain-long", 131_072), ("prolong-long", 131_072), ("prolong-long", 524_288)]
+)
+def test_no_rank_keeps_far_more_keys_than_others(mix: str, context: int) -> None:
+    for seed in range(2):
+        documents = sample_mix(mix, 64 * 131_072, seed, context=context)
+        plan = plan_micro_batch(documents, 64, LLAMA_8B, nano_batches=2, links=Links(8))
+        kept = sum(context_rows(half.forward)[0] for half in plan.nano_batches)
+        assert imbalance(kept) < 1.5 or kept.max() < 1.4 * context
+        readers = np.zeros(64)
+        for document in np.flatnonzero(documents > 65_536):
+            homes = [half.layout.q.rank[half.layout.q.document == document] for half in plan.nano_batches]
+            readers[np.unique(np.concatenate(homes))] += 1
+        assert readers.max() <= 3 or context > 131_072
+
+
+def test_ranks_that_read_most_keys_have_inner_rows_of_long_documents_in_pong() -> None:
+    documents = sample_mix("pretrain-long", 64 * 131_072, 0, context=524_288)
+    pong = lay_out(documents, 64, **SPREAD, ranks_per_node=8)[1].q
+    long = np.flatnonzero(documents > 131_072)
+    readers = [np.unique(pong.rank[pong.document == document]) for document in long]
+    keys = np.zeros(64)
+    for document, ranks in zip(long, readers, strict=True):
+        keys[ranks] += documents[document]
+    differ = 0
+    for document, ranks in zip(long, readers, strict=True):
+        read = [pong.stop[(pong.document == document) & (pong.rank == rank)].max() for rank in ranks]
+        differ += len(set(keys[ranks])) > 1
+        assert read[keys[ranks].argmax()] < 0.85 * documents[document] or len(set(keys[ranks])) == 1
+    assert differ >= 5
 
 
 def test_a_document_that_no_rank_has_room_for_leaves_others_where_they_fit() -> None:
