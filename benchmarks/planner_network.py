@@ -6,10 +6,11 @@ Every case is planned in two halves for nodes of 8 servers with 128K tokens each
 by one ruler here: slowest over mean, the worst of both halves and directions; KB per token that travel in forward
 (16 per query row with its o, 4 per k,v row); the same between nodes, to each of which k,v rows go once where the
 checkout's routes have two hops; the busiest server's larger direction, both halves together and what it hands on
-counted, in KB per token and over the mean, and the same between nodes; what of a server's transfers, at 50 GB/s between
-nodes and then 360 inside, a layer of 8B of the other half does not hide, over the layer's time; and CPU milliseconds
-(``time.process_time``) of layout and plan, one rank's routes, and the metrics of the log, the least of two runs. Costs
-are those of the analytic model. Nothing runs on GPUs.
+counted, in KB per token and over the mean, and the same between nodes; k,v rows that the fullest server keeps, both
+halves together, over a rank's tokens, over the mean and over the longest task's, and those that a half's tasks read
+there; what of a server's transfers, at 50 GB/s between nodes and then 360 inside, a layer of 8B of the other half does
+not hide, over the layer's time; and CPU milliseconds (``time.process_time``) of layout and plan, one rank's routes, and
+the metrics of the log, the least of two runs. Costs are those of the analytic model. Nothing runs on GPUs.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ MIXES = (
     ("prolong-long", 131_072),
     ("pretrain-long", 524_288),
     ("prolong-long", 524_288),
+    ("pretrain-long", 1_048_576),
+    ("prolong-long", 1_048_576),
 )
 RESULTS = Path(__file__).parent / "results" / "planner_network.json"
 
@@ -56,10 +59,12 @@ def travelling(plan: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     tasks, layout = plan.tasks, plan.layout
     last = np.append((tasks.document[1:] != tasks.document[:-1]) | (tasks.server[1:] != tasks.server[:-1]), True)
     last = last[: len(tasks.document)]
+    # What servers have of the half before does not travel.
+    begin = plan.contexts.begin if hasattr(plan, "contexts") else 0 * tasks.stop[last]
     found = []
     for ranges, shards in (
         ((tasks.document, tasks.start, tasks.stop, tasks.server), layout.q),
-        ((tasks.document[last], 0 * tasks.stop[last], tasks.stop[last], tasks.server[last]), layout.kv),
+        ((tasks.document[last], begin, tasks.stop[last], tasks.server[last]), layout.kv),
     ):
         document, start, stop, server = ranges
         span = int(max(stop.max(initial=0), shards.stop.max(initial=0))) + 1
@@ -72,6 +77,15 @@ def travelling(plan: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.n
         home, away = shards.rank[shard], shards.rank[shard] != server[at]
         found.append((home[away], server[at][away], rows[away], shard[away]))
     return found
+
+
+def kept_rows(plan: Any) -> np.ndarray:
+    """[R] k,v rows that servers keep of a half; older checkouts keep a region per task."""
+    import distca.plan
+
+    if hasattr(distca.plan, "context_rows"):
+        return np.asarray(distca.plan.context_rows(plan)[0])
+    return np.bincount(plan.tasks.server, plan.tasks.stop, plan.layout.ranks)
 
 
 def exposed(attention: list[np.ndarray], travel: list[np.ndarray]) -> float:
@@ -121,6 +135,9 @@ def judged(made: Any, servers: int) -> dict[str, float]:
         attention.append(np.array([server_seconds(nano.forward, COST, way).max() for way in ("forward", "backward")]))
         worst = max(worst, *(imbalance(server_seconds(nano.forward, COST, way)) for way in ("forward", "backward")))
     tokens = servers * TOKENS
+    plans = [nano.forward for nano in made.nano_batches]
+    kept = np.sum([kept_rows(plan) for plan in plans], axis=0)
+    read = max(int(np.bincount(plan.tasks.server, plan.tasks.stop).max()) for plan in plans)
     return {
         "slowest_over_mean": worst,
         "kb_per_token": total / tokens,
@@ -128,6 +145,10 @@ def judged(made: Any, servers: int) -> dict[str, float]:
         "busiest_kb_per_token": float(busiest[0].max()) / TOKENS,
         "busiest_over_mean": imbalance(busiest[0]),
         "busiest_kb_per_token_between_nodes": float(busiest[1].max()) / TOKENS,
+        "kept_kv": float(kept.max()) / TOKENS,
+        "kept_kv_over_mean": imbalance(kept),
+        "kept_kv_over_longest_task": float(kept.max()) / max(int(plan.tasks.stop.max()) for plan in plans),
+        "read_kv": read / TOKENS,
         "exposed": exposed(attention, travel),
     }
 
@@ -204,6 +225,8 @@ def main() -> None:
             "kb_per_token",
             "busiest_over_mean",
             "kb_per_token_between_nodes",
+            "kept_kv",
+            "kept_kv_over_mean",
             "exposed",
             "all_ms",
         )
