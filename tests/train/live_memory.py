@@ -102,7 +102,7 @@ class _Rotate(torch.autograd.Function):
 def allocate_as_on_gpus(patch: Any) -> None:
     """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
     from distca.ops import output_loss
-    from distca.transport.collective import CollectiveTransport
+    from distca.transport.collective import CollectiveTransport, _AllToAll
     from megatron_patches import api, layer
     from megatron_patches.patches import fused_ops as fused_rope
     from megatron_patches.patches import fused_ops as fused_swiglu
@@ -119,8 +119,9 @@ def allocate_as_on_gpus(patch: Any) -> None:
     for module in (output_loss, wgrad_accumulation):
         patch(module, "add_product", lambda *_: None)
     # Rows land in memory of their own (NVSHMEM's), not in tensors.
-    start = CollectiveTransport._start
-    patch(CollectiveTransport, "_start", lambda self, part: _unseen(start, self, part))
+    room, start = CollectiveTransport._room, _AllToAll.start
+    patch(CollectiveTransport, "_room", lambda self, part: _unseen(room, self, part))
+    patch(_AllToAll, "start", lambda self: _unseen(start, self))
 
 
 def _unseen(function: Any, *arguments: Any) -> Any:
