@@ -94,19 +94,18 @@ def test_auto_without_a_limit_and_what_is_said() -> None:
     assert resolve(at_home, 2, VOCABULARY, GIB).train.recompute == "all"
 
 
-def test_runs_of_the_whole_8b_model_that_ran_out_of_memory_are_refused() -> None:
-    """On two H200 of 139.8 GiB, as they were started: one rank ended in its second step, one came to a halt."""
-    common = ["--config", "configs/llama-8b.yaml", "--train.recompute", "all", "--data.context_length"]
-    one_model = ["131072", "--parallel.tp", "2"]
-    two_models = ["65536", "--data.tokens_per_rank", "32768", "--parallel.tp", "1"]
-    for settings in (one_model, two_models):
-        config = parse_run_config([*common, *settings])
-        assert "set " in _refusal(config, H200, vocabulary=config.model.vocabulary)
+def test_a_run_of_the_whole_8b_model_that_came_to_a_halt_keeps_less() -> None:
+    """On two H200 of 139.8 GiB, when servers kept copies of keys: 134 GiB were predicted for keep, and let through."""
+    settings = ["--data.context_length", "65536", "--data.tokens_per_rank", "32768", "--parallel.tp", "1"]
+    config = parse_run_config(["--config", "configs/llama-8b.yaml", "--train.recompute", "all", *settings])
+    resolved = resolve(config, 2, config.model.vocabulary, H200)
+    assert resolved.cad.backward == "resend"
+    check_memory(resolved, 2, config.model.vocabulary, H200)
 
 
 @pytest.mark.parametrize("fp8, weights", [("none", "false"), ("current", "false"), ("current", "true")])
 def test_the_whole_8b_model_fits_on_two_gpus_with_narrow_gradients_and_moments(fp8: str, weights: str) -> None:
-    """By prediction: not measured yet."""
+    """Measured peaks were within 1 % of these predictions, but for FP8 weights, which have not run at this size."""
     settings = ["--train.fp8", fp8, "--train.fp8_weights", weights]
     config = parse_run_config(["--config", "configs/llama-8b-2-gpus.yaml", *settings])
     resolved = resolve(config, 2, config.model.vocabulary, H200)
