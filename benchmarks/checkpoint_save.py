@@ -5,8 +5,8 @@
 
 Two runs of the same steps, one after the other, of which some end with a checkpoint. Everything behind ``--`` are
 settings of both. Per run: seconds of ordinary steps, seconds that training stood still for each checkpoint (the first
-one also takes host memory, and one that begins before the last is written waits for it), seconds of the steps during
-which one was written, seconds until it was complete, and its bytes.
+one also takes host memory; each begins when the one before is written, and what that takes is left out), seconds of the
+steps right after, seconds until it was complete, and its bytes.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def _train(arguments: argparse.Namespace, world: Any, mode: str) -> dict[str, An
     save, finish = Saver.save, Saver._complete
 
     def timed_save(self: Any, number: int, *rest: Any, **named: Any) -> None:
+        self.finish()
         begun[number] = time.perf_counter()
         save(self, number, *rest, **named)
         held[number] = time.perf_counter() - begun[number]
