@@ -15,7 +15,7 @@ from distca.models.description import ModelDescription, describe_folder
 from distca.models.folder import VALUE_BYTES, ShardWriter, check_empty, count_shards, finish
 from distca.models.layout import EMBEDDING, expected_shapes
 from distca.models.tensors import TensorFiles
-from distca.train.checkpoint.folders import exported
+from distca.train.checkpoint.export import exported
 from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.config.schema import RunConfig
 from distca.train.run.run_folder import RunFolder

@@ -1,4 +1,4 @@
-"""Hugging Face folders of a run: the one that it begins with, and the one that it leaves behind."""
+"""The Hugging Face folders that a run names: looked at before it starts, and the weights that it begins with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distca.errors import VersionError
-from distca.models.description import describe_folder, read_config
-from distca.models.folder import ExportedModel, check_empty, config_fields
+from distca.models.description import describe_folder
+from distca.models.folder import check_empty
 from distca.models.layout import EMBEDDING
 from distca.models.tensors import TensorFiles
 from distca.train.config.initial import description_of
@@ -20,8 +20,6 @@ from distca.train.metrics.progress import format_bytes
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-    from distca.train.run.builder import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -68,44 +66,3 @@ def load_initial_weights(gpt: GPTModel, folder: Path) -> None:
     load_weights(gpt, described, files, read.append)
     seconds = time.perf_counter() - began
     logger.info("Weights from %s: %s on this rank in %.1f s", folder, format_bytes(sum(read)), seconds)
-
-
-def exported(config: RunConfig, vocabulary: int) -> ExportedModel:
-    """What is written of a run beside its weights.
-
-    Args:
-        config: the run.
-        vocabulary: token ids of the model.
-
-    Raises:
-        ModelError: transformers has no such model.
-    """
-    source = Path(config.checkpoint.init_from) if config.checkpoint.init_from else None
-    if source is not None and not source.is_dir():
-        logger.warning("%s is gone, so no tokenizer comes along.", source)
-        source = None
-    dtype = "bfloat16" if config.train.precision == "bf16" else "float32"
-    first: dict[str, Any] = {}
-    if source is not None:
-        first, dtype = read_config(source), TensorFiles(source, "numpy").dtype(EMBEDDING)
-    described = description_of(config, vocabulary)
-    return ExportedModel(described, config_fields(described, dtype, first), dtype, source)
-
-
-def export(trainer: Trainer, folder: Path) -> None:
-    """Write the weights as a Hugging Face folder, in the type of the one that the run began with, else in their own;
-    every rank calls it.
-
-    Raises:
-        CheckpointError: on every rank, if one cannot write.
-    """
-    from megatron_patches.checkpoint.optimizer_state import main_values
-    from megatron_patches.export import export_weights
-
-    began = time.perf_counter()
-    logger.info("Writing %s", folder)
-    values = main_values(trainer.optimizer.optimizer)
-    export_weights(trainer.model, exported(trainer.config, trainer.vocabulary), folder, values)
-    if trainer.world.rank == 0:
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        logger.info("Wrote %s: %s in %.1f s", folder, format_bytes(size), time.perf_counter() - began)

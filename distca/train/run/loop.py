@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distca.data.corpus import Corpus
 from distca.errors import DivergedError
 from distca.train.checkpoint import checkpoints
-from distca.train.checkpoint.folders import export
+from distca.train.checkpoint.export import export
 from distca.train.checkpoint.saver import Saver
 from distca.train.config.names import settings_named
 from distca.train.config.schema import RunConfig

@@ -1,0 +1,62 @@
+"""The Hugging Face folder that a run leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distca.models.description import read_config
+from distca.models.folder import ExportedModel, config_fields
+from distca.models.layout import EMBEDDING
+from distca.models.tensors import TensorFiles
+from distca.train.config.initial import description_of
+from distca.train.config.schema import RunConfig
+from distca.train.metrics.progress import format_bytes
+
+if TYPE_CHECKING:
+    from distca.train.run.builder import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def exported(config: RunConfig, vocabulary: int) -> ExportedModel:
+    """What is written of a run beside its weights.
+
+    Args:
+        config: the run.
+        vocabulary: token ids of the model.
+
+    Raises:
+        ModelError: transformers has no such model.
+    """
+    source = Path(config.checkpoint.init_from) if config.checkpoint.init_from else None
+    if source is not None and not source.is_dir():
+        logger.warning("%s is gone, so no tokenizer comes along.", source)
+        source = None
+    dtype = "bfloat16" if config.train.precision == "bf16" else "float32"
+    first: dict[str, Any] = {}
+    if source is not None:
+        first, dtype = read_config(source), TensorFiles(source, "numpy").dtype(EMBEDDING)
+    described = description_of(config, vocabulary)
+    return ExportedModel(described, config_fields(described, dtype, first), dtype, source)
+
+
+def export(trainer: Trainer, folder: Path) -> None:
+    """Write the weights as a Hugging Face folder, in the type of the one that the run began with, else in their own;
+    every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, if one cannot write.
+    """
+    from megatron_patches.checkpoint.optimizer_state import main_values
+    from megatron_patches.export import export_weights
+
+    began = time.perf_counter()
+    logger.info("Writing %s", folder)
+    values = main_values(trainer.optimizer.optimizer)
+    export_weights(trainer.model, exported(trainer.config, trainer.vocabulary), folder, values)
+    if trainer.world.rank == 0:
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        logger.info("Wrote %s: %s in %.1f s", folder, format_bytes(size), time.perf_counter() - began)
