@@ -123,7 +123,8 @@ class _Stage:
         return StageMemory(
             model=model_bytes(self._config, self._parameters(), self._in_linears(), self._data_parallel),
             micro_batches=in_flight,
-            activations=in_flight * self._rows * (self._layers * self._kept() + self._rotation()),
+            activations=self._rows
+            * (in_flight * (self._layers * self._kept() + self._rotation()) + self._angles_in_flight(in_flight)),
             working=max(self._layer_at_work(), self._loss_at_work()) + self._transfers(),
         )
 
@@ -211,6 +212,11 @@ class _Stage:
     def _rotation(self) -> int:
         """By all layers together: float32 cosines and sines."""
         return 4 * self._head_dim
+
+    def _angles_in_flight(self, in_flight: int) -> int:
+        """By layers that are recomputed as a whole, which are given angles: those of all micro-batches but the newest,
+        whose are there in any case."""
+        return 4 * self._head_dim * (in_flight - 1) if self._recomputes_layers else 0
 
     # What exists only for a moment.
 
