@@ -122,7 +122,9 @@ class Cad:
 
     def _half(self, plan: Plan, direction: Direction) -> Half:
         job, shape = self._job, self._job.shape
-        found = self._traffic.setdefault(id(plan), traffic(plan, job.links))
+        if id(plan) not in self._traffic:  # forward and backward often share a plan
+            self._traffic[id(plan)] = traffic(plan, job.links)
+        found = self._traffic[id(plan)]
         q, kv, lse = shape.q_bytes, shape.kv_bytes, 4 * shape.heads
         if direction == "forward":
             out, home = (q, kv), (q + (lse if self._resend else 0), 0)
