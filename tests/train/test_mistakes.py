@@ -39,7 +39,11 @@ MISTAKES = {
     "missing folder": (2, {"data__path": "{folder}/nowhere"}, "nowhere"),
     "empty folder": (2, {"data__path": "{folder}/nothing"}, "nothing"),
     "no path": (2, {"data__path": None}, "data.source text needs data.path."),
-    "document longer than the context": (2, {"data__context_length": 90}, "set data.longer to split"),
+    "document longer than the context": (
+        2,
+        {"data__context_length": 90, "data__longer": "error"},
+        "set data.longer to split",
+    ),
     "document longer than a micro-batch": (
         2,
         {"data__tokens_per_rank": 40},

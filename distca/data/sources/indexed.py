@@ -10,6 +10,7 @@ import numpy as np
 
 from distca.data.sources.index_file import Index, read_index
 from distca.errors import DataError
+from distca.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Indexed:
         if len(kept) == 0:
             raise DataError(f"{self._prefix}.idx holds no document with tokens.")
         if len(kept) < len(lengths):
-            logger.info("%s: left out %d empty documents", self._prefix, len(lengths) - len(kept))
+            logger.info("%s: left out %s", self._prefix, count(len(lengths) - len(kept), "empty document"))
         self.lengths = lengths[kept]
         self._document_start = borders[:-1][kept]
         self._mask = _open_mask(self._prefix, int(self._sequence_start[-1]))

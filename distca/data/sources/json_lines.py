@@ -12,6 +12,7 @@ import numpy as np
 
 from distca.data.sources.source import BYTE_VOCABULARY
 from distca.errors import DataError
+from distca.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class JsonLines:
         if not lines:
             raise DataError(f"`path` {path!r} holds no document with text ({empty} lines have an empty text).")
         if empty:
-            logger.info("%s: left out %d empty documents", path, empty)
+            logger.info("%s: left out %s", path, count(empty, "empty document"))
         columns = np.array(lines, dtype=np.int64).T
         self._file, self._line, self._offset, self._size, self.lengths = columns
         self._latest: tuple[int, bytes] = (-1, b"")

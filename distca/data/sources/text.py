@@ -46,7 +46,8 @@ def open_text_folder(path: str) -> FileBytes:
             ".txt, .md or .py; set `path` to another folder."
         )
     if len(texts) < len(files):
-        logger.info("%s: left out %d hidden files or files without a text suffix", path, len(files) - len(texts))
+        left = count(len(files) - len(texts), "file")
+        logger.info("%s: left out %s, hidden or without a text suffix", path, left)
     return FileBytes(texts, f"The folder {path!r}")
 
 
@@ -93,7 +94,7 @@ class FileBytes:
         if len(kept) == 0:
             raise DataError(f"{where} holds no document: it has no text at all ({count(len(files), 'empty file')}).")
         if len(kept) < len(files):
-            logger.info("%s: left out %d empty files", where, len(files) - len(kept))
+            logger.info("%s: left out %s", where, count(len(files) - len(kept), "empty file"))
         self.files = [files[index] for index in kept]
         self.lengths = sizes[kept]
 

@@ -151,7 +151,8 @@ class DataConfig:
             tokenizer. All nodes see it. Null takes the folder tokens in output.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
         context_length: most tokens a document may have.
-        longer: what happens to a longer document: error stops the run, split cuts it into documents that fit.
+        longer: what happens to a longer document: split cuts it into documents that fit, and the log says how many;
+            error stops the run.
         tokens_per_rank: tokens per data-parallel rank and micro-batch. Under sequence parallelism best a multiple of
             2 × tp: otherwise a rank may get up to tp - 1 tokens more in either half.
         whole_documents: never let a document span ranks; implied when cad.enabled is false and there is more than one
@@ -170,7 +171,7 @@ class DataConfig:
     cache: str | None = None
     vocabulary: int = 0
     context_length: int = 4096
-    longer: Literal["error", "split"] = "error"
+    longer: Literal["split", "error"] = "split"
     tokens_per_rank: int = 4096
     whole_documents: bool = False
     validation_fraction: float = 0.02

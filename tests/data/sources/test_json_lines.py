@@ -38,7 +38,7 @@ def test_a_folder_is_its_jsonl_files_by_name(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="distca"):
         source = open_source("jsonl", str(tmp_path))
     assert contents(source) == ["first", "second", "third"]
-    assert "left out 1 empty documents" in caplog.text
+    assert "left out 1 empty document" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def test_text_files_in_the_order_of_their_path(tmp_path, caplog):
     contents = [bytes(source.read(d, 0, int(n)).tolist()) for d, n in enumerate(source.lengths)]
     assert contents == [b"import x", "ü".encode(), b"zz"]
     assert source.vocabulary == 256
-    assert "left out 1 empty files" in caplog.text
-    assert "left out 2 hidden files or files without a text suffix" in caplog.text
+    assert "left out 1 empty file" in caplog.text
+    assert "left out 2 files, hidden or without a text suffix" in caplog.text
 
 
 def test_one_file_is_one_document(tmp_path):

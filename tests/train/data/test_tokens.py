@@ -142,3 +142,8 @@ def test_ranks_wait_for_rank_0_and_hear_its_error(root, monkeypatch):
         thread.join(20)
     assert results == {0: "no", 1: "no"}
     assert heard[:6] == [None] * 6, "a word now and then while it works"
+
+
+def test_a_run_without_any_setting_has_documents():
+    asked = parse_run_config([])
+    assert open_corpus(asked).train.lengths.max() == asked.data.context_length
