@@ -30,6 +30,8 @@ def takes(hint: Any) -> str:
         return " or ".join("null" if part is NoneType else takes(part) for part in get_args(hint))
     if get_origin(hint) is tuple:
         return f"a list of {len(get_args(hint))} whole numbers"
+    if hint == list[int]:
+        return "a list of whole numbers"
     words: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(hint, str(hint))
 

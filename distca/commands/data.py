@@ -6,10 +6,11 @@ from distca.commands.options import check_least
 from distca.data.chat import chat_recipe
 from distca.data.convert import check_output
 from distca.data.convert import convert as convert_texts
+from distca.data.corpus import Corpus
 from distca.data.encoding import processes_for
+from distca.data.lengths import LengthKind, open_lengths
 from distca.data.mixes import MIX_NAMES
 from distca.data.recipe import Recipe
-from distca.data.sources import SourceKind, open_source
 from distca.data.statistics import length_statistics
 from distca.data.texts import TextKind, open_texts
 from distca.data.tokenizer import find_tokenizer
@@ -71,19 +72,23 @@ def convert(
 def describe(
     path: str | None = None,
     *,
-    source: SourceKind = "stdlib",
+    source: LengthKind = "text",
+    field: str | None = None,
     vocabulary: int = 0,
     seed: int = 0,
 ) -> None:
-    """Print how long the documents of a source are. No token is read.
+    """Print how long the documents of a source are. Nothing is tokenized: of text a byte counts as a token.
 
     Args:
         path: folder, file, .bin/.idx prefix, or the name of a mix: pretrain, prolong, and their versions for contexts
             of 128K, pretrain-long and prolong-long.
-        source: stdlib = Python's own source files; text = a folder of text files; jsonl = JSON lines with a "text"
-            field; indexed = Megatron's .bin/.idx pair; mix = synthetic lengths.
+        source: text = a folder of text files; jsonl = JSON Lines, also .gz and .zst; parquet = Parquet files; arrow = a
+            folder that the library datasets saved to disk; blend = several of these, as a YAML file says, each document
+            as often as an epoch has it; indexed = Megatron's .bin/.idx pair; stdlib = Python's own source files; mix =
+            synthetic lengths.
+        field: of each JSON object, or column of each table, that holds the document; text by default.
         vocabulary: number of token ids, for indexed files without a .json beside them.
-        seed: of the lengths that a mix draws.
+        seed: of the lengths that a mix draws, and of the documents that a blend uses once more than others.
     """
     from rich.console import Console
     from rich.table import Table
@@ -92,8 +97,9 @@ def describe(
     if path is None and source != "stdlib":
         mixes = f", one of {', '.join(MIX_NAMES)}" if source == "mix" else ""
         raise OptionError(f"--source {source} needs --path{mixes}.")
-    documents = open_source(source, path, vocabulary=vocabulary, seed=seed)
-    statistics = length_statistics(documents.lengths)
+    documents = open_lengths(source, path, field=field, vocabulary=vocabulary, seed=seed)
+    longest = int(documents.lengths.max())
+    statistics = length_statistics(Corpus(documents, longest, seed=seed).train.lengths)
     table = Table(title=f"Documents of {source}" + (f" {path}" if path else ""))
     table.add_column("")
     table.add_column("tokens", justify="right")

@@ -30,6 +30,16 @@ def check_most(most: int, **options: int | None) -> None:
             raise OptionError(f"--{name} is {value}; it must be at most {most}.")
 
 
+def check_tolerance(tolerance: float) -> None:
+    """Refuse a planner's tolerance that is no share.
+
+    Raises:
+        OptionError: naming it.
+    """
+    if not 0 <= tolerance < 1:
+        raise OptionError(f"--tolerance is {tolerance}; it must be at least 0 and below 1.")
+
+
 def check_writable(option: str, path: str | Path) -> None:
     """Refuse a file that could not be written once the work is done; its folder is made where it is missing.
 

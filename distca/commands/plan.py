@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.commands.options import check_least, check_most, check_writable
+from distca.commands.options import check_least, check_most, check_tolerance, check_writable
+from distca.data.corpus import Corpus
+from distca.data.lengths import DATA_KINDS, open_lengths
 from distca.data.mixes import MIX_NAMES, sample_mix
+from distca.data.sampler import Sampler
 from distca.errors import OptionError, PlanError, system_words
 from distca.plan import (
     CostModel,
@@ -56,10 +59,12 @@ def plan(
     """Plan one micro-batch and show the balance before and after, the bytes that travel and the memory they take.
 
     Args:
-        lengths: a file with one document length per line, or a mix: pretrain, prolong, pretrain-long or prolong-long.
+        lengths: a file with one document length per line; a mix: pretrain, prolong, pretrain-long or prolong-long; or
+            training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH, blend:PATH (a byte is a token) or
+            indexed:PATH, whose first micro-batch is planned.
         ranks: home ranks, which are also the attention servers.
-        tokens_per_rank: tokens drawn from a mix for every rank; a file is taken as it is.
-        seed: of the draw from a mix.
+        tokens_per_rank: tokens of a mix or of training data for every rank; a file of lengths is taken as it is.
+        seed: of the draw from a mix, and of the order of training data.
         heads: query heads per rank (32); a cost table has its own.
         kv_heads: key/value heads per rank (8); a cost table has its own.
         head_dim: size of a head (128); a cost table has its own.
@@ -75,8 +80,10 @@ def plan(
 
     check_least(1, ranks=ranks, tokens_per_rank=tokens_per_rank, layers=layers)
     check_least(0, seed=seed, ranks_per_node=ranks_per_node)
+    check_least(1, nano_batches=nano_batches)
+    check_most(2, nano_batches=nano_batches)
     check_most(_MOST, ranks=ranks, layers=layers, ranks_per_node=ranks_per_node)
-    if lengths in MIX_NAMES and ranks * tokens_per_rank > MOST_TOKENS:
+    if not Path(lengths).is_file() and ranks * tokens_per_rank > MOST_TOKENS:
         most = MOST_TOKENS // ranks
         raise OptionError(f"--tokens_per_rank is {tokens_per_rank}; with --ranks {ranks} it must be at most {most}.")
     if ranks_per_node and ranks % ranks_per_node:
@@ -86,13 +93,17 @@ def plan(
         )
     if tolerance is None:
         tolerance = training_tolerance(ranks)
-    if not 0 <= tolerance < 1:
-        raise OptionError(f"--tolerance is {tolerance}; it must be at least 0 and below 1.")
+    check_tolerance(tolerance)
     if picture:
         check_picture(picture)
     cost = costs(cost_table, heads, kv_heads, head_dim)
+    documents = read_data(lengths, longest=ranks * tokens_per_rank, seed=seed)
+    if documents is None:
+        documents = read_lengths(lengths, tokens=ranks * tokens_per_rank, seed=seed)
+    else:
+        documents = Sampler(documents, ranks, tokens_per_rank, micro_batches=1, seed=seed).next()[0].lengths
     made = plan_micro_batch(
-        read_lengths(lengths, tokens=ranks * tokens_per_rank, seed=seed),
+        documents,
         ranks,
         cost,
         nano_batches=nano_batches,
@@ -132,17 +143,28 @@ def check_picture(path: str) -> None:
     """Refuse a picture that could not be written once everything is planned.
 
     Raises:
-        OptionError: naming the folder that is missing, the suffixes that can be drawn, or what keeps it from being
-            written.
+        OptionError: naming the suffixes that can be drawn, or what keeps it from being written.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
     suffixes = sorted(FigureCanvasBase.get_supported_filetypes())
     if Path(path).suffix.lower().removeprefix(".") not in suffixes:
         raise OptionError(f"--picture is {path}; its name must end in one of .{', .'.join(suffixes)}.")
-    if not Path(path).parent.is_dir():
-        raise OptionError(f"--picture is {path}, but there is no folder {Path(path).parent}; make it first.")
     check_writable("picture", path)
+
+
+def read_data(lengths: str, *, longest: int, seed: int = 0) -> np.ndarray | None:
+    """[D] int64 document lengths of training data that is given as KIND:PATH, cut where they exceed ``longest``; of a
+    blend those of an epoch. None where ``lengths`` is something else.
+
+    Raises:
+        DataError: it cannot be read.
+        VersionError: a package that it needs is missing.
+    """
+    kind, _, path = lengths.partition(":")
+    if kind not in DATA_KINDS or not path:
+        return None
+    return Corpus(open_lengths(kind, path), longest, "split", seed=seed).train.lengths
 
 
 def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:
@@ -156,7 +178,10 @@ def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:
         return sample_mix(lengths, tokens, seed)
     path = Path(lengths)
     if not path.is_file():
-        raise PlanError(f"lengths is {lengths!r}: neither a file nor one of the mixes {', '.join(MIX_NAMES)}.")
+        raise PlanError(
+            f"lengths is {lengths!r}: neither a file nor one of the mixes {', '.join(MIX_NAMES)}, nor training data as "
+            f"KIND:PATH, where KIND is one of {', '.join(DATA_KINDS)}."
+        )
     found = [_length(line, number, lengths) for number, line in enumerate(_lines(path), 1) if line.strip()]
     if not found:
         raise PlanError(f"{lengths} holds no document length; write one per line.")
@@ -170,7 +195,7 @@ def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").split("\n")
+        return path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise PlanError(f"{path} is not UTF-8 text; give a file of text with one document length per line.") from None
     except OSError as error:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distca.baselines import BaselineError
-from distca.commands.options import check_least, check_most, check_writable
-from distca.commands.plan import check_picture, read_lengths
-from distca.data.corpus import Corpus
+from distca.commands.options import check_least, check_most, check_tolerance, check_writable
+from distca.commands.plan import check_picture, read_data, read_lengths
 from distca.data.mixes import MIX_NAMES, sample_mix
-from distca.data.sources import open_source
 from distca.errors import OptionError
 from distca.plan import CostModel, analytic_cost
 from distca.plan.cost.table_file import find_table, open_table
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_TOKENS = 1 << 32
-_SOURCES = ("text", "jsonl", "indexed")
 _WIDTH = 104  # columns of a terminal that the table needs
 _Counts = int | list[int]
 
@@ -64,7 +61,8 @@ def simulate(
 
     Args:
         lengths: a file with one document length per line; a mix: pretrain, prolong, pretrain-long or prolong-long; or
-            training data as text:PATH, jsonl:PATH (a byte is a token) or indexed:PATH, cut where it exceeds a context.
+            training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH, blend:PATH (a byte is a token) or
+            indexed:PATH, cut where it exceeds a context.
         gpus: of the cluster; several as [64,128,256].
         model: 8b, 34b, or a configuration file with a model (YAML).
         modes: comma-separated: distca, packed, packed-dealt, variable, cpN, cpN-keep, ringN, ulyssesN for groups of N
@@ -97,7 +95,7 @@ def simulate(
     from rich.console import Console
     from rich.progress import track
 
-    all_gpus, contexts = _several(gpus), _several(context)
+    all_gpus, contexts = _several("gpus", gpus), _several("context", context)
     check_least(1, steps=steps, tokens_per_rank=tokens_per_rank, gpus=min(all_gpus), context=min(contexts))
     check_least(1, tp=tp, pp=pp, micro_batches=micro_batches)
     check_least(0, seed=seed, timeline_rank=timeline_rank)
@@ -107,7 +105,11 @@ def simulate(
             check_writable(option, path)
     if picture:
         check_picture(picture)
-    names = [name.strip() for name in modes.split(",") if name.strip()]
+    if tolerance is not None:
+        check_tolerance(tolerance)
+    names = list(dict.fromkeys(name.strip() for name in modes.split(",") if name.strip()))
+    if not names:
+        raise OptionError(f"--modes is {modes!r}, which names none; give some, such as distca,{BEST}.")
     for name in names:
         parse(name)
     shape = read_model(model)
@@ -213,12 +215,10 @@ def draw(lengths: str, job: Job, context: int, seed: int, steps: int) -> list[Wo
             f"{steps} steps of {job.micro_batches} micro-batches on {job.data_parallel} ranks draw {tokens:,} tokens, "
             f"which is more than {_MOST_TOKENS:,}; lower --steps, --micro_batches or --tokens_per_rank."
         )
-    kind, _, path = lengths.partition(":")
+    documents = read_data(lengths, longest=context, seed=seed)
     if lengths in MIX_NAMES:
         documents = sample_mix(lengths, tokens, seed, context=context)
-    elif kind in _SOURCES and path:
-        documents = Corpus(open_source(kind, path), context, "split").train.lengths
-    else:
+    elif documents is None:
         documents = read_lengths(lengths, tokens=tokens, seed=seed)
     common = (context, job.data_parallel, job.tokens_per_rank, job.micro_batches, seed)
     return [Workload.draw(documents, *common, skip=step) for step in range(steps)]
@@ -239,7 +239,7 @@ def summary(found: list[dict[str, Any]], memory_gib: float) -> Table:
         over = row["memory_gib"] > memory_gib
         table.add_row(
             str(row["gpus"]),
-            f"{row['context'] // 1024}K",
+            _tokens(row["context"]),
             name.removesuffix("-hidden") if row["mode"] != row["chosen"] else name,
             f"{row['step_s']:.2f}",
             f"{row['tokens_per_s']:,.0f}",
@@ -273,7 +273,7 @@ def draw_speeds(found: list[dict[str, Any]], path: str) -> None:
             mine = [row for row in rows if row["mode"] == name and row["context"] == context]
             values = [(row["gpus"], speed_up(rows, row)) for row in mine]
             points = [(x, y) for x, y in values if y is not None]
-            axes.plot(*zip(*points, strict=True), "o-", label=f"{context // 1024}K") if points else None
+            axes.plot(*zip(*points, strict=True), "o-", label=_tokens(context)) if points else None
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set(title=f"over {name}", xlabel="GPUs", ylabel="speed-up", xscale="log")
         axes.legend(title="context")
@@ -298,5 +298,12 @@ def _write_timeline(outcome: Outcome, path: str) -> None:
     )
 
 
-def _several(value: _Counts) -> list[int]:
-    return value if isinstance(value, list) else [value]
+def _several(option: str, value: _Counts) -> list[int]:
+    """Each once; OptionError where there is none."""
+    if value == []:
+        raise OptionError(f"--{option} is []; give one number, or several as [64,128].")
+    return list(dict.fromkeys(value)) if isinstance(value, list) else [value]
+
+
+def _tokens(context: int) -> str:
+    return f"{context // 1024}K" if context % 1024 == 0 else f"{context:,}"

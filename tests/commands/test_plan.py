@@ -34,8 +34,8 @@ def made():
 
 
 def test_the_command_prints_the_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lengths, picture = tmp_path / "lengths.txt", tmp_path / "plan.png"
-    lengths.write_text("100000\n4000\n\n6000\n")
+    lengths, picture = tmp_path / "lengths.txt", tmp_path / "new" / "plan.png"
+    lengths.write_text("\ufeff100000\n4000\n\n6000\n")
     plan(str(lengths), ranks=4, picture=str(picture))
     shown = capsys.readouterr().out
     assert "3 documents, 110,000 tokens" in shown
@@ -146,7 +146,6 @@ def test_draw_makes_a_picture(tmp_path: Path) -> None:
         ({"layers": 0}, "--layers is 0"),
         ({"seed": -1}, "--seed is -1; it must be at least 0"),
         ({"tolerance": 7}, "--tolerance is 7; it must be at least 0 and below 1"),
-        ({"picture": "nowhere/plan.png"}, "there is no folder nowhere"),
         ({"picture": "plan.xyz"}, r"must end in one of .*\.png"),
         ({"picture": "plan"}, r"must end in one of .*\.png"),
         ({"cost_table": "nope.json"}, r"nope\.json cannot be read"),

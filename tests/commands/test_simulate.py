@@ -22,12 +22,11 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 
 def test_the_command_sweeps_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {
-        name: tmp_path / f"{name}.{end}" for name, end in (("output", "json"), ("picture", "png"), ("timeline", "json"))
-    }
+    ends = {"output": "json", "picture": "png", "timeline": "json"}
+    files = {name: tmp_path / "new" / f"{name}.{end}" for name, end in ends.items()}
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     code, out, _ = run(
-        capsys, "pretrain-long", "--gpus", "[16,32]", "--context", "131072", "--timeline_rank", "1", *options
+        capsys, "pretrain-long", "--gpus", "[16,32,16]", "--context", "131072", "--timeline_rank", "1", *options
     )
     assert code == 0
     assert "best-cp" in out
@@ -58,6 +57,10 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
         (("--cost_table", str(TABLES / "cpu_reference_4x2x32.json")), "was measured for 4 query heads"),
         (("--tp", "3"), "tp is 3"),
         (("--gpus", "0"), "--gpus is 0"),
+        (("--gpus", "[]"), "--gpus is []; give one number"),
+        (("--gpus", "2.5"), "--gpus must be a whole number or a list of whole numbers, not 2.5."),
+        (("--modes", ","), "--modes is ',', which names none"),
+        (("--tolerance", "2"), "--tolerance is 2.0; it must be at least 0 and below 1."),
         (("--model", "9b"), "--model is '9b'; give 8b, 34b"),
         (("--modes", "cp"), "There is no mode 'cp'"),
         (("--timeline", "t.json", "--timeline_rank", "8"), "servers 0 to 7"),

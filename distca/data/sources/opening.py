@@ -52,7 +52,9 @@ def open_source(
     if kind in ("stdlib", "text", "jsonl"):
         _check_bytes(kind, path, tokenizer, vocabulary)
     if kind == "stdlib":
-        return _open_stdlib(path)
+        from distca.data.sources.text import open_stdlib
+
+        return open_stdlib(path)
     if path is None:
         mixes = f" to one of {', '.join(MIX_NAMES)}" if kind == "mix" else ""
         raise DataError(f"The document source {kind!r} needs a path; set `path`{mixes}.")
@@ -71,17 +73,6 @@ def open_source(
     from distca.data.sources.mix import Mix
 
     return Mix(path, mix_tokens, seed, vocabulary=vocabulary, max_length=max_length)
-
-
-def _open_stdlib(path: str | None) -> DocumentSource:
-    from distca.data.sources.text import open_stdlib
-
-    if path is not None:
-        raise DataError(
-            f"The document source 'stdlib' reads the running Python's own source files and takes no path, but "
-            f"`path` is {path!r}; for a folder of files set `source` to text."
-        )
-    return open_stdlib()
 
 
 def _check_bytes(kind: str, path: str | None, tokenizer: str, vocabulary: int | None) -> None:

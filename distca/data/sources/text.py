@@ -54,15 +54,20 @@ def open_text_folder(path: str) -> FileBytes:
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def open_stdlib() -> FileBytes:
+def open_stdlib(path: str | None = None) -> FileBytes:
     """The .py files of the running interpreter's standard library, as bytes, in the order of their relative path.
 
     Installed packages are left out. The documents are the same wherever the same Python build runs; another version or
     distribution of Python has other files.
 
     Raises:
-        DataError: if this interpreter comes without source files.
+        DataError: if this interpreter comes without source files, or a ``path`` is given, which it does not take.
     """
+    if path is not None:
+        raise DataError(
+            f"The document source 'stdlib' reads the running Python's own source files and takes no path, but "
+            f"`path` is {path!r}; for a folder of files set `source` to text."
+        )
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in walk(folder, _NOT_STDLIB.__contains__) if file.suffix == ".py"]
     if not files:

@@ -36,6 +36,11 @@ class Texts:
         """Of all files, as they lie on disk."""
         return sum(size for _, size, _ in self.state())
 
+    @property
+    def packed(self) -> bool:
+        """Whether some of them are compressed, so that no part can be read by itself."""
+        return self.kind == "jsonl" and any(file.suffix in PACKED for file in self.files)
+
     def blocks(self, field: str, beside: Sequence[str] = ()) -> Iterator[Block]:
         """All documents, in blocks that are the same every time; DataError where a file cannot be read. Of tables only
         the column ``field`` is read, and columns ``beside`` it."""
@@ -78,7 +83,7 @@ def open_texts(kind: str, path: str | None) -> Texts:
         DataError: there are none.
     """
     if kind == "stdlib":
-        return Texts(kind, tuple(open_stdlib().files))
+        return Texts(kind, tuple(open_stdlib(path).files))
     if path is None:
         raise DataError(f"The document source {kind!r} needs a path; set `path`.")
     if kind == "text":

@@ -18,7 +18,6 @@ from distca.data.progress import tokenizing_progress
 from distca.data.recipe import Recipe
 from distca.data.sources import DocumentSource, open_source
 from distca.data.texts import TEXT_KINDS, open_texts
-from distca.data.texts.lines import PACKED
 from distca.data.tokenizer import find_tokenizer
 from distca.errors import DataError, DistcaError
 from distca.train.config.schema import RunConfig
@@ -38,7 +37,7 @@ def is_read_directly(config: RunConfig) -> bool:
     data = config.data
     if data.source in ("mix", "indexed"):
         return True
-    packed = data.source == "jsonl" and any(file.suffix in PACKED for file in open_texts("jsonl", data.path).files)
+    packed = data.source == "jsonl" and open_texts("jsonl", data.path).packed
     as_bytes = data.source in ("stdlib", "text", "jsonl") and data.tokenizer == "bytes"
     return as_bytes and not (data.conversations or packed or data.begin_token or data.end_token)
 
