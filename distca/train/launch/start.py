@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from distca.train.launch.machines import Machines
 _TELL_AGAIN_S = 5.0
 """Ranks that are still starting hear of SIGUSR1 later."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1)
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 _told_early: list[int] = []
 
@@ -107,7 +110,7 @@ class Ranks:
             output = None if self.log is None else subprocess.PIPE
             # Ctrl-C reaches the whole terminal; the ranks are told once, by this process.
             self._process = subprocess.Popen(
-                self.words, stdout=output, stderr=output and subprocess.STDOUT, preexec_fn=_ignore_terminal
+                self.words, stdout=output, stderr=output and subprocess.STDOUT, preexec_fn=_begin
             )
             if self.stopped_by:  # it came before there was a process to stop
                 self._process.terminate()
@@ -172,7 +175,10 @@ def _ranks_below(process: int) -> Iterator[int]:
             yield from _ranks_below(child)
 
 
-def _ignore_terminal() -> None:
+def _begin() -> None:
+    """In the process that starts ranks: hear nothing of the terminal, and SIGTERM when the launcher is killed, or the
+    ranks would go on with nobody to end them."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1):  # ranks listen to the last as soon as they can
         signal.signal(number, signal.SIG_IGN)
 

@@ -49,6 +49,22 @@ def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, nam
     assert not [line for line in said if "ended early" in line]
 
 
+def test_ranks_end_when_the_launcher_is_killed(machine: Machine) -> None:
+    machine.tool("torchrun", STAYS)
+    script = _started(machine, signal.SIGTERM)
+    try:
+        end = time.monotonic() + 30
+        while not (machine.record.exists() and machine.record.read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        script.kill()
+        while "told" not in machine.record.read_text() and time.monotonic() < end:
+            time.sleep(0.05)
+    finally:
+        script.kill()
+        script.communicate()
+    assert machine.record.read_text().split() == ["up", "told"]
+
+
 # Ranks that save when they are told to, below what started them, and that begin to listen to SIGUSR1 late.
 SAVES = f"""#!/bin/bash
 RANK=0 {sys.executable} -c '
