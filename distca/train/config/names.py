@@ -40,7 +40,7 @@ SETTINGS = {
 
 def with_settings(message: str) -> str:
     """The message with the names of settings in place of parameters in backquotes."""
-    return re.sub("`([a-z_]+)`", lambda found: SETTINGS.get(found[1], found[0]), message)
+    return re.sub("`([a-z0-9_]+)`", lambda found: SETTINGS.get(found[1], found[0]), message)
 
 
 @contextmanager

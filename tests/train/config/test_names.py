@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_parameters_become_settings() -> None:
+    assert with_settings("`fp8` is current") == "train.fp8 is current"
     said = "`transport` is 'x'; set `transport` to auto, or run `distca profile` or `unknown`."
     assert with_settings(said) == (
         "cad.transport is 'x'; set cad.transport to auto, or run `distca profile` or `unknown`."
