@@ -121,7 +121,9 @@ def _index(file: Path, field: str) -> Iterator[tuple[int, int, int, int]]:
                 try:
                     yield number, offset, len(line), len(_text_of(line, field))
                 except ValueError as error:
-                    raise DataError(f"{file}, line {number}: {error}; correct or delete the line.") from None
+                    raise DataError(
+                        f"{file}, line {number}: {error}; correct or delete the line, or name another `field`."
+                    ) from None
             offset += len(line)
 
 

@@ -71,7 +71,7 @@ class LinesBlock:
                     record = record_of(line, field)
                     yield where, _with(record[field], {name: record.get(name) for name in beside})
                 except ValueError as error:
-                    raise DataError(f"{where}: {error}; correct or delete the line.") from None
+                    raise DataError(f"{where}: {error}; correct or delete the line, or name another `field`.") from None
 
     def first_documents(self) -> Block:
         lines = self.content.split(b"\n", _FEW)[:_FEW]
