@@ -197,7 +197,26 @@ def _world(config: RunConfig, world_size: int) -> list[str]:
         ]
     if world_size % (tp * pp):
         return [f"The {world_size} ranks are not divisible by {needs}; start another number of ranks or change it."]
-    return _stages(config)
+    return _servers(config, world_size) + _stages(config)
+
+
+def _servers(config: RunConfig, world_size: int) -> list[str]:
+    """Their nodes, and the table that says what they take."""
+    cad, problems = config.cad, []
+    servers = world_size // config.parallel.tp
+    if cad.ranks_per_node and servers % cad.ranks_per_node:
+        problems.append(
+            f"cad.ranks_per_node is {cad.ranks_per_node}, which does not divide the "
+            f"{count(servers, 'attention server')} ({count(world_size, 'rank')}, parallel.tp {config.parallel.tp}); "
+            "give a divisor, or 0 for those of one machine."
+        )
+    # Rank 0's is everyone's.
+    if cad.cost_table and os.environ.get("RANK", "0") == "0" and not Path(cad.cost_table).is_file():
+        problems.append(
+            f"cad.cost_table is {cad.cost_table}, which is not a file; give one that `distca profile` wrote, or leave "
+            "it out."
+        )
+    return problems
 
 
 def _stages(config: RunConfig) -> list[str]:
@@ -267,6 +286,11 @@ def _steps(config: RunConfig) -> list[str]:
         problems.append(
             f"optimizer.decay_steps is {optimizer.decay_steps}, but optimizer.schedule is {optimizer.schedule}, which "
             "has none; leave it out, or set optimizer.schedule to wsd."
+        )
+    if train.evaluate and not (config.checkpoint.init_from or config.checkpoint.resume):
+        problems.append(
+            "train.evaluate is true, but checkpoint.init_from and checkpoint.resume are both null, so there are no "
+            "weights to evaluate; set one of them."
         )
     if optimizer.min_lr > optimizer.lr:
         problems.append(f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}; lower it.")

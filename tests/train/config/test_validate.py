@@ -121,6 +121,18 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--data.context_length 1", 4, "data.context_length is 1, and a document of one token has no next token"),
         ("--name ..", 4, "name is '..'; it must be a folder's name"),
         ("--cad.tolerance 7", 4, "cad.tolerance is 7.0; it must be below 1."),
+        (
+            "--cad.ranks_per_node 3",
+            4,
+            "cad.ranks_per_node is 3, which does not divide the 4 attention servers (4 ranks,",
+        ),
+        (
+            "--cad.ranks_per_node 4 --parallel.tp 2",
+            4,
+            "does not divide the 2 attention servers (4 ranks, parallel.tp 2)",
+        ),
+        ("--train.evaluate true", 4, "train.evaluate is true, but checkpoint.init_from and checkpoint.resume are both"),
+        ("--cad.cost_table no.json", 4, "cad.cost_table is no.json, which is not a file; give one that"),
         ("--cad.level time", 4, "cad.level is time, but parallel.pp is 1"),
         ("--cad.level time --parallel.pp 2 --cad.ping_pong false", 4, "idle stages could only wait; set cad.level"),
         ("--output /proc/x/y", 4, "output is /proc/x/y, but nothing can be written into /proc ("),
