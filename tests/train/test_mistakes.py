@@ -62,10 +62,15 @@ MISTAKES = {
     ),
     "documents of one token": (1, {"data__path": "{folder}/ones"}, "No document has more than one token"),
     "no checkpoint": (2, {"checkpoint__resume": "{folder}/texts"}, "which has no complete checkpoint"),
+    "nothing to evaluate": (
+        2,
+        {"checkpoint__resume": "auto", "train__evaluate": True, "name": "none", "output": "{folder}"},
+        "none has a complete checkpoint; check name and output.",
+    ),
     "other documents": (
         2,
         {"checkpoint__resume": "{folder}/ended", "train__steps": 9, "data__seed": 5},
-        "resuming would repeat or skip documents",
+        "or start a new run. data.seed was 1234, now 5.",
     ),
 }
 

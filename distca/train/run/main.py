@@ -85,7 +85,7 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus | None, Checkpoin
 
 def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpoint | None:
     """What can be refused once the documents are known; the checkpoint to go on from."""
-    from distca.train.checkpoint.checkpoints import check_fits
+    from distca.train.checkpoint.checkpoints import changes_since, check_fits
     from distca.train.data.corpus import open_sampler
 
     if len(corpus.train) and corpus.train.lengths.max() < 2:
@@ -98,9 +98,18 @@ def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpo
     if config.checkpoint.resume and os.environ.get("RANK", "0") == "0":  # one rank is enough to look at every file
         found = resume_run_folder(config)
         if found is None:
+            if config.train.evaluate and not config.checkpoint.init_from:
+                raise ConfigError(
+                    f"train.evaluate is true, but checkpoint.resume is {config.checkpoint.resume} and no run "
+                    f"{config.output}/{config.name} has a complete checkpoint; check name and output."
+                )
             return None
-        _, checkpoint = found
-        check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
+        run, checkpoint = found
+        try:
+            check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
+        except DataError as error:
+            changed = [each for each in changes_since(run, checkpoint, config, world_size) if each.startswith("data.")]
+            raise DataError(" ".join([str(error), *(f"{each}." for each in changed)])) from None
         done = checkpoint.step >= config.train.steps and not config.train.evaluate
         if done and config.checkpoint.resume not in RESUME_OR_START:
             raise ConfigError(
