@@ -11,6 +11,7 @@ import sys
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 from torch.distributed.run import main
 
@@ -25,7 +26,8 @@ _torchs_close = PContext.close
 
 def run(arguments: list[str]) -> None:
     """Start the ranks, with torchrun's arguments. A signal ends them and this process, with a shell's exit code of
-    it: who sent it knows why, and torchrun's own trace would hide what ranks said."""
+    it: who sent it knows why, and torchrun's own trace would hide what ranks said. Of ranks that failed, its table of
+    them is shown."""
     one_node = "--standalone" in arguments
     for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
         setattr(module, "TCPStore", LoopbackStore if one_node else InterfaceStore)  # noqa: B010
@@ -34,6 +36,9 @@ def run(arguments: list[str]) -> None:
         main([f"--local-addr={LOOPBACK}", *arguments] if one_node else arguments)
     except SignalException as ended:
         raise SystemExit(128 + ended.sigval) from None
+    except ChildFailedError as failed:
+        sys.stderr.write(f"{failed}\n")
+        raise SystemExit(1) from None
     except LaunchError as error:
         die(error, everywhere=True)
 

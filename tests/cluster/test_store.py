@@ -121,3 +121,4 @@ def test_a_rank_that_cannot_end_is_killed_soon_after_another_has_failed(tmp_path
     words = ["--standalone", "--nproc-per-node=2", str(tmp_path / "hangs.py")]
     done = run("-m", "distca.cluster.torchrun", *words, timeout=25)
     assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "exitcode  : 1" in done.stderr
