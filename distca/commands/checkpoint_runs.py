@@ -70,7 +70,7 @@ def prune(path: str, *, keep: int = 2) -> None:
 
     Args:
         path: folder of a run that nobody writes at the moment.
-        keep: newest checkpoints that stay.
+        keep: newest checkpoints that stay; damaged ones do not count.
     """
     from rich.console import Console
 

@@ -58,6 +58,15 @@ def test_prune_keeps_the_newest_and_touches_no_run_that_is_written(
     assert "2 checkpoints deleted," in capsys.readouterr().out
 
 
+def test_a_damaged_checkpoint_never_costs_an_intact_one(run: RunFolder) -> None:
+    (run.checkpoint_path(30) / "weights").write_bytes(b"1")
+    main(["checkpoint", "prune", str(run.path), "--keep", "1"])
+    assert [path.name for path in run.checkpoint_folders()] == ["step_000020", "step_000030"]
+    (run.checkpoint_path(20) / "weights").unlink()
+    main(["checkpoint", "prune", str(run.path), "--keep", "1"])
+    assert len(run.checkpoint_folders()) == 2
+
+
 def test_a_folder_without_checkpoints_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("verify", "list", "prune"):
         assert "which holds no checkpoints; give the folder of a run" in _refused(capsys, command, tmp_path)

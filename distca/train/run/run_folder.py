@@ -188,11 +188,14 @@ class RunFolder:
 
     def prune(self, keep: int) -> list[Checkpoint]:
         """Delete all complete checkpoints but the ``keep`` newest, and those that a killed run left unfinished; returns
-        the complete ones. What cannot be deleted is warned about. Call it on one rank, while none is being written."""
+        the complete ones. A damaged one does not count as kept, so it never costs an intact one. What cannot be deleted
+        is warned about. Call it on one rank, while none is being written."""
         for path in self.checkpoint_folders():
             if not (path / COMPLETE).exists():
                 shutil.rmtree(path, ignore_errors=True)  # they are in nobody's way
-        old = self.checkpoints()[: -keep or None]
+        old = self.checkpoints()
+        while old and keep:
+            keep -= _is_intact(old.pop())
         for checkpoint in old:
             try:
                 # Without its mark a half-deleted checkpoint is not taken for a complete one.
@@ -201,6 +204,14 @@ class RunFolder:
             except OSError as error:
                 logger.warning("%s cannot be deleted (%s); it stays.", checkpoint.path, system_words(error))
         return [checkpoint for checkpoint in old if not checkpoint.path.exists()]
+
+
+def _is_intact(checkpoint: Checkpoint) -> bool:
+    try:
+        check_undamaged(checkpoint.path)
+    except DamagedCheckpointError:
+        return False
+    return True
 
 
 @cache
