@@ -178,7 +178,8 @@ def _ranks_below(process: int) -> Iterator[int]:
 def _begin() -> None:
     """In the process that starts ranks: hear nothing of the terminal, and SIGTERM when the launcher is killed, or the
     ranks would go on with nobody to end them."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if hasattr(_LIBC, "prctl"):  # Linux
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1):  # ranks listen to the last as soon as they can
         signal.signal(number, signal.SIG_IGN)
 
