@@ -13,6 +13,7 @@ from distca.baselines.errors import BaselineError
 from distca.baselines.mode import Mode
 from distca.baselines.work import Work, deal
 from distca.data.sampler import MicroBatch
+from distca.words import count
 
 VARIABLE_ROOM = 2
 """Variable-length packing may put this many times its share of tokens on a rank."""
@@ -50,9 +51,15 @@ def groups_of(
             )
         return dealt
     if groups > bins:
+        needs = f"this context needs {count(ranks // bins, 'rank')}"
+        if mode.method in ("packed", "packed-dealt"):
+            raise BaselineError(
+                f"{mode.name} keeps a document on one rank of {room:,} tokens, but {needs}; shorten the context, "
+                f"take context parallelism over {ranks // bins} ranks or more, or raise the tokens per rank."
+            )
         raise BaselineError(
-            f"{mode.name} keeps a document on {mode.degree} × {room:,} tokens, but this context needs {ranks // bins} "
-            f"ranks; choose a degree of {ranks // bins} or more, or raise the tokens per rank."
+            f"{mode.name} keeps a document on {mode.degree} × {room:,} tokens, but {needs}; choose a degree of "
+            f"{ranks // bins} or more, or raise the tokens per rank."
         )
     as_sampled = bin_of // (bins // groups)
     if mode.method in ("packed", "packed-dealt"):
