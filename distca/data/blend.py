@@ -63,7 +63,9 @@ def read_blend(path: str) -> list[Ingredient]:
     try:
         entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"The blend `path` {path!r} cannot be read ({system_words(error)}).") from None
+        raise DataError(
+            f"The blend `path` {path!r} cannot be read ({system_words(error)}); give another file."
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(entries, list) or not entries:
@@ -93,6 +95,9 @@ def _ingredient(where: str, entry: Any, folder: Path) -> Ingredient:
     if share > 1:
         raise DataError(f"{where} has long.share {share}; it is a share of the source's tokens, at most 1.")
     tokens = int(_number(where, "long.tokens", long["tokens"])) if long else 0
+    if (path is None) != (source == "stdlib"):
+        needs = "takes no path" if path is not None else "needs a path"
+        raise DataError(f"{where} has path {path!r}, but source {source} {needs}; correct it.")
     place = None if path is None else str(folder / str(path))
     return Ingredient(source, place, entry.get("field"), amounts[0], value, tokens, share)
 

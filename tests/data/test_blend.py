@@ -95,7 +95,9 @@ def test_a_file_is_read(tmp_path):
         ("- {source: text, weight: 0}", "has weight 0; it must be a number above 0"),
         ("- {source: text, weight: 1, long: {tokens: 3}}", "write it as {tokens: 65536, share: 0.6}"),
         ("- {source: text, weight: 1, long: {tokens: 3, share: 2}}", "has long.share 2.0; it is a share"),
-        ("- {source: text, weight: 1}\n- {source: text, epochs: 1}", "give weights to all or to none"),
+        ("- {source: text, weight: 1}", "source 1 has path None, but source text needs a path; correct it."),
+        ("- {source: stdlib, path: x, weight: 1}", "has path 'x', but source stdlib takes no path; correct it."),
+        ("- {source: stdlib, weight: 1}\n- {source: stdlib, epochs: 1}", "give weights to all or to none"),
     ],
 )
 def test_mistakes_are_sentences(tmp_path, content, said):

@@ -109,7 +109,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"The cost table {path} cannot be read ({error.strerror}).") from None
+        raise PlanError(f"The cost table {path} cannot be read ({error.strerror}); give another file.") from None
     except (ValueError, RecursionError) as error:
         raise PlanError(f"The cost table {path} is not JSON ({error}); `distca profile` writes one.") from None
     if not isinstance(content, dict):
