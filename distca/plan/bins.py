@@ -18,6 +18,8 @@ _SAME_SIZE = 1.5
 OVERFULL = 0.012
 """A rank may get so much more than it lacks, of the mean work, rather than a share."""
 _LEVELLINGS = 3
+_NO_SURPLUS = 1e-6
+"""Of an item's work, over that of as many tokens of what fills ranks up: rounding."""
 _FEW_SHARES = 1.1
 """Documents in shares of up to so many times a rank's tokens come one after the other. What longer ones leave is for
 shorter ones, of which fewer keys are needed."""
@@ -128,7 +130,9 @@ def deal_to_bins(
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     """What was dealt to ranks, with the shares of long documents resized so that their ranks get what they lack now
     that whole documents are there too; ``rate`` is the work per token of what fills ranks up."""
-    in_shares = np.flatnonzero((filled.parts.part < 1) & items.long[filled.parts.item])
+    # Who gets more of what brings no more work than what fills ranks up has as much work as before.
+    resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
+    in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
     if not len(in_shares):
         return filled.parts
     in_shares = in_shares[filled.parts.item[in_shares].argsort(kind="stable")]

@@ -209,6 +209,16 @@ def test_no_rank_keeps_far_more_keys_than_others(mix: str, context: int) -> None
         assert readers.max() <= 3 or context > 131_072
 
 
+@pytest.mark.parametrize("nano_batches", [1, 2])
+def test_documents_of_one_length_that_no_rank_has_room_for(nano_batches: int) -> None:
+    """The last of them fill ranks up, and bring as much work per token as the others."""
+    documents = np.full(48, 300_000)
+    with np.errstate(divide="raise", invalid="raise"):
+        plan = plan_micro_batch(documents, 64, LLAMA_8B, nano_batches=nano_batches, links=Links(8))
+    moved = sum(kilobytes(half.forward) for half in plan.nano_batches)
+    assert moved < 4 * documents.sum()
+
+
 def test_ranks_that_read_most_keys_have_inner_rows_of_long_documents_in_pong() -> None:
     documents = sample_mix("pretrain-long", 64 * 131_072, 0, context=524_288)
     pong = lay_out(documents, 64, **SPREAD, ranks_per_node=8)[1].q
