@@ -17,7 +17,6 @@ from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import Traffic, server_seconds, traffic
-from distca.plan.placement import SMALL_POOL as SMALL_POOL
 from distca.plan.plan import Plan
 from distca.plan.scheduler.network_cost import Links
 

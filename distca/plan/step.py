@@ -21,11 +21,12 @@ from typing import Any, Literal
 import numpy as np
 
 from distca.errors import PlanError
-from distca.plan.choice import SMALL_POOL, Scheduler, cheaper, once, price_of
+from distca.plan.choice import Scheduler, cheaper, once, price_of
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout, Shards, lay_out
 from distca.plan.metrics import server_seconds, traffic
 from distca.plan.micro_batch_dealing import deal_over_micro_batches
+from distca.plan.placement import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint, plan_at_home
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.scheduler import schedule, training_tolerance
@@ -356,8 +357,7 @@ def _scheduler(options: PlanOptions) -> Scheduler:
 
 
 def _seconds(phase: Phase, cost: CostModel, direction: Direction) -> np.ndarray:
-    seconds: np.ndarray = np.sum([server_seconds(plan, cost, direction) for plan in phase.plans], axis=0)
-    return seconds
+    return np.asarray(np.sum([server_seconds(plan, cost, direction) for plan in phase.plans], axis=0))
 
 
 def _bytes(phase: Phase, options: PlanOptions, direction: Direction) -> int:
