@@ -5,7 +5,7 @@
 All runs start from the weights of one run in bfloat16, past the first steps, in which any two roundings part. Those of
 a layout train on the same batches: Transformer Engine's linear layers in bfloat16 and in each way to scale to FP8, on
 packed documents and disaggregated. Settings behind ``--`` are those of all runs. The text is the Python standard
-library's, as bytes.
+library's, as bytes. Where there are fewer GPUs than ranks, ranks share them.
 """
 
 from __future__ import annotations
@@ -75,10 +75,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     from megatron_patches.world import join_world, leave_world
 
+    shared_by = _share_gpus()
     world = join_world()
     setup_logging(world.rank)
     report: dict[str, Any] = {
-        **header(command_line("torchrun ... -m benchmarks.fp8_losses"), world.size),
+        **header(command_line("torchrun ... -m benchmarks.fp8_losses"), world.size // shared_by),
+        "ranks_per_gpu": shared_by,
         "layouts": {},
     }
     words = iter(arguments.settings)
@@ -97,6 +99,19 @@ def main() -> None:
                     if world.rank == 0:  # after each, so that a time limit leaves the others
                         write_report(arguments.output, report)
     leave_world()
+
+
+def _share_gpus() -> int:
+    """Ranks of this machine that share a GPU: losses are the same."""
+    import torch
+
+    from distca.testing.shared_gpus import share_gpus
+
+    if not torch.cuda.is_available():
+        return 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ["LOCAL_RANK"] = str(share_gpus(int(os.environ.get("LOCAL_RANK", "0")), ranks))
+    return -(-ranks // torch.cuda.device_count())
 
 
 def _settings(layout: dict[str, Any], fp8: str, mode: str) -> dict[str, Any]:

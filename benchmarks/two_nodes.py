@@ -98,10 +98,10 @@ def _settings(argv: list[str], ranks: int) -> dict[str, Settings]:
 
 
 def _measure(argv: list[str]) -> None:
-    from benchmarks.throughput.links import nodes_over_sockets
+    from distca.testing.shared_gpus import each_a_machine
 
     every = _settings(argv, int(os.environ.get("WORLD_SIZE", "1")))
-    nodes_over_sockets()
+    each_a_machine(int(os.environ.get("RANK", "0")))
     from benchmarks.throughput.session import Measured, Session
     from megatron_patches.world import join_world, leave_world
 

@@ -39,9 +39,9 @@ def main() -> None:
 
             limit_links(settings.link_channels)
         if settings.socket_nodes:
-            from benchmarks.throughput.links import nodes_over_sockets
+            from distca.testing.shared_gpus import each_a_machine
 
-            nodes_over_sockets()
+            each_a_machine(int(os.environ.get("RANK", "0")))
         apart = _run(settings)
     except DistcaError as error:
         die(with_settings(str(error)), error.next_step)

@@ -35,19 +35,6 @@ def limit_links(channels: int) -> None:
     )
 
 
-def nodes_over_sockets() -> None:
-    """Let every rank of this machine be a node of its own to NCCL, before it is started: ranks then reach each other
-    through TCP sockets over the loopback interface only, by NCCL's own network code. A process reads these variables
-    once."""
-    os.environ.update(
-        NCCL_HOSTID=f"node{os.environ.get('RANK', '0')}",
-        NCCL_NET="Socket",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_SOCKET_NTHREADS="4",
-        NCCL_NSOCKS_PERTHREAD="4",
-    )
-
-
 def measure_links(group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
     """GB/s that each rank of ``group`` sends in an all-to-all and to its neighbour in a ring, and receives in an
     all-gather, of large messages: what DistCA and Ulysses, ring attention and per-document context parallelism use."""

@@ -1,4 +1,4 @@
-"""Run a function on several ranks of this machine: over gloo without GPUs, or over NCCL with one GPU per rank."""
+"""Run a function on several ranks of this machine: over gloo without GPUs, or over NCCL with them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.testing.shared_gpus import share_gpus
 from distca.transport.collective import nccl_goes_first
 
 _preloaded = ["torch", "torch.distributed", "numpy"]
@@ -51,7 +52,8 @@ def run_ranks(
         function: importable from a module; inside it torch.distributed is initialised.
         arguments: picklable, the same for every rank.
         timeout: seconds until a rank that neither returns nor raises counts as failed.
-        gpus: give each rank the GPU of its number and NCCL (gloo stays for CPU tensors).
+        gpus: give each rank the GPU of its number, or one that it shares where there are fewer, and NCCL (gloo stays
+            for CPU tensors).
 
     Returns:
         What each rank returned, by rank.
@@ -116,7 +118,7 @@ def _rank_main(
     gc.freeze()  # what was imported before the fork is not looked at again in every rank
     try:
         if gpus:
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(share_gpus(rank, ranks))
             nccl_goes_first()
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(

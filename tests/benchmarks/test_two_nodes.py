@@ -21,16 +21,6 @@ def test_runs_of_several_numbers_of_micro_batches_take_every_rank_for_a_node() -
             _runs(wrong)
 
 
-def test_a_rank_is_a_node_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    from benchmarks.throughput.links import nodes_over_sockets
-
-    monkeypatch.setattr(os, "environ", {"RANK": "1"})
-    nodes_over_sockets()
-    assert os.environ["NCCL_HOSTID"] == "node1" and os.environ["NCCL_NET"] == "Socket"
-
-
 def test_bytes_of_a_checkout_are_those_of_its_planner(capsys: pytest.CaptureFixture[str]) -> None:
     import io
     import json

@@ -1,4 +1,5 @@
-"""Tests that need GPUs; they skip themselves where there are none."""
+"""Tests that need GPUs; they skip themselves where there are none. Where there are fewer than ranks, ranks share them,
+but for tests of speed, of GPU memory and of NVSHMEM."""
 
 from pathlib import Path
 

@@ -31,7 +31,6 @@ from tests.train.small_runs import steps_of
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(why_not_supported() is not None, reason=str(why_not_supported())),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
 ]
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from distca.testing.ranks import run_ranks
@@ -18,7 +17,6 @@ from tests.train.small_runs import steps_of
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(why_not_supported() is not None, reason=str(why_not_supported())),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
 ]
 
 NARROW = {"train.gradients": "bfloat16", "train.moments": "bfloat16"}

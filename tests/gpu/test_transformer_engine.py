@@ -33,11 +33,6 @@ FP8_RATIO = 1.2
 """Distance from float64 in FP8 over that of packed documents in FP8. Halves and tasks are scaled each by itself."""
 
 
-def _need(ranks: int) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-
-
 @dataclass(frozen=True)
 class Found:
     """What two ranks measured.
@@ -55,7 +50,6 @@ class Found:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def found(request: pytest.FixtureRequest) -> Found:
-    _need(2)
     result: Found = run_ranks(2, _measured, request.param, gpus=True, timeout=300)[0]
     return result
 
@@ -162,7 +156,6 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (1, 2)])
 def test_runs(tp: int, pp: int, tmp_path: Path) -> None:
-    _need(2)
     common = {"output": tmp_path, "parallel.tp": tp, "parallel.pp": pp, "train.micro_batches": 2}
     run_ranks(2, train_on_gpus, [{"name": name} | common | own for name, own in RUNS.items()], gpus=True, timeout=400)
     losses, norms = (steps_of(tmp_path / "local", key) for key in ("loss", "grad_norm"))

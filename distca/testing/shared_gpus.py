@@ -1,0 +1,36 @@
+"""More ranks than GPUs: what they compute is right, what they take says nothing."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def share_gpus(rank: int, ranks: int) -> int:
+    """The GPU of a rank of this machine, which it shares where there are fewer of them than ranks.
+
+    NCCL refuses two ranks of one machine on the same GPU. Where they have to share one, each is a machine of its own to
+    NCCL, and what it moves goes through sockets. A process calls this before NCCL starts.
+
+    Args:
+        rank: of this process.
+        ranks: on this machine.
+    """
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:
+        each_a_machine(rank)
+    return rank % gpus
+
+
+def each_a_machine(rank: int) -> None:
+    """Let every rank of this machine be a machine of its own to NCCL: ranks then reach each other through TCP sockets
+    over the loopback interface only, by NCCL's own network code. A process reads these variables once, when NCCL
+    starts."""
+    os.environ.update(
+        NCCL_HOSTID=f"rank{rank}",
+        NCCL_NET="Socket",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_SOCKET_NTHREADS="4",
+        NCCL_NSOCKS_PERTHREAD="4",
+    )
