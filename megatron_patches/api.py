@@ -28,6 +28,7 @@ from distca.attention import choose_kernel
 from distca.attention.select import warm_up
 from distca.cluster.agreement import Agreement
 from distca.data.batch import Document
+from distca.device.offload import Offload
 from distca.errors import PlanError, SupportError
 from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
@@ -46,7 +47,7 @@ from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
 from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
 from megatron_patches.support.built_model import check_model
-from megatron_patches.support.config_fields import check_config
+from megatron_patches.support.config_fields import check_config, check_offload
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.te.choice import Linears, use_te
 from megatron_patches.training_step import (
@@ -85,6 +86,8 @@ class CAD:
         nvshmem_buffer_gb: GiB of symmetric memory per rank; 0 takes what plans for ``tokens_per_rank`` need.
         recompute: "none": what the configuration says, which may be ``recompute_modules=["mlp"]``. "all": everything
             but core attention; where that is at home, every layer as a whole, as Megatron's full recomputation does.
+        offload: keep in host memory what backward needs of every layer; with recompute "all" and resend, which "auto"
+            takes then, and without pipeline stages.
         linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16; they alone
             know the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the
             current tensor, "delayed" or "blockwise"), and ``fp8_param``, with which their weights are FP8 numbers alone
@@ -119,6 +122,7 @@ class CAD:
         deterministic: bool = False,
         nvshmem_buffer_gb: float = 0.0,
         recompute: Literal["none", "all"] = "none",
+        offload: bool = False,
         linears: Linears = "auto",
     ) -> None:
         check_version()
@@ -136,11 +140,13 @@ class CAD:
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
-        how: Literal["keep", "resend"] = "resend" if self._stages > 1 else "keep"
+        how: Literal["keep", "resend"] = "resend" if self._stages > 1 or offload else "keep"
         if backward != "auto":
             how = backward
+        if offload:
+            check_offload(disaggregate, recompute, how, self._stages)
         self._te = use_te(linears, config, self.device)
-        self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb)
+        self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb, offload)
         self.options = plan_options(
             config,
             self.pool.kernel,
@@ -333,6 +339,7 @@ class CAD:
         deterministic: bool,
         backward: Literal["keep", "resend"],
         buffer: float,
+        offload: bool,
     ) -> AttentionPool:
         shape, dtype = attention_shape(self.config), self.config.params_dtype
         kernel = choose_kernel(
@@ -342,7 +349,8 @@ class CAD:
             warm_up(kernel, shape.heads, shape.kv_heads, shape.head_dim, dtype, self.device)
         buffer = buffer or receive_buffer_gb(shape, self._tokens_per_rank, resend=backward == "resend")
         transport = choose_transport(transport_name, server_pool_group(), buffer)
-        return AttentionPool(transport, kernel, Timeline(self.device), backward)
+        parking = Offload(self.device) if offload else None
+        return AttentionPool(transport, kernel, Timeline(self.device), backward, parking)
 
     def _check_room(self, documents: StepDocuments) -> None:
         most = self.options.ranks * self._tokens_per_rank

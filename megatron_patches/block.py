@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +20,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.utils import make_viewless_tensor
 
+from distca.device.offload import Offload
 from distca.errors import SupportError
 from distca.ops.rotary import Rotation
 from distca.runtime import AttentionPool, run_layers
@@ -87,7 +90,7 @@ class DisaggregatedBlock(TransformerBlock):
             halves,
             [micro_batch.routes] * len(self.layers),
             self.pool,
-            _checkpoint if self.recompute_segments and self.training else None,
+            partial(_checkpoint, self.pool.offload) if self.recompute_segments and self.training else None,
         )
         hidden_states = torch.cat(outputs)
         if self.final_layernorm is not None:
@@ -108,8 +111,9 @@ def refuse_other_schedule() -> NoReturn:
     )
 
 
-def _checkpoint(function: Any, *tensors: torch.Tensor) -> Any:
-    return tensor_parallel.checkpoint(function, False, *tensors)
+def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) -> Any:
+    with nullcontext() if offload is None else offload.saved_tensors():
+        return tensor_parallel.checkpoint(function, False, *tensors)
 
 
 def disaggregate_block(block: TransformerBlock, pool: AttentionPool, recompute_segments: bool = False) -> None:

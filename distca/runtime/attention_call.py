@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from distca.device.offload import Parked, taken
 from distca.runtime.device_routes import NanoRoutes
 from distca.runtime.server import (
     AttentionPool,
@@ -58,8 +59,8 @@ class AttentionCall:
         self._handle: Handle | None = None
         self._server: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows on this server; without o once that was sent
         self._sent_o: tuple[torch.Tensor, ...] = ()  # o rows of this server that live elsewhere; o at home (keep)
-        self._home: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows that live here (resend)
-        self._prefix: torch.Tensor | None = None  # a view of the previous nano-batch's kv rows (resend)
+        self._home: tuple[torch.Tensor | Parked, ...] = ()  # q, kv, o, lse rows that live here (resend)
+        self._prefix: torch.Tensor | Parked | None = None  # a view of the previous nano-batch's kv rows (resend)
         self._gradients: tuple[torch.Tensor, ...] = ()
         self._home_rows = (0, 0)
         self._before = before if routes.forward.before else None
@@ -169,6 +170,10 @@ class AttentionCall:
         del self._output
         if has_backward and self._pool.backward == "keep":
             self._keep_o_once(output)
+        if has_backward and self._pool.offload is not None:
+            self._home = tuple(self._pool.offload.park(taken(each)) for each in self._home)
+            if self._prefix is not None:
+                self._prefix = self._pool.offload.park(taken(self._prefix))
         # A fresh view: autograd makes the returned tensor part of the graph, and what is kept for backward must not be.
         return output.detach()
 
@@ -196,8 +201,8 @@ class AttentionCall:
         if self._pool.backward == "resend":
             moves = (route.q_to_server, route.kv_to_server, route.q_to_server, route.q_to_server)
             rows = (route.q_rows, route.kv_rows, route.q_rows, route.q_rows)
-            q, kv, o, lse = self._home
-            home = (q, _behind(self._prefix, kv), o, lse)
+            q, kv, o, lse = map(taken, self._home)
+            home = (q, _behind(None if self._prefix is None else taken(self._prefix), kv), o, lse)
             self._server = tuple(x.new_empty(n, *x.shape[1:]) for x, n in zip(home, rows, strict=True))
             parts += [Part(*part) for part in zip(home, self._server, moves, strict=True)]
             self._home, self._prefix = (), None

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from distca.attention import Kernel
+from distca.device.offload import Offload
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.timeline import Timeline
 from distca.transport import Transport
@@ -115,9 +116,12 @@ class AttentionPool:
         timeline: records what this rank does when.
         backward: "keep": servers keep q, k, v, o and log-sum-exp of their tasks, home ranks send only dO. "resend":
             home ranks keep them and send them again with dO, to the servers that the backward plan names.
+        offload: where home ranks keep them meanwhile, and blocks what goes into recomputed segments; None keeps all on
+            the device.
     """
 
     transport: Transport
     kernel: Kernel
     timeline: Timeline
     backward: Literal["keep", "resend"] = "keep"
+    offload: Offload | None = None

@@ -71,6 +71,7 @@ class ParityCase:
         ping_pong: two nano-batches.
         backward: keep or resend.
         recompute: nothing, every layer's MLP, or everything but core attention.
+        offload: keep in host memory what backward needs.
         scheduler: "real": the planner's. "random": random cuts on random servers, to stress routes.
         ranks_per_node: consecutive servers that count as a node; 0 for those of one machine.
         seed: of weights, tokens and random plans.
@@ -86,6 +87,7 @@ class ParityCase:
     ping_pong: bool = True
     backward: Literal["keep", "resend"] = "keep"
     recompute: Recompute = "none"
+    offload: bool = False
     scheduler: Literal["real", "random"] = "real"
     ranks_per_node: int = 0
     seed: int = 1
@@ -313,6 +315,7 @@ def attached(
         kernel=kernel,
         ranks_per_node=case.ranks_per_node,
         recompute="all" if case.recompute == "all" and disaggregate else "none",
+        offload=case.offload and disaggregate,
         linears=linears,
     )
     if case.scheduler == "random":

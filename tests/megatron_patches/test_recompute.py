@@ -1,13 +1,18 @@
-"""What each level of recomputation computes again, that transfers stay where they are, and what is refused."""
+"""What each level of recomputation computes again, that transfers stay where they are, that host memory changes no bit,
+and what is refused."""
+
+from dataclasses import replace
 
 import pytest
+import torch
 
+from distca.device.offload import WINDOW
 from distca.errors import SupportError
 from distca.testing.ranks import run_ranks
 from tests.megatron_patches import small_cases
 
 MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2))
-HALVES = 2
+HALVES, LAYERS = 2, 4
 
 
 class _Counted:
@@ -57,9 +62,64 @@ def _run(levels):
     return results
 
 
-def test_each_level_recomputes_its_part_and_moves_no_transfer():
+def _offloaded():
+    """Without and with host memory: losses and gradients of one step, and what was parked by layer of the graph."""
+    small_cases.on_cpu()
+    from megatron_patches.parity.harness import ParityCase, ParityShape
+    from megatron_patches.training_step import summed_loss_step
+
+    found = []
+    shape = ParityShape(layers=LAYERS)
+    case = ParityCase(micro_batches=MICRO_BATCHES, shape=shape, backward="resend", recompute="all")
+    for offload in (False, True):
+        cad, model, step = small_cases.ready(replace(case, offload=offload))
+        model.eval()
+        cad.forward_backward(step, summed_loss_step, model, forward_only=True)
+        model.train()
+        parking, counts = cad.pool.offload, {}
+        if parking is not None:
+            counts["in evaluation"] = parking.host_bytes
+            copy = parking._copy
+
+            def counted(entry, out, copy=copy, counts=counts):
+                counts[out] = counts.get(out, 0) + 1
+                copy(entry, out)
+
+            parking._copy = counted
+        reports = cad.forward_backward(step, summed_loss_step, model)
+        gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+        if parking is not None:
+            counts["left"] = len(parking._alive) + len(parking._leaving)
+        found.append((reports, gradients, counts))
+    return found
+
+
+def _both(levels):
+    return _run(levels), _offloaded()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, _both, ["none", "mlp", "all"])
+
+
+def test_host_memory_changes_no_bit(ranks):
+    for _, ((losses, gradients, _), (again, as_well, counts)) in ranks:
+        assert all(map(torch.equal, losses, again))
+        assert all(torch.equal(gradients[name], as_well[name]) for name in gradients)
+        # q, kv, o, log-sum-exp and the residual stream of every half and layer, of which the last few stay.
+        parked = len(MICRO_BATCHES) * HALVES * LAYERS * 5
+        assert counts == {
+            "in evaluation": 0,
+            True: parked,
+            False: parked - len(MICRO_BATCHES) * WINDOW,
+            "left": 0,
+        }
+
+
+def test_each_level_recomputes_its_part_and_moves_no_transfer(ranks):
     once = len(MICRO_BATCHES) * HALVES * 2  # layers
-    for results in run_ranks(2, _run, ["none", "mlp", "all"]):
+    for results, _ in ranks:
         again = {"none": (), "mlp": ("mlp",), "all": ("mlp", "qkv")}
         for level, (trained, validated, served, order) in results.items():
             assert trained == {part: 2 * once if part in again[level] else once for part in trained}, level
@@ -87,3 +147,21 @@ def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, sa
     config.recompute_granularity, config.recompute_modules = granularity, modules
     with pytest.raises(SupportError, match=said):
         check_recomputation(config, segments)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"disaggregate": False}, "disaggregate is False: set it to True, or offload to False"),
+        ({"recompute": "none"}, "recompute is 'none': set it to 'all', or offload to False"),
+        ({"backward": "keep"}, "backward is 'keep': set it to 'resend', or offload to False"),
+        ({"stages": 2}, "there are 2 pipeline stages"),
+    ],
+)
+def test_what_cannot_wait_in_host_memory_is_refused(other, said):
+    from megatron_patches.support.config_fields import check_offload
+
+    served = {"disaggregate": True, "recompute": "all", "backward": "resend", "stages": 1}
+    check_offload(**served)
+    with pytest.raises(SupportError, match=f"offload is True, but {said}"):
+        check_offload(**served | other)
