@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from distca.cluster.health import TIMEOUT
-from distca.cluster.hostname import machine_name
+from distca.cluster.node_memory import fullest_node
 from distca.device.host_memory import free_host_memory
 
 logger = logging.getLogger(__name__)
@@ -94,15 +93,10 @@ class HostStaging:
 
     def _has_room(self, more: int) -> bool:
         """Whether every node has room for what its ranks need more."""
-        mine: Any = (machine_name(), more, free_host_memory())
-        everyone = [mine] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, mine, group=self.group)
-        for node in {name for name, *_ in everyone}:
-            need = sum(more for name, more, _ in everyone if name == node)
-            free = min(free for name, _, free in everyone if name == node)
-            if need > _USABLE * free:
-                self._warn(need, free)
-                return False
+        need, free = fullest_node(more, free_host_memory(), self.group)
+        if need > _USABLE * free:
+            self._warn(need, free)
+            return False
         return True
 
     def _warn(self, need: int, free: int) -> None:

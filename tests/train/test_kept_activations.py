@@ -17,6 +17,7 @@ CASES = {
     "packed": ("none", "mlp"),
     "keep": ("none", "mlp", "all"),
     "resend": ("none", "mlp", "all"),
+    "offload": ("all",),
 }
 
 
@@ -29,12 +30,15 @@ def _config(attention, recompute, layers, qk_norm):
         "train.precision": "bf16",
     }
     settings |= {"data.tokens_per_rank": ROWS, "cad.ping_pong": "false"}
-    settings |= {"cad.enabled": "false"} if attention == "packed" else {"cad.backward": attention}
+    settings |= {
+        "packed": {"cad.enabled": "false"},
+        "offload": {"train.offload": "true"},
+    }.get(attention, {"cad.backward": attention})
     return parse_run_config([text for name, value in settings.items() for text in (f"--{name}", str(value))])
 
 
 def _counted(cases, layers, qk_norm):
-    """Bytes that are alive after the forward pass, by case."""
+    """Bytes that are alive after the forward pass on the device, and in host memory, by case."""
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
@@ -55,16 +59,18 @@ def _counted(cases, layers, qk_norm):
             tokens_per_rank=ROWS,
             disaggregate=attention != "packed",
             ping_pong=False,
-            backward="resend" if attention == "resend" else "keep",
+            backward={"resend": "resend", "offload": "auto"}.get(attention, "keep"),
             kernel="reference",
             recompute="all" if recompute == "all" else "none",
+            offload=attention == "offload",
         )
         model = cad.attach(build_gpt(shape, shape.vocabulary, config, cad.block_spec()))
         (batch,) = cad.plan_step([[np.zeros(ROWS, np.int64)]]).batches
         live = LiveBytes()
         with live:
             loss, _ = summed_loss_step(iter([batch]), model)
-        found.append(live.now())
+        parking = cad.pool.offload
+        found.append((live.now(), 0) if parking is None else (live.now() - parking.host_bytes, parking._memory._used))
         del loss
     return found
 
@@ -75,5 +81,6 @@ def test_bytes_that_one_more_layer_keeps_of_a_token(qk_norm):
     (few,), (many,) = (run_ranks(1, _counted, cases, layers, qk_norm) for layers in (2, 3))
     for (attention, recompute), before, after in zip(cases, few, many, strict=True):
         (less,), (more,) = (predict_memory(_config(attention, recompute, layers, qk_norm), 1, 512) for layers in (2, 3))
-        predicted = (more.activations - less.activations) / ROWS
-        assert (after - before) / ROWS == pytest.approx(predicted, rel=0.02), (attention, recompute)
+        predicted = [(more.activations - less.activations) / ROWS, (more.host - less.host) / ROWS]
+        found = [(later - earlier) / ROWS for earlier, later in zip(before, after, strict=True)]
+        assert found == pytest.approx(predicted, rel=0.02), (attention, recompute)

@@ -25,6 +25,8 @@ VARIANTS = {
     "resend": {"cad__backward": "resend", "train__recompute": "mlp"},
     "one-nano-batch": {"cad__ping_pong": False},
     "recompute": {"train__recompute": "all"},
+    "resend-recompute": {"cad__backward": "resend", "train__recompute": "all"},
+    "offload": {"train__offload": True},
     "home": {"cad__enabled": False},
     "home-recompute": {"cad__enabled": False, "train__recompute": "mlp"},
     "home-recompute-all": {"cad__enabled": False, "train__recompute": "all"},
@@ -152,6 +154,12 @@ def test_where_attention_runs_changes_no_loss(two_ranks: Path, variant: str) -> 
         assert steps_of(two_ranks / f"whole-{variant}", key) == expected, key
     moved = steps_of(two_ranks / f"whole-{variant}", "bytes_moved").values()
     assert all(moved) != variant.startswith("home"), "rows travel if and only if attention is disaggregated"
+
+
+def test_host_memory_changes_no_bit(two_ranks: Path) -> None:
+    for key in ("loss", "grad_norm", "validation_loss"):
+        without, offload = (steps_of(two_ranks / f"whole-{name}", key) for name in ("resend-recompute", "offload"))
+        assert without == offload and len(without) == (1 if key == "validation_loss" else 3)
 
 
 def test_two_micro_batches_are_one_of_twice_the_size(two_ranks: Path) -> None:

@@ -127,7 +127,7 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
             f"cad.kernel {config.cad.kernel} computes in bf16, but train.precision is fp32; "
             "set cad.kernel to auto or reference, or train.precision to bf16."
         )
-    problems += _fp8(config) + _fewer_bytes(config)
+    problems += _fp8(config) + _fewer_bytes(config) + _offload(config)
     if config.cad.kernel == "torch" and config.cad.deterministic:
         problems.append(
             "cad.kernel torch has no deterministic backward; set cad.kernel to auto or cad.deterministic to false."
@@ -150,6 +150,24 @@ def _fewer_bytes(config: RunConfig) -> list[str]:
             "and optimizer.distributed to true."
         )
     return problems
+
+
+def _offload(config: RunConfig) -> list[str]:
+    """What backward needs, in host memory."""
+    if not config.train.offload:
+        return []
+    needed: dict[str, tuple[object, object]] = {
+        "cad.enabled": (config.cad.enabled, True),
+        "train.recompute": (config.resolved_recompute, "all"),
+        "cad.backward": (config.resolved_backward, "resend"),
+        "parallel.pp": (config.parallel.pp, 1),
+    }
+    return [
+        f"train.offload is true, but {name} is {str(found).lower()}; set it to {str(value).lower()}, or train.offload "
+        "to false."
+        for name, (found, value) in needed.items()
+        if found != value
+    ]
 
 
 def _fp8(config: RunConfig) -> list[str]:

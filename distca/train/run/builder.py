@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from distca.cluster.node_memory import fullest_node
+from distca.device.host_memory import free_host_memory
 from distca.train.checkpoint.folders import load_initial_weights
 from distca.train.config.schema import RunConfig
 from distca.train.metrics.progress import format_bytes
 from distca.train.run.memory import describe, predict_memory
-from distca.train.run.memory_fit import OUTSIDE_TORCH, check_memory, receive_buffer, resolve
+from distca.train.run.memory_fit import OUTSIDE_TORCH, check_host_memory, check_memory, receive_buffer, resolve
 from distca.words import count
 from megatron_patches.world import World
 
@@ -140,6 +142,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         deterministic=settings.deterministic,
         nvshmem_buffer_gb=settings.nvshmem_buffer_gb,
         recompute="all" if config.train.recompute == "all" else "none",
+        offload=config.train.offload,
         linears=config.train.linears,
     )
     if parallel.pp > 1 and not settings.enabled:
@@ -177,6 +180,9 @@ def _fitting(config: RunConfig, world: World, vocabulary: int) -> RunConfig:
             *map(format_bytes, (device, receive_buffer(resolved, world.size), OUTSIDE_TORCH)),
         )
         check_memory(resolved, world.size, vocabulary, device)
+    if resolved.train.offload:
+        host = max(stage.host for stage in predict_memory(resolved, world.size, vocabulary))
+        check_host_memory(resolved, *fullest_node(host, free_host_memory()))
     return resolved
 
 

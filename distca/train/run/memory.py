@@ -33,6 +33,10 @@ the server of its end has all keys, of two halves all in the second; the first h
 elsewhere. A second range of the same document has a copy of its keys. Plans have up to 2.2, and more where a shorter
 document shares the pool."""
 
+STAYING_HALVES = 2
+"""Halves of a layer whose rows are on the device at most, where they are kept in host memory; the window of
+distca/device/offload.py."""
+
 
 @dataclass(frozen=True)
 class StageMemory:
@@ -43,12 +47,14 @@ class StageMemory:
         micro_batches: how many are in flight at most.
         activations: what they keep.
         working: what the layer or the loss at work needs for itself, attention buffers and stage transfers included.
+        host: of activations that are kept in host memory.
     """
 
     model: ModelBytes
     micro_batches: int
     activations: int
     working: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -83,7 +89,8 @@ def describe(stages: list[StageMemory]) -> list[str]:
             parts["or, later, the optimizer's step"] = stage.model.update
         where = f" of stage {number}" if len(stages) > 1 else ""
         said = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-        lines.append(f"Predicted peak memory{where}: {format_bytes(stage.total)} ({said})")
+        host = f", beside {format_bytes(stage.host)} of activations in host memory" if stage.host else ""
+        lines.append(f"Predicted peak memory{where}: {format_bytes(stage.total)} ({said}){host}")
     return lines
 
 
@@ -120,12 +127,15 @@ class _Stage:
 
     def predict(self) -> StageMemory:
         in_flight = self._in_flight()
+        kept, host = self._layers * self._kept(), 0
+        if self._config.train.offload:
+            kept, host = min(self._layers, STAYING_HALVES // self._halves) * self._kept(), self._rows * kept
         return StageMemory(
             model=model_bytes(self._config, self._parameters(), self._in_linears(), self._data_parallel),
             micro_batches=in_flight,
-            activations=self._rows
-            * (in_flight * (self._layers * self._kept() + self._rotation()) + self._angles_in_flight(in_flight)),
+            activations=self._rows * (in_flight * (kept + self._rotation()) + self._angles_in_flight(in_flight)),
             working=max(self._layer_at_work(), self._loss_at_work()) + self._transfers(),
+            host=host,
         )
 
     @property
@@ -249,6 +259,10 @@ class _Stage:
             elements += 2 * self._ffn + self._hidden
         if self._recompute == "all":
             elements += self._hidden  # the residual stream between attention and MLP
+        if self._config.train.offload:
+            # Fullest between two layers: q, k, v of the upper one and their gradients, while as much is still to come
+            # back of the lower one.
+            elements += self._q + self._kv
         return self._value * elements
 
     def _second_mlp_at_work(self) -> int:

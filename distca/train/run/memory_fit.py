@@ -81,6 +81,25 @@ def check_memory(config: RunConfig, world_size: int, vocabulary: int, device_byt
     )
 
 
+def check_host_memory(config: RunConfig, need: int, free: int) -> None:
+    """Refuse a run whose ranks keep more for backward than a node has.
+
+    Args:
+        config: the run.
+        need: bytes of host memory that the ranks of the fullest node need.
+        free: bytes that are free there.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    if need > _WITH_ROOM * free:
+        raise ConfigError(
+            f"train.offload is true, and what the ranks of a node keep for backward would need about {need / GIB:.1f} "
+            f"GiB of host memory, of which {free / GIB:.1f} are free: lower data.tokens_per_rank "
+            f"({config.data.tokens_per_rank}), or set train.offload to false."
+        )
+
+
 def _need_and_room(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int) -> tuple[int, int]:
     """Bytes that torch needs on the fullest stage, and those that it may have."""
     need = max(stage.total for stage in predict_memory(config, world_size, vocabulary))
@@ -89,11 +108,11 @@ def _need_and_room(config: RunConfig, world_size: int, vocabulary: int, device_b
 
 def _choices(config: RunConfig) -> list[Changes]:
     """Values for what is auto, fastest first: sending rows again hides behind computation, computing again does not."""
-    recompute: Sequence[str] = [config.train.recompute]
-    if config.train.recompute == "auto":
+    recompute: Sequence[str] = [config.resolved_recompute]
+    if config.train.recompute == "auto" and not config.train.offload:
         recompute = ["none", "mlp", "all"]
     backward: Sequence[str] = [config.resolved_backward]
-    if config.cad.enabled and config.cad.backward == "auto" and config.parallel.pp == 1:
+    if config.cad.enabled and config.cad.backward == "auto" and config.parallel.pp == 1 and not config.train.offload:
         backward = ["keep", "resend"]
     return [
         (("train.recompute", again), ("cad.backward", how)) for again, how in itertools.product(recompute, backward)
@@ -107,6 +126,8 @@ def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes:
         tried = _with(config, (*changes, ("data.tokens_per_rank", tokens)))
         if (tried.train.moments != "float32" or tried.train.fp8_weights) and not tried.optimizer.distributed:
             return False  # not served
+        if tried.train.offload and (tried.resolved_recompute, tried.resolved_backward) != ("all", "resend"):
+            return False
         need, room = _need_and_room(tried, world_size, vocabulary, device_bytes)
         return need <= _WITH_ROOM * room
 
@@ -133,6 +154,7 @@ def _savings(config: RunConfig) -> Changes:
         ("cad.backward", "resend"): cad.enabled and config.resolved_backward == "keep",
         ("train.recompute", "mlp"): train.recompute == "none",
         ("train.recompute", "all"): train.recompute != "all",
+        ("train.offload", True): cad.enabled and config.parallel.pp == 1,
         ("train.gradients", "bfloat16"): train.precision == "bf16",
         ("train.moments", "bfloat16"): train.precision == "bf16",
     }

@@ -10,7 +10,7 @@ from distca.errors import ConfigError
 from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import RunConfig
 from distca.train.run.memory import GIB, describe, predict_memory
-from distca.train.run.memory_fit import OUTSIDE_TORCH, check_memory, receive_buffer, resolve
+from distca.train.run.memory_fit import OUTSIDE_TORCH, check_host_memory, check_memory, receive_buffer, resolve
 
 CUT = ["--config", "configs/llama-8b-cut.yaml"]
 VOCABULARY = 32_000
@@ -81,6 +81,25 @@ def test_auto_takes_the_fastest_that_fits() -> None:
         which for which in order if which in taken
     ]
     assert taken[0] == ("none", "keep") and taken[-1] == min(needs, key=lambda which: needs[which])
+
+
+def test_what_backward_needs_in_host_memory() -> None:
+    """With it auto takes what it needs, a refusal names it where all that is cheaper does not do, and nodes that have
+    too little for their ranks are refused."""
+    offload = resolve(_config("--train.recompute", "auto", "--train.offload", "true"), 2, VOCABULARY, H200)
+    assert (offload.train.recompute, offload.cad.backward) == ("all", "resend")
+    assert resolve(offload, 2, VOCABULARY, None) == offload
+    without = _config("--train.recompute", "all", "--cad.backward", "resend")
+    (kept,), (host,) = (predict_memory(each, 2, VOCABULARY) for each in (without, offload))
+    layers, stay = without.model.layers, 1  # both halves of a layer
+    assert kept.host == 0 and kept.activations - host.activations == pytest.approx(host.host * (1 - stay / layers))
+    assert f"GiB), beside {host.host / GIB:.1f} GiB of activations in host memory" in describe([host])[0]
+    said = _refusal(without, _need(offload) * 21 // 20)
+    assert "take: set train.offload to true; or lower" in said
+    assert "train.offload" not in _refusal(_config("--cad.enabled", "false", "--train.recompute", "all"), 12 * GIB)
+    check_host_memory(offload, 2 * host.host, 3 * host.host)
+    with pytest.raises(ConfigError, match=r"about 40\.0 GiB of host memory, of which 41\.0 are free: lower data\.tok"):
+        check_host_memory(offload, 40 * GIB, 41 * GIB)
 
 
 def test_auto_without_a_limit_and_what_is_said() -> None:
