@@ -82,10 +82,11 @@ def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunCo
     config = settings.config
     data = replace(config.data, source="mix", path=cell.mix, context_length=cell.context)
     cad = replace(config.cad, enabled=mode.method == "distca")
+    train = replace(config.train, offload=config.train.offload and cad.enabled)
     # Baselines need no symmetric memory, and limits on links are NCCL's.
     if world.device.type == "cuda" and (mode.method != "distca" or settings.slow_links):
         cad = replace(cad, transport="nccl")
-    return replace(config, data=data, cad=cad)
+    return replace(config, data=data, cad=cad, train=train)
 
 
 def measure_mode(

@@ -16,6 +16,7 @@ import torch
 
 from distca.device.event import Event
 from distca.device.host_memory import free_host_memory
+from distca.device.page_lock import page_lock, page_unlock
 from distca.errors import SupportError
 
 WINDOW, AHEAD = 10, 5
@@ -57,7 +58,7 @@ class Offload:
     ) -> None:
         self._window, self._ahead = window, ahead
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._memory = _HostMemory(chunk_bytes, pinned=self._stream is not None)
+        self._memory = _HostMemory(chunk_bytes, locked=self._stream is not None)
         self._alive: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
         self._leaving: dict[int, tuple[torch.Tensor, Event | None]] = {}  # by number, in the order of parking
         self._parked = 0
@@ -152,9 +153,11 @@ class _Entry:
 class _HostMemory:
     """Bytes one behind the other over chunks, in which a tensor may lie across borders."""
 
-    def __init__(self, chunk_bytes: int, pinned: bool) -> None:
-        self._chunk_bytes, self._pinned, self._used = chunk_bytes, pinned, 0
+    def __init__(self, chunk_bytes: int, locked: bool) -> None:
+        self._chunk_bytes, self._locked, self._used = chunk_bytes, locked, 0
         self._chunks: list[torch.Tensor] = []
+        if locked:
+            weakref.finalize(self, _unlock, self._chunks).atexit = False
 
     @property
     def size(self) -> int:
@@ -166,18 +169,18 @@ class _HostMemory:
     def take(self, size: int) -> int:
         begin, self._used = self._used, self._used + -(-size // _ALIGNMENT) * _ALIGNMENT
         while self.size < self._used:
-            self._check_free()
-            self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+            self._grow()
         return begin
 
-    def _check_free(self) -> None:
-        free = free_host_memory()
-        if free < self._chunk_bytes:
+    def _grow(self) -> None:
+        free, chunk = free_host_memory(), torch.empty(self._chunk_bytes, dtype=torch.uint8)
+        if free < self._chunk_bytes or (self._locked and not page_lock(chunk)):
             raise SupportError(
                 f"offload is True and has {self.size / 2**30:.1f} GiB of this rank in host memory, of which "
-                f"{free / 2**30:.1f} GiB are left, too little for what backward needs: set offload to False, or have "
-                "fewer tokens per rank."
+                f"{free / 2**30:.1f} GiB are left, too little for what backward needs, or not to be page-locked: set "
+                "offload to False, or have fewer tokens per rank."
             )
+        self._chunks.append(chunk)
 
     def pieces(self, begin: int, size: int) -> Iterator[torch.Tensor]:
         end = begin + size
@@ -186,6 +189,12 @@ class _HostMemory:
             part = self._chunks[number][within : within + end - begin]
             yield part
             begin += len(part)
+
+
+def _unlock(chunks: list[torch.Tensor]) -> None:
+    torch.cuda.synchronize()
+    for chunk in chunks:
+        page_unlock(chunk)
 
 
 def _wait(event: Event | None) -> None:

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from distca.cluster.health import TIMEOUT
 from distca.cluster.node_memory import fullest_node
 from distca.device.host_memory import free_host_memory
+from distca.device.page_lock import page_lock, page_unlock
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class HostStaging:
     def close(self) -> None:
         """Give the memory back, when nothing is copied or written any more."""
         if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            page_unlock(self._memory)
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
 
     def _copy(self, tensors: Sequence[ShardedTensor], places: Sequence[int]) -> None:
@@ -111,6 +112,4 @@ class HostStaging:
     def _take(self, size: int) -> None:
         self.close()
         self._memory = torch.empty(size, dtype=torch.uint8)
-        if self._stream is not None:  # of memory that may be paged out a GPU copies at a fraction of the speed
-            failed = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
-            self._is_pinned = int(failed) == 0
+        self._is_pinned = self._stream is not None and page_lock(self._memory)
