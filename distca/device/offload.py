@@ -87,11 +87,9 @@ class Offload:
     def _found(self, tensor: torch.Tensor) -> _Entry | None:
         begin = tensor.data_ptr()
         for number, (held, _) in self._leaving.items():
-            entry = self._alive.get(number)
-            if entry is None or held.dtype != tensor.dtype or not tensor.nbytes:
-                continue
-            if held.data_ptr() <= begin and begin + tensor.nbytes <= held.data_ptr() + held.nbytes:
-                return entry
+            within = held.data_ptr() <= begin < begin + tensor.nbytes <= held.data_ptr() + held.nbytes
+            if within and held.dtype == tensor.dtype:
+                return self._alive.get(number)
         return None
 
     def _leave(self, flat: torch.Tensor) -> _Entry:
