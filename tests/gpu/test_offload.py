@@ -13,30 +13,29 @@ then with ``--train.offload true`` behind it, and with that and ``--contexts 524
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from distca.device.offload import Offload
 from distca.testing.ranks import run_ranks
-from distca.train.config.cli import parse_run_config
-from distca.train.run.memory import GIB, predict_memory
 from tests.gpu.runs import keep_results, settings_line, train_on_gpus
 from tests.train.small_runs import steps_of
 
 pytestmark = pytest.mark.gpu
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
-KEPT: Settings = {"train.recompute": "all", "cad.backward": "resend", "train.offload": "false"}
+KEPT: Settings = {"train.recompute": "all", "cad.backward": "resend", "data.whole_documents": "false"}
 MODES: dict[str, Settings] = {"without": {}, "with": {"train.offload": "true"}}
-EXACT: Settings = KEPT | {"cad.deterministic": "true", "data.whole_documents": "false", "data.context_length": 16384}
-WIDE: Settings = KEPT | {
+EXACT: Settings = {"cad.deterministic": "true", "data.context_length": 16384}
+WIDE: Settings = {
     "model.layers": 8,
     "model.hidden": 4096,
     "model.ffn": 14336,
@@ -45,10 +44,10 @@ WIDE: Settings = KEPT | {
     "data.path": "pretrain-long",
     "data.context_length": 65536,
     "data.tokens_per_rank": 32768,
-    "data.whole_documents": "false",
     "train.micro_batches": 1,
     "train.steps": 10,
 }
+RUNS = {"two ranks": EXACT, "tp2": EXACT | {"parallel.tp": 2, "data.tokens_per_rank": 16384}, "wide": WIDE}
 SETTLED = 4
 """Steps after which host memory is there and kernels are compiled."""
 NUMBERS, ELEMENTS = 40, 4 << 20
@@ -77,39 +76,47 @@ def test_values_come_back_while_the_gpu_is_behind_the_host() -> None:
         assert is_ahead or not first, "but for the first time, when host memory is taken"
 
 
-def _train(folder: Path, runs: dict[str, Settings]) -> None:
-    lines = [own | {"output": folder, "name": name} for name, own in runs.items()]
-    run_ranks(2, train_on_gpus, lines, gpus=True, timeout=500)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs, which are in one world, one after the other."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    made = tmp_path_factory.mktemp("offload")
+    run_ranks(2, _all, made, gpus=True, timeout=400)
+    return made
 
 
-@needs_two
-@pytest.mark.parametrize("layout", [{}, {"parallel.tp": 2}])
-def test_losses_and_gradients_are_equal_bit_by_bit(tmp_path: Path, layout: Settings) -> None:
-    own = EXACT | layout
-    if layout:
-        own |= {"data.tokens_per_rank": 16384}
-    _train(tmp_path, {name: own | mode for name, mode in MODES.items()})
+def _all(folder: Path) -> None:
+    with patch("distca.train.run.loop.plot_balance"), patch("distca.train.run.loop.plot_phases"):
+        for name, settings in RUNS.items():
+            for mode, own in MODES.items():
+                train_on_gpus([KEPT | settings | own | {"name": f"{name} {mode}", "output": folder}])
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def _both(folder: Path, name: str, key: str) -> list[dict[int, float]]:
+    """A figure of every step, without and with host memory."""
+    return [steps_of(folder / f"{name} {mode}", key) for mode in MODES]
+
+
+@pytest.mark.parametrize("name", ["two ranks", "tp2"])
+def test_losses_and_gradients_are_equal_bit_by_bit(folder: Path, name: str) -> None:
     for key in ("loss", "grad_norm"):
-        without, offload = (steps_of(tmp_path / name, key) for name in MODES)
-        assert without == offload and len(without) == 4, key
+        without, offload = _both(folder, name, key)
+        logger.info("%s, %s: %s, %s", name, key, list(without.values()), list(offload.values()))
+        assert without == offload and len(without) == 4
 
 
-@needs_two
-def test_peak_memory_falls_by_what_is_predicted_and_copies_hide(tmp_path: Path) -> None:
-    _train(tmp_path, {name: WIDE | mode for name, mode in MODES.items()})
-    found: dict[str, dict[str, float]] = {}
-    for name, mode in MODES.items():
-        (stage,) = predict_memory(parse_run_config(settings_line(WIDE | mode)), 2, 4096)
-        peaks, seconds = (steps_of(tmp_path / name, key) for key in ("peak_memory_gb", "step_s"))
-        found[name] = {
-            "peak_gib": max(peaks.values()),
-            "predicted_gib": stage.total / GIB,
-            "step_s": median(each for step, each in seconds.items() if step > SETTLED),
-            "first_step_s": seconds[1],
-        }
-        logger.info("%s: %s", name, found[name])
-    keep_results("offload", 2, {"settings": settings_line(WIDE), "found": found})
-    without, offload = (found[name] for name in MODES)
-    saved, predicted = (without[key] - offload[key] for key in ("peak_gib", "predicted_gib"))
+def test_peak_memory_falls_by_what_is_predicted_and_copies_hide(folder: Path) -> None:
+    found = {
+        key: [median(each for step, each in steps.items() if step > SETTLED) for steps in _both(folder, "wide", key)]
+        for key in ("peak_memory_gb", "predicted_memory_gb", "step_s")
+    }
+    found["first_step_s"] = [steps[1] for steps in _both(folder, "wide", "step_s")]
+    logger.info("Without and with host memory: %s", found)
+    keep_results("offload", 2, {"settings": settings_line(KEPT | WIDE), "found": found})
+    saved, predicted = (found[key][0] - found[key][1] for key in ("peak_memory_gb", "predicted_memory_gb"))
     assert predicted > 1 and saved == pytest.approx(predicted, rel=0.2)
-    assert offload["step_s"] <= 1.05 * without["step_s"]
+    without, offload = found["step_s"]
+    assert offload <= 1.05 * without
