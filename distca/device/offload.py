@@ -61,6 +61,7 @@ class Offload:
         self._memory = _HostMemory(chunk_bytes, locked=self._stream is not None)
         self._alive: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
         self._leaving: dict[int, tuple[torch.Tensor, Event | None]] = {}  # by number, in the order of parking
+        self._coming: dict[int, tuple[torch.Tensor, Event | None]] = {}
         self._parked = 0
 
     @property
@@ -95,6 +96,9 @@ class Offload:
     def _leave(self, flat: torch.Tensor) -> _Entry:
         if not self._alive:
             self._memory.start_over()
+            for _, copied in self._coming.values():  # of a backward that was not finished
+                _wait(copied)
+            self._coming.clear()
         entry = _Entry(self._parked, flat, self._memory.take(flat.nbytes))
         self._parked += 1
         self._alive[entry.number] = entry
@@ -112,9 +116,11 @@ class Offload:
             if (each := self._alive.get(number)) is not None and each.here is None:
                 each.here = torch.empty(each.elements, dtype=each.dtype, device=each.device)
                 self._copy(each, out=False)
+                self._coming[each.number] = (each.here, each.copied)
         _wait(entry.copied)
         entry.copied = None
         self._leaving.pop(entry.number, None)
+        self._coming.pop(entry.number, None)
         assert entry.here is not None
         return entry.here
 
