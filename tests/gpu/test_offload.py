@@ -42,12 +42,11 @@ WIDE: Settings = {
     "model.heads": 32,
     "model.kv_heads": 8,
     "data.path": "pretrain-long",
-    "data.context_length": 65536,
     "data.tokens_per_rank": 32768,
     "train.micro_batches": 1,
     "train.steps": 10,
 }
-RUNS = {"two ranks": EXACT, "tp2": EXACT | {"parallel.tp": 2, "data.tokens_per_rank": 16384}, "wide": WIDE}
+RUNS = {"two ranks": EXACT, "tp2": EXACT | {"parallel.tp": 2, "data.tokens_per_rank": 16384}}
 SETTLED = 4
 """Steps after which host memory is there and kernels are compiled."""
 NUMBERS, ELEMENTS = 40, 4 << 20
@@ -78,17 +77,18 @@ def test_values_come_back_while_the_gpu_is_behind_the_host() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs, which are in one world, one after the other."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
+    """Of all runs."""
     made = tmp_path_factory.mktemp("offload")
-    run_ranks(2, _all, made, gpus=True, timeout=400)
+    # Where ranks share a GPU, what they take says nothing.
+    timed = min(2, torch.cuda.device_count())
+    run_ranks(timed, _all, made, {"wide": WIDE | {"data.context_length": 32768 * timed}}, gpus=True, timeout=200)
+    run_ranks(2, _all, made, RUNS, gpus=True, timeout=200)
     return made
 
 
-def _all(folder: Path) -> None:
+def _all(folder: Path, runs: dict[str, Settings]) -> None:
     with patch("distca.train.run.loop.plot_balance"), patch("distca.train.run.loop.plot_phases"):
-        for name, settings in RUNS.items():
+        for name, settings in runs.items():
             for mode, own in MODES.items():
                 train_on_gpus([KEPT | settings | own | {"name": f"{name} {mode}", "output": folder}])
                 gc.collect()
@@ -115,7 +115,7 @@ def test_peak_memory_falls_by_what_is_predicted_and_copies_hide(folder: Path) ->
     }
     found["first_step_s"] = [steps[1] for steps in _both(folder, "wide", "step_s")]
     logger.info("Without and with host memory: %s", found)
-    keep_results("offload", 2, {"settings": settings_line(KEPT | WIDE), "found": found})
+    keep_results("offload", min(2, torch.cuda.device_count()), {"settings": settings_line(KEPT | WIDE), "found": found})
     saved, predicted = (found[key][0] - found[key][1] for key in ("peak_memory_gb", "predicted_memory_gb"))
     assert predicted > 1 and saved == pytest.approx(predicted, rel=0.2)
     without, offload = found["step_s"]
