@@ -31,6 +31,9 @@ from distca.profile.timing import median_seconds
 from distca.train.config.schema import RunConfig
 from megatron_patches.te.shapes import Fp8
 
+_ROWS, _FP8_ROWS, _CPU_ROWS = 8192, 65536, 64
+"""Rows of a matrix product. In FP8 a narrow one on few rows takes less time than the host needs to queue it: on 8,192
+rows one of 2,048 by 2,048 took as long as one of 2,048 by 3,072."""
 _BURST = 10  # repetitions
 _PAUSE_S, _WARM_S, _HELD_S = 0.3, 0.4, 1.0
 
@@ -127,15 +130,16 @@ def measure_ceiling(
         "fc2": (model.ffn // tp, model.hidden),
         "output": (model.hidden, model.vocabulary // tp),
     }
-    tokens = 8192 if device.type == "cuda" else 64
     document = min(document, 65536) if device.type == "cuda" else min(document, 256)
-    fp8 = config.train.fp8
-    took = [
-        _matrix_seconds(*size, tokens, device, dtype)
-        if fp8 == "none" or name == "output"
-        else _fp8_seconds(*size, tokens, device, fp8)
-        for name, size in sizes.items()
-    ]
+    took = []
+    for name, size in sizes.items():
+        in_fp8 = config.train.fp8 != "none" and name != "output"
+        rows = (_FP8_ROWS if in_fp8 else _ROWS) if device.type == "cuda" else _CPU_ROWS
+        if in_fp8:
+            held, burst = _fp8_seconds(*size, rows, device, config.train.fp8)
+        else:
+            held, burst = _matrix_seconds(*size, rows, device, dtype)
+        took.append((held / rows, burst / rows))
     took += _attention_seconds(shape, kernel, document, device, dtype)
     everyone = torch.tensor(took, dtype=torch.float64)
     dist.all_reduce(everyone)
@@ -145,7 +149,7 @@ def measure_ceiling(
         *products, forward, backward = seconds
         matrices = zip(sizes.items(), products, strict=True)
         return Ceiling(
-            tuple(Matrix(name, *size, seconds / tokens) for (name, size), seconds in matrices),
+            tuple(Matrix(name, *size, per_token) for (name, size), per_token in matrices),
             model.layers,
             tp,
             forward / pairs,

@@ -240,7 +240,7 @@ class TrainConfig:
             recomputes whole layers, as Megatron's full recomputation does.
         offload: keep in host memory what the backward pass needs of every layer, so that longer contexts fit; copied
             beside the computation. With it auto takes recompute all and cad.backward resend, which it needs, beside
-            cad.enabled and no pipeline stages. Not yet run on GPUs.
+            cad.enabled and no pipeline stages.
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
             and SIGUSR1 do the same at any time.
