@@ -52,6 +52,7 @@ class RankRecord:
         reserved_gib: peak that torch's allocator held; None on CPUs.
         predicted_gib: the peak as it was predicted, NVSHMEM's memory included; None on CPUs.
         recompute: what was computed again in backward.
+        offload: what waited for it in host memory.
         fallback_exchanges: exchanges that did not fit NVSHMEM's memory and went by NCCL.
         traced: what the GPU did in the traced batches; None where nothing was traced.
         gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
@@ -72,6 +73,7 @@ class RankRecord:
     predicted_gib: float | None = None
     outside_torch_gib: float | None = None
     recompute: str = "none"
+    offload: str = "none"
     fallback_exchanges: int = 0
     traced: Traced | None = None
     gpus: list[dict[str, Any]] = field(default_factory=list)
@@ -82,7 +84,7 @@ def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunCo
     config = settings.config
     data = replace(config.data, source="mix", path=cell.mix, context_length=cell.context)
     cad = replace(config.cad, enabled=mode.method == "distca")
-    train = replace(config.train, offload=config.train.offload and cad.enabled)
+    train = config.train if cad.enabled else replace(config.train, offload="none")
     # Baselines need no symmetric memory, and limits on links are NCCL's.
     if world.device.type == "cuda" and (mode.method != "distca" or settings.slow_links):
         cad = replace(cad, transport="nccl")
@@ -202,7 +204,7 @@ class _Run:
         pool = self._trainer.cad.pool.transport
         record.fallback_exchanges = getattr(pool, "fallback_exchanges", 0)
         config = self._trainer.config
-        record.recompute = config.train.recompute
+        record.recompute, record.offload = config.train.recompute, config.train.offload
         if not self.on_gpu:
             return
         heap = self._trainer.receive_buffer_gib

@@ -7,7 +7,7 @@ memory measured and predicted, with 64K tokens per rank as it trains without, an
     torchrun --standalone --nproc-per-node=2 -m benchmarks.throughput --output FOLDER/without --modes distca \\
         --mixes pretrain --contexts 131072 --batches 3 --warm-up 2 --traced 0 -- --config configs/llama-8b-2-gpus.yaml
 
-then with ``--train.offload true`` behind it, and with that and ``--contexts 524288 --data.tokens_per_rank 262144``, or
+then with ``--train.offload all`` behind it, and with that and ``--contexts 524288 --data.tokens_per_rank 262144``, or
 ``--parallel.tp 2 --contexts 1048576 --data.tokens_per_rank 1048576`` (450 and 900 GiB of host memory on the node).
 """
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
 
 KEPT: Settings = {"train.recompute": "all", "cad.backward": "resend", "data.whole_documents": "false"}
-MODES: dict[str, Settings] = {"without": {}, "with": {"train.offload": "true"}}
+MODES: dict[str, Settings] = {"without": {"train.offload": "none"}, "with": {"train.offload": "all"}}
 EXACT: Settings = {"cad.deterministic": "true", "data.context_length": 16384}
 WIDE: Settings = {
     "model.layers": 8,

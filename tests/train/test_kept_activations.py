@@ -32,7 +32,7 @@ def _config(attention, recompute, layers, qk_norm):
     settings |= {"data.tokens_per_rank": ROWS, "cad.ping_pong": "false"}
     settings |= {
         "packed": {"cad.enabled": "false"},
-        "offload": {"train.offload": "true"},
+        "offload": {"train.offload": "all"},
     }.get(attention, {"cad.backward": attention})
     return parse_run_config([text for name, value in settings.items() for text in (f"--{name}", str(value))])
 

@@ -26,7 +26,7 @@ VARIANTS = {
     "one-nano-batch": {"cad__ping_pong": False},
     "recompute": {"train__recompute": "all"},
     "resend-recompute": {"cad__backward": "resend", "train__recompute": "all"},
-    "offload": {"train__offload": True},
+    "offload": {"train__offload": "all"},
     "home": {"cad__enabled": False},
     "home-recompute": {"cad__enabled": False, "train__recompute": "mlp"},
     "home-recompute-all": {"cad__enabled": False, "train__recompute": "all"},

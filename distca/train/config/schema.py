@@ -238,9 +238,9 @@ class TrainConfig:
             memory and most time; auto = the first of these that fits into the GPUs' memory by prediction, none on CPUs.
             Disaggregated core attention is never recomputed, so nothing is sent twice; with cad.enabled false all
             recomputes whole layers, as Megatron's full recomputation does.
-        offload: keep in host memory what the backward pass needs of every layer, so that longer contexts fit; copied
-            beside the computation. With it auto takes recompute all and cad.backward resend, which it needs, beside
-            cad.enabled and no pipeline stages.
+        offload: what of the backward pass's needs waits in host memory, so that longer contexts fit, copied beside the
+            computation: none; all = that of every layer, with recompute all, cad.backward resend, cad.enabled and no
+            pipeline stages; auto = all where nothing else fits into the GPUs' memory by prediction, and it does.
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
             and SIGUSR1 do the same at any time.
@@ -260,7 +260,7 @@ class TrainConfig:
     moments: Literal["float32", "bfloat16"] = "float32"
     loss: Literal["token", "document"] = "token"
     recompute: Literal["auto", "none", "mlp", "all"] = "auto"
-    offload: bool = False
+    offload: Literal["auto", "none", "all"] = "auto"
     seed: int = 1234
     time_limit: float = 0.0
     evaluate: bool = False
@@ -381,12 +381,12 @@ class RunConfig:
     def resolved_recompute(self) -> Literal["none", "mlp", "all"]:
         """train.recompute, with auto as on devices without a limit."""
         if self.train.recompute == "auto":
-            return "all" if self.train.offload else "none"
+            return "all" if self.train.offload == "all" else "none"
         return self.train.recompute
 
     @property
     def resolved_backward(self) -> Literal["keep", "resend"]:
         """cad.backward, with auto as on devices without a limit."""
         if self.cad.backward == "auto":
-            return "resend" if self.parallel.pp > 1 or self.train.offload else "keep"
+            return "resend" if self.parallel.pp > 1 or self.train.offload == "all" else "keep"
         return self.cad.backward

@@ -154,7 +154,7 @@ def _fewer_bytes(config: RunConfig) -> list[str]:
 
 def _offload(config: RunConfig) -> list[str]:
     """What backward needs, in host memory."""
-    if not config.train.offload:
+    if config.train.offload != "all":
         return []
     needed: dict[str, tuple[object, object]] = {
         "cad.enabled": (config.cad.enabled, True),
@@ -163,8 +163,8 @@ def _offload(config: RunConfig) -> list[str]:
         "parallel.pp": (config.parallel.pp, 1),
     }
     return [
-        f"train.offload is true, but {name} is {str(found).lower()}; set it to {str(value).lower()}, or train.offload "
-        "to false."
+        f"train.offload is all, but {name} is {str(found).lower()}; set it to {str(value).lower()}, or train.offload "
+        "to none."
         for name, (found, value) in needed.items()
         if found != value
     ]

@@ -16,7 +16,14 @@ from distca.train.checkpoint.folders import load_initial_weights
 from distca.train.config.schema import RunConfig
 from distca.train.metrics.progress import format_bytes
 from distca.train.run.memory import describe, predict_memory
-from distca.train.run.memory_fit import OUTSIDE_TORCH, check_host_memory, check_memory, receive_buffer, resolve
+from distca.train.run.memory_fit import (
+    OUTSIDE_TORCH,
+    HostMemory,
+    check_host_memory,
+    check_memory,
+    receive_buffer,
+    resolve,
+)
 from distca.words import count
 from megatron_patches.world import World
 
@@ -142,7 +149,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         deterministic=settings.deterministic,
         nvshmem_buffer_gb=settings.nvshmem_buffer_gb,
         recompute="all" if config.train.recompute == "all" else "none",
-        offload=config.train.offload,
+        offload=config.train.offload == "all",
         linears=config.train.linears,
     )
     if parallel.pp > 1 and not settings.enabled:
@@ -167,11 +174,11 @@ def _described(cad: CAD, config: RunConfig) -> str:
 
 def _fitting(config: RunConfig, world: World, vocabulary: int) -> RunConfig:
     """The run without auto in what memory decides. Says what every stage will need, and refuses what does not fit."""
-    device = _smallest_device(world)
-    resolved = resolve(config, world.size, vocabulary, device)
+    device, host = _smallest_device(world), HostMemory(*fullest_node(1, free_host_memory()))
+    resolved = resolve(config, world.size, vocabulary, device, host)
     if config.train.recompute == "auto" and device is not None:
-        backward = f", cad.backward {resolved.cad.backward}" if config.cad.enabled else ""
-        logger.info("By predicted memory: train.recompute %s%s", resolved.train.recompute, backward)
+        cad = f", train.offload {resolved.train.offload}, cad.backward {resolved.cad.backward}"
+        logger.info("By predicted memory: train.recompute %s%s", resolved.train.recompute, cad * config.cad.enabled)
     for line in describe(predict_memory(resolved, world.size, vocabulary)):
         logger.info("%s", line)
     if device is not None:
@@ -179,10 +186,8 @@ def _fitting(config: RunConfig, world: World, vocabulary: int) -> RunConfig:
             "Beside it of %s: %s for rows that are received, about %s outside torch",
             *map(format_bytes, (device, receive_buffer(resolved, world.size), OUTSIDE_TORCH)),
         )
-        check_memory(resolved, world.size, vocabulary, device)
-    if resolved.train.offload:
-        host = max(stage.host for stage in predict_memory(resolved, world.size, vocabulary))
-        check_host_memory(resolved, *fullest_node(host, free_host_memory()))
+        check_memory(resolved, world.size, vocabulary, device, host)
+    check_host_memory(resolved, world.size, vocabulary, host)
     return resolved
 
 

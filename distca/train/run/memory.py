@@ -128,7 +128,7 @@ class _Stage:
     def predict(self) -> StageMemory:
         in_flight = self._in_flight()
         kept, host = self._layers * self._kept(), 0
-        if self._config.train.offload:
+        if self._config.train.offload == "all":
             kept, host = min(self._layers, STAYING_HALVES // self._halves) * self._kept(), self._rows * kept
         return StageMemory(
             model=model_bytes(self._config, self._parameters(), self._in_linears(), self._data_parallel),
@@ -259,7 +259,7 @@ class _Stage:
             elements += 2 * self._ffn + self._hidden
         if self._recompute == "all":
             elements += self._hidden  # the residual stream between attention and MLP
-        if self._config.train.offload:
+        if self._config.train.offload == "all":
             # Fullest between two layers: q, k, v of the upper one and their gradients, while as much is still to come
             # back of the lower one.
             elements += self._q + self._kv

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from distca.errors import ConfigError
 from distca.train.config.schema import RunConfig
@@ -20,9 +21,18 @@ _WITH_ROOM = 0.95
 """What auto takes, and what is advised, of what torch may have: predictions are off by some percent, and an allocator
 that is full frees and maps memory in turns."""
 _FEWEST_TOKENS = 1024
+_WITH_OFFLOAD = ("all", "resend")
+"""train.recompute and cad.backward that host memory goes with."""
 
 Changes = tuple[tuple[str, object], ...]
 """Settings and their new values."""
+
+
+class HostMemory(NamedTuple):
+    """Of the machine that has least for each of its ranks: how many they are, and bytes that are free for all."""
+
+    ranks: int
+    free: int
 
 
 def receive_buffer(config: RunConfig, world_size: int) -> int:
@@ -31,21 +41,23 @@ def receive_buffer(config: RunConfig, world_size: int) -> int:
     return int(config.resolved_nvshmem_buffer_gb * GIB) if used else 0
 
 
-def resolve(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int | None) -> RunConfig:
-    """The run with train.recompute and cad.backward in place of auto: the fastest that fit with some room to spare, and
-    if none do, those that need least.
+def resolve(
+    config: RunConfig, world_size: int, vocabulary: int, device_bytes: int | None, host: HostMemory
+) -> RunConfig:
+    """The run with train.recompute, train.offload and cad.backward in place of auto: the fastest that fit with room to
+    spare, and if none do, those that need least.
 
     Args:
         config: a validated run.
         world_size: its ranks.
         vocabulary: rows of the embedding.
         device_bytes: memory of its smallest device; None where there is no limit to know.
+        host: of its machines.
     """
-    if config.train.recompute != "auto" and (config.cad.backward != "auto" or not config.cad.enabled):
-        return config
     candidates = [_with(config, changes) for changes in _choices(config)]
     if device_bytes is None:
         return candidates[0]
+    candidates = [each for each in candidates if _fits_host(each, world_size, vocabulary, host)] or candidates
 
     def short_of(candidate: RunConfig, share: float) -> float:
         need, room = _need_and_room(candidate, world_size, vocabulary, device_bytes)
@@ -55,7 +67,7 @@ def resolve(config: RunConfig, world_size: int, vocabulary: int, device_bytes: i
     return next(fitting, None) or min(candidates, key=lambda each: short_of(each, 1))
 
 
-def check_memory(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int) -> None:
+def check_memory(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int, host: HostMemory) -> None:
     """Refuse a run that does not fit, with settings that would.
 
     Args:
@@ -63,6 +75,7 @@ def check_memory(config: RunConfig, world_size: int, vocabulary: int, device_byt
         world_size: its ranks.
         vocabulary: rows of the embedding.
         device_bytes: memory of its smallest device.
+        host: of its machines.
 
     Raises:
         ConfigError: a stage is predicted to need more than there is.
@@ -73,7 +86,7 @@ def check_memory(config: RunConfig, world_size: int, vocabulary: int, device_byt
     stages = predict_memory(config, world_size, vocabulary)
     worst = max(range(len(stages)), key=lambda number: stages[number].total)
     where = f"Stage {worst} of {len(stages)}" if len(stages) > 1 else "A rank"
-    remedies = _remedies(config, world_size, vocabulary, device_bytes)
+    remedies = _remedies(config, world_size, vocabulary, device_bytes, host)
     remedies.append(f"raise parallel.tp ({config.parallel.tp}) or parallel.pp ({config.parallel.pp})")
     raise ConfigError(
         f"{where} would need about {need / GIB:.1f} GiB of device memory, and the device has {room / GIB:.1f} "
@@ -81,23 +94,33 @@ def check_memory(config: RunConfig, world_size: int, vocabulary: int, device_byt
     )
 
 
-def check_host_memory(config: RunConfig, need: int, free: int) -> None:
+def check_host_memory(config: RunConfig, world_size: int, vocabulary: int, host: HostMemory) -> None:
     """Refuse a run whose ranks keep more for backward than a node has.
 
     Args:
-        config: the run.
-        need: bytes of host memory that the ranks of the fullest node need.
-        free: bytes that are free there.
+        config: the run, without auto.
+        world_size: its ranks.
+        vocabulary: rows of the embedding.
+        host: of its machines.
 
     Raises:
         ConfigError: so it is.
     """
-    if need > _WITH_ROOM * free:
+    if not _fits_host(config, world_size, vocabulary, host):
+        need = host.ranks * _of_a_rank_in_host_memory(config, world_size, vocabulary)
         raise ConfigError(
-            f"train.offload is true, and what the ranks of a node keep for backward would need about {need / GIB:.1f} "
-            f"GiB of host memory, of which {free / GIB:.1f} are free: lower data.tokens_per_rank "
-            f"({config.data.tokens_per_rank}), or set train.offload to false."
+            f"train.offload is all, and what the ranks of a node keep for backward would need about {need / GIB:.1f} "
+            f"GiB of host memory, of which {host.free / GIB:.1f} are free: lower data.tokens_per_rank "
+            f"({config.data.tokens_per_rank}), or set train.offload to none."
         )
+
+
+def _fits_host(config: RunConfig, world_size: int, vocabulary: int, host: HostMemory) -> bool:
+    return host.ranks * _of_a_rank_in_host_memory(config, world_size, vocabulary) <= _WITH_ROOM * host.free
+
+
+def _of_a_rank_in_host_memory(config: RunConfig, world_size: int, vocabulary: int) -> int:
+    return max(stage.host for stage in predict_memory(config, world_size, vocabulary))
 
 
 def _need_and_room(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int) -> tuple[int, int]:
@@ -107,31 +130,40 @@ def _need_and_room(config: RunConfig, world_size: int, vocabulary: int, device_b
 
 
 def _choices(config: RunConfig) -> list[Changes]:
-    """Values for what is auto, fastest first: sending rows again hides behind computation, computing again does not."""
+    """Values for what is auto, fastest first: sending rows again and host memory hide behind computation, computing
+    again does not. Host memory comes last, as all is computed again with it."""
+    train, cad, stages = config.train, config.cad, config.parallel.pp
     recompute: Sequence[str] = [config.resolved_recompute]
-    if config.train.recompute == "auto" and not config.train.offload:
+    if train.recompute == "auto" and train.offload != "all":
         recompute = ["none", "mlp", "all"]
     backward: Sequence[str] = [config.resolved_backward]
-    if config.cad.enabled and config.cad.backward == "auto" and config.parallel.pp == 1 and not config.train.offload:
+    if cad.enabled and cad.backward == "auto" and stages == 1 and train.offload != "all":
         backward = ["keep", "resend"]
+    offload: Sequence[str] = [train.offload]
+    if train.offload == "auto":
+        offload = ["none", "all"] if cad.enabled and stages == 1 else ["none"]
     return [
-        (("train.recompute", again), ("cad.backward", how)) for again, how in itertools.product(recompute, backward)
+        (("train.recompute", again), ("cad.backward", how), ("train.offload", where))
+        for where, again, how in itertools.product(offload, recompute, backward)
+        if where == "none" or (again, how) == _WITH_OFFLOAD
     ]
 
 
-def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int) -> list[str]:
+def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int, host: HostMemory) -> list[str]:
     """In words, the cheapest changes with which the run fits: with its tokens per rank, and without them."""
 
     def fits(changes: Changes, tokens: int) -> bool:
         tried = _with(config, (*changes, ("data.tokens_per_rank", tokens)))
         if (tried.train.moments != "float32" or tried.train.fp8_weights) and not tried.optimizer.distributed:
             return False  # not served
-        if tried.train.offload and (tried.resolved_recompute, tried.resolved_backward) != ("all", "resend"):
+        if tried.train.offload == "all" and (tried.resolved_recompute, tried.resolved_backward) != _WITH_OFFLOAD:
             return False
         need, room = _need_and_room(tried, world_size, vocabulary, device_bytes)
         return need <= _WITH_ROOM * room
 
     tokens, remedies, changes = config.data.tokens_per_rank, [], _savings(config)
+    if not _fits_host(_with(config, changes), world_size, vocabulary, host):
+        changes = tuple(change for change in changes if change[0] != "train.offload")
     if needed := _fewest(changes, lambda some: fits(some, tokens)):
         remedies.append(_set(needed))
     fewer = tokens // 2
@@ -154,7 +186,7 @@ def _savings(config: RunConfig) -> Changes:
         ("cad.backward", "resend"): cad.enabled and config.resolved_backward == "keep",
         ("train.recompute", "mlp"): train.recompute == "none",
         ("train.recompute", "all"): train.recompute != "all",
-        ("train.offload", True): cad.enabled and config.parallel.pp == 1,
+        ("train.offload", "all"): cad.enabled and config.parallel.pp == 1,
         ("train.gradients", "bfloat16"): train.precision == "bf16",
         ("train.moments", "bfloat16"): train.precision == "bf16",
     }

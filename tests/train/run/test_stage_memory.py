@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-OFFLOAD = {"train.offload": "true"}
+OFFLOAD = {"train.offload": "all"}
 
 
 def _config(stages: int, layers: int, case: dict[str, str]) -> RunConfig:
