@@ -46,8 +46,16 @@ from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
 from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
+from megatron_patches.support.arguments import (
+    Backward,
+    Recompute,
+    check_arguments,
+    check_fp8_weights,
+    check_gradients,
+    check_offload,
+)
 from megatron_patches.support.built_model import check_model
-from megatron_patches.support.config_fields import check_config, check_offload
+from megatron_patches.support.config_fields import check_config
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.te.choice import Linears, use_te
 from megatron_patches.training_step import (
@@ -111,7 +119,7 @@ class CAD:
         tokens_per_rank: int,
         disaggregate: bool = True,
         ping_pong: bool = True,
-        backward: Literal["auto", "keep", "resend"] = "auto",
+        backward: Backward = "auto",
         transport: str = "auto",
         kernel: str = "auto",
         tolerance: float | None = None,
@@ -121,7 +129,7 @@ class CAD:
         cost_table: str | None = None,
         deterministic: bool = False,
         nvshmem_buffer_gb: float = 0.0,
-        recompute: Literal["none", "all"] = "none",
+        recompute: Recompute = "none",
         offload: bool = False,
         linears: Linears = "auto",
     ) -> None:
@@ -129,6 +137,15 @@ class CAD:
         drop_log_lines()
         _check_groups()
         check_config(config)
+        check_arguments(
+            tokens_per_rank=tokens_per_rank,
+            tolerance=tolerance,
+            nvshmem_buffer_gb=nvshmem_buffer_gb,
+            backward=backward,
+            recompute=recompute,
+            level=level,
+            linears=linears,
+        )
         self.config, self._disaggregate, self._recompute_all = config, disaggregate, recompute == "all"
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage, self._rank = (
@@ -245,7 +262,7 @@ class CAD:
         Raises:
             SupportError: other types; or FP8 weights without the distributed optimizer.
         """
-        _check_gradients(gradients, self.config.params_dtype)
+        check_gradients(gradients, self.config.params_dtype)
         check_fp8_weights(self.config, distributed_optimizer)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
         if self._stages > 1 and self._disaggregate:
@@ -362,27 +379,6 @@ class CAD:
                     f"tokens_per_rank {self._tokens_per_rank:,} hold {most:,}. Put fewer documents into it, or raise "
                     "tokens_per_rank."
                 )
-
-
-def _check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
-    if gradients != torch.float32 and not gradients == weights == torch.bfloat16:
-        raise SupportError(
-            f"`gradients` is {gradients} and the weights are {weights}; gradients are added up in torch.float32, or, "
-            "of torch.bfloat16 weights, in torch.bfloat16."
-        )
-
-
-def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) -> None:
-    """Refuse FP8 weights without the optimizer that has main weights for them.
-
-    Raises:
-        SupportError: so it is.
-    """
-    if config.fp8_param and not distributed_optimizer:
-        raise SupportError(
-            "fp8_param is True, but Megatron holds the main weights of FP8 weights in its distributed optimizer only: "
-            "set distributed_optimizer to True, or leave fp8_param out."
-        )
 
 
 def _check_groups() -> None:

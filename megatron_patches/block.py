@@ -25,6 +25,7 @@ from distca.errors import SupportError
 from distca.ops.rotary import Rotation
 from distca.runtime import AttentionPool, run_layers
 from megatron_patches.batch_context import DisaggregatedMicroBatch, gather_nano_rows
+from megatron_patches.full_recompute import differentiable
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.rms_norm import RMSNorm
@@ -81,6 +82,9 @@ class DisaggregatedBlock(TransformerBlock):
         if not self.pre_process:
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        recompute = self.recompute_segments and self.training
+        if recompute:
+            hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
         halves_angles = gather_nano_rows(rotary_pos_emb, micro_batch.nano_rows, micro_batch.chunks)
         rotations = [Rotation.of(angles) for angles in halves_angles]
@@ -90,7 +94,7 @@ class DisaggregatedBlock(TransformerBlock):
             halves,
             [micro_batch.routes] * len(self.layers),
             self.pool,
-            partial(_checkpoint, self.pool.offload) if self.recompute_segments and self.training else None,
+            partial(_checkpoint, self.pool.offload) if recompute else None,
         )
         hidden_states = torch.cat(outputs)
         if self.final_layernorm is not None:

@@ -25,9 +25,16 @@ def recompute_layers(block: TransformerBlock) -> None:
         layer.forward = partial(_forward, layer, layer.forward)
 
 
+def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
+    """What goes into a part that is recomputed: autograd runs its backward, for weights too, only if this has a
+    gradient, and what a frozen embedding returns has none."""
+    return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
+
+
 def _forward(layer: TransformerLayer, own: Any, hidden_states: torch.Tensor, **rest: Any) -> Any:
     if not layer.training:
         return own(hidden_states=hidden_states, **rest)
+    hidden_states = differentiable(hidden_states)
 
     def again(hidden: torch.Tensor) -> Any:
         return own(hidden_states=hidden, **rest)

@@ -19,6 +19,7 @@ import torch
 from distca.attention import TaskBatch
 from distca.data.batch import Document, RankBatch, rank_batch
 from distca.device.host_to_device import Upload, uploading
+from distca.errors import PlanError
 from distca.plan import Layout, PlanOptions, StepPlan, plan_step
 from distca.plan.step import StepBalance
 from distca.runtime.device_routes import StepRoutes
@@ -113,7 +114,7 @@ def make_step(
             are.
 
     Raises:
-        PlanError: on documents that cannot be laid out.
+        PlanError: on documents that cannot be laid out, or that span ranks where attention stays at home.
     """
     began = time.perf_counter()
     document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
@@ -188,9 +189,20 @@ def packed_batches(
 
 
 def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBatch:
-    """Attention of a rank's whole documents."""
-    mine = layout.q.on_rank(rank)
-    assert (mine.start == 0).all() and (mine.stop == layout.last[mine.document]).all(), "documents must be whole"
+    """Attention of a rank's whole documents.
+
+    Raises:
+        PlanError: on every rank, if a document spans any.
+    """
+    everyone = layout.q
+    cut = everyone.document[(everyone.start > 0) | (everyone.stop < layout.last[everyone.document])]
+    if len(cut):
+        raise PlanError(
+            f"Document {cut[0]} of a micro-batch, of {layout.last[cut[0]]:,} tokens, spans data-parallel ranks, but "
+            "`disaggregate` is False, so each stays on one: give them homes (distca.StepDocuments), or set "
+            "`disaggregate` to True."
+        )
+    mine = everyone.on_rank(rank)
     borders = np.concatenate(([0], np.cumsum(mine.stop)))
     return PackedMicroBatch(TaskBatch.of(borders, borders, upload), int(borders[-1]))
 

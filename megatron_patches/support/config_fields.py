@@ -314,30 +314,6 @@ def check_recomputation(config: TransformerConfig, recompute_segments: bool = Fa
         )
 
 
-def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
-    """Refuse to keep in host memory what backward needs where it is not kept as rows of their own.
-
-    Args:
-        disaggregate, recompute, backward: of :class:`megatron_patches.api.CAD`.
-        stages: of the pipeline.
-
-    Raises:
-        SupportError: so it is.
-    """
-    found = {"disaggregate": disaggregate, "recompute": recompute, "backward": backward}
-    needed = {"disaggregate": True, "recompute": "all", "backward": "resend"}
-    for name, value in needed.items():
-        if found[name] != value:
-            raise SupportError(
-                f"offload is True, but {name} is {found[name]!r}: set it to {value!r}, or offload to False."
-            )
-    if stages > 1:
-        raise SupportError(
-            f"offload is True, but there are {stages} pipeline stages, with which it is not served: set offload to "
-            "False, or do without stages."
-        )
-
-
 def check_limit(name: str, value: Any, limit: Limit) -> None:
     if value not in limit.served:
         raise SupportError(f"{name} is {value!r}, but {limit.because}: set it to {_alternatives(limit.served)}.")

@@ -22,15 +22,24 @@ def on_cpu() -> None:
 
 
 def ready(
-    case: ParityCase, *, distributed_optimizer: bool = False, fuse_accumulation: bool = True
+    case: ParityCase,
+    *,
+    distributed_optimizer: bool = False,
+    fuse_accumulation: bool = True,
+    disaggregate: bool = True,
+    frozen: str = "",
 ) -> tuple[CAD, DistributedDataParallel, Step]:
-    """The case's face, its model in Megatron's DDP in float32, and its step."""
+    """The case's face, its model in Megatron's DDP in float32, and its step. ``frozen``: part of parameters' names."""
     import torch
 
     from megatron_patches.parity import harness
 
     cpu = torch.device("cpu")
     weights = {name: p.detach() for name, p in harness.unmodified(case, torch.float32).named_parameters()}
-    cad, model = harness.attached(case, torch.float32, cpu, "reference", weights, reduced=fuse_accumulation)
+    cad, model = harness.attached(
+        case, torch.float32, cpu, "reference", weights, disaggregate=disaggregate, reduced=fuse_accumulation
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
     ddp = cad.data_parallel(model, distributed_optimizer=distributed_optimizer)
     return cad, ddp, cad.plan_step(harness.case_documents(case))

@@ -108,6 +108,12 @@ def _used() -> dict[str, Any]:
     found["full"] = _refused(cad.plan_step, [[np.zeros(60, np.int64)]])
     found["too many"] = _refused(cad.plan_step, [documents[0], [np.zeros(40, np.int64), np.zeros(21, np.int64)]])
 
+    wrong: dict[str, Any] = {
+        "backward": "back", "recompute": "mlp", "level": "tim", "linears": "tee",
+        "tokens_per_rank": 0, "tolerance": -1.0, "nvshmem_buffer_gb": float("nan"),
+    }  # fmt: skip
+    found["wrong"] = {name: _refused(CAD, config, **{"tokens_per_rank": 1, name: wrong[name]}) for name in wrong}
+
     other = [[np.zeros(50 + dist.get_rank(), np.int64), np.zeros(3, np.int64)]]
     ahead = cad.plan_ahead([documents, other, documents], first=7)
     assert next(ahead).plan.tokens == sum(map(sum, MICRO_BATCHES))
@@ -152,6 +158,14 @@ def test_calls_that_lack_something_are_refused(used: list[dict[str, Any]]) -> No
 def test_the_face_needs_megatrons_groups(used: list[dict[str, Any]]) -> None:
     for rank in used:
         assert rank["no groups"].startswith("SupportError: ") and "initialize_model_parallel" in rank["no groups"]
+
+
+def test_options_that_mean_nothing_are_refused(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        said = rank["wrong"]
+        assert said["recompute"] == "SupportError: `recompute` is 'mlp'; it can be none, all."
+        assert said["tolerance"] == "SupportError: `tolerance` is -1.0; it must be at least 0."
+        assert all(text.startswith(f"SupportError: `{name}` is ") for name, text in said.items()), said
 
 
 def test_a_micro_batch_of_more_tokens_than_ranks_hold_is_refused(used: list[dict[str, Any]]) -> None:

@@ -1,5 +1,5 @@
 """What each level of recomputation computes again, that transfers stay where they are, that host memory changes no bit,
-and what is refused."""
+that frozen weights change no other's gradient, and what is refused."""
 
 from dataclasses import replace
 
@@ -94,17 +94,34 @@ def _offloaded():
     return found
 
 
-def _both(levels):
-    return _run(levels), _offloaded()
+def _frozen_embedding():
+    """Gradients without an embedding that learns: without recomputation, and with it, disaggregated and at home."""
+    from megatron_patches.full_recompute import recompute_layers
+    from megatron_patches.parity.harness import ParityCase
+    from megatron_patches.training_step import summed_loss_step
+
+    found = []
+    for level, disaggregate in (("none", True), ("all", True), ("all", False)):
+        case = ParityCase(micro_batches=((13, 12, 25),), recompute=level)  # half of it whole documents
+        cad, model, step = small_cases.ready(case, disaggregate=disaggregate, frozen="embedding")
+        if not disaggregate:
+            recompute_layers(model.module.decoder)
+        cad.forward_backward(step, summed_loss_step, model)
+        found.append({name: each.main_grad.clone() for name, each in model.named_parameters() if each.requires_grad})
+    return found
+
+
+def _all(levels):
+    return _run(levels), _offloaded(), _frozen_embedding()
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(2, _both, ["none", "mlp", "all"])
+    return run_ranks(2, _all, ["none", "mlp", "all"])
 
 
 def test_host_memory_changes_no_bit(ranks):
-    for _, ((losses, gradients, _), (again, as_well, counts)) in ranks:
+    for _, ((losses, gradients, _), (again, as_well, counts)), _ in ranks:
         assert all(map(torch.equal, losses, again))
         assert all(torch.equal(gradients[name], as_well[name]) for name in gradients)
         # q, kv, o, log-sum-exp and the residual stream of every half and layer, of which the last few stay.
@@ -117,9 +134,18 @@ def test_host_memory_changes_no_bit(ranks):
         }
 
 
+def test_layers_over_a_frozen_embedding_learn_with_recomputation_too(ranks):
+    for *_, (kept, *recomputed) in ranks:
+        assert len(kept) > 2
+        for gradients in recomputed:
+            for name, gradient in kept.items():
+                assert torch.dist(gradients[name], gradient) <= 1e-5 * gradient.norm(), name
+                assert gradient.norm() > 0
+
+
 def test_each_level_recomputes_its_part_and_moves_no_transfer(ranks):
     once = len(MICRO_BATCHES) * HALVES * 2  # layers
-    for results, _ in ranks:
+    for results, *_ in ranks:
         again = {"none": (), "mlp": ("mlp",), "all": ("mlp", "qkv")}
         for level, (trained, validated, served, order) in results.items():
             assert trained == {part: 2 * once if part in again[level] else once for part in trained}, level
@@ -159,7 +185,7 @@ def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, sa
     ],
 )
 def test_what_cannot_wait_in_host_memory_is_refused(other, said):
-    from megatron_patches.support.config_fields import check_offload
+    from megatron_patches.support.arguments import check_offload
 
     served = {"disaggregate": True, "recompute": "all", "backward": "resend", "stages": 1}
     check_offload(**served)

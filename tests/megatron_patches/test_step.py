@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distca.data.batch import RankBatch, rank_batch
+from distca.errors import PlanError
 from distca.plan import PlanOptions, area_cost
 
 LENGTHS = ((40, 3, 1, 21), (30, 31, 2, 1), (66,))
@@ -32,6 +33,14 @@ def _options(stages: int, disaggregate: bool = True, align: int = 1) -> PlanOpti
         resend=stages > 1 and disaggregate,
         disaggregate=disaggregate,
     )
+
+
+def test_documents_that_span_ranks_are_refused_on_every_rank_where_attention_stays_at_home() -> None:
+    from megatron_patches.step import StepDocuments, make_step
+
+    for rank in range(RANKS):
+        with pytest.raises(PlanError, match="Document 0 of a micro-batch, of 40 tokens, spans data-parallel ranks"):
+            make_step(StepDocuments(_documents()), _options(1, disaggregate=False), 0, rank, "cpu")
 
 
 @pytest.mark.parametrize("stages,disaggregate", [(1, True), (1, False), (2, True), (2, False)])

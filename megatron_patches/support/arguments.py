@@ -1,0 +1,94 @@
+"""What a user gives :class:`megatron_patches.api.CAD` beside Megatron's configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from megatron_patches.plan_options import Level
+from megatron_patches.te.choice import Linears
+
+Backward = Literal["auto", "keep", "resend"]
+Recompute = Literal["none", "all"]
+
+_CHOICES = {"backward": Backward, "recompute": Recompute, "level": Level, "linears": Linears}
+_LEAST = {"tokens_per_rank": 1, "tolerance": 0, "nvshmem_buffer_gb": 0}
+
+
+def check_arguments(
+    *,
+    tokens_per_rank: int,
+    tolerance: float | None,
+    nvshmem_buffer_gb: float,
+    backward: str,
+    recompute: str,
+    level: str,
+    linears: str,
+) -> None:
+    """Refuse values that mean nothing; transport and kernel are checked where they are chosen.
+
+    Raises:
+        SupportError: the first of them.
+    """
+    names = {"backward": backward, "recompute": recompute, "level": level, "linears": linears}
+    for name, value in names.items():
+        if value not in (served := get_args(_CHOICES[name])):
+            raise SupportError(f"`{name}` is {value!r}; it can be {', '.join(served)}.")
+    numbers = {"tokens_per_rank": tokens_per_rank, "tolerance": tolerance, "nvshmem_buffer_gb": nvshmem_buffer_gb}
+    for name, number in numbers.items():
+        if number is not None and not (math.isfinite(number) and number >= _LEAST[name]):
+            raise SupportError(f"`{name}` is {number}; it must be at least {_LEAST[name]}.")
+
+
+def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
+    """Refuse to keep in host memory what backward needs where it is not kept as rows of their own.
+
+    Args:
+        disaggregate, recompute, backward: of :class:`megatron_patches.api.CAD`.
+        stages: of the pipeline.
+
+    Raises:
+        SupportError: so it is.
+    """
+    found = {"disaggregate": disaggregate, "recompute": recompute, "backward": backward}
+    needed = {"disaggregate": True, "recompute": "all", "backward": "resend"}
+    for name, value in needed.items():
+        if found[name] != value:
+            raise SupportError(
+                f"offload is True, but {name} is {found[name]!r}: set it to {value!r}, or offload to False."
+            )
+    if stages > 1:
+        raise SupportError(
+            f"offload is True, but there are {stages} pipeline stages, with which it is not served: set offload to "
+            "False, or do without stages."
+        )
+
+
+def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
+    """Refuse types in which gradients are not added up.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if gradients != torch.float32 and not gradients == weights == torch.bfloat16:
+        raise SupportError(
+            f"`gradients` is {gradients} and the weights are {weights}; gradients are added up in torch.float32, or, "
+            "of torch.bfloat16 weights, in torch.bfloat16."
+        )
+
+
+def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) -> None:
+    """Refuse FP8 weights without the optimizer that has main weights for them.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if config.fp8_param and not distributed_optimizer:
+        raise SupportError(
+            "fp8_param is True, but Megatron holds the main weights of FP8 weights in its distributed optimizer only: "
+            "set distributed_optimizer to True, or leave fp8_param out."
+        )
