@@ -83,7 +83,7 @@ class DisaggregatedBlock(TransformerBlock):
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         recompute = self.recompute_segments and self.training
-        if recompute:
+        if recompute or self.in_phases:  # in which all stages go back through all layers, frozen ones too
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
         halves_angles = gather_nano_rows(rotary_pos_emb, micro_batch.nano_rows, micro_batch.chunks)

@@ -85,7 +85,7 @@ def rank_batch(
         weights: [documents] what each target of a document weighs in the loss; None weighs all alike.
 
     Raises:
-        DataError: if ``align`` is not a multiple of ``chunks``.
+        DataError: ``align`` is not a multiple of ``chunks``, or a document of anything but token ids.
     """
     if chunks < 1 or align < 1 or align % chunks:
         raise DataError(
@@ -115,6 +115,11 @@ def _read(documents: Sequence[Document], layout: Layout, rank: int, weights: np.
     for document, start, stop, _, row in zip(*(column.tolist() for column in shards.columns()), strict=True):
         behind = min(stop + 1, len(documents[document]))
         content = np.asarray(documents[document][start:behind])
+        if content.dtype.kind not in "iu" or content.ndim != 1:
+            raise DataError(
+                f"Document {document} gives {content.dtype} of shape {content.shape} in place of token ids; give whole "
+                "numbers one after the other."
+            )
         targets = content[1:]
         read.tokens[row : row + stop - start] = content[: stop - start]
         read.labels[row : row + len(targets)] = targets

@@ -27,9 +27,9 @@ def ready(
     distributed_optimizer: bool = False,
     fuse_accumulation: bool = True,
     disaggregate: bool = True,
-    frozen: str = "",
+    frozen: tuple[str, ...] = (),
 ) -> tuple[CAD, DistributedDataParallel, Step]:
-    """The case's face, its model in Megatron's DDP in float32, and its step. ``frozen``: part of parameters' names."""
+    """The case's face, its model in Megatron's DDP in float32, and its step. ``frozen``: parts of parameters' names."""
     import torch
 
     from megatron_patches.parity import harness
@@ -40,6 +40,6 @@ def ready(
         case, torch.float32, cpu, "reference", weights, disaggregate=disaggregate, reduced=fuse_accumulation
     )
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not frozen or frozen not in name)
+        parameter.requires_grad_(not any(part in name for part in frozen))
     ddp = cad.data_parallel(model, distributed_optimizer=distributed_optimizer)
     return cad, ddp, cad.plan_step(harness.case_documents(case))

@@ -108,6 +108,7 @@ def _used() -> dict[str, Any]:
     found["full"] = _refused(cad.plan_step, [[np.zeros(60, np.int64)]])
     found["too many"] = _refused(cad.plan_step, [documents[0], [np.zeros(40, np.int64), np.zeros(21, np.int64)]])
 
+    found["flat"] = _refused(cad.plan_step, [np.zeros(5, np.int64)])
     wrong: dict[str, Any] = {
         "backward": "back", "recompute": "mlp", "level": "tim", "linears": "tee",
         "tokens_per_rank": 0, "tolerance": -1.0, "nvshmem_buffer_gb": float("nan"),
@@ -171,6 +172,9 @@ def test_options_that_mean_nothing_are_refused(used: list[dict[str, Any]]) -> No
 def test_a_micro_batch_of_more_tokens_than_ranks_hold_is_refused(used: list[dict[str, Any]]) -> None:
     for rank in used:
         assert rank["full"] == ""
+        assert rank["flat"] == (
+            "PlanError: Micro-batch 0 has numbers in place of documents; give each as a list of them."
+        )
         assert rank["too many"].startswith("PlanError: Micro-batch 1 has 61 tokens; 2 data-parallel ranks with")
         assert "tokens_per_rank 30 hold 60" in rank["too many"]
 
@@ -181,20 +185,29 @@ def test_ranks_that_plan_differently_all_hear_of_it(used: list[dict[str, Any]]) 
         assert rank["again"] == 2, "the face is of use afterwards"
 
 
-def _by_another_schedule() -> str:
+def _in_stages() -> tuple[str, list[torch.Tensor]]:
     small_cases.on_cpu()
-    from distca.errors import SupportError
     from megatron_patches.parity.harness import ParityCase
     from megatron_patches.training_step import run_schedule, summed_loss_step
 
-    _, model, step = small_cases.ready(ParityCase(micro_batches=MICRO_BATCHES, pp=2))
-    try:
-        run_schedule(model, step.batches, summed_loss_step)
-    except SupportError as error:
-        return str(error)
-    return ""
+    case, gradients = ParityCase(micro_batches=MICRO_BATCHES, pp=2), []
+    for frozen in ((), ("embedding", "layers")):
+        cad, model, step = small_cases.ready(case, frozen=frozen)
+        cad.forward_backward(step, summed_loss_step, model)
+        gradients += [each.main_grad.clone() for name, each in model.named_parameters() if "output" in name]
+    return _refused(run_schedule, model, step.batches, summed_loss_step), gradients
 
 
-def test_megatrons_pipeline_schedule_is_refused_by_every_stage() -> None:
-    said = run_ranks(2, _by_another_schedule, timeout=60)
-    assert len(set(said)) == 1 and said[0].endswith("run it with CAD.forward_backward.")
+@pytest.fixture(scope="module")
+def stages() -> list[tuple[str, list[torch.Tensor]]]:
+    return run_ranks(2, _in_stages, timeout=60)
+
+
+def test_megatrons_pipeline_schedule_is_refused_by_every_stage(stages: list[tuple[str, list[torch.Tensor]]]) -> None:
+    assert len({said for said, _ in stages}) == 1
+    assert stages[0][0].endswith("run it with CAD.forward_backward.")
+
+
+def test_a_stage_of_frozen_weights_takes_part_in_backward(stages: list[tuple[str, list[torch.Tensor]]]) -> None:
+    (_, first), (_, (learned, with_frozen)) = stages
+    assert not first and learned.norm() > 0 and torch.equal(learned, with_frozen)

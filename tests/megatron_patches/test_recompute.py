@@ -103,7 +103,7 @@ def _frozen_embedding():
     found = []
     for level, disaggregate in (("none", True), ("all", True), ("all", False)):
         case = ParityCase(micro_batches=((13, 12, 25),), recompute=level)  # half of it whole documents
-        cad, model, step = small_cases.ready(case, disaggregate=disaggregate, frozen="embedding")
+        cad, model, step = small_cases.ready(case, disaggregate=disaggregate, frozen=("embedding",))
         if not disaggregate:
             recompute_layers(model.module.decoder)
         cad.forward_backward(step, summed_loss_step, model)
