@@ -136,7 +136,7 @@ def test_rows_that_cannot_be_shared_evenly_are_refused(counting_source, align, c
 @pytest.mark.parametrize("document", [np.ones(3), np.ones((3, 3), np.int64)])
 def test_what_is_no_list_of_token_ids_is_refused(document: np.ndarray) -> None:
     with pytest.raises(DataError, match=r"Document 0 gives (float64 of shape \(3,\)|int64 of shape \(3, 3\))"):
-        rank_batch([document], (lay_out([3], 1),), 0)
+        rank_batch([document], lay_out([3], 1), 0)
 
 
 def test_every_row_knows_the_length_of_its_document() -> None:
