@@ -8,9 +8,8 @@ from pathlib import Path
 from distca.commands.options import check_least
 from distca.errors import DamagedCheckpointError, OptionError
 from distca.train.checkpoint.integrity import COMPLETE, check_contents, check_undamaged, files_of
-from distca.train.metrics.progress import format_bytes
 from distca.train.run.run_folder import Checkpoint, RunFolder, hold
-from distca.words import count
+from distca.words import count, format_bytes
 
 __all__ = ["list_checkpoints", "prune", "verify"]
 

@@ -13,7 +13,7 @@ from distca.models.layout import EMBEDDING
 from distca.models.tensors import TensorFiles
 from distca.train.config.initial import description_of
 from distca.train.config.schema import RunConfig
-from distca.train.metrics.progress import format_bytes
+from distca.words import format_bytes
 
 if TYPE_CHECKING:
     from distca.train.run.builder import Trainer

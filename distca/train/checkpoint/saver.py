@@ -22,8 +22,8 @@ import torch.distributed as dist
 from distca.errors import CheckpointError
 from distca.train.checkpoint.checkpoints import FITS_FILE, fits
 from distca.train.checkpoint.integrity import FileFacts, describe_files, write_durably
-from distca.train.metrics.progress import format_bytes
 from distca.train.run.run_folder import RunFolder
+from distca.words import format_bytes
 
 if TYPE_CHECKING:
     from distca.train.run.builder import Trainer

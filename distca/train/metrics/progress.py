@@ -17,12 +17,16 @@ from rich.table import Table
 
 from distca.log import console as shared_console
 from distca.train.run.run_folder import RunFolder
-from distca.words import count
+from distca.words import count, format_bytes
 
 logger = logging.getLogger(__name__)
 
 _LATEST = 20
 """Steps by whose time the rest of the run is judged."""
+_WIDE = 120
+"""Characters of a terminal from which on the bar has its full width."""
+_FIRST_TO_GO = ("tokens", "perplexity", "GiB", "gradient", "MFU", "imbalance", "validation", "tokens/s")
+"""Figures that a narrow terminal does not show beside the bar, in this order."""
 
 
 class StepProgress:
@@ -46,10 +50,14 @@ class StepProgress:
         self._console = console or shared_console()
         self._bar: Progress | None = None
         if self._console.is_terminal:
+            width = self._console.width
+            bar = 24 if width >= _WIDE else 10
+            # Beside "step", "7/60", the bar and "0:00:00", and a space behind each.
+            self._room = width - len(f"step {steps}/{steps} 0:00:00 ") - bar - 2
             self._bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=bar),
                 TimeRemainingColumn(compact=True),
                 TextColumn("{task.fields[figures]}"),
                 console=self._console,
@@ -62,7 +70,7 @@ class StepProgress:
             if isinstance(value := values.get(key), int | float):
                 kept.append(value)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, figures=_figures(values))
+            self._bar.update(self._task, completed=step, figures=_figures(values, self._room))
         elif step % self._every == 0 or step == self._steps:
             means: dict[str, float | int | str | None] = {}
             if len(self._losses) > 1:
@@ -195,18 +203,10 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def format_bytes(count: float) -> str:
-    """Bytes with a binary unit: 1536 → "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def _figures(values: Mapping[str, object]) -> str:
-    """The figures of one step on one line; what a step does not have is left out."""
-    parts = []
+def _figures(values: Mapping[str, object], room: int | None = None) -> str:
+    """The figures of one step on one line; left out is what a step does not have, and, of those that can be, what does
+    not fit into so many characters."""
+    parts = {}
     loss = values.get("loss")
     if isinstance(loss, int | float):
         values = {**values, "perplexity": perplexity(loss)}
@@ -224,8 +224,11 @@ def _figures(values: Mapping[str, object]) -> str:
     ):
         value = values.get(key)
         if value is not None:
-            parts.append(f"{name} {text.format(value)}")
+            parts[name] = f"{name} {text.format(value)}"
     before, after = values.get("imbalance_before"), values.get("imbalance_after")
     if before is not None and after is not None:
-        parts.append(f"imbalance {before:.2f} → {after:.2f}")
-    return "  ".join(parts)
+        parts["imbalance"] = f"imbalance {before:.2f} → {after:.2f}"
+    for name in _FIRST_TO_GO:
+        if room is not None and len("  ".join(parts.values())) > room:
+            parts.pop(name, None)
+    return "  ".join(parts.values())

@@ -14,7 +14,6 @@ from distca.cluster.node_memory import fullest_node
 from distca.device.host_memory import free_host_memory
 from distca.train.checkpoint.folders import load_initial_weights
 from distca.train.config.schema import RunConfig
-from distca.train.metrics.progress import format_bytes
 from distca.train.run.memory import describe, predict_memory
 from distca.train.run.memory_fit import (
     OUTSIDE_TORCH,
@@ -24,7 +23,7 @@ from distca.train.run.memory_fit import (
     receive_buffer,
     resolve,
 )
-from distca.words import count
+from distca.words import count, format_bytes
 from megatron_patches.world import World
 
 if TYPE_CHECKING:

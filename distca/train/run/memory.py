@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distca.train.config.schema import RunConfig
-from distca.train.metrics.progress import format_bytes
 from distca.train.run.model_bytes import ModelBytes, model_bytes
+from distca.words import format_bytes
 
 GIB = 2**30
 _LOGITS_BYTES = 2 << 30

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from distca.train.metrics.progress import RunSummary, StepProgress, format_bytes, perplexity, print_summary
+from distca.train.metrics.progress import RunSummary, StepProgress, perplexity, print_summary
 from distca.train.run.run_folder import RunFolder
 
 VALUES = {"loss": 2.5, "tokens_per_s": 12345.6, "imbalance_before": 2.1, "imbalance_after": 1.02, "mfu": None}
@@ -46,6 +46,16 @@ def test_bar_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
+def test_a_narrow_terminal_shows_the_step_and_the_figures_that_fit() -> None:
+    screen = io.StringIO()
+    values = VALUES | {"grad_norm": 0.25, "tokens_seen": 1e6, "validation_loss": 2.25, "peak_memory_gb": 70.5}
+    with StepProgress(60, console=Console(file=screen, force_terminal=True, width=80, color_system=None)) as progress:
+        progress.update(6, values)
+    last = screen.getvalue().split("\x1b[2K")[-1]
+    assert last.startswith("step  6/60 ") and "loss 2.5000  validation 2.2500  tokens/s 12,346" in last
+    assert "…" not in last and "tokens 1" not in last
+
+
 def test_summary_shows_what_is_known_and_what_exists(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.touch()
@@ -70,8 +80,3 @@ def test_summary_of_one_step_after_a_resume_lists_what_it_has_drawn(tmp_path: Pa
     shown = screen.getvalue()
     assert ": 1 step, from step 7 on" in shown and "loss, step 7 " in shown and "→" not in shown
     assert str(folder.timeline) in shown and str(folder.phases_plot) not in shown
-
-
-def test_format_bytes() -> None:
-    texts = [format_bytes(count) for count in (0, 1023, 1536, 2**30, 5 * 2**40, 2**60)]
-    assert texts == ["0 B", "1023 B", "1.5 KiB", "1.0 GiB", "5.0 TiB", "1048576.0 TiB"]
