@@ -45,8 +45,6 @@ class TransportError(DistcaError):
 class SupportError(DistcaError):
     """A model, or a way of running it, that core attention disaggregation does not serve."""
 
-    next_step = "change the field that is named, or train this model without core attention disaggregation."
-
 
 class VersionError(DistcaError):
     """A package that is needed is missing, or of a version that is not supported."""

@@ -18,6 +18,9 @@ _FILE_WIDTH = 120
 SILENCE_S = 10.0
 """Seconds in which a rank with a mistake leaves the word to rank 0."""
 
+MISTAKE = 2
+"""Exit code of a process that has said what is wrong."""
+
 
 @cache
 def console() -> Console:
@@ -51,7 +54,7 @@ def setup_logging(rank: int) -> None:
 
 
 def die(error: BaseException | str, next_step: str | None = None, everywhere: bool = False) -> NoReturn:
-    """End this process with exit code 2 after saying what is wrong and what to do about it: on rank 0 and once per
+    """End this process with :data:`MISTAKE` after saying what is wrong and what to do about it: on rank 0 and once per
     machine at once, on other ranks if nothing has ended them by then.
 
     Args:
@@ -64,7 +67,7 @@ def die(error: BaseException | str, next_step: str | None = None, everywhere: bo
         # A launcher ends all ranks with the first, which must not be one that said nothing. Who is left then speaks.
         time.sleep(SILENCE_S)
     say_mistake(str(error), next_step or getattr(error, "next_step", None) or "correct what is named and start again.")
-    raise SystemExit(2)
+    raise SystemExit(MISTAKE)
 
 
 def say_mistake(sentence: str, next_step: str) -> None:

@@ -6,6 +6,7 @@ ranks which cannot end themselves when another one has failed.
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 
@@ -17,7 +18,7 @@ from torch.distributed.run import main
 
 from distca.cluster.store import LOOPBACK, InterfaceStore, LoopbackStore
 from distca.errors import LaunchError
-from distca.log import die
+from distca.log import MISTAKE, die
 
 STOP_S = 3
 """From the end of a rank that failed until the others are killed. They have had seconds to end with its words."""
@@ -27,16 +28,19 @@ _torchs_close = PContext.close
 def run(arguments: list[str]) -> None:
     """Start the ranks, with torchrun's arguments. A signal ends them and this process, with a shell's exit code of
     it: who sent it knows why, and torchrun's own trace would hide what ranks said. Of ranks that failed, its table of
-    them is shown."""
+    them is shown, but not below a mistake's sentence, which says it all."""
     one_node = "--standalone" in arguments
     for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
         setattr(module, "TCPStore", LoopbackStore if one_node else InterfaceStore)  # noqa: B010
     PContext.close = _close  # type: ignore[assignment,method-assign]
+    logging.getLogger(PContext.__module__).setLevel(logging.CRITICAL)  # of each rank that it ends
     try:
         main([f"--local-addr={LOOPBACK}", *arguments] if one_node else arguments)
     except SignalException as ended:
         raise SystemExit(128 + ended.sigval) from None
     except ChildFailedError as failed:
+        if failed.get_first_failure()[1].exitcode == MISTAKE:
+            raise SystemExit(MISTAKE) from None
         sys.stderr.write(f"{failed}\n")
         raise SystemExit(1) from None
     except LaunchError as error:

@@ -41,8 +41,9 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
         return False
     reason = why_not_te(device, config.params_dtype)
     if reason and (linears == "te" or fp8 != "none"):
-        asked = f"`fp8` is {fp8}" if fp8 != "none" else "`linears` is te"
-        raise SupportError(f"{asked}, but {reason}.")
+        if fp8 == "none":
+            raise SupportError(f"`linears` is te, but {reason}: set `linears` to auto.")
+        raise SupportError(f"`fp8` is {fp8}, but {reason}: leave `fp8` out.")
     if fp8 != "none":
         _check_fp8(config, device)
     return reason is None
