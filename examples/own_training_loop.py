@@ -81,7 +81,7 @@ def main():
         reports = cad.forward_backward(step, forward_step, model)
         optimizer.step()
         optimizer.zero_grad()
-        if reports and cad.pool_rank == cad.options.pool_rank(cad.stage, 0):
+        if reports and cad.rank == parallel_state.get_tensor_model_parallel_rank() == 0:
             total, tokens = sum(reports).tolist()
             print(f"step {number}: loss {total / tokens:.4f} of {tokens:.0f} tokens of this rank")
     distca.leave_world()

@@ -90,7 +90,7 @@ def main():
             reports = cad.forward_backward(step, partial(policy_step, before), model)
             optimizer.step()
             optimizer.zero_grad()
-            if reports and cad.pool_rank == cad.options.pool_rank(cad.stage, 0):
+            if reports and cad.rank == parallel_state.get_tensor_model_parallel_rank() == 0:
                 total, tokens = sum(reports).tolist()
                 print(f"step {number}.{update}: loss {total / tokens:.5f} of {tokens:.0f} tokens of this rank")
     distca.leave_world()

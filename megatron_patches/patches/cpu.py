@@ -6,6 +6,7 @@ although nothing in a dense GPT needs it. Here those questions get CPU answers. 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -35,6 +36,8 @@ def use_cpu() -> None:
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # The two states that it tells apart, at every weight that is drawn, are one here.
+    logging.getLogger(megatron_random.__name__).addFilter(lambda record: "RNG state" not in record.getMessage())
     # A mode of torch functions would answer all of this in one place, at a fifth of the time of a small model's step.
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.Tensor.type = _names_types_of_cuda(torch.Tensor.type)  # type: ignore[method-assign]
