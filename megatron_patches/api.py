@@ -29,7 +29,7 @@ from distca.attention.select import warm_up
 from distca.cluster.agreement import Agreement
 from distca.data.batch import Document
 from distca.device.offload import Offload
-from distca.errors import PlanError, SupportError
+from distca.errors import PlanError
 from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
@@ -52,6 +52,7 @@ from megatron_patches.support.arguments import (
     check_arguments,
     check_fp8_weights,
     check_gradients,
+    check_groups,
     check_offload,
 )
 from megatron_patches.support.built_model import check_model
@@ -135,7 +136,7 @@ class CAD:
     ) -> None:
         check_version()
         drop_log_lines()
-        _check_groups()
+        check_groups()
         check_config(config)
         check_arguments(
             tokens_per_rank=tokens_per_rank,
@@ -180,6 +181,7 @@ class CAD:
         )
         self._agreement: Agreement | None = None
         self._lengths = False
+        self._vocabulary: int | None = None
         accumulate_weight_gradients_in_products()
         config.gradient_accumulation_fusion = True
         config.deallocate_pipeline_outputs = self._stages > 1
@@ -235,6 +237,7 @@ class CAD:
         """
         check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
         self._lengths = use_position_rotary(model).needs_lengths
+        self._vocabulary = model.vocab_size
         patch_forward(model)
         fuse_swiglu(model)
         if self._disaggregate:
@@ -278,13 +281,21 @@ class CAD:
 
         Raises:
             PlanError: on documents that cannot be laid out, or micro-batches of more than ``tokens_per_rank``.
+            DataError: on token ids that the attached model does not know.
         """
         if not isinstance(documents, StepDocuments):
             documents = StepDocuments(documents)
         self._check_room(documents)
         room = self.options.ranks * self._tokens_per_rank if self._deal else 0
         return make_step(
-            documents, self.options, self._stage, self._rank, self.device, lengths=self._lengths, room=room
+            documents,
+            self.options,
+            self._stage,
+            self._rank,
+            self.device,
+            lengths=self._lengths,
+            room=room,
+            vocabulary=self._vocabulary,
         )
 
     def plan_ahead(
@@ -381,11 +392,3 @@ class CAD:
                     f"tokens_per_rank {self._tokens_per_rank:,} hold {most:,}. Put fewer documents into it, or raise "
                     "tokens_per_rank."
                 )
-
-
-def _check_groups() -> None:
-    if not parallel_state.model_parallel_is_initialized():
-        raise SupportError(
-            "Megatron's process groups are not there yet; call distca.join_world() and "
-            "parallel_state.initialize_model_parallel(...) before CAD(...)."
-        )

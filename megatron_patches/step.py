@@ -19,7 +19,7 @@ import torch
 from distca.attention import TaskBatch
 from distca.data.batch import Document, RankBatch, rank_batch
 from distca.device.host_to_device import Upload, uploading
-from distca.errors import PlanError
+from distca.errors import DataError, PlanError
 from distca.plan import Layout, PlanOptions, StepPlan, plan_step
 from distca.plan.step import StepBalance
 from distca.runtime.device_routes import StepRoutes
@@ -100,6 +100,7 @@ def make_step(
     *,
     lengths: bool = False,
     room: int = 0,
+    vocabulary: int | None = None,
 ) -> Step:
     """Plan a step and bring this rank's routes and rows to the device, in one transfer.
 
@@ -112,9 +113,11 @@ def make_step(
         lengths: the model's positions need the lengths of the rows' documents.
         room: most tokens of a micro-batch, into which documents without homes are dealt anew; 0 leaves them where they
             are.
+        vocabulary: token ids that the model has; None checks none.
 
     Raises:
         PlanError: on documents that cannot be laid out, or that span ranks where attention stays at home.
+        DataError: on the rank that has a token which the model does not know, or is no whole number.
     """
     began = time.perf_counter()
     document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
@@ -131,6 +134,8 @@ def make_step(
                 documents.micro_batches, plan.layouts, documents.weights or repeat(None, len(plan.layouts)), strict=True
             )
         ]
+        if vocabulary is not None:
+            _check_ids(rows, vocabulary)
         if routes is None:
             batches = packed_batches(
                 rows,
@@ -147,6 +152,17 @@ def make_step(
                 for each, own in zip(rows, routes.own, strict=True)
             )
     return Step(documents, plan, plan.balance(), routes, batches, planning_ms)
+
+
+def _check_ids(batches: Sequence[RankBatch], vocabulary: int) -> None:
+    """Ranks that share an embedding take a token that none of them has for zeros, and say nothing."""
+    for batch in batches:
+        wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
+        if len(wrong):
+            raise DataError(
+                f"Document {batch.documents[wrong[0]]} of a micro-batch has token {batch.tokens[wrong[0]]}, but the "
+                f"model knows 0 to {vocabulary - 1}: correct the data, or build the model with more."
+            )
 
 
 def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:

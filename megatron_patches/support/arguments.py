@@ -6,6 +6,7 @@ import math
 from typing import Literal, get_args
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
@@ -91,4 +92,17 @@ def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) ->
         raise SupportError(
             "fp8_param is True, but Megatron holds the main weights of FP8 weights in its distributed optimizer only: "
             "set distributed_optimizer to True, or leave fp8_param out."
+        )
+
+
+def check_groups() -> None:
+    """Refuse to begin before Megatron.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        raise SupportError(
+            "Megatron's process groups are not there yet; call distca.join_world() and "
+            "parallel_state.initialize_model_parallel(...) before CAD(...)."
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distca.data.batch import RankBatch, rank_batch
-from distca.errors import PlanError
+from distca.errors import DataError, PlanError
 from distca.plan import PlanOptions, area_cost
 
 LENGTHS = ((40, 3, 1, 21), (30, 31, 2, 1), (66,))
@@ -41,6 +41,16 @@ def test_documents_that_span_ranks_are_refused_on_every_rank_where_attention_sta
     for rank in range(RANKS):
         with pytest.raises(PlanError, match="Document 0 of a micro-batch, of 40 tokens, spans data-parallel ranks"):
             make_step(StepDocuments(_documents()), _options(1, disaggregate=False), 0, rank, "cpu")
+
+
+def test_tokens_that_the_model_does_not_know_are_refused() -> None:
+    from megatron_patches.step import StepDocuments, make_step
+
+    known = StepDocuments([[np.array([0, 8, 9])]])
+    make_step(known, _options(1), 0, 0, "cpu", vocabulary=10)
+    for token, vocabulary in ((9, 9), (-1, 9)):
+        with pytest.raises(DataError, match=f"has token {token}, but the model knows 0 to 8"):
+            make_step(StepDocuments([[np.array([token] * 40)]]), _options(1), 0, 0, "cpu", vocabulary=vocabulary)
 
 
 @pytest.mark.parametrize("stages,disaggregate", [(1, True), (1, False), (2, True), (2, False)])
