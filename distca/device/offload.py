@@ -180,8 +180,8 @@ class _HostMemory:
         free, chunk = free_host_memory(), torch.empty(self._chunk_bytes, dtype=torch.uint8)
         if free < self._chunk_bytes or (self._locked and not page_lock(chunk)):
             raise SupportError(
-                f"offload is True and has {self.size / 2**30:.1f} GiB of this rank in host memory, of which "
-                f"{free / 2**30:.1f} GiB are left, too little for what backward needs, or not to be page-locked: set "
+                f"offload is True, and this rank has {self.size / 2**30:.1f} GiB in host memory and needs "
+                f"{self._chunk_bytes / 2**30:.1f} more, but {free / 2**30:.1f} are free, or cannot be page-locked: set "
                 "offload to False, or have fewer tokens per rank."
             )
         self._chunks.append(chunk)
