@@ -29,9 +29,9 @@ from megatron_patches.parity.harness import (
     attached,
     case_documents,
     difference,
-    gather_shares,
     run_unmodified,
 )
+from megatron_patches.parity.whole_gradients import gather_shares
 from megatron_patches.step import Batch, packed_batches
 from megatron_patches.training_step import run_schedule, sum_over_ranks, summed_loss_step
 

@@ -22,11 +22,11 @@ from megatron_patches.parity.harness import (
     attached,
     case_documents,
     computed_once,
-    gather_shares,
     hidden_scores,
     unmodified,
 )
 from megatron_patches.parity.weights import load_full_weights
+from megatron_patches.parity.whole_gradients import gather_shares
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ public face, as a training script uses it: CAD, its block spec and schedule, Meg
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +29,8 @@ from distca.testing.plans import random_plan
 from megatron_patches.api import CAD
 from megatron_patches.groups import initialize_model_parallel, server_pool_group
 from megatron_patches.model import build_gpt, transformer_config
-from megatron_patches.parity.weights import load_full_weights, share_of
+from megatron_patches.parity.weights import load_full_weights
+from megatron_patches.parity.whole_gradients import gather_gradients, names_in_whole
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.step import Batch
 from megatron_patches.te.choice import Linears
@@ -249,16 +249,13 @@ def outcome_of(
         weights: of the whole model, for names and shapes.
     """
     total, tokens = sum_over_ranks(reports, cad.device)
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        whole = name_in_whole(case, cad, name)
-        gradients[whole] = gather_shares(whole, parameter.main_grad, weights[whole].shape, case.gated)
-    return Outcome((total / tokens).item(), _of_all_stages(gradients), [])
+    gradients = gather_gradients(model, _names(case, cad, model), weights, case.gated)
+    return Outcome((total / tokens).item(), gradients, [])
 
 
 def load_weights(case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str, torch.Tensor]) -> None:
     """Copy this rank's shares of the whole model's ``weights`` into its part of it."""
-    own = {name: weights[name_in_whole(case, cad, name)] for name, _ in model.named_parameters()}
+    own = {name: weights[whole] for name, whole in _names(case, cad, model).items()}
     load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank(), case.gated)
 
 
@@ -364,40 +361,16 @@ def _draw_vectors(model: GPTModel) -> None:
                 parameter += 0.3 * torch.randn_like(parameter)
 
 
-def name_in_whole(case: ParityCase, cad: CAD, name: str) -> str:
-    """A parameter's name in the model without pipeline stages."""
-    if case.tie_embeddings and cad.stage > 0 and name == "output_layer.weight":
-        return "embedding.word_embeddings.weight"
+def _names(case: ParityCase, cad: CAD, model: GPTModel) -> dict[str, str]:
+    """Names in the whole model of the parameters of this rank's part."""
     first = cad.stage * (case.shape.layers // case.pp)
-    return re.sub(r"decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{int(match[1]) + first}", name)
-
-
-def _of_all_stages(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    group = parallel_state.get_pipeline_model_parallel_group()
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, gradients, group=group)
-    return {name: gradient for stage in everyone for name, gradient in stage.items()}
+    return names_in_whole(model, first, tied=case.tie_embeddings and cad.stage > 0)
 
 
 def hidden_scores(lengths: np.ndarray, positions: np.ndarray) -> torch.Tensor:
     """[1, 1, tokens, tokens] bool: true where a packed token must not see another."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return torch.from_numpy((owner[:, None] != owner[None]) | (positions[:, None] < positions[None]))[None, None]
-
-
-def gather_shares(name: str, share: torch.Tensor, full: torch.Size, gated: bool = True) -> torch.Tensor:
-    """The full gradient from every tensor-parallel rank's share, float64 on the CPU."""
-    if share.shape == full:
-        return share.double().cpu()
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    shares = [torch.empty_like(share) for _ in range(tp)]
-    dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    whole = torch.empty(full, dtype=torch.float64)
-    # Where each element of the full tensor went is found by sharding its element numbers.
-    numbers = torch.arange(whole.numel()).view(full)
-    for rank, part in enumerate(shares):
-        whole.view(-1)[share_of(name, numbers, share.shape, rank, gated).flatten()] = part.double().cpu().flatten()
-    return whole
 
 
 def _per_document(losses: torch.Tensor, owner: np.ndarray, documents: int) -> torch.Tensor:
