@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput.cut_short import Figures, cut_short
-from benchmarks.throughput.table import table
+from benchmarks.throughput.table import link_limit, table
 
 # By label: the figure of a mode, None where it is not known, and how the axis writes it.
 PANELS: dict[str, tuple[Callable[[dict[str, Any]], float | None], str]] = {
@@ -90,8 +90,8 @@ def title(reports: list[dict[str, Any]]) -> str:
         text = f"{report['hardware']}, {report['tokens_per_rank']:,} tokens per rank, "
         text += f"TP {parallel['tp']}, PP {parallel['pp']}\n{layers}, hidden {model['hidden']:,}, "
         text += f"{model['heads']}/{model['kv_heads']} heads, vocabulary {model['vocabulary']:,}"
-        if report["link_channels"]:
-            text += f", links limited to {report['link_channels']} channels"
+        if limit := link_limit(report):
+            text += f", links{limit.removeprefix(',')}"
         runs.setdefault(text, []).append(str(number))
     if len(runs) == 1:
         return next(iter(runs))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.throughput.cut_short import Figures, batches_of, cut_short, tokens_per_s
-from distca.words import format_bytes
+from distca.words import count, format_bytes
 
 
 def table(report: dict[str, Any]) -> str:
@@ -37,11 +37,18 @@ def links(report: dict[str, Any]) -> str:
     for name, rate in report["links"].items():
         kind = name.removesuffix("_gb_per_s").replace("_", "-")
         rates.append(f"{kind} {rate:.1f}" if rate >= 10 else f"{kind} {rate:.2f}")
-    channels = report["link_channels"]
-    limit = f", limited to {channels} channel{'s' if channels > 1 else ''}" if channels else ""
+    limit = link_limit(report)
     if report.get("socket_nodes"):
         limit += ", each rank a node over sockets"
     return f"Links{limit}, GB/s of each rank: {', '.join(rates) or 'none'}."
+
+
+def link_limit(report: dict[str, Any]) -> str:
+    """What LINK_CHANNELS does to links; empty where it is not set."""
+    channels = report["link_channels"]
+    if channels and report.get("device") == "cpu":
+        return f", not limited: LINK_CHANNELS is {channels}, but only NCCL has channels and CPU ranks use gloo"
+    return f", limited to {count(channels, 'channel')}" if channels else ""
 
 
 def _rows(modes: dict[str, Figures], batches: int) -> list[str]:
