@@ -27,7 +27,7 @@ from distca.plan import (
     traffic,
     training_tolerance,
 )
-from distca.plan.layout import overlaps
+from distca.plan.hops import Reads
 from distca.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -324,10 +324,8 @@ def shortest_shard(made: MicroBatchPlan) -> int:
     """Query rows of the shortest range that is computed away from its home rank; 0 when nothing moves."""
     shortest: list[int] = []
     for nano in made.nano_batches:
-        tasks, homes = nano.forward.tasks, nano.layout.q
-        task, shard, rows = overlaps(tasks.document, tasks.start, tasks.stop, homes)
-        away = homes.rank[shard] != tasks.server[task]
-        shortest += rows[away].tolist()
+        reads = Reads.of(nano.forward.tasks, nano.forward.tasks.start, nano.layout.q)
+        shortest += reads.rows[reads.home != reads.server].tolist()
     return min(shortest, default=0)
 
 
@@ -367,9 +365,8 @@ def seconds_by_home(made: MicroBatchPlan) -> np.ndarray:
     ranks = made.nano_batches[0].layout.ranks
     matrix = np.zeros((ranks, ranks))
     for nano in made.nano_batches:
-        tasks, homes = nano.forward.tasks, nano.layout.q
-        length = tasks.stop - tasks.start
-        task, shard, rows = overlaps(tasks.document, tasks.start, tasks.stop, homes)
-        seconds = made.cost.forward(length, tasks.stop)[task] * rows / length[task]
-        np.add.at(matrix, (homes.rank[shard], tasks.server[task]), seconds)
+        tasks = nano.forward.tasks
+        length, reads = tasks.stop - tasks.start, Reads.of(tasks, tasks.start, nano.layout.q)
+        seconds = made.cost.forward(length, tasks.stop)[reads.task] * reads.rows / length[reads.task]
+        np.add.at(matrix, (reads.home, reads.server), seconds)
     return matrix

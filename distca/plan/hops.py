@@ -1,4 +1,5 @@
-"""Two hops: key and value rows cross the network once per node and go on inside it.
+"""Which rows servers read, and from whom they get them: from home, or, of key and value rows, in two hops, across the
+network once per node and on inside it.
 
 Readers of a home shard need its first rows, up to their tasks' ends. So the reader of a node that needs most of them,
 its *gateway*, gets all that the others there need into its own buffer, and they get them from there. Among readers that
@@ -8,37 +9,64 @@ over readers as homes are spread, and rows keep to links between ranks of one nu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from distca.plan.layout import Shards, overlaps
+from distca.plan.plan import Tasks
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
 
 
-def gateways(
-    home: np.ndarray, server: np.ndarray, rows: np.ndarray, shard: np.ndarray, links: Links | None, ranks: int
-) -> np.ndarray:
-    """[N] int64: for each of N pieces, the piece whose server hands the rows on; itself where they come from home.
+@dataclass(frozen=True)
+class Reads:
+    """Pieces of home shards that servers read. Array legend: N pieces; all arrays are int64.
 
-    Args:
-        home: [N] rank that the rows live on.
-        server: [N] rank that reads them; no two pieces have both shard and server in common.
-        rows: [N] how many of the shard's first rows.
+    Attributes:
+        task: [N] index of the task that reads them.
         shard: [N] number of the home shard.
-        links: which ranks share a node; None for all.
-        ranks: R.
+        home: [N] rank that the rows live on.
+        server: [N] rank that reads them, may be the same.
+        rows: [N] how many.
     """
-    via = np.arange(len(home))
-    if links is None or not links.may_relay(ranks):
-        return via
-    node, local = links.nodes(ranks), np.arange(ranks) % links.ranks_per_node
-    far = np.flatnonzero(node[home] != node[server])
-    if not len(far):
-        return via
-    home, server, rows = home[far], server[far], rows[far]
-    group = shard[far] * (int(node[-1]) + 1) + node[server]
-    turn = (local[server] - local[home]) % links.ranks_per_node
-    order = order_by(group, rows.max() - rows, turn)
-    group = group[order]
-    heads = np.append(True, group[1:] != group[:-1])
-    via[far[order]] = far[order[np.flatnonzero(heads)[np.cumsum(heads) - 1]]]
-    return via
+
+    task: np.ndarray
+    shard: np.ndarray
+    home: np.ndarray
+    server: np.ndarray
+    rows: np.ndarray
+
+    @staticmethod
+    def of(tasks: Tasks, begin: np.ndarray, shards: Shards) -> Reads:
+        """What is read from [T] ``begin`` to the stops of ``tasks``."""
+        task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
+        return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
+
+    def in_hops(self, links: Links | None, ranks: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
+        """Indices of the pieces that come from home; of those that gateways hand on; and, for each of these, of the
+        piece that its gateway has.
+
+        Args:
+            links: which ranks share a node, to each of which rows travel once; None for all. Then pieces are the first
+                rows of their shards, and no two have both shard and server in common.
+            ranks: R.
+        """
+        none = np.zeros(0, np.int64)
+        if links is None or not links.may_relay(ranks):
+            return slice(None), none, none
+        node, local = links.nodes(ranks), np.arange(ranks) % links.ranks_per_node
+        far = np.flatnonzero(node[self.home] != node[self.server])
+        if not len(far):
+            return slice(None), none, none
+        home, server, rows = self.home[far], self.server[far], self.rows[far]
+        group = self.shard[far] * (int(node[-1]) + 1) + node[server]
+        turn = (local[server] - local[home]) % links.ranks_per_node
+        order = order_by(group, rows.max() - rows, turn)
+        far, group = far[order], group[order]
+        first = np.append(True, group[1:] != group[:-1])
+        gateway = far[np.flatnonzero(first)[np.cumsum(first) - 1]]
+        handed_on = far[~first]
+        from_home = np.ones(len(self.home), bool)
+        from_home[handed_on] = False
+        return np.flatnonzero(from_home), handed_on, gateway[~first]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan.cost.model import CostModel, Direction
-from distca.plan.hops import gateways
-from distca.plan.layout import Layout, Shards, overlaps
-from distca.plan.plan import Plan, Tasks
+from distca.plan.hops import Reads
+from distca.plan.layout import Layout
+from distca.plan.plan import Plan
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
 
@@ -121,19 +121,13 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
         links: which ranks share a node, to each of which k,v rows travel once and on from there; None for all.
     """
     layout, tasks, contexts, ranks = plan.layout, plan.tasks, plan.contexts, plan.layout.ranks
-    home, server, rows, _ = _pieces(tasks, tasks.start, layout.q)
-    q = _pairs(home, server, rows, ranks)
-    home, server, rows, shard = _pieces(contexts.last, contexts.begin, layout.kv)
-    via = gateways(home, server, rows, shard, links, ranks)
-    relayed = via != np.arange(len(via))
-    kv = _pairs(home[~relayed], server[~relayed], rows[~relayed], ranks)
-    return Traffic(q, kv, _pairs(server[via[relayed]], server[relayed], rows[relayed], ranks))
-
-
-def _pieces(tasks: Tasks, begin: np.ndarray, shards: Shards) -> tuple[np.ndarray, ...]:
-    """[N] home rank, [N] server, [N] rows and [N] shard of what is read from [T] ``begin`` to the tasks' stops."""
-    task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
-    return shards.rank[shard], tasks.server[task], rows, shard
+    reads = Reads.of(tasks, tasks.start, layout.q)
+    q = _pairs(reads.home, reads.server, reads.rows, ranks)
+    reads = Reads.of(contexts.last, contexts.begin, layout.kv)
+    from_home, handed_on, by = reads.in_hops(links, ranks)
+    home, server, rows = reads.home, reads.server, reads.rows
+    kv = _pairs(home[from_home], server[from_home], rows[from_home], ranks)
+    return Traffic(q, kv, _pairs(server[by], server[handed_on], rows[handed_on], ranks))
 
 
 def _pairs(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -> PairRows:

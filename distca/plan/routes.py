@@ -18,8 +18,8 @@ from typing import overload
 import numpy as np
 
 from distca.errors import PlanError
-from distca.plan.hops import gateways
-from distca.plan.layout import Shards, overlaps
+from distca.plan.hops import Reads
+from distca.plan.layout import Shards
 from distca.plan.plan import Contexts, Plan, Tasks
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
@@ -163,8 +163,8 @@ class Routes(Sequence[Route]):
         self._received_rows = np.diff(np.append(0, np.cumsum(rows))[last_bounds])
         q_offset = _offsets_within_server(tasks, self._bounds, q_rows)
         kv_offset = _offsets_within_server(last, last_bounds, rows)
-        q = _Pieces.of(tasks, tasks.start, q_offset, layout.q)
-        kv, relay = _Pieces.of(last, contexts.begin, kv_offset, layout.kv).in_hops(links, layout.ranks)
+        q, _ = _Pieces.of(tasks, tasks.start, q_offset, layout.q)
+        kv, relay = _Pieces.of(last, contexts.begin, kv_offset, layout.kv, links, layout.ranks)
         self._q = _Exchanges(q, layout.q_rows, only)
         self._kv = _Exchanges(kv, layout.kv_rows, only)
         self._relay = _Exchanges(relay, self._received_rows, only) if len(relay.rows) else None
@@ -256,7 +256,6 @@ class _Pieces:
         source: [N] first row in the sender's tensor.
         destination: [N] first row in the server's buffer.
         rows: [N] number of rows.
-        shard: [N] home shard whose first rows they are, where a whole context is read.
     """
 
     sender: np.ndarray
@@ -264,29 +263,23 @@ class _Pieces:
     source: np.ndarray
     destination: np.ndarray
     rows: np.ndarray
-    shard: np.ndarray
 
     @staticmethod
-    def of(tasks: Tasks, begin: np.ndarray, offset: np.ndarray, shards: Shards) -> _Pieces:
-        """Of the token ranges from [T] ``begin`` to the stops of ``tasks``, whose first rows land at [T] ``offset``."""
-        task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
-        start = np.maximum(begin[task], shards.start[shard])
-        source = shards.row[shard] + start - shards.start[shard]
-        return _Pieces(shards.rank[shard], tasks.server[task], source, offset[task] + start - begin[task], rows, shard)
-
-    def in_hops(self, links: Links | None, ranks: int) -> tuple[_Pieces, _Pieces]:
-        """Those that come from home, and those that a gateway hands on."""
-        via = gateways(self.sender, self.server, self.rows, self.shard, links, ranks)
-        relayed = via != np.arange(len(via))
-        on = _Pieces(
-            self.server[via], self.server, self.destination[via], self.destination, self.rows, self.shard
-        ).take(relayed)
-        return (self.take(~relayed) if len(on.rows) else self), on
-
-    def take(self, chosen: np.ndarray) -> _Pieces:
-        """Those of a mask."""
-        columns = (self.sender, self.server, self.source, self.destination, self.rows, self.shard)
-        return _Pieces(*(column[chosen] for column in columns))
+    def of(
+        tasks: Tasks, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
+    ) -> tuple[_Pieces, _Pieces]:
+        """Of the token ranges from [T] ``begin`` to the stops of ``tasks``, whose first rows land at [T] ``offset``:
+        those that come from home, and those that a gateway hands on."""
+        reads = Reads.of(tasks, begin, shards)
+        start = np.maximum(begin[reads.task], shards.start[reads.shard])
+        source = shards.row[reads.shard] + start - shards.start[reads.shard]
+        destination = offset[reads.task] + start - begin[reads.task]
+        at, on, by = reads.in_hops(links, ranks)
+        home, server, rows = reads.home, reads.server, reads.rows
+        return (
+            _Pieces(home[at], server[at], source[at], destination[at], rows[at]),
+            _Pieces(server[by], server[on], destination[by], destination[on], rows[on]),
+        )
 
 
 class _Exchanges:
