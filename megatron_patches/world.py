@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from distca.cluster.environment import Launched, check_gpus_usable, gpu_of, launched
 from distca.cluster.health import TIMEOUT, Health
+from distca.cluster.parent import end_with_torchrun
 from distca.cluster.store import own_store
 from distca.device.host_memory import keep_freed_memory
 from distca.transport.collective import nccl_goes_first
@@ -35,11 +36,13 @@ class World:
 def join_world() -> World:
     """Initialise torch.distributed from the launcher's variables: NCCL on GPUs, gloo without.
 
-    Without a launcher (``python pretrain_llama.py``) this process is a world of one rank.
+    Without a launcher (``python pretrain_llama.py``) this process is a world of one rank. Ranks of torchrun are told to
+    end when it is killed.
 
     Raises:
         LaunchError: the launcher's variables cannot be meant so, or GPUs are meant that torch cannot use.
     """
+    end_with_torchrun()
     told = launched()
     check_gpus_usable(torch.cuda.is_available(), torch.__version__)
     if torch.cuda.is_available():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -15,13 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from distca.cluster.parent import end_with_parent
 from distca.train.launch.machines import Machines
 
 _TELL_AGAIN_S = 5.0
 """Ranks that are still starting hear of SIGUSR1 later."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1)
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 _told_early: list[int] = []
 
@@ -178,8 +176,7 @@ def _ranks_below(process: int) -> Iterator[int]:
 def _begin() -> None:
     """In the process that starts ranks: hear nothing of the terminal, and SIGTERM when the launcher is killed, or the
     ranks would go on with nobody to end them."""
-    if hasattr(_LIBC, "prctl"):  # Linux
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1):  # ranks listen to the last as soon as they can
         signal.signal(number, signal.SIG_IGN)
 
