@@ -15,6 +15,7 @@ import torch
 
 from distca.device.clock import Clock, Instant
 from distca.transport import Handle
+from distca.transport.collective import CollectiveHandle
 
 NANO_NAMES = ("ping", "pong")
 
@@ -110,8 +111,8 @@ class Timeline:
         direction: str,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Note a transfer that was just launched, and when its collectives end; ``args`` are shown with it. Transfers
-        of a track follow each other: each half of each kind has one of its own."""
+        """Note a transfer that was just launched, and when its collectives end, of both hops; ``args`` are shown with
+        it. Transfers of a track follow each other: each half of each kind has one of its own."""
         if not self.recording:
             return
         goes_on = self._reopen
@@ -124,8 +125,8 @@ class Timeline:
             self._spans.append(span)
             if self.clock.on_gpu:
                 self._end_on_side_stream(span, works)
-            else:
-                works[-1].get_future().add_done_callback(lambda _: setattr(span, "end", self.clock.now()))
+            elif isinstance(handle, CollectiveHandle):
+                handle.tell(lambda: setattr(span, "end", self.clock.now()))
         if goes_on:
             self.open(*goes_on, past_launches=True)
 

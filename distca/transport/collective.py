@@ -6,7 +6,7 @@ What goes in two hops takes a second all-to-all, behind the first one's rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,6 +100,10 @@ class _AllToAll:
             async_op=True,
         )
 
+    def tell(self, ended: Callable[[], None]) -> None:
+        assert self.work is not None
+        self.work.get_future().add_done_callback(lambda _: ended())
+
     def finish(self) -> None:
         assert self.work is not None
         self.work.wait()
@@ -118,6 +122,7 @@ class CollectiveHandle:
     def __init__(self, handed_on: list[_AllToAll], others: list[_AllToAll], second: list[_AllToAll]) -> None:
         self._handed_on, self._others, self._second = handed_on, others, second
         self._under_way = handed_on + others
+        self._ended: Callable[[], None] | None = None
         for each in self._under_way:
             each.start()
 
@@ -125,6 +130,12 @@ class CollectiveHandle:
     def works(self) -> list[dist.Work]:
         """The pending collectives, for whoever records when they end."""
         return [each.work for each in self._under_way if each.work is not None]
+
+    def tell(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` from a thread of gloo when any of the collectives has ended, also of later ones."""
+        self._ended = ended
+        for each in self._under_way:
+            each.tell(ended)
 
     def hand_on(self) -> None:
         """Start the second hop, if there is one that was not started, on the current stream behind the rows that it
@@ -135,6 +146,8 @@ class CollectiveHandle:
             each.finish()
         for each in self._second:
             each.start()
+            if self._ended is not None:
+                each.tell(self._ended)
         self._under_way, self._second = self._others + self._second, []
 
     def wait(self) -> None:

@@ -1,0 +1,37 @@
+"""What the timeline says of transfers between gloo ranks."""
+
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from distca.runtime.timeline import Timeline
+from distca.testing.ranks import run_ranks
+from distca.transport import Part
+from distca.transport.collective import CollectiveTransport
+from tests.transport.two_hops import moves_of
+
+ROWS = 1 << 12
+PAUSE_S = 0.3
+
+
+def _recorded():
+    """Microseconds of an exchange in two hops and of one in a single hop, both waited for a while after their rows
+    could have arrived."""
+    rank, transport, timeline = dist.get_rank(), CollectiveTransport(dist.group.WORLD), Timeline("cpu")
+    there, _ = moves_of(rank, ROWS, ROWS, "cpu")
+    timeline.start_recording()
+    for moves in (there, replace(there, relay_after=None)):
+        part = Part(torch.zeros(there.source_rows, 8), torch.zeros(ROWS, 8), moves)
+        handle = transport.launch((part,))
+        timeline.launched("q,k,v", handle, 0, 0, "forward")
+        time.sleep(PAUSE_S)
+        handle.wait()
+    dist.barrier()  # gloo tells of an end a moment later
+    return [event["duration_us"] for event in timeline.take(rank)]
+
+
+def test_a_transfer_ends_with_its_second_hop():
+    for two_hops, one_hop in run_ranks(2, _recorded):
+        assert one_hop < PAUSE_S * 1e6 <= two_hops
