@@ -11,21 +11,27 @@ from distca.train.config.cli import parse_run_config
 from tests.train.small_runs import StepByStep, arguments, write_texts
 
 
+def _after_one_step(line: list[str]) -> StepByStep:
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    run = StepByStep(parse_run_config(line))
+    run.run(run.step())
+    run.trainer.optimizer.step()
+    return run
+
+
 def _save(line: list[str], folder: Path) -> tuple[list[int], int]:
     """Save a run's state with no way to start a process; returns the bytes of the files, and this rank's number."""
     import multiprocessing.process
     import os
 
     from megatron_patches.checkpoint.save_load import load_checkpoint, save_checkpoint
-    from megatron_patches.patches.cpu import use_cpu
 
     def refuse(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    use_cpu()
-    run = StepByStep(parse_run_config(line))
-    run.run(run.step())
-    run.trainer.optimizer.step()
+    run = _after_one_step(line)
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
@@ -46,29 +52,29 @@ def test_nothing_is_forked_and_all_ranks_write_about_as_much(tmp_path: Path) -> 
     assert min(sizes) > 0.4 * max(sizes)
 
 
+def _said_of_saving(line: list[str], folder: Path) -> str:
+    """What a rank says when a run of one step is saved."""
+    from distca.errors import CheckpointError
+    from distca.train.checkpoint.saver import Saver
+    from distca.train.run.run_folder import RunFolder
+
+    run = _after_one_step(line)
+    try:
+        Saver(run.trainer, RunFolder(folder)).save(1, {}, wait=True)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
 def _save_too_much(line: list[str], folder: Path) -> str:
     import resource
     import signal
 
-    from distca.errors import CheckpointError
-    from distca.train.checkpoint.saver import Saver
-    from distca.train.run.run_folder import RunFolder
-    from megatron_patches.patches.cpu import use_cpu
-
-    use_cpu()
-    run = StepByStep(parse_run_config(line))
-    run.run(run.step())
-    run.trainer.optimizer.step()
-    saver = Saver(run.trainer, RunFolder(folder))
-    # Files cannot grow further, as on a full disk, in the second rank only.
+    # Files cannot grow further, as on a full disk, on one rank only.
     if dist.get_rank() == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-    try:
-        saver.save(1, {}, wait=True)
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
+    return _said_of_saving(line, folder)
 
 
 def test_a_checkpoint_that_one_rank_cannot_write_is_one_sentence_on_all(tmp_path: Path) -> None:
@@ -82,22 +88,9 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_one_sentence_on_all(tmp_path
 
 
 def _save_apart(line: list[str], folder: Path) -> str:
-    from distca.errors import CheckpointError
-    from distca.train.checkpoint.saver import Saver
-    from distca.train.run.run_folder import RunFolder
-    from megatron_patches.patches.cpu import use_cpu
-
-    use_cpu()
-    run = StepByStep(parse_run_config(line))
-    run.run(run.step())
-    run.trainer.optimizer.step()
     own = folder / f"node{dist.get_rank()}"
     (own / "checkpoints/step_000001").mkdir(parents=True)
-    try:
-        Saver(run.trainer, RunFolder(own)).save(1, {}, wait=True)
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
+    return _said_of_saving(line, own)
 
 
 def test_nodes_that_do_not_share_the_folder_have_no_complete_checkpoint(tmp_path: Path) -> None:
