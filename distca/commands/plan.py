@@ -27,7 +27,6 @@ from distca.plan import (
     traffic,
     training_tolerance,
 )
-from distca.plan.hops import Reads
 from distca.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -324,7 +323,7 @@ def shortest_shard(made: MicroBatchPlan) -> int:
     """Query rows of the shortest range that is computed away from its home rank; 0 when nothing moves."""
     shortest: list[int] = []
     for nano in made.nano_batches:
-        reads = Reads.of(nano.forward.tasks, nano.forward.tasks.start, nano.layout.q)
+        reads = nano.forward.q_reads
         shortest += reads.rows[reads.home != reads.server].tolist()
     return min(shortest, default=0)
 
@@ -366,7 +365,7 @@ def seconds_by_home(made: MicroBatchPlan) -> np.ndarray:
     matrix = np.zeros((ranks, ranks))
     for nano in made.nano_batches:
         tasks = nano.forward.tasks
-        length, reads = tasks.stop - tasks.start, Reads.of(tasks, tasks.start, nano.layout.q)
+        length, reads = tasks.stop - tasks.start, nano.forward.q_reads
         seconds = made.cost.forward(length, tasks.stop)[reads.task] * reads.rows / length[reads.task]
         np.add.at(matrix, (reads.home, reads.server), seconds)
     return matrix

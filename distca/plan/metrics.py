@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan.cost.model import CostModel, Direction
-from distca.plan.hops import Reads
 from distca.plan.layout import Layout
 from distca.plan.plan import Plan
 from distca.plan.scheduler.network_cost import Links
@@ -120,10 +119,9 @@ def traffic(plan: Plan, links: Links | None = None) -> Traffic:
         plan: over R ranks.
         links: which ranks share a node, to each of which k,v rows travel once and on from there; None for all.
     """
-    layout, tasks, contexts, ranks = plan.layout, plan.tasks, plan.contexts, plan.layout.ranks
-    reads = Reads.of(tasks, tasks.start, layout.q)
+    ranks, reads = plan.layout.ranks, plan.q_reads
     q = _pairs(reads.home, reads.server, reads.rows, ranks)
-    reads = Reads.of(contexts.last, contexts.begin, layout.kv)
+    reads = plan.kv_reads
     from_home, handed_on, by = reads.in_hops(links, ranks)
     home, server, rows = reads.home, reads.server, reads.rows
     kv = _pairs(home[from_home], server[from_home], rows[from_home], ranks)

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from distca.errors import PlanError
+from distca.plan.hops import Reads
 from distca.plan.layout import Layout
 from distca.plan.sorting import order_by
 
@@ -116,6 +117,16 @@ class Plan:
         first = np.searchsorted(kept.server, last.server)
         at = np.where(begin > 0, np.append(rows, 0)[found] - np.append(rows, 0)[first], 0)
         return Contexts(last, begin, at)
+
+    @cached_property
+    def q_reads(self) -> Reads:
+        """The query rows of the tasks."""
+        return Reads.of(self.tasks, self.tasks.start, self.layout.q)
+
+    @cached_property
+    def kv_reads(self) -> Reads:
+        """The k,v rows that the contexts' last tasks do not have of the half before."""
+        return Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
 
     def check(self) -> None:
         """Raise PlanError unless every query row is computed exactly once, by an existing server."""

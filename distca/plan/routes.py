@@ -163,8 +163,8 @@ class Routes(Sequence[Route]):
         self._received_rows = np.diff(np.append(0, np.cumsum(rows))[last_bounds])
         q_offset = _offsets_within_server(tasks, self._bounds, q_rows)
         kv_offset = _offsets_within_server(last, last_bounds, rows)
-        q, _ = _Pieces.of(tasks, tasks.start, q_offset, layout.q)
-        kv, relay = _Pieces.of(last, contexts.begin, kv_offset, layout.kv, links, layout.ranks)
+        q, _ = _Pieces.of(plan.q_reads, tasks.start, q_offset, layout.q)
+        kv, relay = _Pieces.of(plan.kv_reads, contexts.begin, kv_offset, layout.kv, links, layout.ranks)
         self._q = _Exchanges(q, layout.q_rows, only)
         self._kv = _Exchanges(kv, layout.kv_rows, only)
         self._relay = _Exchanges(relay, self._received_rows, only) if len(relay.rows) else None
@@ -266,11 +266,10 @@ class _Pieces:
 
     @staticmethod
     def of(
-        tasks: Tasks, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
+        reads: Reads, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
     ) -> tuple[_Pieces, _Pieces]:
-        """Of the token ranges from [T] ``begin`` to the stops of ``tasks``, whose first rows land at [T] ``offset``:
-        those that come from home, and those that a gateway hands on."""
-        reads = Reads.of(tasks, begin, shards)
+        """Those of ``reads`` that come from home, and those that a gateway hands on. Tasks read from [T] ``begin``, and
+        those rows land at [T] ``offset``."""
         start = np.maximum(begin[reads.task], shards.start[reads.shard])
         source = shards.row[reads.shard] + start - shards.start[reads.shard]
         destination = offset[reads.task] + start - begin[reads.task]
@@ -299,9 +298,10 @@ class _Exchanges:
         # By home rank and server for those who send, by server and home rank for those who receive.
         self._by_home = _Grouped(home, Segments(server, source, destination, rows), ranks, only)
         self._by_server = _Grouped(server, Segments(home, source, destination, rows), ranks, only)
-        away = home != server
-        self._to_server = _Arrivals(home[away], server[away], rows[away], ranks, only)
-        self._to_home = _Arrivals(server[away], home[away], rows[away], ranks, only)
+        away = np.flatnonzero(home != server)
+        home, server, rows = home[away], server[away], rows[away]
+        self._to_server = _Arrivals(home, server, rows, ranks, only)
+        self._to_home = _Arrivals(server, home, rows, ranks, only)
 
     def of(self, rank: int, destination_rows: int, repeat: Segments, before: Segments) -> RowExchange:
         """That of one rank, whose server buffer has ``destination_rows``."""
