@@ -54,12 +54,11 @@ class AnalyticCost(CostModel):
         return self.per_direction("backward", q_rows, kv_rows)[0]
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        terms, shape = self._terms[direction], np.shape(q_rows)
+        terms, q = self._terms[direction], np.asarray(q_rows, np.float64)
         # Without queries a range costs nothing, whatever its keys.
-        features = np.empty((3, *shape))
-        features[1], features[2] = q_rows, kv_rows * (q_rows > 0)
-        features[0] = features[1] * (features[2] - 0.5 * (features[1] - 1))
-        return (terms @ features.reshape(3, -1)).reshape(len(terms), *shape)
+        kv = kv_rows * (q > 0)
+        features = np.array((q * (kv - 0.5 * (q - 1)), q, kv))
+        return terms.dot(features.reshape(3, -1)).reshape(len(terms), *q.shape)
 
 
 def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:

@@ -40,27 +40,36 @@ class Links:
 
 
 class HeldRows:
-    """Which rows of every document each group (a rank, or a node) holds.
+    """Which rows of every document ranks and nodes hold.
 
     Plans ask about few documents, many times over, so a document is indexed when it is first asked about.
 
     Args:
         shards: home rows, which cover a document up to its last row.
-        group: [S] the group that holds each shard.
+        node: [R] node of every rank.
     """
 
-    def __init__(self, shards: Shards, group: np.ndarray) -> None:
-        self._shards, self._group = shards, group
-        self._found: dict[int, _HeldRanges] = {}
+    def __init__(self, shards: Shards, node: np.ndarray) -> None:
+        self._shards, self._node = shards, node
+        self._homes: dict[int, np.ndarray] = {}
+        self._ranges: dict[int, tuple[_HeldRanges, _HeldRanges]] = {}
 
-    def below(self, document: int, group: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """[..., N] rows of ``document`` before ``position`` [..., N] that ``group`` [N] holds."""
-        found = self._found.get(document)
-        if found is None:
+    def missing(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[..., N] rows of ``document`` before ``stops`` [..., N], none behind its last row, that others of the node of
+        ``ranks`` [N] hold, and that other nodes hold."""
+        homes = self._homes.get(document)
+        if homes is None:
             low, high = self._shards.document.searchsorted((document, document + 1)).tolist()
-            found = _HeldRanges(self._group[low:high], self._shards.start[low:high], self._shards.stop[low:high])
-            self._found[document] = found
-        return found.below(group, position)
+            homes = self._homes[document] = self._shards.rank[low:high]
+            if (homes != homes[0]).any():
+                where = self._shards.start[low:high], self._shards.stop[low:high]
+                self._ranges[document] = _HeldRanges(homes, *where), _HeldRanges(self._node[homes], *where)
+        if document not in self._ranges:  # most live on one rank
+            near = self._node[ranks] == self._node[homes[0]]
+            return stops * (near & (ranks != homes[0])), stops * ~near
+        at_rank, at_node = self._ranges[document]
+        near = at_node.below(self._node[ranks], stops)
+        return near - at_rank.below(ranks, stops), stops - near
 
 
 class _HeldRanges:

@@ -67,8 +67,7 @@ class Timer:
         return self.cost.per_direction(self.direction, stop - start, stop)
 
 
-@dataclass(frozen=True)
-class Excess:
+class Excess(NamedTuple):
     """A sender's piece and what should leave it.
 
     Attributes:
@@ -83,8 +82,7 @@ class Excess:
     need: np.ndarray
 
 
-@dataclass(frozen=True)
-class Receivers:
+class Receivers(NamedTuple):
     """Who may take ranges, in order of preference.
 
     Attributes:
@@ -158,7 +156,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
         relief = excess.seconds - (split.kept[:, 0] + split.kept[:, 1])
         if len(split.chosen) == 1 and (relief >= excess.need).all() and not _over(receivers, split).any():
             break
-        cuts = np.array(split.cuts)
+        cuts = np.array(split.cuts, np.float64)
         got = area(cuts[:-1], cuts[1:])
         filled = got * least_of(split.room / np.maximum(split.moved, 1e-300)) * 0.999
         size[split.chosen] = filled if most is None else np.minimum(filled, most[split.chosen])
@@ -187,7 +185,7 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
     start = max(excess.start, int(middle - rows))
     stop = min(start + rows, excess.stop)
-    seconds = timer.seconds(np.array([start]), np.array([stop]))[:, 0]
+    seconds = timer.seconds(np.array([float(start)]), np.array([float(stop)]))[:, 0]
     rate = float((per_pair / (seconds / area(start, stop))).min())
     return size * rate, wanted, least
 
@@ -265,7 +263,7 @@ def _timed(excess: Excess, receivers: Receivers, chosen: np.ndarray, cuts: list[
     edges = [excess.start, *cuts, excess.stop]
     # In the same call: the ranges joined with the rows behind them, and the first with those before it.
     start, stop = edges[:-1] + edges[1:-2] + edges[:1], edges[1:] + edges[3:] + edges[2:3]
-    seconds = timer.seconds(np.array(start), np.array(stop))
+    seconds = timer.seconds(np.array(start, np.float64), np.array(stop, np.float64))
     count = len(edges) - 1
     return RangeSplit(
         chosen,

@@ -155,7 +155,7 @@ class _Balancer:
         self.state, self.timer, self.q_bytes, self.kv_bytes = state, timer, q_bytes, kv_bytes
         self.unit = timer.unit[:, None]
         self.stuck = np.zeros(state.layout.ranks, bool)
-        self.near, self.equal_prices = np.zeros(state.layout.ranks, bool), np.ones(state.layout.ranks)
+        self.prices: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.place = np.argsort(state.order)
         self.lately = state.order
         self.failed = 0
@@ -187,9 +187,11 @@ class _Balancer:
         excess = -free
         excess[self.stuck] = 0.0
         if document is not None:
-            near = [rank for rank in state.homes(document) if excess[rank] > _ENOUGH]
-            if near:
-                return max(near, key=lambda rank: (excess[rank], -rank))
+            homes = state.homes(document)
+            if homes is not None:
+                near = int(homes[excess[homes].argmax()])
+                if excess[near] > _ENOUGH:
+                    return near
         sender = int(state.order[excess[state.order].argmax()])
         return sender if excess[sender] > _ENOUGH else None
 
@@ -219,7 +221,8 @@ class _Balancer:
         room."""
         if not len(pieces.document) or most <= _ENOUGH:
             return np.full(len(pieces.document), np.inf)
-        start, stop = pieces.start, pieces.stop
+        # In the type of what follows: numpy takes twice as long where types are mixed.
+        start, stop = pieces.start.astype(np.float64), pieces.stop.astype(np.float64)
         whole = area(start, stop)
         seconds = pieces.seconds / self.unit
         per_pair = np.maximum(seconds[0], seconds[-1]) / whole
@@ -332,16 +335,14 @@ class _Balancer:
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
         """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
-        state, nodes = self.state, self.state.links.ranks_per_node > 0
-        network = state.links.network_price
+        state, network = self.state, self.state.links.network_price
         usable, most_rows = free > _LEAST_ROOM, None
         if state.cap is not None:
             free_memory = state.cap - state.received - stop * state.shape.kv_bytes
             most_rows = free_memory // state.shape.q_bytes
             usable &= most_rows >= self.timer.cost.block
-        distant = state.node != state.node[sender] if nodes else self.near
-        price = np.where(distant, network, 1.0) if nodes else self.equal_prices
-        worth = free / price**2 if nodes else free.copy()
+        distant, q_price, squared = self._prices_from(int(state.node[sender]))
+        worth = free / squared
         sharing, had = state.sharers(document)
         if len(sharing):
             worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
@@ -358,9 +359,17 @@ class _Balancer:
             room.take(ranks, axis=1),
             None if most_rows is None else most_rows[ranks],
             distant[ranks],
-            self.q_bytes * price[ranks],
+            q_price[ranks],
             kv_price,
         )
+
+    def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every rank [R]: whether it is on another node, what a query row costs to there, and a byte, squared."""
+        if node not in self.prices:
+            distant = self.state.node != node
+            price = np.where(distant, self.state.links.network_price, 1.0)
+            self.prices[node] = distant, self.q_bytes * price, price**2
+        return self.prices[node]
 
 
 def _cheapest(price: np.ndarray) -> Iterator[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -83,18 +82,11 @@ class SchedulerState:
         self.cap = max_received_bytes
         self.received = _received_at_home(home, cost.shape, max_received_bytes)
         self.node = links.nodes(layout.ranks)
+        self._held = HeldRows(layout.kv, self.node)
         self._readers = _readers_of_cut_documents(tasks)
         self._homes = {document: list(readers) for document, readers in self._readers.items()}
         self._pieces: dict[int, Pieces] = {}
         self._moved: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-
-    @cached_property
-    def _at_rank(self) -> HeldRows:
-        return HeldRows(self.layout.kv, self.layout.kv.rank)
-
-    @cached_property
-    def _at_node(self) -> HeldRows:
-        return HeldRows(self.layout.kv, self.node[self.layout.kv.rank])
 
     @property
     def target(self) -> np.ndarray:
@@ -140,9 +132,10 @@ class SchedulerState:
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.int64)
 
-    def homes(self, document: int) -> list[int]:
-        """Home ranks of a document that lives on several; empty for others."""
-        return self._homes.get(document, [])
+    def homes(self, document: int) -> np.ndarray | None:
+        """[N] home ranks of a document that lives on several, ascending; None for others."""
+        homes = self._homes.get(document)
+        return None if homes is None else np.array(homes)
 
     def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[G, N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read ``document``
@@ -150,15 +143,11 @@ class SchedulerState:
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
-            return self._missing(document, ranks, stops) if self.links.ranks_per_node else (stops, np.zeros_like(stops))
-        inside, across = self._missing(document, ranks, np.concatenate((np.maximum(stops, had), [had])))
+            if not self.links.ranks_per_node:
+                return stops, np.zeros_like(stops)
+            return self._held.missing(document, ranks, stops)
+        inside, across = self._held.missing(document, ranks, np.concatenate((np.maximum(stops, had), [had])))
         return inside[:-1] - inside[-1], across[:-1] - across[-1]
-
-    def _missing(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[G, N] rows of ``document`` before ``stops`` that others of the node hold, and that other nodes hold."""
-        own = self._at_rank.below(document, ranks, stops)
-        near = self._at_node.below(document, self.node[ranks], stops) if self.links.ranks_per_node else stops
-        return near - own, stops - near
 
     def move(self, sender: int, chosen: np.ndarray, left: Pieces, moved: MovedRanges) -> None:
         """Replace the sender's pieces ``chosen`` [M] by what it keeps of them, ``left``; the rest goes as ``moved``
@@ -167,11 +156,10 @@ class SchedulerState:
         lost = pieces.seconds.take(chosen, axis=1).sum(axis=1) - left.seconds.sum(axis=1)
         self.load[:, sender] -= lost
         self.mean = self.mean + (moved.seconds.sum(axis=1) - lost) / self.layout.ranks
-        kept = np.ones(len(pieces.document), bool)
-        kept[chosen] = False
-        rest, some = kept.nonzero()[0], (left.stop > left.start).nonzero()[0]
-        columns = zip(pieces.take(rest), left.take(some), strict=True)
-        self._pieces[sender] = Pieces(*(np.concatenate(column, axis=-1) for column in columns))
+        both = Pieces(*(np.concatenate(column, axis=-1) for column in zip(pieces, left, strict=True)))
+        some = both.stop > both.start
+        some[chosen] = False
+        self._pieces[sender] = both.take(some.nonzero()[0])
         self._moved.append((moved.document, moved.start, moved.stop, moved.receiver))
         for document, start, stop, receiver, seconds in moved:
             self.load[:, receiver] += seconds

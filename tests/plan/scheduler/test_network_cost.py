@@ -13,17 +13,16 @@ from tests.plan.cases import home_rows, layouts
 def test_held_rows_are_those_of_the_tensors(data: st.DataObject, found: tuple[Layout, ...], per_node: int) -> None:
     layout = data.draw(st.sampled_from(found))
     node = Links(per_node).nodes(layout.ranks)
-    held = HeldRows(layout.kv, node[layout.kv.rank])
+    held = HeldRows(layout.kv, node)
     rows = home_rows(layout, "kv")
-    for document in range(len(layout.last)):
-        position = data.draw(st.integers(0, 420))
-        for group in range(int(node[-1]) + 1):
-            wanted = sum(
-                int(((tensor[:, 0] == document) & (tensor[:, 1] < position)).sum())
-                for rank, tensor in enumerate(rows)
-                if node[rank] == group
-            )
-            assert held.below(document, np.array([group]), np.array([position])).tolist() == [wanted]
+    for document in np.flatnonzero(layout.last > layout.first).tolist():
+        stop = data.draw(st.integers(0, int(layout.last[document])))
+        has = np.array([((tensor[:, 0] == document) & (tensor[:, 1] < stop)).sum() for tensor in rows])
+        near = np.array([has[node == each].sum() for each in node])
+        ranks = np.arange(layout.ranks)
+        inside, across = held.missing(document, ranks, np.full(layout.ranks, stop))
+        assert inside.tolist() == (near - has).tolist()
+        assert across.tolist() == (stop - near).tolist()
 
 
 def test_nodes() -> None:
