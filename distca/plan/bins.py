@@ -17,6 +17,8 @@ _SAME_SIZE = 1.5
 """Documents within this factor of rows are dealt against the same rate of the shorter documents."""
 OVERFULL = 0.012
 """A rank may get so much more than it lacks, of the mean work, rather than a share."""
+_OVERFULL_WITH_KEYS = 0.09
+"""The same of a document in shares with more keys than a rank has tokens: so much is not worth reading them for."""
 _LEVELLINGS = 3
 _NO_SURPLUS = 1e-6
 """Of an item's work, over that of as many tokens of what fills ranks up: rounding."""
@@ -36,20 +38,23 @@ class Items:
         work: [I] float64.
         added: [I] float64 work that each share has beyond its part.
         long: [I] bool, whether it is to be in shares.
+        keys: [I] tokens of the document that it is, or is a part of.
     """
 
     rows: np.ndarray
     work: np.ndarray
     added: np.ndarray
     long: np.ndarray
+    keys: np.ndarray
 
     def of(self, item: np.ndarray, part: np.ndarray) -> Items:
         """Parts of them."""
-        return Items(self.rows[item] * part, self.work[item] * part, self.added[item], self.long[item])
+        rows, work = self.rows[item] * part, self.work[item] * part
+        return Items(rows, work, self.added[item], self.long[item], self.keys[item])
 
     def between(self, low: int, high: int) -> Items:
         """Those from index ``low`` up to ``high``."""
-        return Items(self.rows[low:high], self.work[low:high], self.added[low:high], self.long[low:high])
+        return self.of(np.arange(low, high), np.ones(high - low))
 
 
 class Parts(NamedTuple):
@@ -94,7 +99,8 @@ def deal_to_bins(
         ranks: how many ranks it is.
         filler: work per token, and tokens, of the short documents that come after these items.
         most: work of shares on a rank, in parts of the mean, and rows of them, in parts of its tokens.
-        in_turn: whether a document in few shares begins where the one before left room.
+        in_turn: whether a document in few shares begins where the one before left room, and slivers of long ones are
+            avoided.
 
     Returns:
         The bins, and (item, part of it) of those without room.
@@ -103,6 +109,7 @@ def deal_to_bins(
     bins = _Bins(mean, room, ranks, rates.sparse, most, in_turn)
     missed: list[tuple[int, float]] = []
     rows, work, added, long = (x.tolist() for x in (items.rows, items.work, items.added, items.long))
+    keys = items.keys.tolist()
     small = (~items.long & (items.work <= bins.least)).tolist()
     begin, most_rows = 0, _FEW_SHARES * max(room)
     while begin < len(rows):
@@ -114,8 +121,9 @@ def deal_to_bins(
         while (item := bins.put_small(rows, work, small, item + 1, end)) < end:
             own, brings, extra, part = rows[item], work[item], added[item], 1.0
             if long[item]:
+                bins.many_keys = in_turn and keys[item] > most_rows
                 part = bins.put_parts(item, part, own, brings, extra, within_need=True)
-                few = item + 1 < end and long[item + 1] and max(own, rows[item + 1]) <= most_rows
+                few = item + 1 < end and long[item + 1] and max(keys[item], keys[item + 1]) <= most_rows
                 bins.take_back(first=few and part <= 0)
             elif bins.put_whole(item, own, brings):
                 continue
@@ -172,6 +180,7 @@ class _Bins:
 
     Attributes:
         least: least work of a share.
+        many_keys: whether shares are of a document of which no rank should read all keys for little work.
     """
 
     def __init__(
@@ -187,6 +196,7 @@ class _Bins:
         ]
         self._space_shares = [most_rows * tokens for tokens in self._space]
         self._over, self.least = OVERFULL * mean * min(ranks), LEAST_SHARE * mean
+        self.many_keys = False
         self._mean, self._rate = mean, 0.0
         self._in_turn, self._newest = in_turn, -1
         self._heap: list[tuple[float, int]] = []
@@ -256,6 +266,7 @@ class _Bins:
         ``within_need`` as much as they lack, else as much as they have tokens for. Returns what is left of it."""
         aside = []
         most = brings - self._sparse * own
+        over = max(self._over, _OVERFULL_WITH_KEYS * self._mean) if self.many_keys else self._over
         least = min(self.least / max(brings, 1e-12), 1.0)
         while self._heap and part > 0:
             at = self._heap[0][1]
@@ -263,11 +274,11 @@ class _Bins:
             if within_need:
                 lacks = min(self._need[at] - self._sparse * self._space[at], self._need_shares[at])
                 space = min(self._space[at], self._space_shares[at])
-                if most * part > lacks + self._over or own * part > space:
+                if most * part > lacks + over or own * part > space:
                     taken = min((lacks - extra) / most if most > 0 else part, space / own)
                     # Nobody should get a sliver of the rest.
                     if part - taken < least:
-                        taken = part if (part - taken) * most <= self._over else part - least
+                        taken = part if (part - taken) * most <= over else part - least
                 if taken < least and taken < part:
                     taken = 0.0
             if taken * own > self._space[at]:

@@ -56,6 +56,7 @@ def home_rows(
         # Parts of other documents are where tokens fit, however many rows pong has for shares.
         cut = np.rint(length * np.where(dealt.long, dealt.halves.head, _HEAD)).astype(np.int64)
         _cut_whole(length, dealt, budgets, cut, whole, work)
+    keys = np.bincount(shares.rank, length[shares.document], len(node))
     found = []
     in_ping = 0
     for half, budget in enumerate(budgets):
@@ -66,7 +67,7 @@ def home_rows(
         room = budget - np.bincount(placed[0][3], placed[0][2] - placed[0][1], len(budget)).astype(np.int64)
         left, nobody, begin, end = _columns(dealt.left)
         begin, end = _bounds(half, begin, end)
-        beside, cut_off = _beside(cut_off, room, node)
+        beside, cut_off = _beside(cut_off, room, keys, node)
         placed.append(beside)
         missed = [_ranges(left, nobody, begin, end, low, high)[:3], cut_off[:3]]
         fixed = tuple(np.concatenate(column) for column in zip(*missed, strict=True))
@@ -136,19 +137,18 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
     )
 
 
-def _beside(ranges: Ranges, room: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Put ranges that were cut off, the longest first, each on the rank of its own node, or else of any, that has most
-    of the [R] tokens of ``room`` left, which it takes; and what fits nowhere. So no rank gets many of them, of which
-    each reads a document's keys."""
+def _beside(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
+    """Put ranges that were cut off, the longest first, each on the rank of its own node that reads fewest of the [R]
+    ``keys`` and has enough of the [R] tokens of ``room`` left, or else on the one of any that has most; and what fits
+    nowhere. What they take of the room, and the keys that they add, is counted."""
     document, start, stop, rank = ranges
     rows, target = stop - start, np.full(len(rank), -1)
     for at in np.argsort(-rows, kind="stable").tolist():
-        near = np.flatnonzero(node == node[rank[at]])
-        best = near[room[near].argmax()]
-        if room[best] < rows[at]:
-            best = room.argmax()
+        near = np.flatnonzero((node == node[rank[at]]) & (room >= rows[at]))
+        best = near[keys[near].argmin()] if len(near) else room.argmax()
         if room[best] >= rows[at]:
             room[best] -= rows[at]
+            keys[best] += stop[at]
             target[at] = best
     some = target >= 0
     return (

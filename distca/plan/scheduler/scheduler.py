@@ -319,12 +319,14 @@ class _Balancer:
         pieces = state.pieces_of(sender)
         document, start, stop = (int(x[piece]) for x in (pieces.document, pieces.start, pieces.stop))
         excess = Excess(start, stop, pieces.seconds[:, piece], need)
-        receivers = self._receivers(sender, document, stop, room, free)
-        if not len(receivers.rank):
-            return False
-        split = split_range(excess, receivers, self.timer)
+        may_keep = state.may_keep(document, stop)
+        receivers = self._receivers(sender, document, stop, room, free * may_keep)
+        split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
+        if split is None and not may_keep.all():
+            receivers = self._receivers(sender, document, stop, room, free)
+            split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
         if split is None:
-            self.failed += 1
+            self.failed += len(receivers.rank) > 0
             return False
         count = len(split.chosen)
         cuts = np.array(split.cuts)

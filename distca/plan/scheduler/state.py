@@ -16,6 +16,10 @@ from distca.plan.scheduler.network_cost import HeldRows, Links
 from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.sorting import order_by
 
+_MOST_KEPT, _FEW_KEPT = 1.5, 6
+"""k,v rows that a server should read at most: over the mean of servers at home, and, where that is more, over the query
+rows of a server."""
+
 
 class Pieces(NamedTuple):
     """Query ranges that one server computes. Arrays: document, start, stop [P] int64; seconds [K, P] float64."""
@@ -54,6 +58,7 @@ class SchedulerState:
             that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
         received: [R] bytes of q, k and v rows that arrive at every server; ``cap`` is the most it may be, or None.
+        kept: [R] k,v rows that every server reads; ``most_kept`` is how many it should at most.
         grew_by_joining: whether a server takes longer since :meth:`joined`.
     """
 
@@ -83,7 +88,10 @@ class SchedulerState:
         self.received = _received_at_home(home, cost.shape, max_received_bytes)
         self.node = links.nodes(layout.ranks)
         self._held = HeldRows(layout.kv, self.node)
-        self._readers = _readers_of_cut_documents(tasks)
+        last = tasks.take(tasks.last_on_server)
+        self.kept = np.bincount(last.server, last.stop, layout.ranks)
+        self.most_kept = max(_MOST_KEPT * float(self.kept.mean()), _FEW_KEPT * layout.tokens / layout.ranks)
+        self._readers = _readers_of_cut_documents(last)
         self._homes = {document: list(readers) for document, readers in self._readers.items()}
         self._pieces: dict[int, Pieces] = {}
         self._moved: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -132,6 +140,13 @@ class SchedulerState:
         readers = self._readers.get(document, {})
         return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.int64)
 
+    def may_keep(self, document: int, stop: int) -> np.ndarray:
+        """[R] whether servers may read ``document`` up to ``stop`` without too many k,v rows."""
+        more = np.full(self.layout.ranks, stop)
+        sharing, had = self.sharers(document)
+        more[sharing] = np.maximum(stop - had, 0)
+        return np.asarray(self.kept + more <= self.most_kept)
+
     def homes(self, document: int) -> np.ndarray | None:
         """[N] home ranks of a document that lives on several, ascending; None for others."""
         homes = self._homes.get(document)
@@ -168,6 +183,7 @@ class SchedulerState:
                 inside, across = self.kv_rows(document, np.array([receiver]), np.array([[stop]]))
                 rows = int(inside.sum()) + int(across.sum())
                 self.received[receiver] += (stop - start) * self.shape.q_bytes + rows * self.shape.kv_bytes
+            self.kept[receiver] += max(stop - readers.get(receiver, 0), 0)
             readers[receiver] = max(readers.get(receiver, 0), stop)
 
     def joined(self) -> Tasks:
@@ -214,9 +230,9 @@ def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.
     return received
 
 
-def _readers_of_cut_documents(tasks: Tasks) -> dict[int, dict[int, int]]:
-    """For every document that lives on several ranks: those ranks, and how far each reads it at home."""
-    last = tasks.take(tasks.last_on_server)
+def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:
+    """For every document that lives on several ranks: those ranks, and how far each reads it at home, of the ``last``
+    tasks there."""
     last = last.take(np.bincount(last.document, minlength=1)[last.document] > 1)
     readers: dict[int, dict[int, int]] = {}
     columns = (last.document, last.server, last.stop)
