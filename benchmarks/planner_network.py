@@ -7,8 +7,8 @@ by one ruler here: slowest over mean, the worst of both halves and directions; K
 (16 per query row with its o, 4 per k,v row); the same between nodes, to each of which k,v rows go once where the
 checkout's routes have two hops; the busiest server's larger direction, both halves together and what it hands on
 counted, in KB per token and over the mean, and the same between nodes; k,v rows that the fullest server keeps, both
-halves together, over a rank's tokens, over the mean and over the longest task's, and those that a half's tasks read
-there; what of a server's transfers, at 50 GB/s between nodes and then 360 inside, a layer of 8B of the other half does
+halves together, over a rank's tokens, over the mean and over the longest task's, those of them that came from others, likewise,
+and those that a half's tasks read there; what of a server's transfers, at 50 GB/s between nodes and then 360 inside, a layer of 8B of the other half does
 not hide, over the layer's time; and CPU milliseconds (``time.process_time``) of layout and plan, one rank's routes, and
 the metrics of the log, the least of two runs. Costs are those of the analytic model. Nothing runs on GPUs.
 """
@@ -116,11 +116,13 @@ def in_hops(home: np.ndarray, server: np.ndarray, rows: np.ndarray, shard: np.nd
 def judged(made: Any, servers: int) -> dict[str, float]:
     """What a plan achieves."""
     total, busiest, worst = 0.0, np.zeros((2, servers)), 1.0
+    received = np.zeros(servers)
     between = 0.0
     attention, travel = [], []
     for nano in made.nano_batches:
         nano.forward.check()
         q, kv = travelling(nano.forward)
+        received += np.bincount(kv[1], kv[2], servers)
         loads = np.zeros((2, 2, servers))  # inside and between nodes; out and in
         for (home, server, rows), (there, back) in (q[:3], (8, 8)), (in_hops(*kv) if HOPS else kv[:3], (4, 0)):
             far = home // NODE != server // NODE
@@ -138,6 +140,7 @@ def judged(made: Any, servers: int) -> dict[str, float]:
     plans = [nano.forward for nano in made.nano_batches]
     kept = np.sum([kept_rows(plan) for plan in plans], axis=0)
     read = max(int(np.bincount(plan.tasks.server, plan.tasks.stop).max()) for plan in plans)
+    longest = max(int(plan.tasks.stop.max()) for plan in plans)
     return {
         "slowest_over_mean": worst,
         "kb_per_token": total / tokens,
@@ -147,7 +150,10 @@ def judged(made: Any, servers: int) -> dict[str, float]:
         "busiest_kb_per_token_between_nodes": float(busiest[1].max()) / TOKENS,
         "kept_kv": float(kept.max()) / TOKENS,
         "kept_kv_over_mean": imbalance(kept),
-        "kept_kv_over_longest_task": float(kept.max()) / max(int(plan.tasks.stop.max()) for plan in plans),
+        "kept_kv_over_longest_task": float(kept.max()) / longest,
+        "received_kv": float(received.max()) / TOKENS,
+        "received_kv_over_mean": imbalance(received),
+        "received_kv_over_longest_task": float(received.max()) / longest,
         "read_kv": read / TOKENS,
         "exposed": exposed(attention, travel),
     }

@@ -134,6 +134,18 @@ def schedule(
             start = Plan(layout, tasks)
         if over <= max(aim, tolerance) + _ENOUGH:
             break
+    if best is home.tasks and lowest > 1 + tolerance and over <= tolerance + _ENOUGH and tolerance > _FINEST_TOLERANCE:
+        # One direction lost more than the other gained: a finer plan may be better for both.
+        return schedule(
+            layout,
+            cost,
+            tolerance=max(tolerance / 2, _FINEST_TOLERANCE),
+            direction=direction,
+            resend=resend,
+            links=links,
+            other_seconds=other_seconds,
+            max_received_bytes=max_received_bytes,
+        )
     if over > tolerance + _ENOUGH:
         logger.debug("A tolerance of %.3f was wanted; the plan found has %.3f.", tolerance, over)
     return Plan(layout, best)
