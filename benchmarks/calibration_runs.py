@@ -24,6 +24,7 @@ from distca.plan import AttentionShape, CostModel, StepPlan
 from distca.plan.cost.table_file import find_table
 from distca.simulate import Cluster, Job, Model, Rates, Workload, simulate
 from distca.simulate.cad import planned
+from distca.train.config.cli import parse_run_config
 
 RESULTS = Path(__file__).parent / "results"
 NVSHMEM_GB_S = 370.0
@@ -65,6 +66,7 @@ class Run:
         step_seconds: [B] measured, where they were kept.
         idle: measured idle share of the first batches, or None.
         memory_gib: measured peak of the fullest rank, or None.
+        linears: the kind of linear layers, where several ran.
     """
 
     file: str
@@ -76,11 +78,13 @@ class Run:
     step_seconds: list[float]
     idle: float | None
     memory_gib: float | None
+    linears: str = ""
     _plans: list[StepPlan] | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.file.removesuffix('.json')} · {self.workload} · {self.mode.name}"
+        parts = (self.file.removesuffix(".json"), self.workload, self.mode.name, self.linears)
+        return " · ".join(part for part in parts if part)
 
     @property
     def held_out(self) -> bool:
@@ -98,7 +102,8 @@ class Run:
 
 def kept_files() -> list[str]:
     """Names of all files of training steps that the simulator can express."""
-    found = [path.name for kind in ("throughput", "pipeline_8b") for path in sorted(RESULTS.glob(f"{kind}_*.json"))]
+    kinds = ("throughput", "pipeline_8b", "linears")
+    found = [path.name for kind in kinds for path in sorted(RESULTS.glob(f"{kind}_*.json"))]
     return [name for name in found if name not in NOT_EXPRESSED]
 
 
@@ -106,7 +111,8 @@ def kept_runs(files: list[str] | None = None) -> list[Run]:
     """The runs of these files, by default of all."""
     found: list[Run] = []
     for name in kept_files() if files is None else files:
-        found += list((_throughput if name.startswith("throughput") else _pipeline)(RESULTS / name))
+        read = next(read for start, read in _READERS.items() if name.startswith(start))
+        found += list(read(RESULTS / name))
     return found
 
 
@@ -215,6 +221,67 @@ def _pipeline(path: Path) -> Iterator[Run]:
                 figures["idle_share"]["mean"],
                 max(figures["peak_memory_gb_measured"], default=None),
             )
+
+
+def _linears(path: Path) -> Iterator[Run]:
+    """By benchmarks.linears: kinds of linear layers on the same batches. In bfloat16 those of Transformer Engine and of
+    Megatron are one to the simulator."""
+    content = json.loads(path.read_text())
+    command = shlex.split(content["command"].replace("...", ""))
+    options, (warm_up, batches) = command[command.index("--") + 1 :], _counts(content["command"])
+    config = parse_run_config(["--config", str(RESULTS.parents[1] / options[1]), *options[2:]])
+    ranks, tokens, seed = int(content["hardware"].split()[0]), config.data.tokens_per_rank, config.data.seed
+    shape = config.model
+    model = Model(
+        shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, vocabulary=config.data.vocabulary or 0
+    )
+    for cell, modes in content["cells"].items():
+        mix, context = cell.split()
+        where = Cell(mix, int(context.removesuffix("K")) * 1024)
+        drawn = draw_batches(
+            where,
+            warm_up + batches,
+            ranks=ranks,
+            tokens_per_rank=tokens,
+            micro_batches=config.train.micro_batches,
+            vocabulary=model.vocabulary,
+            seed=seed,
+        )
+        measured = [Workload(each, drawn.bins) for each in drawn.global_batches[warm_up:]]
+        for each_mode, kinds in modes.items():
+            mode = parse_mode(each_mode)
+            for kind, figures in kinds.items():
+                job = _job(
+                    model,
+                    ranks,
+                    mode,
+                    {"links": None, "link_channels": None},
+                    tokens_per_rank=tokens,
+                    micro_batches=config.train.micro_batches,
+                    recompute=figures.get("recompute", "none"),
+                    fp8="none" if kind in ("local", "te") else kind,
+                    gradients=config.train.gradients,
+                    moments=config.train.moments,
+                )
+                yield Run(
+                    path.name,
+                    where.name,
+                    mode,
+                    job,
+                    measured,
+                    sum(each.tokens for each in measured) / figures["tokens_per_s"],
+                    [],
+                    None,
+                    figures["peak_gib"],
+                    linears=kind,
+                )
+
+
+def _counts(command: str) -> tuple[int, int]:
+    return int(_option(command, "--warm-up", 0)), int(_option(command, "--batches", 0))
+
+
+_READERS = {"throughput": _throughput, "pipeline": _pipeline, "linears": _linears}
 
 
 def _model(content: dict[str, Any]) -> Model:

@@ -7,10 +7,11 @@ by one ruler here: slowest over mean, the worst of both halves and directions; K
 (16 per query row with its o, 4 per k,v row); the same between nodes, to each of which k,v rows go once where the
 checkout's routes have two hops; the busiest server's larger direction, both halves together and what it hands on
 counted, in KB per token and over the mean, and the same between nodes; k,v rows that the fullest server keeps, both
-halves together, over a rank's tokens, over the mean and over the longest task's, those of them that came from others, likewise,
-and those that a half's tasks read there; what of a server's transfers, at 50 GB/s between nodes and then 360 inside, a layer of 8B of the other half does
-not hide, over the layer's time; and CPU milliseconds (``time.process_time``) of layout and plan, one rank's routes, and
-the metrics of the log, the least of two runs. Costs are those of the analytic model. Nothing runs on GPUs.
+halves together, over a rank's tokens, over the mean and over the longest task's, likewise those of them that came from
+others, and those that a half's tasks read there; what of a server's transfers, at 50 GB/s between nodes and then 360
+inside, a layer of 8B of the other half does not hide, over the layer's time; and CPU milliseconds
+(``time.process_time``) of layout and plan, one rank's routes, and the metrics of the log, the least of two runs. Costs
+are those of the analytic model. Nothing runs on GPUs.
 """
 
 from __future__ import annotations

@@ -142,9 +142,16 @@ def _non_attention(
             "level is time, but no cost table of this device and kernel says what linear layers take; measure one with "
             "`distca profile`, or level attention."
         )
+    fp8 = fp8_of(config)
+    if (in_fp8 := rate.in_fp8(fp8)) is None:
+        logger.warning(
+            "Phases are levelled as if linear layers were in bfloat16: the cost table does not say what they take in "
+            "FP8 (%s); `distca profile` measures it.",
+            fp8,
+        )
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     assert ffn is not None and config.num_query_groups is not None and config.kv_channels is not None
     layers = config.num_layers // stages
     weights = layer_weights(hidden, ffn, config.num_attention_heads, config.num_query_groups, config.kv_channels)
     recomputed = weights if recompute_segments else 3 * hidden * ffn if config.recompute_granularity else 0
-    return between_attentions(rate, weights, recomputed, layers, tp)
+    return between_attentions(in_fp8 or rate, weights, recomputed, layers, tp)

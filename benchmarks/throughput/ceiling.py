@@ -27,9 +27,9 @@ from benchmarks.baselines import Work
 from distca.attention import Kernel, TaskBatch
 from distca.device.clock import Clock
 from distca.plan import AttentionShape
+from distca.profile.linear_fp8 import linear_work
 from distca.profile.timing import median_seconds
 from distca.train.config.schema import RunConfig
-from megatron_patches.te.shapes import Fp8
 
 _ROWS, _FP8_ROWS, _CPU_ROWS = 8192, 65536, 64
 """Rows of a matrix product. In FP8 a narrow one on few rows takes less time than the host needs to queue it: on 8,192
@@ -136,7 +136,7 @@ def measure_ceiling(
         in_fp8 = config.train.fp8 != "none" and name != "output"
         rows = (_FP8_ROWS if in_fp8 else _ROWS) if device.type == "cuda" else _CPU_ROWS
         if in_fp8:
-            held, burst = _fp8_seconds(*size, rows, device, config.train.fp8)
+            held, burst = _held_and_burst(linear_work(*size, rows, device, config.train.fp8), device)
         else:
             held, burst = _matrix_seconds(*size, rows, device, dtype)
         took.append((held / rows, burst / rows))
@@ -173,35 +173,6 @@ def _matrix_seconds(width: int, out: int, tokens: int, device: torch.device, dty
         _ = x @ weight.t()
         _ = gradient @ weight
         _ = gradient.t() @ x
-
-    return _held_and_burst(work, device)
-
-
-def _fp8_seconds(width: int, out: int, tokens: int, device: torch.device, fp8: Fp8) -> tuple[float, float]:
-    """The same of one of Transformer Engine's linear layers in FP8, with all that it does to its input and gradient: no
-    product in FP8 can be had without it. Its weight is quantised once, as in a step of many micro-batches."""
-    import transformer_engine.pytorch as te
-    from transformer_engine.common import recipe
-
-    chosen = {
-        "current": recipe.Float8CurrentScaling(),
-        # Its largest values stay here: ranks may run it another number of times.
-        "delayed": recipe.DelayedScaling(reduce_amax=False),
-        "blockwise": recipe.Float8BlockScaling(),
-    }[fp8]
-    linear = te.Linear(width, out, bias=False, params_dtype=torch.bfloat16, device=device, fuse_wgrad_accumulation=True)
-    linear.weight.main_grad = torch.zeros(out, width, device=device)
-    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    gradient = torch.randn(tokens, out, device=device, dtype=torch.bfloat16)
-    first = True
-
-    def work() -> None:
-        nonlocal first
-        with te.autocast(enabled=True, recipe=chosen):
-            y = linear(x, is_first_microbatch=first)
-        first = False
-        y.backward(gradient)
-        x.grad = None
 
     return _held_and_burst(work, device)
 

@@ -39,8 +39,8 @@ def profile(
     """Measure this machine and write one cost table (JSON), for cad.cost_table and `distca plan --cost_table`.
 
     One device: seconds of the attention kernel per CA-task inside full batches, how well their sum predicts mixed
-    batches, and seconds per token of the linear layers. Several: bandwidth and latency between them. Started by
-    torchrun on several nodes, links are those of all its ranks.
+    batches, and seconds per token of the linear layers, with Transformer Engine also in FP8. Several: bandwidth and
+    latency between them. Started by torchrun on several nodes, links are those of all its ranks.
 
     Args:
         output: the file to write; by default named after device, kernel and heads, in this folder.
@@ -78,12 +78,25 @@ def profile(
             task = bar.add_task(name, total=steps)
             return lambda: bar.advance(task)
 
-        measured = measure_device(chosen, shape, device, dtype, hidden=hidden, ffn=ffn, progress=part)
+        measured = measure_device(
+            chosen, shape, device, dtype, hidden=hidden, ffn=ffn, scalings=_scalings(device), progress=part
+        )
     path = Path(output or table_name(measured["device"], chosen.name, heads, kv_heads, head_dim))
     about = {"command": command_line("distca"), "versions": versions()}
     write_table(path, {**about, **measured, "links": links})
     _show(measured, links)
     console().print(f"Table written to {path}.", highlight=False)
+
+
+def _scalings(device: torch.device) -> list[str]:
+    """Ways to scale tensors to FP8 that this GPU and Transformer Engine know."""
+    from megatron_patches.te.installed import why_not_supported
+
+    if device.type != "cuda" or why_not_supported():
+        return []
+    from megatron_patches.te.choice import why_not_fp8
+
+    return [each for each in ("current", "delayed", "blockwise") if not why_not_fp8(device, each == "blockwise")]
 
 
 def _links(ranks: int, device: torch.device) -> dict[str, Any] | None:
@@ -115,6 +128,8 @@ def _show(measured: dict[str, Any], links: dict[str, Any] | None) -> None:
     for direction in ("forward", "backward"):
         nanoseconds = measured["linear"][f"{direction}_s_per_token"] * 1e9
         table.add_row(f"linear layers, {direction}", f"{nanoseconds:,.1f} ns per token and layer")
+    for scaling, factor in measured["linear"].get("fp8", {}).items():
+        table.add_row(f"linear layers in FP8, {scaling} scaling", f"{factor:.2f} times as long")
     if links:
         rates = [pair["bytes_per_s"] / 1e9 for pair in links["pairs"]]
         latencies = [pair["latency_s"] * 1e6 for pair in links["pairs"]]

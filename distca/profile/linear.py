@@ -11,6 +11,17 @@ from distca.plan import AttentionShape
 from distca.profile.timing import median_seconds
 
 
+def sizes_of(shape: AttentionShape, hidden: int, ffn: int) -> list[tuple[int, int]]:
+    """Widths of what goes in and comes out: q,k,v and output projection, gate with up, and down projection."""
+    attention = shape.heads * shape.head_dim
+    return [
+        (hidden, attention + 2 * shape.kv_heads * shape.head_dim),
+        (attention, hidden),
+        (hidden, 2 * ffn),
+        (ffn, hidden),
+    ]
+
+
 def measure_linear(
     shape: AttentionShape, hidden: int, ffn: int, *, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -21,13 +32,7 @@ def measure_linear(
     Returns:
         ``hidden``, ``ffn``, ``tokens``, ``forward_s_per_token`` and ``backward_s_per_token`` of one layer.
     """
-    attention = shape.heads * shape.head_dim
-    sizes = [
-        (hidden, attention + 2 * shape.kv_heads * shape.head_dim),
-        (attention, hidden),
-        (hidden, 2 * ffn),
-        (ffn, hidden),
-    ]
+    sizes = sizes_of(shape, hidden, ffn)
     generator = torch.Generator(device).manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:

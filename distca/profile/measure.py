@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from distca.plan import AttentionShape
 from distca.profile.grid import grid_for, points
 from distca.profile.kernels import measure_points, smooth_points, table_of
 from distca.profile.linear import measure_linear
+from distca.profile.linear_fp8 import measure_fp8
 from distca.profile.timing import TimedServer, route_of_tasks
 from distca.profile.validation import calibrated, random_batch, time_mixed, validation_of
 
@@ -44,10 +45,11 @@ def measure_device(
     *,
     hidden: int,
     ffn: int,
+    scalings: Sequence[str] = (),
     progress: Progress,
 ) -> dict[str, Any]:
     """Measure the kernel over the device's grid, mixed batches, some to fit load factors to and some to check the
-    predictions, and linear layers.
+    predictions, and linear layers, also in FP8 with each of ``scalings`` ("current", "delayed", "blockwise").
 
     Returns:
         What ``load_table`` reads (see docs/profiling.md), with ``validation`` and ``linear``; arrays are numpy.
@@ -72,6 +74,10 @@ def measure_device(
     advance = progress("linear layers", 1)
     linear = measure_linear(shape, hidden, ffn, tokens=8192 if on_gpu else 64, device=device, dtype=dtype)
     advance()
+    if scalings:
+        advance = progress("linear layers in FP8", 1)
+        linear["fp8"] = measure_fp8(shape, hidden, ffn, device=device, scalings=scalings)
+        advance()
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "kernel": kernel.name,

@@ -63,12 +63,10 @@ def work_of(job: Job) -> Work:
     """What documents cost, for dealing them to groups, as the benchmarks measure it: one long document's pairs."""
     length = min(job.tokens_per_rank, 65_536)
     both = job.cost.per_direction("both", np.array([length]), np.array([length])).sum()
-    linear, layers = job.cost.linear, job.model.layers
-    assert linear is not None
-    head = job.model.hidden * job.model.vocabulary
-    per_weight = (linear.forward + linear.backward) / job.tp
+    layers, head = job.model.layers, job.model.hidden * job.model.vocabulary
+    layer, output = ((rate.forward + rate.backward) / job.tp for rate in (job.linear, job.output))
     return Work(
-        per_weight * (layers * job.model.layer_weights + head), layers * float(both) / (length * (length + 1) / 2)
+        layer * layers * job.model.layer_weights + output * head, layers * float(both) / (length * (length + 1) / 2)
     )
 
 
@@ -199,6 +197,9 @@ class BaselineLayers:
     def backward(self, dealt: Dealt, rows: np.ndarray) -> None:
         each = self._job.rows
         for layer in reversed(range(self._job.layers)):
+            if self._job.recompute == "all":
+                # Megatron computes a layer again as a whole, core attention and what it sends too.
+                self._attend_forward(dealt, layer)
             self._compute(rows * (each.post_backward + self._job.rotation * 2 / 3), "post", layer, "backward")
             self._attend_backward(dealt, layer)
             self._compute(rows * each.pre_backward, "pre", layer, "backward")

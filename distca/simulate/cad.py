@@ -68,7 +68,7 @@ def planned(job: Job, workload: Workload) -> StepPlan:
         cost=job.cost,
         stages=job.pp,
         nano_batches=2,
-        align=job.tp,
+        align=job.tp * (1 if job.fp8 == "none" else 16),
         resend=job.pp > 1,
         tolerance=job.tolerance,
         links=job.links,

@@ -10,6 +10,7 @@ import numpy as np
 
 from distca.plan import AttentionShape, CostModel, Links
 from distca.plan.between_attentions import between_attentions
+from distca.plan.cost.model import LinearRate
 from distca.plan.step import NonAttention
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
@@ -18,7 +19,9 @@ from distca.simulate.model import Model
 from distca.simulate.rates import Rates, load_rates
 
 Recompute = Literal["none", "mlp", "all"]
-VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of a gradient
+Fp8 = Literal["none", "current", "delayed", "blockwise"]
+Narrow = Literal["float32", "bfloat16"]
+VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of what is in float32
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ class Job:
         tokens_per_rank: rows of a micro-batch on a data-parallel rank at most.
         micro_batches: of a step.
         recompute: what is computed again in backward.
+        fp8: how linear layers scale tensors to FP8, or "none" for bfloat16. The output layer stays in bfloat16.
+        gradients: their type, which memory depends on.
+        moments: of Adam, likewise.
         tolerance: of plans; None takes the one for the size of the pool.
         deal: whether documents are dealt over a step's micro-batches anew.
         level_time: whether a pipeline's phases level linear layers with attention.
@@ -60,7 +66,8 @@ class Job:
         rates: of the GPU.
 
     Raises:
-        SimulationError: on parallelism that the cluster or the model does not fit, or a table of other heads.
+        SimulationError: on parallelism that the cluster or the model does not fit, or a table of other heads, or
+            without linear layers in FP8 where they are asked for.
     """
 
     model: Model
@@ -71,6 +78,9 @@ class Job:
     tokens_per_rank: int = 131_072
     micro_batches: int = 1
     recompute: Recompute = "none"
+    fp8: Fp8 = "none"
+    gradients: Narrow = "float32"
+    moments: Narrow = "float32"
     tolerance: float | None = None
     deal: bool = True
     level_time: bool = True
@@ -82,8 +92,10 @@ class Job:
         for name in ("tp", "pp", "tokens_per_rank", "micro_batches"):
             if getattr(self, name) < 1:
                 raise SimulationError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.recompute not in get_args(Recompute):
-            raise SimulationError(f"recompute is {self.recompute!r}; choose one of {', '.join(get_args(Recompute))}.")
+        kinds = {"recompute": Recompute, "fp8": Fp8, "gradients": Narrow, "moments": Narrow}
+        for name, known in ((name, get_args(kind)) for name, kind in kinds.items()):
+            if getattr(self, name) not in known:
+                raise SimulationError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
         cluster, wanted = self.cluster, self.model.shape(self.tp)
         if cluster.gpus_per_node % self.tp:
             raise SimulationError(
@@ -106,6 +118,24 @@ class Job:
             )
         if self.cost.linear is None:
             raise SimulationError("The cost table has no linear layers; `distca profile` measures them.")
+        if self.cost.linear.in_fp8(self.fp8) is None:
+            raise SimulationError(
+                f"fp8 is {self.fp8}, but the cost table does not say what linear layers take so; `distca profile` "
+                "measures it where Transformer Engine is installed. Or set fp8 to none."
+            )
+
+    @property
+    def output(self) -> LinearRate:
+        """Of the output layer's matrix products, which stay in bfloat16."""
+        assert self.cost.linear is not None
+        return self.cost.linear
+
+    @property
+    def linear(self) -> LinearRate:
+        """Of those in the layers."""
+        rate = self.output.in_fp8(self.fp8)
+        assert rate is not None
+        return rate
 
     @property
     def shape(self) -> AttentionShape:
@@ -152,8 +182,7 @@ class Job:
     @cached_property
     def rows(self) -> RowSeconds:
         """Seconds per row."""
-        model, rates, linear = self.model, self.rates, self.cost.linear
-        assert linear is not None
+        model, rates, linear = self.model, self.rates, self.linear
         first, second = model.attention_weights
         mlp = model.mlp_weights
         forward, backward = (rate * rates.linear_factor / self.tp for rate in (linear.forward, linear.backward))
@@ -188,10 +217,9 @@ class Job:
         """What plans of phases level together with attention, as training has it."""
         if self.pp == 1 or not self.level_time:
             return None
-        model, linear = self.model, self.cost.linear
-        assert linear is not None
+        model = self.model
         recomputed = {"none": 0, "mlp": model.mlp_weights, "all": model.layer_weights}[self.recompute]
-        return between_attentions(linear, model.layer_weights, recomputed, self.layers, self.tp)
+        return between_attentions(self.linear, model.layer_weights, recomputed, self.layers, self.tp)
 
     @property
     def parameters(self) -> int:

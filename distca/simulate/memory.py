@@ -8,47 +8,63 @@ from __future__ import annotations
 
 import numpy as np
 
-from distca.simulate.job import VALUE, WIDE, Job
+from distca.simulate.job import VALUE, WIDE, Job, Recompute
 
 _LOGITS = 2 << 30
 """Bytes of the output layer's chunk of logits (distca/ops/output_loss.py)."""
 
 
 def static_bytes(job: Job) -> int:
-    """Weights, gradients and this rank's share of the optimizer's state."""
-    return job.parameters * (VALUE + WIDE) + 12 * job.parameters // job.data_parallel
+    """Weights, gradients and this rank's share of the optimizer's state, as ``distca.train.run.model_bytes`` has it; in
+    FP8 also weights' copies for products with their rows and with their columns."""
+    copies = 2 * job.layers * job.model.layer_weights // job.tp if job.fp8 != "none" and job.recompute != "all" else 0
+    gradients = VALUE if job.gradients == "bfloat16" else WIDE
+    # What bfloat16 weights lack, or float32 ones, and two moments.
+    optimizer = 3 * (VALUE if job.moments == "bfloat16" else WIDE)
+    return job.parameters * (VALUE + gradients) + copies + optimizer * job.parameters // job.data_parallel
 
 
-def kept_per_row(job: Job, *, norms: bool) -> int:
-    """Bytes that a layer keeps of a home row beside q, k, v and o: inputs of norms and SwiGLU; Megatron's own layers
-    also keep norms' outputs."""
+def kept_per_row(job: Job, recompute: Recompute, *, norms: bool) -> int:
+    """Bytes that a layer keeps of a home row beside q, k, v and o, where ``recompute`` is computed again: inputs of
+    norms and SwiGLU; Megatron's own layers also keep norms' outputs. In FP8 it is copies of what linear layers are
+    given, of o where scales come from earlier steps."""
     hidden, ffn = job.model.hidden // job.tp, job.model.ffn // job.tp
-    if job.recompute == "all":
+    if recompute == "all":
         return VALUE * hidden
-    elements = (4 if norms else 2) * hidden + (0 if job.recompute == "mlp" else 2 * ffn)
+    if job.fp8 != "none":
+        copies = 2 * hidden + ffn + (job.shape.q_bytes // VALUE if job.fp8 == "delayed" else 0)
+        if recompute == "mlp":
+            # Megatron's own layers keep the norm's output in place of its copy.
+            return VALUE * (3 if norms else 2) * hidden + copies - hidden - ffn + 8
+        return VALUE * 2 * (hidden + ffn) + copies + 8
+    elements = (4 if norms else 2) * hidden + (0 if recompute == "mlp" else 2 * ffn)
     return VALUE * elements + 8
 
 
-def working_bytes(job: Job, rows: np.ndarray, last: np.ndarray | bool) -> np.ndarray:
+def working_bytes(job: Job, rows: np.ndarray, last: np.ndarray | bool, again: np.ndarray | int = 0) -> np.ndarray:
     """[R] bytes of the layer at work or, on the ``last`` stage, the loss, for ``rows`` [R] home rows of a
-    micro-batch."""
+    micro-batch; ``again`` [R] of what a layer that is computed again as a whole keeps meanwhile."""
     hidden, ffn = job.model.hidden // job.tp, job.model.ffn // job.tp
-    mlp = rows * VALUE * (3 * ffn + hidden + (2 * ffn if job.recompute != "none" else 0))
+    recomputed = 2 * ffn if job.recompute != "none" and not np.any(again) else 0
+    mlp = rows * VALUE * (3 * ffn + hidden + recomputed) + again
     table = job.model.vocabulary * job.model.hidden // job.tp
     loss = _LOGITS + WIDE * table + 3 * VALUE * rows * hidden
-    return np.asarray(np.maximum(mlp, np.where(last, loss, 0)))
+    copies = 2 * job.model.layer_weights // job.tp if job.fp8 != "none" and job.recompute == "all" else 0
+    return np.asarray(np.maximum(mlp + copies, np.where(last, loss, 0)))
 
 
 def at_home(
     job: Job, rows: np.ndarray, kv_rows: np.ndarray, attention_bytes: np.ndarray, in_flight: int, last: bool = True
 ) -> np.ndarray:
     """[R] bytes on a stage, the ``last`` one or another, where attention is at home: ``kv_rows`` [R] rows of keys and
-    values are kept of every layer, and the layer at work takes ``attention_bytes`` [R]."""
-    shape = job.shape
-    row = kept_per_row(job, norms=True) + 2 * shape.q_bytes + 4 * shape.heads
+    values are kept of every layer, and the layer at work takes ``attention_bytes`` [R]. Where all is computed again,
+    core attention is too, and only a layer's input is kept."""
+    shape, whole = job.shape, job.recompute == "all"
+    row = kept_per_row(job, "none" if whole else job.recompute, norms=True) + 2 * shape.q_bytes + 4 * shape.heads
     layer = rows * row + kv_rows * shape.kv_bytes
-    working = np.maximum(working_bytes(job, rows, last), attention_bytes)
-    return np.asarray(static_bytes(job) + in_flight * job.layers * layer + working)
+    kept = rows * kept_per_row(job, "all", norms=True) if whole else layer
+    working = np.maximum(working_bytes(job, rows, last, layer if whole else 0), attention_bytes)
+    return np.asarray(static_bytes(job) + in_flight * job.layers * kept + working)
 
 
 def with_servers(
@@ -67,7 +83,7 @@ def with_servers(
     shape, ranks = job.shape, len(rows)
     last = np.arange(ranks) >= ranks - ranks // job.pp
     # o lives at home, where the output projection keeps it.
-    layer = rows * (kept_per_row(job, norms=False) + shape.q_bytes)
+    layer = rows * (kept_per_row(job, job.recompute, norms=False) + shape.q_bytes)
     layer = layer + q_rows * (shape.q_bytes + 4 * shape.heads) + kv_rows * shape.kv_bytes
     return np.asarray(
         static_bytes(job) + in_flight * job.layers * layer + np.maximum(working_bytes(job, rows, last) / 2, received)

@@ -1,11 +1,13 @@
 """Against the trainer's own prediction, which tests hold against measured peaks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from distca.plan import analytic_cost
+from distca.plan.cost.model import LinearRate
 from distca.simulate import MODELS, Cluster, Job, Model
 from distca.simulate.memory import at_home, static_bytes
 from distca.train.config.cli import parse_run_config
@@ -14,13 +16,26 @@ from distca.train.run.memory import predict_memory
 CONFIGURATION = str(Path(__file__).parents[2] / "configs" / "llama-8b.yaml")
 
 
-@pytest.mark.parametrize(("tp", "pp", "recompute"), [(1, 1, "none"), (1, 1, "mlp"), (2, 2, "none"), (2, 1, "mlp")])
-def test_packed_documents_need_what_the_trainer_predicts(tp: int, pp: int, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "recompute", "fp8"),
+    [
+        (1, 1, "none", "none"),
+        (1, 1, "mlp", "none"),
+        (2, 2, "none", "none"),
+        (2, 1, "mlp", "none"),
+        (1, 1, "none", "current"),
+        (1, 1, "mlp", "current"),
+        (2, 1, "mlp", "delayed"),
+        (1, 2, "all", "delayed"),
+    ],
+)
+def test_packed_documents_need_what_the_trainer_predicts(tp: int, pp: int, recompute: str, fp8: str) -> None:
     words = {
         "model.layers": 4,
         "parallel.tp": tp,
         "parallel.pp": pp,
         "train.recompute": recompute,
+        "train.fp8": fp8,
         "cad.enabled": False,
     }
     words |= {"train.micro_batches": 4, "data.tokens_per_rank": 65_536}
@@ -32,11 +47,15 @@ def test_packed_documents_need_what_the_trainer_predicts(tp: int, pp: int, recom
     job = Job(
         shape,
         Cluster(8),
-        analytic_cost(part.heads, part.kv_heads, part.head_dim),
+        replace(
+            analytic_cost(part.heads, part.kv_heads, part.head_dim),
+            linear=LinearRate(1e-15, 2e-15, {"current": 0.6, "delayed": 0.6}),
+        ),
         tp=tp,
         pp=pp,
         tokens_per_rank=65_536,
         recompute=recompute,  # type: ignore[arg-type]
+        fp8=fp8,  # type: ignore[arg-type]
     )
     first = stages[0]
     assert static_bytes(job) == pytest.approx(first.model.held, rel=1e-3)

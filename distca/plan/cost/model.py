@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -67,10 +67,18 @@ class LinearRate:
     Attributes:
         forward: one product with each weight.
         backward: two.
+        fp8: by how tensors are scaled to FP8 ("current", "delayed", "blockwise"), where that was measured: time of the
+            products in FP8, with all that quantises for them, over that in bfloat16.
     """
 
     forward: float
     backward: float
+    fp8: Mapping[str, float] = field(default_factory=dict)
+
+    def in_fp8(self, scaling: str) -> LinearRate | None:
+        """The rate where tensors are scaled so to FP8; as it is for "none". None where nobody measured that."""
+        factor = 1.0 if scaling == "none" else self.fp8.get(scaling)
+        return None if factor is None else LinearRate(factor * self.forward, factor * self.backward)
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LinearRate | None:
@@ -86,11 +94,12 @@ class LinearRate:
             weights = layer_weights(
                 found["hidden"], found["ffn"], content["heads"], content["kv_heads"], content["head_dim"]
             )
-            return LinearRate(found["forward_s_per_token"] / weights, found["backward_s_per_token"] / weights)
-        except (KeyError, TypeError, ZeroDivisionError):
+            fp8 = {str(scaling): float(factor) for scaling, factor in (found.get("fp8") or {}).items()}
+            return LinearRate(found["forward_s_per_token"] / weights, found["backward_s_per_token"] / weights, fp8)
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
             raise PlanError(
-                "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token; "
-                "measure it again with `distca profile`."
+                "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token, "
+                "and in fp8 a number for each scaling; measure it again with `distca profile`."
             ) from None
 
 

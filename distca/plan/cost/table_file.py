@@ -96,7 +96,7 @@ def load_table(path: str | Path) -> TableCost:
     It has heads, kv_heads, head_dim, block, q_rows [Q], kv_rows [V], and forward_seconds and backward_seconds [Q][V]
     per task inside a full batch (null where q_rows > kv_rows). ``load_factors`` (kv_rows, forward, backward: [L] each)
     may say how much more mixed batches take, ``linear`` (hidden, ffn, forward_s_per_token, backward_s_per_token) what a
-    layer's matrix products do. Other keys describe the node.
+    layer's matrix products do, and in ``fp8`` by which factor in FP8. Other keys describe the node.
 
     Raises:
         PlanError: when there is no such file, it lacks a key, or its table is not usable.
