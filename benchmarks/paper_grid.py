@@ -1,13 +1,15 @@
 """The paper's grid and larger pools, simulated: DistCA against the best degree of context parallelism.
 
     python -m benchmarks.paper_grid --output benchmarks/results/paper_grid.json --picture docs/images/paper_grid.png
+    python -m benchmarks.paper_grid --fp8 current --output benchmarks/results/paper_grid_fp8.json
     python -m benchmarks.paper_grid --pools --output benchmarks/results/simulated_pools.json
 
 Models, contexts, batches and mixes are those of arXiv 2510.18121, section 6: tensor parallelism of 8, nodes of 8 GPUs,
 50 GB/s per GPU between them. The paper's batches are given per context for a smaller, a middle and a larger number of
 GPUs. Here they are paired with 64, 128 and 256 GPUs without stages (3D) and for 8B with 2 stages (4D), with 128, 256
 and 512 for 34B with 4 stages. Micro-batches are as many as leave 128K tokens, or the batch's share, to a server. Each
-mode recomputes the least that fits into memory.
+mode recomputes the least that fits into memory. With ``--fp8`` linear layers of all modes are in FP8, and the kernel is
+flash-attn-4 only.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from rich.progress import track
@@ -30,6 +32,7 @@ from benchmarks.throughput.settings import Cell
 from distca.data.mixes import Mix
 from distca.errors import DistcaError
 from distca.simulate import MODELS, Cluster, Job, Workload
+from distca.simulate.job import Fp8
 from distca.simulate.kernel_rate import at_rate
 from distca.simulate.memory import with_servers
 from distca.simulate.sweep import BEST, BEST_HIDDEN, Outcome, run_mode
@@ -74,6 +77,7 @@ class GridCell:
         gpus: of the cluster.
         batch: documents as long as the context that a global batch's tokens make.
         kernel: core attention's.
+        fp8: of linear layers.
     """
 
     kind: str
@@ -83,6 +87,7 @@ class GridCell:
     gpus: int
     batch: int
     kernel: Kernel
+    fp8: Fp8 = "none"
 
     @property
     def stages(self) -> int:
@@ -93,7 +98,17 @@ class GridCell:
         ranks = self.gpus // TP // self.stages
         share = self.batch * self.context * 1024 // ranks
         micro_batches = max(share // TOKENS, 1)
-        return _job(self.model, self.gpus, self.kernel, self.stages, share // micro_batches, micro_batches)
+        cost = h200_cost(MODELS[self.model].shape(TP))
+        return Job(
+            MODELS[self.model],
+            Cluster(self.gpus),
+            cost if self.kernel == "flash4" else at_rate(cost, FA2_TFLOPS),
+            tp=TP,
+            pp=self.stages,
+            tokens_per_rank=share // micro_batches,
+            micro_batches=micro_batches,
+            fp8=self.fp8,
+        )
 
 
 def gpu_counts(kind: str, model: str) -> tuple[int, int, int]:
@@ -101,13 +116,14 @@ def gpu_counts(kind: str, model: str) -> tuple[int, int, int]:
     return GPUS.get((kind, model), (64, 128, 256))
 
 
-def grid() -> Iterator[GridCell]:
-    """The paper's cells, with both kernels."""
+def grid(fp8: Fp8 = "none") -> Iterator[GridCell]:
+    """The paper's cells, in bfloat16 with both kernels."""
+    kernels = ("flash4", "flash2") if fp8 == "none" else ("flash4",)
     for (kind, model), contexts in BATCHES.items():
-        for mix, kernel in product(("pretrain", "prolong"), ("flash4", "flash2")):
+        for mix, kernel in product(("pretrain", "prolong"), kernels):
             for context, batches in contexts.items():
                 for gpus, batch in zip(gpu_counts(kind, model), batches, strict=True):
-                    yield GridCell(kind, model, mix, context, gpus, batch, kernel)  # type: ignore[arg-type]
+                    yield GridCell(kind, model, mix, context, gpus, batch, kernel, fp8)  # type: ignore[arg-type]
 
 
 def pools(servers: list[int], contexts: list[int]) -> Iterator[GridCell]:
@@ -115,19 +131,6 @@ def pools(servers: list[int], contexts: list[int]) -> Iterator[GridCell]:
     for count, context, mix in product(servers, contexts, ("pretrain", "prolong")):
         if count * 128 >= context:
             yield GridCell("3D", "8b", mix, context, count * TP, count * 128 // context, "flash4")  # type: ignore[arg-type]
-
-
-def _job(model: str, gpus: int, kernel: Kernel, stages: int, tokens: int, micro_batches: int) -> Job:
-    cost = h200_cost(MODELS[model].shape(TP))
-    return Job(
-        MODELS[model],
-        Cluster(gpus),
-        cost if kernel == "flash4" else at_rate(cost, FA2_TFLOPS),
-        tp=TP,
-        pp=stages,
-        tokens_per_rank=tokens,
-        micro_batches=micro_batches,
-    )
 
 
 def workloads(cell: GridCell, job: Job, steps: int) -> list[Workload]:
@@ -202,11 +205,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="global batches of a cell")
     parser.add_argument("--go-on", action="store_true", help="keep the cells that are in the output already")
     parser.add_argument("--pools", action="store_true", help="pools of many servers in place of the paper's grid")
+    parser.add_argument("--fp8", choices=get_args(Fp8), default="none", help="linear layers of the paper's grid")
     parser.add_argument("--servers", type=int, nargs="+", default=[64, 256, 1024, 2048, 4096, 8192])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 1024, 4096], help="in K tokens")
     arguments = parser.parse_args()
     logging.getLogger("distca").setLevel(logging.WARNING)
-    cells = list(pools(arguments.servers, arguments.contexts) if arguments.pools else grid())
+    cells = list(pools(arguments.servers, arguments.contexts) if arguments.pools else grid(arguments.fp8))
     report: dict[str, Any] = {
         "command": command_line("python -m benchmarks.paper_grid"),
         "versions": versions(),

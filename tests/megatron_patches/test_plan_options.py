@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distca.errors import PlanError
 from distca.plan import AttentionShape, CostModel, TableCost, analytic_cost
 from distca.plan.cost.analytic import AnalyticCost
+from distca.plan.cost.model import LinearRate
 from distca.plan.cost.table_file import find_table
 from distca.testing.ranks import run_ranks
 from tests.megatron_patches import small_cases
@@ -86,6 +87,33 @@ def test_a_named_table_of_other_heads_is_refused_in_a_sentence(tmp_path: Path) -
         assert f"{table} was measured for 32 query heads, 4 key/value heads and head size 128" in said
         assert f"a rank of this model has {heads[0] // TP}, {heads[1] // TP} and {heads[2]}" in said
         assert "\n" not in said and said.endswith("`distca profile`.")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_pipelines_level_attention_with_linear_layers_in_fp8(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_patches.plan_options import _non_attention
+
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+    config: Any = SimpleNamespace(
+        num_attention_heads=32, num_query_groups=8, kv_channels=128, hidden_size=4096, ffn_hidden_size=14336,
+        num_layers=8, recompute_granularity=None, fp8=None, fp8_recipe="tensorwise",
+    )  # fmt: skip
+    cost = find_table("NVIDIA H200", "flash4", 16, 4, 128)
+    assert cost is not None and cost.linear is not None
+    plain = _non_attention(config, cost, "time", True, False)
+    config.fp8 = "hybrid"
+    quick = _non_attention(config, cost, "time", True, False)
+    assert plain is not None and quick is not None
+    factor = cost.linear.fp8["current"]
+    assert (quick.forward, quick.backward) == pytest.approx((factor * plain.forward, factor * plain.backward))
+    assert not caplog.messages
+    cost.linear = LinearRate(cost.linear.forward, cost.linear.backward)
+    assert _non_attention(config, cost, "time", True, False) == plain
+    assert "as if linear layers were in bfloat16" in caplog.text
 
 
 def _planned_with(line: list[str]) -> tuple[CostModel, float]:

@@ -33,6 +33,9 @@ def test_jobs():
         ({"recompute": "some"}, "choose one of none, mlp, all"),
         ({"micro_batches": 0}, "micro_batches is 0"),
         ({"cost": area_cost(2, 2, 8)}, "no linear layers"),
+        ({"fp8": "e4m3"}, "choose one of none, current, delayed, blockwise"),
+        ({"fp8": "current"}, "fp8 is current, but the cost table does not say"),
+        ({"moments": "float16"}, "moments is 'float16'; choose one of float32, bfloat16"),
         ({"cost": pair_cost(heads=4)}, "The cost table is for 4 query heads, 2 key/value heads"),
     ):
         with pytest.raises(SimulationError, match=said):

@@ -41,6 +41,29 @@ def test_every_pair_is_computed_once_and_no_step_beats_its_busiest_stream(mode: 
     assert found.tokens == rows
 
 
+@pytest.mark.parametrize("mode", ["distca", "packed", "cp2", "ring4"])
+def test_linear_layers_in_fp8_take_their_part_of_the_time(mode: str):
+    cost = pair_cost()
+    assert cost.linear is not None
+    job = small_job(4, tokens_per_rank=2000, cost=replace(cost, linear=replace(cost.linear, fp8={"current": 0.25})))
+    workload = random_workload()
+    rows = sum(each.tokens for each in workload.micro_batches)
+    plain, quick = (simulate(replace(job, fp8=fp8), parse_mode(mode), workload) for fp8 in ("none", "current"))
+    saved = 0.75 * job.layers * 3e-9 * job.model.layer_weights * rows
+    assert plain.busy_s.sum() - quick.busy_s.sum() == pytest.approx(saved)
+    assert plain.attention_s.sum() == pytest.approx(quick.attention_s.sum())
+
+
+@pytest.mark.parametrize("mode", ["packed", "cp2-keep", "ulysses2"])
+def test_a_layer_that_megatron_computes_again_has_its_attention_again(mode: str):
+    job, workload = small_job(4, tokens_per_rank=2000), random_workload()
+    once, again = (simulate(replace(job, recompute=how), parse_mode(mode), workload) for how in ("mlp", "all"))
+    # 1 forward, 2.5 backward.
+    np.testing.assert_allclose(again.attention_s, once.attention_s * 4.5 / 3.5)
+    if mode != "packed":
+        assert again.exposed_share > once.exposed_share, "what it gathered or exchanged comes again too"
+
+
 def test_documents_of_a_step_are_dealt_over_its_micro_batches_as_training_has_it():
     job = small_job(2, tokens_per_rank=1000)
     workload = documents([(1000, 0), (400, 1), (300, 1), (300, 1)], [(1000, 0), (300, 1), (400, 1), (300, 1)])

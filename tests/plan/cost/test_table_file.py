@@ -5,6 +5,7 @@ import pytest
 
 from distca.errors import PlanError
 from distca.plan import analytic_cost, load_table
+from distca.plan.cost.model import LinearRate
 from distca.plan.cost.table_file import find_table, table_name, write_table
 
 Q, KV = np.array([128, 1024, 4096]), np.array([128, 4096])
@@ -59,6 +60,19 @@ def test_seconds_scale_with_heads_from_the_nearest_number(tmp_path):
     assert found is not None and (found.shape.heads, found.shape.kv_heads) == (4, 1)
     q, kv = np.array([128, 1024]), np.array([4096, 4096])
     np.testing.assert_allclose(found.forward(q, kv), 3 / 2 * analytic_cost(8, 2, 128).forward(q, kv), rtol=1e-5)
+
+
+def test_linear_layers_in_fp8_take_their_part_of_the_time(tmp_path):
+    linear = {"hidden": 4096, "ffn": 14336, "forward_s_per_token": 6e-7, "backward_s_per_token": 12e-7}
+    rate = load_table(write(tmp_path, linear=linear | {"fp8": {"current": 0.6}})).linear
+    assert rate is not None and rate.in_fp8("none") == LinearRate(rate.forward, rate.backward)
+    assert rate.in_fp8("delayed") is None
+    quick = rate.in_fp8("current")
+    assert quick is not None and (quick.forward, quick.backward) == (0.6 * rate.forward, 0.6 * rate.backward)
+    for wrong in ({"current": "half"}, [0.6], {"current": None}):
+        path = write(tmp_path, linear=linear | {"fp8": wrong})
+        with pytest.raises(PlanError, match="in fp8 a number for each scaling"):
+            load_table(path)
 
 
 def test_incomplete_tables_are_refused(tmp_path):
