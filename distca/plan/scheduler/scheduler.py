@@ -46,6 +46,8 @@ _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
 little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
 relieve."""
+_LEAST_SLACK = 0.0005
+"""A limit so little above what forward and backward disagree about is not tried: a thousand moves would miss it."""
 _NO_DOCUMENT = -1
 _KV_SHARE = 0.56
 """Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
@@ -101,7 +103,7 @@ def schedule(
     aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
     least = _least_imbalance(home, cost, direction) if other_seconds is None else 0.0
     for tried, aim in enumerate(aims):
-        if aim < least and tried < len(aims) - 1:
+        if aim < least + _LEAST_SLACK and tried < len(aims) - 1:
             continue
         start = home
         for _ in range(_JOININGS):
