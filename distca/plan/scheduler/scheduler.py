@@ -46,7 +46,7 @@ _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
 little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
 relieve."""
-_LEAST_SLACK = 0.0005
+_LEAST_SLACK = 0.0003
 """A limit so little above what forward and backward disagree about is not tried: a thousand moves would miss it."""
 _NO_DOCUMENT = -1
 _KV_SHARE = 0.56
