@@ -4,10 +4,7 @@ from pathlib import Path
 import pytest
 
 from distca.commands.main import main
-from distca.commands.simulate import read_model
-from distca.errors import OptionError
 from distca.plan.cost.table_file import TABLES
-from distca.simulate import MODELS
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -79,12 +76,3 @@ def test_mistakes_are_sentences(
     assert code == 2
     assert said in " ".join((out + err).split())
     assert "Traceback" not in out + err
-
-
-def test_models_are_names_or_configurations(tmp_path: Path) -> None:
-    configurations = Path(__file__).parents[2] / "configs"
-    for name in ("8b", "34b"):
-        assert read_model(str(configurations / f"llama-{name}.yaml")) == MODELS[name]
-    (tmp_path / "none.yaml").write_text("name: x")
-    with pytest.raises(OptionError, match="has no model"):
-        read_model(str(tmp_path / "none.yaml"))
