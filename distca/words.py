@@ -36,6 +36,16 @@ def takes(hint: Any) -> str:
     return words.get(hint, str(hint))
 
 
+def rename_parameters(message: str, name_of: Callable[[str], str | None]) -> str:
+    """What a lower layer says, with the names that its parameters have here: lower layers put theirs in backquotes.
+
+    Args:
+        message: of the lower layer.
+        name_of: another name for a parameter, None where it has none here; then it stays in backquotes.
+    """
+    return re.sub("`([a-z0-9_]+)`", lambda found: name_of(found[1]) or found[0], message)
+
+
 def value_refused(message: str, hint_of: Callable[[str], Any]) -> tuple[str, str] | None:
     """What jsonargparse says about a value of the wrong type, taken apart.
 

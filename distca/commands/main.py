@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonargparse
 
-from distca.commands.parser import CommandParser, Refused, explained
+from distca.commands.parser import CommandParser, Refused, explained, with_options
 from distca.errors import DistcaError
 from distca.log import die, setup_logging
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     except Refused as refused:
         die(explained(refused, commands, arguments))
     except DistcaError as error:
-        die(error)
+        die(with_options(str(error), commands, arguments), error.next_step)
 
 
 def components(chosen: str | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_type_hints
 import jsonargparse
 
 from distca.errors import OptionError
-from distca.words import takes, value_refused
+from distca.words import rename_parameters, takes, value_refused
 
 
 class Refused(SystemExit):
@@ -47,6 +47,21 @@ def explained(refused: Refused, commands: Mapping[str, Any], arguments: Sequence
     return error
 
 
+def with_options(message: str, commands: Mapping[str, Any], arguments: Sequence[str]) -> str:
+    """What a command says, with its options as they are typed in place of parameters in backquotes.
+
+    Args:
+        message: a sentence.
+        commands: functions by command, or by group and command.
+        arguments: the command line.
+    """
+    _, command = _chosen(commands, arguments)
+    if isinstance(command, Mapping):
+        return message
+    parameters = inspect.signature(command).parameters
+    return rename_parameters(message, lambda name: _typed(parameters[name]) if name in parameters else None)
+
+
 def _chosen(commands: Mapping[str, Any], arguments: Sequence[str]) -> tuple[list[str], Any]:
     """The words of the command line that name a command, and its function, or the group where they end."""
     words: list[str] = []
@@ -67,28 +82,27 @@ def _group_sentence(name: str, group: Mapping[str, Any], rest: Sequence[str]) ->
 
 
 def _option_sentence(message: str, name: str, function: Callable[..., Any]) -> str:
-    hints = get_type_hints(function)
-    parameters = inspect.signature(function).parameters
-
-    def option(parameter: str) -> str:
-        required = parameters[parameter].default is inspect.Parameter.empty
-        word = required and parameters[parameter].kind is not inspect.Parameter.KEYWORD_ONLY
-        return parameter if word else f"--{parameter}"
-
+    hints, parameters = get_type_hints(function), inspect.signature(function).parameters
     refused = value_refused(message, hints.get)
     if refused:
         parameter, value = refused
-        wanted = takes(hints[parameter])
-        return f"{option(parameter)} must be {wanted}, not {value}." if value else f"--{parameter} needs {wanted}."
+        wanted, typed = takes(hints[parameter]), _typed(parameters[parameter])
+        return f"{typed} must be {wanted}, not {value}." if value else f"--{parameter} needs {wanted}."
     missing = re.search(r"arguments are required: (.*)", message)
     if missing:
-        wanted_options = [part.rpartition(".")[2].strip(" -") for part in missing[1].split(",")]
-        return f"{name} needs {' and '.join(option(part) for part in wanted_options if part in parameters)}."
+        named = [part.rpartition(".")[2].strip(" -") for part in missing[1].split(",")]
+        return f"{name} needs {' and '.join(_typed(parameters[part]) for part in named if part in parameters)}."
     unknown = re.search(r"unrecognized arguments: (\S+)", message)
     if unknown:
         close = get_close_matches(unknown[1].lstrip("-").partition("=")[0], parameters, n=1)
-        hint = f" Did you mean {option(close[0])}?" if close and unknown[1].startswith("-") else ""
+        hint = f" Did you mean {_typed(parameters[close[0]])}?" if close and unknown[1].startswith("-") else ""
         kind = "option" if unknown[1].startswith("-") else "place for"
         return f"{name} has no {kind} {unknown[1]}.{hint}"
     text = " ".join(message.split())
     return text if text.endswith(".") else text + "."
+
+
+def _typed(parameter: inspect.Parameter) -> str:
+    """A parameter as it is typed: a word in its place, or an option."""
+    word = parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    return parameter.name if word else f"--{parameter.name}"

@@ -36,19 +36,20 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node"):
             if getattr(self, name) < 1:
-                raise SimulationError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+                raise SimulationError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise SimulationError(
-                f"gpus is {self.gpus}, which nodes of {self.gpus_per_node} do not divide; change gpus or gpus_per_node."
+                f"`gpus` is {self.gpus}, which nodes of {self.gpus_per_node} do not divide; change `gpus` or "
+                "`gpus_per_node`."
             )
         for name in ("nvlink_gb_s", "network_gb_s", "memory_gib"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
-                raise SimulationError(f"{name} is {value:g}; it must be above 0.")
+                raise SimulationError(f"`{name}` is {value:g}; it must be above 0.")
         for name in ("nvlink_latency_us", "network_latency_us"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
-                raise SimulationError(f"{name} is {value:g}; it must be 0 or more.")
+                raise SimulationError(f"`{name}` is {value:g}; it must be 0 or more.")
 
     @property
     def nodes(self) -> int:

@@ -91,24 +91,25 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "tokens_per_rank", "micro_batches"):
             if getattr(self, name) < 1:
-                raise SimulationError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+                raise SimulationError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
         kinds = {"recompute": Recompute, "fp8": Fp8, "gradients": Narrow, "moments": Narrow}
         for name, known in ((name, get_args(kind)) for name, kind in kinds.items()):
             if getattr(self, name) not in known:
-                raise SimulationError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
+                raise SimulationError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
         cluster, wanted = self.cluster, self.model.shape(self.tp)
         if cluster.gpus_per_node % self.tp:
             raise SimulationError(
-                f"tp is {self.tp}, which does not divide the {cluster.gpus_per_node} GPUs of a node; choose one that "
+                f"`tp` is {self.tp}, which does not divide the {cluster.gpus_per_node} GPUs of a node; choose one that "
                 "does: tensor parallelism stays inside a node."
             )
         if cluster.gpus % (self.tp * self.pp):
             raise SimulationError(
-                f"tp × pp is {self.tp} × {self.pp}, which does not divide the {cluster.gpus} GPUs; change one of them."
+                f"`tp` × `pp` is {self.tp} × {self.pp}, which does not divide the {cluster.gpus} GPUs; change one of "
+                "them."
             )
         if self.model.layers % self.pp:
             raise SimulationError(
-                f"pp is {self.pp}, which does not divide the {self.model.layers} layers; stages have equally many."
+                f"`pp` is {self.pp}, which does not divide the {self.model.layers} layers; stages have equally many."
             )
         if self.shape != wanted:
             raise SimulationError(
@@ -120,8 +121,8 @@ class Job:
             raise SimulationError("The cost table has no linear layers; `distca profile` measures them.")
         if self.cost.linear.in_fp8(self.fp8) is None:
             raise SimulationError(
-                f"fp8 is {self.fp8}, but the cost table does not say what linear layers take so; `distca profile` "
-                "measures it where Transformer Engine is installed. Or set fp8 to none."
+                f"`fp8` is {self.fp8}, but the cost table does not say what linear layers take so; `distca profile` "
+                "measures it where Transformer Engine is installed. Or set `fp8` to none."
             )
 
     @property

@@ -57,5 +57,5 @@ def at_rate(cost: CostModel, tflops: float) -> CostModel:
         SimulationError: the rate is not above 0.
     """
     if not tflops > 0:
-        raise SimulationError(f"attention_tflops is {tflops:g}; it must be above 0.")
+        raise SimulationError(f"`attention_tflops` is {tflops:g}; it must be above 0.")
     return ScaledCost(cost, forward_tflops(cost) / tflops)

@@ -37,7 +37,7 @@ class Model:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:
-                raise SimulationError(f"{name} is {value}; it must be at least 1.")
+                raise SimulationError(f"`{name}` is {value}; it must be at least 1.")
 
     def shape(self, tp: int) -> AttentionShape:
         """Attention heads of one of ``tp`` tensor-parallel ranks, in bfloat16.
@@ -47,8 +47,8 @@ class Model:
         """
         if self.kv_heads % tp or self.heads % tp:
             raise SimulationError(
-                f"tp is {tp}, which does not divide the {self.heads} query heads and {self.kv_heads} key/value heads; "
-                "choose one that does."
+                f"`tp` is {tp}, which does not divide the {self.heads} query heads and {self.kv_heads} key/value "
+                "heads; choose one that does."
             )
         return AttentionShape(self.heads // tp, self.kv_heads // tp, self.head_dim)
 

@@ -53,8 +53,8 @@ def load_rates(path: str | Path = RATES) -> Rates:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         return Rates(**{field.name: float(content["rates"][field.name]["value"]) for field in fields(Rates)})
     except OSError as error:
-        raise SimulationError(f"The rates {path} cannot be read ({error.strerror}); give another file.") from None
+        raise SimulationError(f"`rates` {path} cannot be read ({error.strerror}); give another file.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise SimulationError(
-            f"The rates {path} lack a number ({error}); benchmarks/calibration.py writes them."
+            f"`rates` {path} lack a number ({error}); benchmarks/calibration.py writes them."
         ) from None

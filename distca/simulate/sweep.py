@@ -129,7 +129,7 @@ def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int
             f"No degree of context parallelism fits: {refused}"
             if not found
             else f"Every degree of context parallelism needs {least:.0f} GiB or more, and a GPU has "
-            f"{job.cluster.memory_gib:g}; recompute more or raise tp or pp."
+            f"{job.cluster.memory_gib:g}; choose a `recompute` that keeps less, or raise `tp` or `pp`."
         )
     best = min(fitting, key=lambda each: each.step_s)
     return Outcome(name, best.chosen, best.steps)

@@ -57,13 +57,13 @@ class Workload:
         longest = int(lengths.max(initial=0))
         if longest > context:
             raise SimulationError(
-                f"A document has {longest:,} tokens, but the context is {context:,}; raise the context or cut it."
+                f"A document has {longest:,} tokens, but the context is {context:,}; raise `context` or cut it."
             )
         wide = ranks_of_document(context, ranks, tokens_per_rank)
         if wide is None:
             raise SimulationError(
                 f"A document of {context:,} tokens does not fit into {ranks} data-parallel ranks of "
-                f"{tokens_per_rank:,} tokens; shorten the context or raise tokens_per_rank."
+                f"{tokens_per_rank:,} tokens; lower `context` or raise `tokens_per_rank`."
             )
         sampler = Sampler(lengths, ranks // wide, wide * tokens_per_rank, micro_batches, seed, whole=True)
         for _ in range(skip):

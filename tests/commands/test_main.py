@@ -82,7 +82,7 @@ def test_mistakes_are_sentences_and_bugs_keep_their_traceback(
         ("data convert", "distca data convert needs --output."),
         ("data describe --source web", "--source must be one of text, jsonl, parquet, arrow, blend, indexed, stdlib"),
         ("data describe", "--source text needs --path."),
-        ("data convert --output x", "The document source 'text' needs a path"),
+        ("data convert --output x", "The document source 'text' needs a path; set --path."),
         ("plan pretrain --nano_batches 3", "--nano_batches is 3; it must be at most 2."),
         ("data describe --source mix", "--source mix needs --path, one of pretrain, prolong, pretrain-long, prolong-"),
         ("data", "distca data needs a command: one of convert, describe."),

@@ -49,10 +49,10 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--gpus", "12"), "gpus is 12, which nodes of 8 do not divide"),
-        (("--network_gb_s", "0"), "network_gb_s is 0"),
+        (("--gpus", "12"), "--gpus is 12, which nodes of 8 do not divide; change --gpus or --gpus_per_node."),
+        (("--network_gb_s", "0"), "--network_gb_s is 0"),
         (("--cost_table", str(TABLES / "cpu_reference_4x2x32.json")), "was measured for 4 query heads"),
-        (("--tp", "3"), "tp is 3"),
+        (("--tp", "3"), "--tp is 3"),
         (("--gpus", "0"), "--gpus is 0"),
         (("--gpus", "[]"), "--gpus is []; give one number"),
         (("--gpus", "2.5"), "--gpus must be a whole number or a list of whole numbers, not 2.5."),
@@ -61,7 +61,11 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
         (("--model", "9b"), "--model is '9b'; give 8b, 34b"),
         (("--modes", "cp"), "There is no mode 'cp'"),
         (("--timeline", "t.json", "--timeline_rank", "8"), "servers 0 to 7"),
-        (("--context", "[16777216]"), "does not fit into 8 data-parallel ranks"),
+        (("--context", "[16777216]"), "lower --context or raise --tokens_per_rank."),
+        (("--pp", "3"), "--tp × --pp is 8 × 3"),
+        (("--attention_tflops", "0"), "--attention_tflops is 0"),
+        (("--rates", "nowhere.json"), "--rates nowhere.json cannot be read"),
+        (("--memory_gib", "1", "--modes", "best-cp"), "or raise --tp or --pp."),
     ],
 )
 def test_mistakes_are_sentences(

@@ -12,12 +12,12 @@ from tests.simulate.cases import pair_cost, small_job
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"gpus": 12}, "gpus is 12, which nodes of 8 do not divide"),
-        ({"gpus": 0}, "gpus is 0"),
-        ({"gpus": 8, "network_gb_s": 0}, "network_gb_s is 0; it must be above 0"),
-        ({"gpus": 8, "nvlink_gb_s": float("nan")}, "nvlink_gb_s is nan"),
-        ({"gpus": 8, "network_latency_us": -1}, "network_latency_us is -1"),
-        ({"gpus": 8, "memory_gib": 0}, "memory_gib is 0"),
+        ({"gpus": 12}, "`gpus` is 12, which nodes of 8 do not divide"),
+        ({"gpus": 0}, "`gpus` is 0"),
+        ({"gpus": 8, "network_gb_s": 0}, "`network_gb_s` is 0; it must be above 0"),
+        ({"gpus": 8, "nvlink_gb_s": float("nan")}, "`nvlink_gb_s` is nan"),
+        ({"gpus": 8, "network_latency_us": -1}, "`network_latency_us` is -1"),
+        ({"gpus": 8, "memory_gib": 0}, "`memory_gib` is 0"),
     ],
 )
 def test_clusters(options: dict, said: str):
@@ -28,14 +28,14 @@ def test_clusters(options: dict, said: str):
 def test_jobs():
     for options, said in (
         ({"tp": 2}, "The cost table is for 2 query heads"),
-        ({"tp": 3}, "tp is 3, which does not divide the 2 query heads"),
+        ({"tp": 3}, "`tp` is 3, which does not divide the 2 query heads"),
         ({"pp": 3, "gpus": 4}, "does not divide the 4 GPUs"),
         ({"recompute": "some"}, "choose one of none, mlp, all"),
-        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"micro_batches": 0}, "`micro_batches` is 0"),
         ({"cost": area_cost(2, 2, 8)}, "no linear layers"),
         ({"fp8": "e4m3"}, "choose one of none, current, delayed, blockwise"),
-        ({"fp8": "current"}, "fp8 is current, but the cost table does not say"),
-        ({"moments": "float16"}, "moments is 'float16'; choose one of float32, bfloat16"),
+        ({"fp8": "current"}, "`fp8` is current, but the cost table does not say"),
+        ({"moments": "float16"}, "`moments` is 'float16'; choose one of float32, bfloat16"),
         ({"cost": pair_cost(heads=4)}, "The cost table is for 4 query heads, 2 key/value heads"),
     ):
         with pytest.raises(SimulationError, match=said):
@@ -69,5 +69,5 @@ def test_kernels_at_another_rate():
         pair_cost().per_direction("both", np.array([5]), np.array([9])),
     )
     assert (both[0] / both[1]).ravel() == pytest.approx([forward_tflops(pair_cost()) / 0.5] * 2)
-    with pytest.raises(SimulationError, match="attention_tflops is 0"):
+    with pytest.raises(SimulationError, match="`attention_tflops` is 0"):
         at_rate(pair_cost(), 0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distca.errors import DistcaError
+from distca.words import rename_parameters
 
 SETTINGS = {
     "backward": "cad.backward",
@@ -40,7 +40,7 @@ SETTINGS = {
 
 def with_settings(message: str) -> str:
     """The message with the names of settings in place of parameters in backquotes."""
-    return re.sub("`([a-z0-9_]+)`", lambda found: SETTINGS.get(found[1], found[0]), message)
+    return rename_parameters(message, SETTINGS.get)
 
 
 @contextmanager
