@@ -91,15 +91,16 @@ def simulate(
         check_tolerance(tolerance)
     names = _modes(modes)
     shape = read_model(model)
-    jobs = {}
-    for count in all_gpus:
-        cluster = Cluster(
-            count, gpus_per_node, nvlink_gb_s, network_gb_s, nvlink_latency_us, network_latency_us, memory_gib
-        )
-        jobs[count] = Job(
+    clusters = [
+        Cluster(count, gpus_per_node, nvlink_gb_s, network_gb_s, nvlink_latency_us, network_latency_us, memory_gib)
+        for count in all_gpus
+    ]
+    cost = read_costs(shape, tp, cost_table, attention_tflops)
+    jobs = [
+        Job(
             shape,
             cluster,
-            read_costs(shape, tp, cost_table, attention_tflops),
+            cost,
             tp=tp,
             pp=pp,
             tokens_per_rank=tokens_per_rank,
@@ -108,8 +109,10 @@ def simulate(
             tolerance=tolerance,
             rates=load_rates(rates or RATES),
         )
-        if files.timeline:
-            files.timeline.check_rank(jobs[count])
+        for cluster in clusters
+    ]
+    if files.timeline:
+        files.timeline.check_rank(jobs)
     found = run_cases(
         jobs, contexts, names, lambda job, longest: draw(lengths, job, longest, seed, steps), files.timeline
     )

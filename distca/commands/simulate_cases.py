@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -14,7 +14,7 @@ from distca.simulate.sweep import run_mode
 
 
 def run_cases(
-    jobs: Mapping[int, Job],
+    jobs: Sequence[Job],
     contexts: Sequence[int],
     modes: Sequence[str],
     draw: Callable[[Job, int], list[Workload]],
@@ -23,7 +23,7 @@ def run_cases(
     """Predict all cases, with a progress bar on standard error.
 
     Args:
-        jobs: by number of GPUs.
+        jobs: one for each number of GPUs.
         contexts: longest documents.
         modes: names, as :func:`run_mode` takes them.
         draw: gives the documents of a job with a context; modes share them.
@@ -38,18 +38,19 @@ def run_cases(
     from rich.console import Console
     from rich.progress import track
 
-    drawn = cache(lambda gpus, context: draw(jobs[gpus], context))
+    drawn = cache(lambda number, context: draw(jobs[number], context))
     found: list[dict[str, Any]] = []
-    cases = list(product(jobs, contexts, modes))
-    for gpus, context, mode in track(cases, description="Simulating", console=Console(stderr=True), transient=True):
-        workloads = drawn(gpus, context)
+    cases = list(product(range(len(jobs)), contexts, modes))
+    for number, context, mode in track(cases, description="Simulating", console=Console(stderr=True), transient=True):
+        job, workloads = jobs[number], drawn(number, context)
+        case = {"gpus": job.cluster.gpus, "context": context}
         try:
-            outcome = run_mode(jobs[gpus], mode, workloads, (timeline.rank,) if timeline else ())
+            outcome = run_mode(job, mode, workloads, (timeline.rank,) if timeline else ())
         except BaselineError as error:
-            found.append({"gpus": gpus, "context": context, "mode": mode, "refused": str(error)})
+            found.append({**case, "mode": mode, "refused": str(error)})
             continue
         if timeline:
             timeline.write(outcome.spans)
             timeline = None
-        found.append({"gpus": gpus, "context": context, **outcome.figures()})
+        found.append({**case, **outcome.figures()})
     return found

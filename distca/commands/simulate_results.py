@@ -34,10 +34,11 @@ class Timeline:
     path: str
     rank: int
 
-    def check_rank(self, job: Job) -> None:
-        """OptionError where a job's pool has no such server."""
-        if self.rank >= job.servers:
-            raise OptionError(f"--timeline_rank is {self.rank}; the pool has servers 0 to {job.servers - 1}.")
+    def check_rank(self, jobs: Sequence[Job]) -> None:
+        """OptionError where the smallest pool has no such server."""
+        servers = min(job.servers for job in jobs)
+        if self.rank >= servers:
+            raise OptionError(f"--timeline_rank is {self.rank}; the pool has servers 0 to {servers - 1}.")
 
     def write(self, spans: Sequence[Span]) -> None:
         """The file, of what a server did."""

@@ -22,11 +22,12 @@ def test_the_command_sweeps_draws_and_writes(tmp_path: Path, capsys: pytest.Capt
     ends = {"output": "json", "picture": "png", "timeline": "json"}
     files = {name: tmp_path / "new" / f"{name}.{end}" for name, end in ends.items()}
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    code, out, _ = run(
+    code, out, said = run(
         capsys, "pretrain-long", "--gpus", "[16,32,16]", "--context", "131072", "--timeline_rank", "1", *options
     )
     assert code == 0
     assert "best-cp" in out
+    assert said.count("Attention costs: measured table") == 1
     cases = json.loads(files["output"].read_text())["cases"]
     assert [(case["gpus"], case["mode"]) for case in cases] == [
         (gpus, mode) for gpus in (16, 32) for mode in ("distca", "best-cp", "best-cp-hidden")
