@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from distca.errors import LaunchError
+
 
 def share_gpus(rank: int, ranks: int) -> int:
     """The GPU of a rank of this machine, which it shares where there are fewer of them than ranks.
@@ -16,8 +18,16 @@ def share_gpus(rank: int, ranks: int) -> int:
     Args:
         rank: of this process.
         ranks: on this machine.
+
+    Raises:
+        LaunchError: the machine has no GPU.
     """
     gpus = torch.cuda.device_count()
+    if not gpus:
+        raise LaunchError(
+            f"Rank {rank} of {ranks} asks for a GPU, and torch finds none on this machine.",
+            "start the ranks on a machine with GPUs, or without asking for them.",
+        )
     if ranks > gpus:
         each_a_machine(rank)
     return rank % gpus
