@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,23 +57,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _work(arguments: argparse.Namespace) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron_patches.world import join_world, leave_world
+    from benchmarks.ranks import joined_world
 
-        world = join_world()
-    from distca.log import setup_logging
-
-    setup_logging(world.rank)
-    report: dict[str, Any] = {
-        **header(command_line("python benchmarks/checkpoint_save.py"), world.size),
-        "modes": {},
-    }
-    for mode in arguments.modes:
-        report["modes"][mode] = _train(arguments, world, mode)
-        if world.rank == 0:
-            write_report(arguments.output, report)
-    leave_world()
+    with joined_world() as world:
+        report: dict[str, Any] = {
+            **header(command_line("python benchmarks/checkpoint_save.py"), world.size),
+            "modes": {},
+        }
+        for mode in arguments.modes:
+            report["modes"][mode] = _train(arguments, world, mode)
+            if world.rank == 0:
+                write_report(arguments.output, report)
 
 
 def _train(arguments: argparse.Namespace, world: Any, mode: str) -> dict[str, Any]:

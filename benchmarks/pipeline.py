@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -73,32 +72,26 @@ def _arguments() -> argparse.Namespace:
 
 def _work(arguments: argparse.Namespace) -> None:
     """One rank: train every case in every mode."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron_patches.world import join_world, leave_world
+    from benchmarks.ranks import joined_world
 
-        world = join_world()
-    from distca.log import setup_logging
-
-    setup_logging(world.rank)
-    report: dict[str, Any] = {
-        **header(command_line("python benchmarks/pipeline.py"), world.size),
-        "stages": arguments.pp,
-        "tensor_parallel": arguments.tp,
-        "data_parallel": world.size // arguments.pp // arguments.tp,
-        "micro_batches": arguments.micro_batches,
-        "warm_up_steps": arguments.warm_up,
-        "cases": [],
-    }
-    for context, mix, seed in product(arguments.contexts, arguments.mixes, arguments.seeds):
-        case: dict[str, Any] = {"mix": mix, "context": context, "seed": seed, "modes": {}}
-        report["cases"].append(case)
-        for mode in arguments.modes:
-            case["modes"][mode] = _train(arguments, world, case, mode)
-            _compare(case)
-            if world.rank == 0:
-                write_report(arguments.output, report)
-    leave_world()
+    with joined_world() as world:
+        report: dict[str, Any] = {
+            **header(command_line("python benchmarks/pipeline.py"), world.size),
+            "stages": arguments.pp,
+            "tensor_parallel": arguments.tp,
+            "data_parallel": world.size // arguments.pp // arguments.tp,
+            "micro_batches": arguments.micro_batches,
+            "warm_up_steps": arguments.warm_up,
+            "cases": [],
+        }
+        for context, mix, seed in product(arguments.contexts, arguments.mixes, arguments.seeds):
+            case: dict[str, Any] = {"mix": mix, "context": context, "seed": seed, "modes": {}}
+            report["cases"].append(case)
+            for mode in arguments.modes:
+                case["modes"][mode] = _train(arguments, world, case, mode)
+                _compare(case)
+                if world.rank == 0:
+                    write_report(arguments.output, report)
 
 
 def _train(arguments: argparse.Namespace, world: Any, case: dict[str, Any], mode: str) -> dict[str, Any]:
