@@ -22,7 +22,8 @@ from distca.errors import SupportError
 WINDOW, AHEAD = 10, 5
 """Tensors that stay on the GPU after they were parked, and that come back ahead: a half of a micro-batch has five in
 every layer."""
-_CHUNK = 1 << 30
+CHUNK_BYTES = 1 << 30
+"""Host memory is taken in pieces of this size."""
 _ALIGNMENT = 128
 
 
@@ -54,7 +55,7 @@ class Offload:
     """
 
     def __init__(
-        self, device: torch.device, window: int = WINDOW, ahead: int = AHEAD, chunk_bytes: int = _CHUNK
+        self, device: torch.device, window: int = WINDOW, ahead: int = AHEAD, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self._window, self._ahead = window, ahead
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from distca.device.offload import CHUNK_BYTES
 from distca.errors import ConfigError
 from distca.train.config.schema import RunConfig
 from distca.train.run.memory import GIB, predict_memory
@@ -120,7 +121,9 @@ def _fits_host(config: RunConfig, world_size: int, vocabulary: int, host: HostMe
 
 
 def _of_a_rank_in_host_memory(config: RunConfig, world_size: int, vocabulary: int) -> int:
-    return max(stage.host for stage in predict_memory(config, world_size, vocabulary))
+    """Bytes that the fullest stage's rank takes: whole pieces."""
+    need = max(stage.host for stage in predict_memory(config, world_size, vocabulary))
+    return -(-need // CHUNK_BYTES) * CHUNK_BYTES
 
 
 def _need_and_room(config: RunConfig, world_size: int, vocabulary: int, device_bytes: int) -> tuple[int, int]:
