@@ -17,6 +17,7 @@ from benchmarks.throughput.settings import Settings, parse
 from distca.errors import DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.names import with_settings
+from distca.train.launch.check import read_check
 from distca.versions import command_line
 
 logger = logging.getLogger("distca.benchmarks")
@@ -25,13 +26,13 @@ logger = logging.getLogger("distca.benchmarks")
 def main() -> None:
     """Every rank calls it. A mistake of the user ends in one sentence and exit code 2, losses that differ in 1.
 
-    ``--check WORLD_SIZE`` in front of the settings only checks them for that many ranks.
+    ``--check WORLD_SIZE``, for CPU ranks ``--check WORLD_SIZE cpu``, in front of the settings only checks them.
     """
     setup_logging(int(os.environ.get("RANK", "0")))
     warnings.filterwarnings("ignore")  # megatron-core's, torch's and the kernels', from every rank
     try:
-        if sys.argv[1:2] == ["--check"]:
-            parse(sys.argv[3:], int(sys.argv[2]))
+        if check := read_check(sys.argv[1:]):
+            parse(check.settings, check.world_size, check.on_cpus)
             return
         settings = parse(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
         if settings.link_channels:

@@ -20,6 +20,7 @@ from distca.errors import LaunchError
 from distca.train.config import environment
 from distca.train.config.variables import Launcher
 from distca.train.launch import start
+from distca.train.launch.check import check_words
 from distca.train.launch.installation import ROOT, find_python
 from distca.train.launch.machines import find_machines
 from distca.train.launch.pretrain import configuration
@@ -53,7 +54,7 @@ def launch(launcher: Launcher, arguments: list[str]) -> int:
         return subprocess.call([python, "pretrain_llama.py", "--help"])
     else:
         # Once and here, so that a mistake is one sentence and not a failure report of every rank.
-        check = ["--check", str(machines.world_size), "--output", str(logs), *own, "--", *rest]
+        check = [*check_words(machines), "--output", str(logs), *own, "--", *rest]
         code = subprocess.call([python, "-m", "benchmarks.throughput", *check])
         if code:
             return code

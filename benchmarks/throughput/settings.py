@@ -91,8 +91,9 @@ class Settings:
         return self.link_channels is not None or self.socket_nodes
 
 
-def parse(argv: list[str], world_size: int) -> Settings:
+def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
     """The run that a command line asks of ``world_size`` ranks; settings of model and parallelism follow ``--``.
+    ``on_cpus`` says that they run on CPUs; otherwise that is not known.
 
     Raises:
         ConfigError: on settings that do not exist or cannot be.
@@ -113,7 +114,7 @@ def parse(argv: list[str], world_size: int) -> Settings:
     config = replace(config, output=str(arguments.output))
     if arguments.socket_nodes:
         config = replace(config, cad=replace(config.cad, ranks_per_node=1))
-    validate(config, world_size, config.model.vocabulary)
+    validate(config, world_size, config.model.vocabulary, on_cpus)
     cells = tuple(Cell(mix, context) for mix in arguments.mixes for context in arguments.contexts)
     for cell in cells:
         cell.ranks_per_document(config.parallel.data_parallel(world_size), config.data.tokens_per_rank)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -84,6 +84,22 @@ def to_yaml(config: RunConfig) -> str:
 def by_setting(config: RunConfig) -> dict[str, Any]:
     """Every setting's value, as YAML has it, by its dotted name."""
     return flat(_plain(asdict(config)))
+
+
+def value_of(config: RunConfig, setting: str) -> object:
+    """The value of a setting by its dotted name."""
+    value: object = config
+    for part in setting.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def changed(config: RunConfig, values: Iterable[tuple[str, object]]) -> RunConfig:
+    """The same with other values for settings such as ``train.steps``, given by their dotted names."""
+    for setting, value in values:
+        group, name = setting.split(".")
+        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+    return config
 
 
 def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distca.data.mixes import MIX_NAMES
 from distca.errors import ConfigError
-from distca.train.config.cli import known_settings
+from distca.train.config.cli import changed, known_settings, value_of
 from distca.train.config.schema import RESUME_BY_NAME, RunConfig
 from distca.words import count
 from megatron_patches.te.shapes import unfit_widths
@@ -35,16 +35,26 @@ _SEEDS = ("train.seed", "data.seed")
 _LARGEST, _LARGEST_SEED = 2**31 - 1, 2**63 - 1
 """Rows are counted in 32 bits by the kernels, seeds in 64."""
 _LONGEST_NAME = 200
+_ON_CPUS: dict[str, tuple[object, ...]] = {
+    "train.fp8": ("none",),
+    "train.fp8_weights": (False,),
+    "train.linears": ("auto", "local"),
+    "train.moments": ("float32",),
+    "cad.kernel": ("auto", "reference"),
+    "cad.transport": ("auto", "gloo"),
+}
+"""Values that CPU ranks take, first the one that is advised; others need GPUs."""
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction", "cad.tolerance")
 
 
-def validate(config: RunConfig, world_size: int, vocabulary: int | None = None) -> None:
+def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, on_cpus: bool = False) -> None:
     """Check everything that needs no process group and no data.
 
     Args:
         config: the run.
         world_size: ranks it is started with.
         vocabulary: tokens that the data uses, where it is known already.
+        on_cpus: these ranks run on CPUs; otherwise nothing is known of their devices.
 
     Raises:
         ConfigError: one sentence per problem, with the value, the limit and the setting to change; all at once.
@@ -52,8 +62,11 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None) 
     problems = _ranges(config)
     # The checks below divide by sizes, so they wait until sizes are positive.
     if not problems:
+        needing = _needing_gpus(config) if on_cpus else {}
+        config = changed(config, [(setting, _ON_CPUS[setting][0]) for setting in needing])  # they are said once
         problems = (
-            _model(config, vocabulary)
+            list(needing.values())
+            + _model(config, vocabulary)
             + (_world(config, world_size) or _data(config, world_size))
             + _steps(config)
             + _output(config)
@@ -68,7 +81,7 @@ def _ranges(config: RunConfig) -> list[str]:
     """What a single number can be."""
     problems = []
     for setting in known_settings():
-        value = _value(config, setting)
+        value = value_of(config, setting)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not math.isfinite(value):
@@ -90,11 +103,15 @@ def _ranges(config: RunConfig) -> list[str]:
     return problems
 
 
-def _value(config: RunConfig, setting: str) -> object:
-    value: object = config
-    for part in setting.split("."):
-        value = getattr(value, part)
-    return value
+def _needing_gpus(config: RunConfig) -> dict[str, str]:
+    """Sentences by setting."""
+    values = {setting: value_of(config, setting) for setting in _ON_CPUS}
+    return {
+        setting: f"{setting} is {str(value).lower()}, which needs GPUs, but the ranks run on CPUs; set {setting} to "
+        f"{str(_ON_CPUS[setting][0]).lower()}, or start them on GPUs."
+        for setting, value in values.items()
+        if value not in _ON_CPUS[setting]
+    }
 
 
 def _model(config: RunConfig, vocabulary: int | None) -> list[str]:

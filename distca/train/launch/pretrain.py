@@ -14,6 +14,7 @@ from distca.errors import LaunchError
 from distca.train.config import environment
 from distca.train.config.variables import Launcher
 from distca.train.launch import start
+from distca.train.launch.check import check_words
 from distca.train.launch.installation import ROOT, find_python, install
 from distca.train.launch.machines import Machines, find_machines
 from distca.train.launch.say import leave, report, say
@@ -51,7 +52,7 @@ def launch(arguments: list[str]) -> int:
         return subprocess.call([python, script, "--help"])
     if python:
         # Once and here, so that a mistake is one sentence and not a failure report of every rank.
-        code = subprocess.call([python, script, "--check", str(machines.world_size), *options, *arguments])
+        code = subprocess.call([python, script, *check_words(machines), *options, *arguments])
         if code:
             return code
     words = start.command(machines, python or "python", [script, *options, *arguments], os.environ, profiler=profiler)

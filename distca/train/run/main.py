@@ -19,6 +19,7 @@ from distca.train.config.cli import files_first, parse_run_config
 from distca.train.config.names import settings_named, with_settings
 from distca.train.config.schema import RESUME_OR_START, RunConfig
 from distca.train.config.validate import validate
+from distca.train.launch.check import read_check
 from distca.train.metrics.writer import check_wandb
 from distca.train.run.run_folder import (
     Checkpoint,
@@ -41,13 +42,14 @@ def main(argv: list[str] | None = None) -> None:
     """Run ``pretrain_llama.py``. A mistake of the user ends in one sentence and exit code 2.
 
     ``--check WORLD_SIZE`` in front of the settings only checks them, the data and the checkpoint for that many ranks;
-    it takes a second and needs no torch.
+    it takes a second and needs no torch. ``--check WORLD_SIZE cpu`` is for ranks that run on CPUs; of their devices
+    nothing is known otherwise.
     """
     arguments = sys.argv[1:] if argv is None else argv
     setup_logging(int(os.environ.get("RANK", "0")))
     try:
-        if arguments[:1] == ["--check"]:
-            _check(parse_run_config(files_first(arguments[2:])), int(arguments[1]))
+        if check := read_check(arguments):
+            _check(parse_run_config(files_first(check.settings)), check.world_size, check.on_cpus)
         else:
             _run(parse_run_config(files_first(arguments)))
     except DistcaError as error:
@@ -59,7 +61,7 @@ def _die(error: DistcaError, everywhere: bool = False) -> NoReturn:
     die(with_settings(str(error)), error.next_step, everywhere)
 
 
-def _check(config: RunConfig, world_size: int) -> tuple[Corpus | None, Checkpoint | None]:
+def _check(config: RunConfig, world_size: int, on_cpus: bool = False) -> tuple[Corpus | None, Checkpoint | None]:
     """Everything that can be refused without torch, process groups or tokens; the documents, unless they have to be
     tokenized first, and the checkpoint to go on from."""
     from distca.train.checkpoint.folders import check_folders
@@ -68,7 +70,7 @@ def _check(config: RunConfig, world_size: int) -> tuple[Corpus | None, Checkpoin
     from megatron_patches.versions import check_version
 
     check_version()
-    validate(config, world_size)
+    validate(config, world_size, on_cpus=on_cpus)
     if config.log.wandb:
         check_wandb()
     check_folders(config)

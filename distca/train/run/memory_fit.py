@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from distca.device.offload import CHUNK_BYTES
 from distca.errors import ConfigError
+from distca.train.config.cli import changed, value_of
 from distca.train.config.schema import RunConfig
 from distca.train.run.memory import GIB, predict_memory
 
@@ -55,7 +55,7 @@ def resolve(
         device_bytes: memory of its smallest device; None where there is no limit to know.
         host: of its machines.
     """
-    candidates = [_with(config, changes) for changes in _choices(config)]
+    candidates = [changed(config, changes) for changes in _choices(config)]
     if device_bytes is None:
         return candidates[0]
     candidates = [each for each in candidates if _fits_host(each, world_size, vocabulary, host)] or candidates
@@ -156,7 +156,7 @@ def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes:
     """In words, the cheapest changes with which the run fits: with its tokens per rank, and without them."""
 
     def fits(changes: Changes, tokens: int) -> bool:
-        tried = _with(config, (*changes, ("data.tokens_per_rank", tokens)))
+        tried = changed(config, (*changes, ("data.tokens_per_rank", tokens)))
         if (tried.train.moments != "float32" or tried.train.fp8_weights) and not tried.optimizer.distributed:
             return False  # not served
         if tried.train.offload == "all" and (tried.resolved_recompute, tried.resolved_backward) != _WITH_OFFLOAD:
@@ -165,7 +165,7 @@ def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes:
         return need <= _WITH_ROOM * room
 
     tokens, remedies, changes = config.data.tokens_per_rank, [], _savings(config)
-    if not _fits_host(_with(config, changes), world_size, vocabulary, host):
+    if not _fits_host(changed(config, changes), world_size, vocabulary, host):
         changes = tuple(change for change in changes if change[0] != "train.offload")
     if needed := _fewest(changes, lambda some: fits(some, tokens)):
         remedies.append(_set(needed))
@@ -193,7 +193,7 @@ def _savings(config: RunConfig) -> Changes:
         ("train.gradients", "bfloat16"): train.precision == "bf16",
         ("train.moments", "bfloat16"): train.precision == "bf16",
     }
-    return tuple(change for change, can_be in possible.items() if can_be and _value(config, change[0]) != change[1])
+    return tuple(change for change, can_be in possible.items() if can_be and value_of(config, change[0]) != change[1])
 
 
 def _fewest(changes: Changes, fits: Callable[[Changes], bool]) -> Changes | None:
@@ -214,15 +214,3 @@ def _fewest(changes: Changes, fits: Callable[[Changes], bool]) -> Changes | None
 def _set(changes: Changes) -> str:
     *others, last = (f"{name} to {str(value).lower()}" for name, value in changes)
     return "set " + (f"{', '.join(others)} and {last}" if others else last)
-
-
-def _with(config: RunConfig, changes: Changes) -> RunConfig:
-    for setting, value in changes:
-        group, name = setting.split(".")
-        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
-    return config
-
-
-def _value(config: RunConfig, setting: str) -> object:
-    group, name = setting.split(".")
-    return getattr(getattr(config, group), name)

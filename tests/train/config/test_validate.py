@@ -169,6 +169,40 @@ def test_unusual_settings_that_work_are_accepted(arguments: str) -> None:
     validate(parse_run_config(arguments.split()), 4, vocabulary=256)
 
 
+@pytest.mark.parametrize(
+    "setting, value, instead",
+    [
+        ("train.fp8", "delayed", "none"),
+        ("train.linears", "te", "auto"),
+        ("train.moments", "bfloat16", "float32"),
+        ("cad.kernel", "flash4", "auto"),
+        ("cad.transport", "nccl", "auto"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_cpu_ranks_are_refused_what_needs_gpus(setting: str, value: str, instead: str, precision: str) -> None:
+    config = parse_run_config([f"--{setting}", value, "--train.precision", precision])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, 4, on_cpus=True)
+    said = (
+        f"{setting} is {value}, which needs GPUs, but the ranks run on CPUs; set {setting} to {instead}, or start them"
+    )
+    assert str(caught.value) == f"{said} on GPUs."
+    if precision == "bf16":
+        validate(config, 4)
+
+
+def test_what_else_is_wrong_on_cpus_is_said_too() -> None:
+    words = "--train.precision bf16 --train.fp8 current --train.fp8_weights true --model.heads 5"
+    with pytest.raises(ConfigError) as caught:
+        validate(parse_run_config(words.split()), 4, on_cpus=True)
+    assert [line.split()[1] for line in str(caught.value).splitlines()[1:4]] == [
+        "train.fp8",
+        "train.fp8_weights",
+        "model.hidden",
+    ]
+
+
 def test_without_disaggregation_one_rank_may_hold_all() -> None:
     validate(parse_run_config(["--cad.enabled", "false"]), 1)
 

@@ -1,0 +1,38 @@
+"""``--check``: the words by which a launcher has settings checked, for the ranks that it is about to start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from distca.train.launch.machines import Machines
+
+_CHECK, _CPU = "--check", "cpu"
+
+
+class Check(NamedTuple):
+    """What is to be checked.
+
+    Attributes:
+        world_size: ranks.
+        on_cpus: they run on CPUs. Otherwise nothing is known of their devices: the machine that checks may be a login
+            node, whose own are not those of the ranks.
+        settings: the rest of the command line.
+    """
+
+    world_size: int
+    on_cpus: bool
+    settings: list[str]
+
+
+def check_words(machines: Machines) -> list[str]:
+    """What goes before the settings: ``--check WORLD_SIZE``, and ``cpu`` behind it for CPU ranks."""
+    return [_CHECK, str(machines.world_size), *([] if machines.gpus else [_CPU])]
+
+
+def read_check(arguments: Sequence[str]) -> Check | None:
+    """The check that a command line begins with; None where it asks for none."""
+    if list(arguments[:1]) != [_CHECK]:
+        return None
+    on_cpus = list(arguments[2:3]) == [_CPU]
+    return Check(int(arguments[1]), on_cpus, list(arguments[3 if on_cpus else 2 :]))
