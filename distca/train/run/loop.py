@@ -86,41 +86,13 @@ class _Loop:
             logger.info("No timeline: log.timeline_steps %s begins after the last step, %d.", log.timeline_steps, steps)
         validation = None
         with ExitStack() as stack:
-            if self._speaks:
-                resumed_at = self._first + 1 if self._first else None
-                self._metrics = stack.enter_context(
-                    MetricsWriter(self._folder.path, log.tensorboard, resumed_at, log.wandb)
-                )
-                seen = [line.get("tokens_seen", 0) for line in read_metrics(self._folder.path)[-1:]]
-                self._seen = sum(seen)
-                self._progress = stack.enter_context(StepProgress(steps, done=self._first, every=log.every))
-            stack.enter_context(self._garbage)
-            documents = dealt(self._corpus.train, self._sampler, steps - self._first, self._config.train.loss)
-            ahead = stack.enter_context(closing(self._trainer.cad.plan_ahead(documents, self._first + 1)))
-            health = self._trainer.world.health
-            if health is not None:  # entered last: what is closed above may wait for other ranks
-                stack.enter_context(health.ends_failures())
-                stack.enter_context(settings_named())
+            ahead = self._enter(stack)
             for step in range(self._first + 1, steps + 1):
-                if health is not None:
-                    health.doing(f"step {step}")
-                self._record_timeline(step)
-                self._profiler.before(step)
-                self._stopping.ask(self._saver.has_failed)
-                with self._trainer.cad.pool.timeline.stage(f"step {step}", track="steps"):
-                    values = self._step(step, ahead)
-                decided = self._stopping.decide()
-                self._end_timeline(step)
-                self._profiler.after(step)
-                validate_every = self._config.train.validate_every
-                if step == steps or (validate_every and step % validate_every == 0):
+                values, decided = self._observed_step(step, ahead)
+                if self._validates(step):
                     validation = values["validation_loss"] = self.validate()
                 self._show(step, values)
-                if decided.failed:
-                    self._saver.finish()
-                if self._saves(step, decided):
-                    self._saver.save(step, self._sampler_state, wait=bool(decided.stop) or step == steps)
-                    self._stopping.saved()
+                self._save(step, decided)
                 if decided.stop and step < steps:
                     logger.warning(
                         "Ended by %s after step %d of %d; RESUME=auto (checkpoint.resume auto) goes on from there.",
@@ -136,6 +108,52 @@ class _Loop:
         if self._speaks:
             self._draw()
             print_summary(self._recorder.summary(validation), self._folder, self._drawn)
+
+    def _enter(self, stack: ExitStack) -> Iterator[Step]:
+        """Open what is closed when the run ends, however it does; the steps, planned ahead."""
+        steps, log = self._config.train.steps, self._config.log
+        if self._speaks:
+            resumed_at = self._first + 1 if self._first else None
+            self._metrics = stack.enter_context(
+                MetricsWriter(self._folder.path, log.tensorboard, resumed_at, log.wandb)
+            )
+            self._seen = sum(line.get("tokens_seen", 0) for line in read_metrics(self._folder.path)[-1:])
+            self._progress = stack.enter_context(StepProgress(steps, done=self._first, every=log.every))
+        stack.enter_context(self._garbage)
+        documents = dealt(self._corpus.train, self._sampler, steps - self._first, self._config.train.loss)
+        ahead = stack.enter_context(closing(self._trainer.cad.plan_ahead(documents, self._first + 1)))
+        health = self._trainer.world.health
+        if health is not None:  # entered last: what is closed above may wait for other ranks
+            stack.enter_context(health.ends_failures())
+            stack.enter_context(settings_named())
+        return ahead
+
+    def _observed_step(self, step: int, ahead: Iterator[Step]) -> tuple[dict[str, Any], Decision]:
+        """Its metrics, and what all ranks do after it; timeline and profile are taken as the settings say."""
+        if self._trainer.world.health is not None:
+            self._trainer.world.health.doing(f"step {step}")
+        self._record_timeline(step)
+        self._profiler.before(step)
+        self._stopping.ask(self._saver.has_failed)
+        with self._trainer.cad.pool.timeline.stage(f"step {step}", track="steps"):
+            values = self._step(step, ahead)
+        decided = self._stopping.decide()
+        self._end_timeline(step)
+        self._profiler.after(step)
+        return values, decided
+
+    def _validates(self, step: int) -> bool:
+        every = self._config.train.validate_every
+        return step == self._config.train.steps or bool(every and step % every == 0)
+
+    def _save(self, step: int, decided: Decision) -> None:
+        """Write the checkpoint that is due after a step, if one is."""
+        if decided.failed:
+            self._saver.finish()
+        if self._saves(step, decided):
+            last = bool(decided.stop) or step == self._config.train.steps
+            self._saver.save(step, self._sampler_state, wait=last)
+            self._stopping.saved()
 
     def _saves(self, step: int, decided: Decision) -> bool:
         checkpoint = self._config.checkpoint
