@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -110,45 +111,78 @@ def _with_stages(
     job: Job, mode: Mode, workload: Workload, dealt: list[Dealt], hidden: bool, watched: Collection[int]
 ) -> Prediction:
     """1F1B. All stages pad a micro-batch to the rows of a rank's largest one, so that they know what they receive."""
-    stages, lanes = job.pp, job.data_parallel
     rows = np.max([each.rows for each in dealt], axis=0)
-    forward, backward = np.zeros((2, len(dealt), stages, lanes))
-    busy, exposed, attention, sent, on_links = np.zeros((5, lanes))
-    for number, each in enumerate(dealt):
-        streams = Streams(job.stage_fabric, rendezvous=True)
-        layers = BaselineLayers(job, mode, streams, hidden)
-        layers.forward(each, rows)
-        middle = streams.now.copy()
-        layers.backward(each, rows)
-        group = mode.degree
-        for seconds, into in ((middle, forward), (streams.now - middle, backward)):
-            together = np.repeat(seconds.reshape(-1, group).max(axis=1), group) + job.rates.phase_s
-            into[number] = together
-        forward[number, -1] += rows * job.rows.head
-        busy, exposed, sent = busy + streams.busy, exposed + streams.exposed, sent + streams.sent
-        attention = attention + layers.attention
-        on_links = on_links + streams.on_links
-    size = rows * job.model.hidden * VALUE / job.tp
-    # Stages are as far apart as a stage has ranks.
-    rate = job.fabric.nvlink if job.fabric.one_node else job.fabric.network
-    hop = np.tile(size / rate + job.fabric.network_latency, (len(dealt), 1))
-    passes = one_f_one_b.run(forward, backward, hop)
+    stage = _Stage.of(job, mode, dealt, rows, hidden)
+    head = rows * job.rows.head
+    forward, backward = (np.repeat(seconds[:, None], job.pp, axis=1) for seconds in (stage.forward, stage.backward))
+    forward[:, -1] += head
+    passes = one_f_one_b.run(forward, backward, np.tile(_hop(job, rows), (len(dealt), 1)))
     streams = Streams(job.fabric, rendezvous=True, watched=watched)
     streams.now = np.full(job.servers, max(float(done.end.max()) for done in passes))
+    streams.spans += _spans(passes, watched, job.data_parallel)
     both = 2 * job.rates.phase_s * len(dealt)
-    streams.busy, streams.exposed = np.tile(busy, stages) + both, np.tile(exposed, stages)
-    streams.busy[-lanes:] += len(dealt) * rows * job.rows.head
-    streams.sent = np.tile(sent, stages)
+    streams.busy, streams.exposed = np.tile(stage.busy, job.pp) + both, np.tile(stage.exposed, job.pp)
+    streams.busy[-job.data_parallel :] += len(dealt) * head
+    streams.sent = np.tile(stage.sent, job.pp)
+    end = step_end(job, 0.0, 0.0)
+    peak = np.concatenate([_baseline_memory(job, mode, dealt, number) for number in range(job.pp)])
+    return _prediction(job, mode.name, workload, streams, np.tile(stage.attention, job.pp), end, peak)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage's layers of every micro-batch, one after the other: M micro-batches, L ranks of a stage.
+
+    Attributes:
+        forward, backward: [M, L] seconds; ranks of a group wait for each other.
+        busy, exposed, attention: [L] seconds of all micro-batches.
+        sent: [L] bytes.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    busy: np.ndarray
+    exposed: np.ndarray
+    attention: np.ndarray
+    sent: np.ndarray
+
+    @staticmethod
+    def of(job: Job, mode: Mode, dealt: list[Dealt], rows: np.ndarray, hidden: bool) -> _Stage:
+        forward, backward = np.zeros((2, len(dealt), job.data_parallel))
+        busy, exposed, attention, sent = np.zeros((4, job.data_parallel))
+        for number, each in enumerate(dealt):
+            streams = Streams(job.stage_fabric, rendezvous=True)
+            layers = BaselineLayers(job, mode, streams, hidden)
+            layers.forward(each, rows)
+            middle = streams.now.copy()
+            layers.backward(each, rows)
+            for seconds, into in ((middle, forward), (streams.now - middle, backward)):
+                slowest = seconds.reshape(-1, mode.degree).max(axis=1)
+                into[number] = np.repeat(slowest, mode.degree) + job.rates.phase_s
+            busy, exposed, sent = busy + streams.busy, exposed + streams.exposed, sent + streams.sent
+            attention = attention + layers.attention
+        return _Stage(forward, backward, busy, exposed, attention, sent)
+
+
+def _hop(job: Job, rows: np.ndarray) -> np.ndarray:
+    """[L] seconds in which ``rows`` [L] of activations or gradients travel to a neighbouring stage. Stages are as far
+    apart as a stage has ranks."""
+    size = rows * job.model.hidden * VALUE / job.tp
+    rate = job.fabric.nvlink if job.fabric.one_node else job.fabric.network
+    return np.asarray(size / rate + job.fabric.network_latency)
+
+
+def _spans(passes: list[one_f_one_b.Pass], watched: Collection[int], lanes: int) -> list[Span]:
+    """What the watched ranks do when."""
+    spans = []
     for rank in watched:
         stage, lane = divmod(rank, lanes)
         for done in passes:
             if stage == done.stage:
                 start = float(done.start[lane])
                 name = f"{done.direction} of micro-batch {done.micro_batch}"
-                streams.spans.append(Span(rank, "stage", name, start, float(done.end[lane]) - start))
-    end = step_end(job, 0.0, 0.0)
-    stage_memory = [_baseline_memory(job, mode, dealt, stage) for stage in range(stages)]
-    return _prediction(job, mode.name, workload, streams, np.tile(attention, stages), end, np.concatenate(stage_memory))
+                spans.append(Span(rank, "stage", name, start, float(done.end[lane]) - start))
+    return spans
 
 
 def _baseline_memory(job: Job, mode: Mode, dealt: list[Dealt], stage: int) -> np.ndarray:
