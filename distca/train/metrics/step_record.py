@@ -69,13 +69,14 @@ class StepRecorder:
         by_rank = self._gather(len(step.batches))
         measured, by_phase, memory = self._by_server(by_rank)
         self._watch_speed(by_rank, balance)
-        others = balance.other_seconds
-        self.before = self.before + slowest_first(balance.seconds_before + others)
-        self.after = self.after + slowest_first(balance.seconds_after + others)
-        self.measured = self.measured + slowest_first((measured + self._layers * others.sum(axis=0))[None])
+        other = balance.other_seconds
+        whole_step = measured + self._layers * other.sum(axis=0)
+        self.before = self.before + slowest_first(balance.seconds_before + other)
+        self.after = self.after + slowest_first(balance.seconds_after + other)
+        self.measured = self.measured + slowest_first(whole_step[None])
         if by_phase is not None:
             self._add_phases(balance, by_phase)
-        tokens, other = step.plan.tokens, balance.other_seconds
+        tokens = step.plan.tokens
         flops = model_flops(config.model, self._trainer.vocabulary, np.concatenate(step.plan.lengths))
         at_peak = peak_seconds(flops, self._device_name, config.train.precision, config.train.fp8)
         copies = self._layers * config.parallel.tp
@@ -89,24 +90,32 @@ class StepRecorder:
             "mfu": mfu(at_peak, seconds, world.size),
             "imbalance_before": _over_phases(balance.seconds_before + other),
             "imbalance_after": _over_phases(balance.seconds_after + other),
-            "imbalance_measured": imbalance(measured + self._layers * other.sum(axis=0)),
+            "imbalance_measured": imbalance(whole_step),
             "imbalance_phases": None if by_phase is None else _over_phases(by_phase + self._layers * other),
             "bytes_moved": copies * balance.bytes_moved,
             "plan_ms": step.planning_ms,
             "plan_wait_ms": step.waited_ms,
             "attention_s": [round(float(seconds), 6) for seconds in by_rank[:, 1]],
         }
-        if world.device.type != "cuda":
-            if config.log.memory:
-                values["resident_memory_gb"] = float(max(memory))
-        else:
-            for key, peaks in (("peak_memory_gb", memory), ("predicted_memory_gb", self._predicted)):
-                values[key] = float(max(peaks))
-                if len(peaks) > 1:
-                    values |= {f"{key}_stage_{stage}": float(peak) for stage, peak in enumerate(peaks)}
-            values["outside_torch_gib"] = float(by_rank[:, 3].max())
+        values |= self._memory_values(memory, float(by_rank[:, 3].max()))
         self._means.add(values)
         return values
+
+    def _memory_values(self, memory: np.ndarray, outside_torch: float) -> Values:
+        """Those of GPUs, or of CPU ranks where they are asked for.
+
+        Args:
+            memory: [stages] GiB of the fullest rank.
+            outside_torch: GiB of the rank that has most there.
+        """
+        if self._trainer.world.device.type != "cuda":
+            return {"resident_memory_gb": float(max(memory))} if self._trainer.config.log.memory else {}
+        values: Values = {}
+        for key, peaks in (("peak_memory_gb", memory), ("predicted_memory_gb", self._predicted)):
+            values[key] = float(max(peaks))
+            if len(peaks) > 1:
+                values |= {f"{key}_stage_{stage}": float(peak) for stage, peak in enumerate(peaks)}
+        return values | {"outside_torch_gib": outside_torch}
 
     def summary(self, validation_loss: float | None) -> RunSummary:
         """Means over the recorded steps; the first, which compiles and warms up, does not count for speed."""
