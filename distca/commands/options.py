@@ -57,3 +57,17 @@ def check_writable(option: str, path: str | Path) -> None:
         raise OptionError(
             f"--{option} is {path}, which cannot be written ({system_words(error)}); give another file."
         ) from None
+
+
+def check_picture(path: str) -> None:
+    """Refuse a picture that could not be written once everything is planned.
+
+    Raises:
+        OptionError: naming the suffixes that can be drawn, or what keeps it from being written.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    suffixes = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix.lower().removeprefix(".") not in suffixes:
+        raise OptionError(f"--picture is {path}; its name must end in one of .{', .'.join(suffixes)}.")
+    check_writable("picture", path)

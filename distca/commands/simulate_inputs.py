@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distca.commands.plan import read_data, read_lengths
+from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.data.mixes import MIX_NAMES, sample_mix
 from distca.errors import OptionError
 from distca.plan import CostModel, analytic_cost
 from distca.plan.cost.table_file import find_table, open_table
 from distca.simulate import MODELS, Job, Model, Workload
 from distca.simulate.kernel_rate import at_rate
-
-_MOST_TOKENS = 1 << 32
 
 
 def read_model(name: str) -> Model:
@@ -70,10 +68,10 @@ def draw(lengths: str, job: Job, context: int, seed: int, steps: int) -> list[Wo
         PlanError, MixError: on lengths that cannot be read or drawn.
     """
     tokens = 2 * steps * job.micro_batches * job.data_parallel * job.tokens_per_rank
-    if tokens > _MOST_TOKENS:
+    if tokens > MOST_TOKENS:
         raise OptionError(
             f"{steps} steps of {job.micro_batches} micro-batches on {job.data_parallel} ranks draw {tokens:,} tokens, "
-            f"which is more than {_MOST_TOKENS:,}; lower --steps, --micro_batches or --tokens_per_rank."
+            f"which is more than {MOST_TOKENS:,}; lower --steps, --micro_batches or --tokens_per_rank."
         )
     documents = read_data(lengths, longest=context, seed=seed)
     if lengths in MIX_NAMES:

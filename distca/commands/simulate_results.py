@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distca.commands.options import check_writable
-from distca.commands.plan import check_picture
+from distca.commands.options import check_picture, check_writable
 from distca.errors import OptionError
 from distca.simulate import Job
 from distca.simulate.streams import Span

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from distca.commands.data import describe
-from distca.commands.plan import plan, read_data
+from distca.commands.lengths import read_data
+from distca.commands.plan import plan
 from distca.data.lengths import open_lengths
 from distca.data.sampler import Sampler
 from distca.errors import DataError

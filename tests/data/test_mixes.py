@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.commands.plan import read_lengths
+from distca.commands.lengths import read_lengths
 from distca.data import open_source
 from distca.data.mixes import LONG_CONTEXT, MIX_NAMES, long_context, sample_lengths, sample_long_context, sample_mix
 from distca.errors import MixError

@@ -1,0 +1,172 @@
+"""What ``distca plan`` shows: a table of a plan's balance, bytes and memory, and a picture of who computes for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distca.plan import MicroBatchPlan, Traffic, imbalance, makespan_bound, traffic
+from distca.words import count, format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
+    """A table of what the plan achieves; bytes are those of ``layers`` layers, all ranks together."""
+    from rich.table import Table
+
+    documents, ranks = count(len(made.lengths), "document"), made.nano_batches[0].layout.ranks
+    title = f"{documents}, {count(int(made.lengths.sum()), 'token')} on {count(ranks, 'rank')}"
+    table = Table(title=title, show_header=True)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    moved, shape, shortest = made.bytes_moved, made.cost.shape, shortest_shard(made)
+    everywhere, busiest = f"all ranks, {count(layers, 'layer')}", busiest_rank(made)
+    rows = [
+        ("query heads, key/value heads, size of a head", f"{shape.heads}, {shape.kv_heads}, {shape.head_dim}"),
+        ("slowest / mean attention time, documents in order", f"{made.imbalance_before:.3f}"),
+        ("slowest / mean attention time, documents spread by work", f"{imbalance(made.seconds_at_home):.3f}"),
+        ("slowest / mean attention time, planned", f"{made.imbalance_after:.3f}"),
+        ("slowest / lower bound, planned", f"{float(made.seconds_after.max()) / lower_bound(made):.3f}"),
+        ("slowest server, one layer, forward and backward", f"{made.seconds_after.max() * 1e3:.2f} ms"),
+        (f"q to servers, {everywhere}", format_bytes(moved.q * layers)),
+        (f"o back home, {everywhere}", format_bytes(moved.o * layers)),
+        (f"k,v to servers, {everywhere}", format_bytes(moved.kv * layers)),
+        (f"backward, {everywhere}", format_bytes(moved.backward * layers)),
+        ("most received by one server, forward, one layer", format_bytes(most_received(made))),
+        (
+            "most sent or received by one rank, forward, one layer",
+            f"{format_bytes(busiest.bytes)}, {busiest.over_mean:.1f} times the mean",
+        ),
+        *node_rows(made, layers),
+        *half_rows(made, layers),
+        ("shortest shard sent away", count(shortest, "token") if shortest else "none"),
+        ("planning", f"{made.planning_ms:.1f} ms"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def lower_bound(made: MicroBatchPlan) -> float:
+    """Seconds of forward and backward of one layer that no plan of these layouts can beat."""
+    return sum(makespan_bound(nano.layout, made.cost, "both") for nano in made.nano_batches)
+
+
+def most_received(made: MicroBatchPlan) -> int:
+    """Bytes of q, k and v rows that the busiest receiver takes in for one nano-batch's forward."""
+    shape = made.cost.shape
+    moved = [traffic(nano.forward) for nano in made.nano_batches]
+    received = [rows.q.received * shape.q_bytes + rows.kv.received * shape.kv_bytes for rows in moved]
+    return int(np.max(received))
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """The rank that moves most in forward, all nano-batches together.
+
+    Attributes:
+        bytes: of q, o, k and v in its larger direction.
+        over_mean: them over the mean rank's; 1 where nothing moves.
+    """
+
+    bytes: int
+    over_mean: float
+
+
+def busiest_rank(made: MicroBatchPlan) -> Busiest:
+    """Bytes of the busiest rank in the forward of one layer."""
+    shape = made.cost.shape
+    both, _ = shape.moved_bytes("forward", made.resend)
+    moved = np.sum(
+        [
+            traffic(nano.forward, made.step.options.links).busiest(shape.q_bytes, both - shape.q_bytes, shape.kv_bytes)
+            for nano in made.nano_batches
+        ],
+        axis=0,
+    )
+    return Busiest(int(moved.max()), imbalance(moved))
+
+
+def node_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
+    """What travels between nodes, where ranks are on several."""
+    links = made.step.options.links
+    nodes = links.nodes(made.nano_batches[0].layout.ranks)
+    if nodes[-1] == 0:
+        return []
+    moved = [traffic(nano.forward, links) for nano in made.nano_batches]
+    far, every = (
+        sum(forward_bytes(made, rows) for rows in found) for found in ([rows.between(nodes) for rows in moved], moved)
+    )
+    share = f", {100 * far / every:.1f} % of all" if every else ""
+    name = f"between {count(int(nodes[-1]) + 1, 'node')}, forward, {count(layers, 'layer')}"
+    return [(name, format_bytes(far * layers) + share)]
+
+
+def half_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
+    """What travels in ping and in pong, where a micro-batch is cut in two."""
+    if len(made.nano_batches) == 1:
+        return []
+    halves = [format_bytes(forward_bytes(made, traffic(nano.forward)) * layers) for nano in made.nano_batches]
+    return [(f"in ping and in pong, forward, {count(layers, 'layer')}", " and ".join(halves))]
+
+
+def forward_bytes(made: MicroBatchPlan, rows: Traffic) -> int:
+    """Bytes of rows that travel in the forward of one layer."""
+    q_bytes, kv_bytes = made.cost.shape.moved_bytes("forward", made.resend)
+    return rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
+
+
+def shortest_shard(made: MicroBatchPlan) -> int:
+    """Query rows of the shortest range that is computed away from its home rank; 0 when nothing moves."""
+    shortest: list[int] = []
+    for nano in made.nano_batches:
+        reads = nano.forward.q_reads
+        shortest += reads.rows[reads.home != reads.server].tolist()
+    return min(shortest, default=0)
+
+
+def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
+    """Draw who computes what for whom (forward seconds by server, split by home rank) into an image file.
+
+    Args:
+        made: the plan.
+        path: the image.
+        lengths: the mix or file that the documents are from, for the title.
+    """
+    from matplotlib.figure import Figure
+
+    ranks = made.nano_batches[0].layout.ranks
+    matrix = seconds_by_home(made) * 1e3
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    documents, tokens = count(len(made.lengths), "document"), count(int(made.lengths.sum()), "token")
+    figure.suptitle(f"{lengths}: {documents}, {tokens} on {count(ranks, 'rank')}")
+    before, after, who = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
+    top = 1.05 * max(float(made.seconds_before.max()), float(made.seconds_after.max())) * 1e3
+    for axes, seconds, title in (
+        (before, made.seconds_before, "documents in order, at home"),
+        (after, made.seconds_after, "planned"),
+    ):
+        axes.bar(np.arange(ranks), seconds * 1e3, width=1.0)
+        axes.axhline(float(seconds.mean()) * 1e3, color="black", linewidth=0.8)
+        axes.set(title=title, xlabel="rank", ylabel="attention ms, one layer, fwd + bwd", ylim=(0, top))
+    image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto", vmin=0)
+    who.set(title="who computes for whom", xlabel="server", ylabel="home rank")
+    figure.colorbar(image, ax=who, label="forward ms")
+    figure.savefig(path, dpi=120)
+
+
+def seconds_by_home(made: MicroBatchPlan) -> np.ndarray:
+    """[R, R] forward seconds by home rank and server, over all nano-batches; a task that spans home ranks is split by
+    its rows."""
+    ranks = made.nano_batches[0].layout.ranks
+    matrix = np.zeros((ranks, ranks))
+    for nano in made.nano_batches:
+        tasks = nano.forward.tasks
+        length, reads = tasks.stop - tasks.start, nano.forward.q_reads
+        seconds = made.cost.forward(length, tasks.stop)[reads.task] * reads.rows / length[reads.task]
+        np.add.at(matrix, (reads.home, reads.server), seconds)
+    return matrix

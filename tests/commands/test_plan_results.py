@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from distca.commands.plan_results import (
+    busiest_rank,
+    draw,
+    lower_bound,
+    most_received,
+    seconds_by_home,
+    shortest_shard,
+    summary,
+)
+from distca.plan import Links, analytic_cost, plan_micro_batch, route
+from distca.words import format_bytes
+
+COST = analytic_cost(32, 8, 128)
+
+
+def made():
+    # With homes given, query rows travel too.
+    return plan_micro_batch([100_000, 4000, 6000, 900, 20_000], 4, COST, nano_batches=2, rank_of=[0, 1, 2, 3, 1])
+
+
+def test_figures_agree_with_the_plan() -> None:
+    found = made()
+    console = Console(record=True, width=120)
+    console.print(summary(found, layers=3))
+    text = console.export_text()
+    assert f"{found.imbalance_before:.3f}" in text
+    assert f"{found.imbalance_after:.3f}" in text
+    assert format_bytes(found.bytes_moved.q * 3) in text
+    assert 0 < lower_bound(found) <= found.seconds_after.max()
+    parts = [[route(nano.forward, rank) for rank in range(4)] for nano in found.nano_batches]
+    received = [[p.q.receive.total * 8192 + p.kv.receive.total * 4096 for p in ranks] for ranks in parts]
+    assert most_received(found) == np.max(received)
+    assert 0 < shortest_shard(found) <= 100_000
+    seconds = seconds_by_home(found)
+    forward = sum(
+        COST.forward(nano.forward.tasks.stop - nano.forward.tasks.start, nano.forward.tasks.stop).sum()
+        for nano in found.nano_batches
+    )
+    np.testing.assert_allclose(seconds.sum(), forward)
+    assert (seconds[np.eye(4) == 0] > 0).any()
+
+
+def test_busiest_rank_nodes_and_halves_are_those_of_the_routes() -> None:
+    documents, links = [100_000, 4000, 6000, 900, 20_000], Links(2)
+    found = plan_micro_batch(documents, 4, COST, nano_batches=2, links=links)
+    ranks, far, halves, relayed = np.zeros(4), 0, [], 0
+    for nano in found.nano_batches:
+        parts = [route(nano.forward, rank, links) for rank in range(4)]
+        relays = [p.relay.send.total if p.relay is not None else 0 for p in parts]
+        relays_in = [p.relay.receive.total if p.relay is not None else 0 for p in parts]
+        out = [8192 * (p.q.send.total + p.q.receive.total) + 4096 * p.kv.send.total for p in parts]
+        inward = [8192 * (p.q.send.total + p.q.receive.total) + 4096 * p.kv.receive.total for p in parts]
+        out, inward = np.array(out) + 4096 * np.array(relays), np.array(inward) + 4096 * np.array(relays_in)
+        ranks += np.maximum(out, inward)
+        halves.append(int(out.sum()))
+        relayed += sum(relays)
+        for rank, part in enumerate(parts):
+            q, kv = part.q.send.per_peer(4), part.kv.send.per_peer(4)
+            other = np.arange(4) // 2 != rank // 2
+            far += int(16384 * q[other].sum() + 4096 * kv[other].sum())
+    assert relayed > 0
+    assert busiest_rank(found).bytes == ranks.max() > 0
+    assert busiest_rank(found).over_mean == pytest.approx(ranks.max() / ranks.mean())
+    console = Console(record=True, width=140)
+    console.print(summary(found, layers=3))
+    text = console.export_text()
+    assert "between 2 nodes, forward, 3 layers" in text and format_bytes(3 * far) in text
+    assert f"{format_bytes(3 * halves[0])} and {format_bytes(3 * halves[1])}" in text
+    one = plan_micro_batch(documents, 4, COST)
+    console.print(summary(one))
+    text = console.export_text()
+    assert "nodes" not in text and "ping" not in text
+
+
+def test_draw_makes_a_picture(tmp_path: Path) -> None:
+    draw(made(), str(tmp_path / "x.svg"), "my lengths")
+    text = (tmp_path / "x.svg").read_text()
+    assert "my lengths: 5 documents, 130,900 tokens on 4 ranks" in text
