@@ -10,7 +10,7 @@ from pathlib import Path
 from distca.data.mixes import MIX_NAMES
 from distca.errors import ConfigError
 from distca.train.config.cli import changed, known_settings, value_of
-from distca.train.config.schema import RESUME_BY_NAME, RunConfig
+from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
 from distca.words import count
 from megatron_patches.te.shapes import unfit_widths
 
@@ -67,6 +67,10 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, 
         problems = (
             list(needing.values())
             + _model(config, vocabulary)
+            + _kernel(config)
+            + _fp8(config)
+            + _fewer_bytes(config)
+            + _offload(config)
             + (_world(config, world_size) or _data(config, world_size))
             + _steps(config)
             + _output(config)
@@ -115,7 +119,22 @@ def _needing_gpus(config: RunConfig) -> dict[str, str]:
 
 
 def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
+    """Its sizes, also over tensor-parallel ranks."""
     model, tp = config.model, config.parallel.tp
+    problems = _heads(model)
+    if vocabulary is not None and model.vocabulary and model.vocabulary < vocabulary:
+        remedy = "raise it, or set it to 0"
+        if config.checkpoint.init_from:
+            remedy = "it is that of checkpoint.init_from, so use the tokenizer of that folder"
+        problems.append(f"model.vocabulary is {model.vocabulary}, but the data uses {vocabulary} tokens; {remedy}.")
+    sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")}
+    for name, size in sizes.items():
+        if size % tp:
+            problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
+    return problems + [f"model.rope_scaling.{problem}" for problem in model.rope_scaling.problems()]
+
+
+def _heads(model: ModelConfig) -> list[str]:
     problems = []
     if model.head_dim == 0 and model.hidden % model.heads:
         problems.append(
@@ -129,23 +148,17 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
         )
     if model.heads % model.kv_heads:
         problems.append(f"model.heads {model.heads} is not divisible by model.kv_heads {model.kv_heads}; change one.")
-    if vocabulary is not None and model.vocabulary and model.vocabulary < vocabulary:
-        remedy = "raise it, or set it to 0"
-        if config.checkpoint.init_from:
-            remedy = "it is that of checkpoint.init_from, so use the tokenizer of that folder"
-        problems.append(f"model.vocabulary is {model.vocabulary}, but the data uses {vocabulary} tokens; {remedy}.")
-    sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")}
-    for name, size in sizes.items():
-        if size % tp:
-            problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
-    problems += [f"model.rope_scaling.{problem}" for problem in model.rope_scaling.problems()]
-    if config.train.precision == "fp32" and config.cad.kernel in ("flash4", "torch"):
+    return problems
+
+
+def _kernel(config: RunConfig) -> list[str]:
+    kernel, problems = config.cad.kernel, []
+    if config.train.precision == "fp32" and kernel in ("flash4", "torch"):
         problems.append(
-            f"cad.kernel {config.cad.kernel} computes in bf16, but train.precision is fp32; "
+            f"cad.kernel {kernel} computes in bf16, but train.precision is fp32; "
             "set cad.kernel to auto or reference, or train.precision to bf16."
         )
-    problems += _fp8(config) + _fewer_bytes(config) + _offload(config)
-    if config.cad.kernel == "torch" and config.cad.deterministic:
+    if kernel == "torch" and config.cad.deterministic:
         problems.append(
             "cad.kernel torch has no deterministic backward; set cad.kernel to auto or cad.deterministic to false."
         )
