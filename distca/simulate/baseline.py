@@ -81,40 +81,60 @@ def deal_micro_batch(job: Job, mode: Mode, micro_batch: MicroBatch, bins: int) -
     group_of = groups_of(mode, lengths, micro_batch.rank_of, bins, ranks, job.tokens_per_rank, work_of(job))
     pieces = pieces_of(mode, lengths, group_of)
     rows = np.bincount(pieces.rank, pieces.rows, ranks)
-    fabric, shape = job.stage_fabric, job.shape
-    nothing, none = np.zeros(ranks), fabric.exchange(*np.zeros((3, 0), np.int64))
-    read = np.bincount(pieces.rank, pieces.stop, ranks)
-    dealt = Dealt(rows, (_block(job, pieces),), nothing, nothing, nothing, nothing, none, none, none)
-    if mode.method in ("packed", "packed-dealt", "variable"):
-        return dealt
-    most = np.repeat(rows.reshape(-1, mode.degree).max(axis=1), mode.degree)
+    nothing, none = np.zeros(ranks), job.stage_fabric.exchange(*np.zeros((3, 0), np.int64))
+    alone = Dealt(rows, (_block(job, pieces),), nothing, nothing, nothing, nothing, none, none, none)
     if mode.method in ("cp", "cp-keep"):
-        rate, latency = fabric.ring(mode.degree)
-        size = most * (mode.degree - 1) * shape.kv_bytes
-        return replace(
-            dealt,
-            copies=job.copied(2 * read * shape.kv_bytes),
-            read_rows=read,
-            gather=np.where(size > 0, size / rate + latency, 0.0),
-            gathered=size,
-            behind=_everyone(job, mode.degree, most * shape.kv_bytes),
-        )
+        return _gathering(job, mode.degree, alone, read=np.bincount(pieces.rank, pieces.stop, ranks))
     if mode.method == "ulysses":
-        return replace(
-            dealt,
-            blocks=(_by_heads(job, mode, lengths, group_of),),
-            copies=job.copied(2 * rows * (shape.q_bytes + shape.kv_bytes)),
-            before=_everyone(job, mode.degree, rows * (shape.q_bytes + shape.kv_bytes) / mode.degree),
-            behind=_everyone(job, mode.degree, rows * shape.q_bytes / mode.degree),
-        )
-    first = np.arange(ranks) // mode.degree * mode.degree
-    following = first + (np.arange(ranks) - first + 1) % mode.degree
+        return _exchanging(job, mode.degree, replace(alone, blocks=(_by_heads(job, mode, lengths, group_of),)))
+    if mode.method == "ring":
+        return _in_a_ring(job, mode.degree, replace(alone, blocks=_ring_blocks(job, mode.degree, pieces, len(lengths))))
+    return alone
+
+
+def _gathering(job: Job, degree: int, alone: Dealt, read: np.ndarray) -> Dealt:
+    """Context parallelism: every rank of a group gets all keys and values, and reads ``read`` [R] rows of them."""
+    fabric, shape = job.stage_fabric, job.shape
+    most = _of_the_fullest(alone.rows, degree)
+    rate, latency = fabric.ring(degree)
+    size = most * (degree - 1) * shape.kv_bytes
     return replace(
-        dealt,
-        blocks=_ring_blocks(job, mode.degree, pieces, len(lengths)),
-        copies=job.copied(3 * mode.degree * rows * shape.q_bytes),
-        hop=fabric.exchange(np.arange(ranks), following, most * shape.kv_bytes),
+        alone,
+        copies=job.copied(2 * read * shape.kv_bytes),
+        read_rows=read,
+        gather=np.where(size > 0, size / rate + latency, 0.0),
+        gathered=size,
+        behind=_everyone(job, degree, most * shape.kv_bytes),
     )
+
+
+def _exchanging(job: Job, degree: int, alone: Dealt) -> Dealt:
+    """Ulysses: rows go to the ranks of their heads before attention, and come back behind it."""
+    rows, shape = alone.rows, job.shape
+    return replace(
+        alone,
+        copies=job.copied(2 * rows * (shape.q_bytes + shape.kv_bytes)),
+        before=_everyone(job, degree, rows * (shape.q_bytes + shape.kv_bytes) / degree),
+        behind=_everyone(job, degree, rows * shape.q_bytes / degree),
+    )
+
+
+def _in_a_ring(job: Job, degree: int, alone: Dealt) -> Dealt:
+    """Keys and values go from rank to rank of a group."""
+    ranks, shape = np.arange(job.data_parallel), job.shape
+    first = ranks // degree * degree
+    following = first + (ranks - first + 1) % degree
+    size = _of_the_fullest(alone.rows, degree) * shape.kv_bytes
+    return replace(
+        alone,
+        copies=job.copied(3 * degree * alone.rows * shape.q_bytes),
+        hop=job.stage_fabric.exchange(ranks, following, size),
+    )
+
+
+def _of_the_fullest(rows: np.ndarray, degree: int) -> np.ndarray:
+    """[R] rows of the fullest rank of every rank's group."""
+    return np.repeat(rows.reshape(-1, degree).max(axis=1), degree)
 
 
 def _everyone(job: Job, degree: int, size: np.ndarray) -> Exchange:
