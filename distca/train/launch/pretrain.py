@@ -30,22 +30,11 @@ def launch(arguments: list[str]) -> int:
     machines = find_machines(Launcher.TRAINING, values, os.environ)
     machines.check_divisible({name: int(values.get(name, 1)) for name in ("TP_SIZE", "PP_SIZE")})
     environment.refuse_twice(Launcher.TRAINING, values, arguments)
-    if values.get("CAD") == "0" and "PING_PONG" in values:
-        raise LaunchError(
-            f"PING_PONG is {values['PING_PONG']}, but CAD is 0, and attention that stays at home has no transfers.",
-            "unset one of them.",
-        )
+    _refuse_contradiction(values)
     options = [*_configuration(values, machines.gpus, arguments), *environment.settings(Launcher.TRAINING, values)]
     profiler = _profiler(values, machines)
     dry, script = values.get("DRY_RUN") == "1", str(ROOT / "pretrain_llama.py")
-    needs = {"models": "INIT_FROM" in values, "data": values.get("DATA_SOURCE") in _WITH_PACKAGES}
-    extra = ",".join(name for name, needed in needs.items() if needed)
-    python = find_python(extra)
-    if not python and dry:
-        venv = ROOT / ".venv"
-        say(f"DistCA's dependencies are missing; a run would install them into {venv} first, and check the settings.")
-    elif not python:
-        python = install(machines.gpus > 0, extra)
+    python = _python(values, machines, dry)
     if python and not {"-h", "--help"}.isdisjoint(arguments):
         sys.stdout.write(environment.help_text(Launcher.TRAINING) + "\n\n")
         sys.stdout.flush()
@@ -62,6 +51,26 @@ def launch(arguments: list[str]) -> int:
     if profiler:
         Path("runs/nsys").mkdir(parents=True, exist_ok=True)
     return _run(words, values, machines)
+
+
+def _refuse_contradiction(values: Mapping[str, str]) -> None:
+    if values.get("CAD") == "0" and "PING_PONG" in values:
+        raise LaunchError(
+            f"PING_PONG is {values['PING_PONG']}, but CAD is 0, and attention that stays at home has no transfers.",
+            "unset one of them.",
+        )
+
+
+def _python(values: Mapping[str, str], machines: Machines, dry: bool) -> str | None:
+    """A Python with all that the run needs, which is installed where it is missing; None in a dry run without."""
+    needs = {"models": "INIT_FROM" in values, "data": values.get("DATA_SOURCE") in _WITH_PACKAGES}
+    extra = ",".join(name for name, needed in needs.items() if needed)
+    python = find_python(extra)
+    if python or not dry:
+        return python or install(machines.gpus > 0, extra)
+    venv = ROOT / ".venv"
+    say(f"DistCA's dependencies are missing; a run would install them into {venv} first, and check the settings.")
+    return None
 
 
 def _with_requeued(values: dict[str, str], arguments: list[str]) -> dict[str, str]:
