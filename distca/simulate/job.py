@@ -96,7 +96,12 @@ class Job:
         for name, known in ((name, get_args(kind)) for name, kind in kinds.items()):
             if getattr(self, name) not in known:
                 raise SimulationError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
-        cluster, wanted = self.cluster, self.model.shape(self.tp)
+        wanted = self.model.shape(self.tp)
+        self._check_parallelism()
+        self._check_cost(wanted)
+
+    def _check_parallelism(self) -> None:
+        cluster = self.cluster
         if cluster.gpus_per_node % self.tp:
             raise SimulationError(
                 f"`tp` is {self.tp}, which does not divide the {cluster.gpus_per_node} GPUs of a node; choose one that "
@@ -111,6 +116,9 @@ class Job:
             raise SimulationError(
                 f"`pp` is {self.pp}, which does not divide the {self.model.layers} layers; stages have equally many."
             )
+
+    def _check_cost(self, wanted: AttentionShape) -> None:
+        """``wanted``: the heads of a tensor-parallel rank."""
         if self.shape != wanted:
             raise SimulationError(
                 f"The cost table is for {self.shape.heads} query heads, {self.shape.kv_heads} key/value heads of size "
