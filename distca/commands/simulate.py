@@ -8,7 +8,7 @@ from distca.commands.simulate_inputs import draw, read_costs, read_model
 from distca.commands.simulate_results import Files, Timeline, report
 from distca.errors import OptionError
 from distca.simulate import Cluster, Job, load_rates
-from distca.simulate.job import Recompute
+from distca.simulate.job import Fp8, Narrow, Recompute
 from distca.simulate.rates import RATES
 from distca.simulate.sweep import BEST, BEST_HIDDEN, parse
 
@@ -28,6 +28,9 @@ def simulate(
     tokens_per_rank: int = 131_072,
     micro_batches: int | None = None,
     recompute: Recompute = "none",
+    fp8: Fp8 = "none",
+    gradients: Narrow = "float32",
+    moments: Narrow = "float32",
     gpus_per_node: int = 8,
     nvlink_gb_s: float = 370.0,
     network_gb_s: float = 50.0,
@@ -63,6 +66,9 @@ def simulate(
         tokens_per_rank: tokens of a micro-batch on a data-parallel rank.
         micro_batches: of a step; by default 1, with stages 4 for each.
         recompute: what backward computes again: none, mlp or all.
+        fp8: linear layers in FP8: none, or how tensors are scaled: current, delayed or blockwise.
+        gradients: their type, float32 or bfloat16; memory depends on it.
+        moments: of Adam, likewise.
         gpus_per_node: GPUs that share NVLink.
         nvlink_gb_s: GB/s of a GPU inside a node, each way.
         network_gb_s: GB/s of a GPU between nodes, each way.
@@ -106,6 +112,9 @@ def simulate(
             tokens_per_rank=tokens_per_rank,
             micro_batches=micro_batches or (1 if pp == 1 else 4 * pp),
             recompute=recompute,
+            fp8=fp8,
+            gradients=gradients,
+            moments=moments,
             tolerance=tolerance,
             rates=load_rates(rates or RATES),
         )
