@@ -259,6 +259,8 @@ def _linears(path: Path) -> Iterator[Run]:
                     tokens_per_rank=tokens,
                     micro_batches=config.train.micro_batches,
                     recompute=figures.get("recompute", "none"),
+                    # What cad.backward auto took there.
+                    backward="resend" if figures.get("recompute") == "all" else "keep",
                     fp8="none" if kind in ("local", "te") else kind,
                     gradients=config.train.gradients,
                     moments=config.train.moments,

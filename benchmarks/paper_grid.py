@@ -161,11 +161,12 @@ def run_cell(cell: GridCell, steps: int) -> dict[str, Any]:
     }
     own: float | None = None
     for name in ("distca", BEST, BEST_HIDDEN):
-        outcome, recompute = _fitting(job, name, drawn)
-        if outcome is None:
-            found["modes"][name] = {"refused": recompute}
+        fitting = _fitting(job, name, drawn)
+        if isinstance(fitting, str):
+            found["modes"][name] = {"refused": fitting}
             continue
-        figures = outcome.figures() | {"recompute": recompute}
+        outcome, (recompute, backward) = fitting
+        figures = outcome.figures() | {"recompute": recompute, "backward": backward}
         own = figures["tokens_per_s"] if name == "distca" else own
         if own is not None:
             figures["distca_over_it"] = own / figures["tokens_per_s"]
@@ -173,11 +174,13 @@ def run_cell(cell: GridCell, steps: int) -> dict[str, Any]:
     return found
 
 
-def _fitting(job: Job, name: str, drawn: list[Workload]) -> tuple[Outcome | None, str]:
-    """A mode with the least recomputation that fits into memory, and which; None and why where nothing fits."""
+def _fitting(job: Job, name: str, drawn: list[Workload]) -> tuple[Outcome, tuple[str, str]] | str:
+    """A mode with what it computes again, and whether rows are sent again, of the fastest that fits into memory, as
+    training's ``auto`` has it; why not where nothing fits."""
     said = ""
-    for how in ("none", "mlp", "all"):
-        trial = replace(job, recompute=how)  # type: ignore[arg-type]
+    backward = ("keep", "resend") if name == "distca" and job.pp == 1 else ("keep",)
+    for how, sent in product(("none", "mlp", "all"), backward):
+        trial = replace(job, recompute=how, backward=sent)  # type: ignore[arg-type]
         if name == "distca" and _least_bytes(trial) > job.cluster.memory_gib * 2**30:
             continue  # before it is planned for nothing
         try:
@@ -186,9 +189,9 @@ def _fitting(job: Job, name: str, drawn: list[Workload]) -> tuple[Outcome | None
             said = str(error)
             continue
         if outcome.memory_bytes <= job.cluster.memory_gib * 2**30:
-            return outcome, how
+            return outcome, (how, "resend" if trial.resend else "keep")
         said = f"needs {outcome.memory_bytes / 2**30:.0f} GiB with everything recomputed"
-    return None, said
+    return said
 
 
 def _least_bytes(job: Job) -> float:

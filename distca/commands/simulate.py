@@ -8,7 +8,7 @@ from distca.commands.simulate_inputs import draw, read_costs, read_model
 from distca.commands.simulate_results import Files, Timeline, report
 from distca.errors import OptionError
 from distca.simulate import Cluster, Job, load_rates
-from distca.simulate.job import Fp8, Narrow, Recompute
+from distca.simulate.job import Backward, Fp8, Narrow, Recompute
 from distca.simulate.rates import RATES
 from distca.simulate.sweep import BEST, BEST_HIDDEN, parse
 
@@ -28,6 +28,7 @@ def simulate(
     tokens_per_rank: int = 131_072,
     micro_batches: int | None = None,
     recompute: Recompute = "none",
+    backward: Backward = "keep",
     fp8: Fp8 = "none",
     gradients: Narrow = "float32",
     moments: Narrow = "float32",
@@ -66,6 +67,8 @@ def simulate(
         tokens_per_rank: tokens of a micro-batch on a data-parallel rank.
         micro_batches: of a step; by default 1, with stages 4 for each.
         recompute: what backward computes again: none, mlp or all.
+        backward: whether servers keep rows for DistCA's backward, keep, or home ranks send them again, resend; with
+            stages always the latter.
         fp8: linear layers in FP8: none, or how tensors are scaled: current, delayed or blockwise.
         gradients: their type, float32 or bfloat16; memory depends on it.
         moments: of Adam, likewise.
@@ -112,6 +115,7 @@ def simulate(
             tokens_per_rank=tokens_per_rank,
             micro_batches=micro_batches or (1 if pp == 1 else 4 * pp),
             recompute=recompute,
+            backward=backward,
             fp8=fp8,
             gradients=gradients,
             moments=moments,

@@ -69,7 +69,7 @@ def planned(job: Job, workload: Workload) -> StepPlan:
         stages=job.pp,
         nano_batches=2,
         align=job.tp * (1 if job.fp8 == "none" else 16),
-        resend=job.pp > 1,
+        resend=job.resend,
         tolerance=job.tolerance,
         links=job.links,
         non_attention=job.non_attention,

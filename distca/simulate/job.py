@@ -21,6 +21,7 @@ from distca.simulate.rates import Rates, load_rates
 Recompute = Literal["none", "mlp", "all"]
 Fp8 = Literal["none", "current", "delayed", "blockwise"]
 Narrow = Literal["float32", "bfloat16"]
+Backward = Literal["keep", "resend"]
 VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of what is in float32
 
 
@@ -55,6 +56,7 @@ class Job:
         tokens_per_rank: rows of a micro-batch on a data-parallel rank at most.
         micro_batches: of a step.
         recompute: what is computed again in backward.
+        backward: whether servers keep rows for DistCA's backward, or home ranks send them again; these with stages.
         fp8: how linear layers scale tensors to FP8, or "none" for bfloat16. The output layer stays in bfloat16.
         gradients: their type, which memory depends on.
         moments: of Adam, likewise.
@@ -78,6 +80,7 @@ class Job:
     tokens_per_rank: int = 131_072
     micro_batches: int = 1
     recompute: Recompute = "none"
+    backward: Backward = "keep"
     fp8: Fp8 = "none"
     gradients: Narrow = "float32"
     moments: Narrow = "float32"
@@ -92,7 +95,9 @@ class Job:
         for name in ("tp", "pp", "tokens_per_rank", "micro_batches"):
             if getattr(self, name) < 1:
                 raise SimulationError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
-        kinds = {"recompute": Recompute, "fp8": Fp8, "gradients": Narrow, "moments": Narrow}
+        kinds = {
+            "recompute": Recompute, "backward": Backward, "fp8": Fp8, "gradients": Narrow, "moments": Narrow,
+        }  # fmt: skip
         for name, known in ((name, get_args(kind)) for name, kind in kinds.items()):
             if getattr(self, name) not in known:
                 raise SimulationError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
@@ -132,6 +137,11 @@ class Job:
                 f"`fp8` is {self.fp8}, but the cost table does not say what linear layers take so; `distca profile` "
                 "measures it where Transformer Engine is installed. Or set `fp8` to none."
             )
+
+    @property
+    def resend(self) -> bool:
+        """Whether home ranks send rows again for DistCA's backward."""
+        return self.pp > 1 or self.backward == "resend"
 
     @property
     def output(self) -> LinearRate:

@@ -54,6 +54,15 @@ def test_linear_layers_in_fp8_take_their_part_of_the_time(mode: str):
     assert plain.attention_s.sum() == pytest.approx(quick.attention_s.sum())
 
 
+def test_rows_that_are_sent_again_are_not_kept():
+    """One document over four servers, of which each keeps most of its keys otherwise."""
+    job, workload = small_job(4, layers=6, tokens_per_rank=1000), documents([(4000, 0)], bins=1)
+    keep, resend = (simulate(replace(job, backward=how), parse_mode("distca"), workload) for how in ("keep", "resend"))
+    assert resend.memory_bytes.max() < keep.memory_bytes.max()
+    assert resend.sent_bytes.sum() > keep.sent_bytes.sum()
+    assert resend.attention_s.sum() == pytest.approx(keep.attention_s.sum())
+
+
 @pytest.mark.parametrize("mode", ["packed", "cp2-keep", "ulysses2"])
 def test_a_layer_that_megatron_computes_again_has_its_attention_again(mode: str):
     job, workload = small_job(4, tokens_per_rank=2000), random_workload()
