@@ -79,7 +79,7 @@ def profile(
             return lambda: bar.advance(task)
 
         measured = measure_device(
-            chosen, shape, device, dtype, hidden=hidden, ffn=ffn, scalings=_scalings(device), progress=part
+            chosen, shape, device, dtype, hidden=hidden, ffn=ffn, scalings=fp8_scalings(device), progress=part
         )
     path = Path(output or table_name(measured["device"], chosen.name, heads, kv_heads, head_dim))
     about = {"command": command_line("distca"), "versions": versions()}
@@ -88,7 +88,7 @@ def profile(
     console().print(f"Table written to {path}.", highlight=False)
 
 
-def _scalings(device: torch.device) -> list[str]:
+def fp8_scalings(device: torch.device) -> list[str]:
     """Ways to scale tensors to FP8 that this GPU and Transformer Engine know."""
     from megatron_patches.te.installed import why_not_supported
 
