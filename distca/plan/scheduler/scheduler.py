@@ -1,16 +1,15 @@
 """The scheduler: which server computes which CA-task, so that every server is done at about the same time.
 
 Like the paper's greedy (arXiv 2510.18121, section 5.2) it starts with every shard at home and moves work from loaded to
-idle servers by best time per byte. It differs in that only a server above its limit gives work away, and never more
-than its excess, so that the makespan itself is bounded; see docs/planning.md.
-
-Array legend: K directions (forward, backward, or both), R ranks, C receivers looked at, P pieces of one giving server.
+idle servers by best time per byte (``balancer.py``). It differs in that only a server above its limit gives work away,
+and never more than its excess, so that the makespan itself is bounded; see docs/planning.md.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,10 +17,11 @@ from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import server_seconds
-from distca.plan.plan import Plan, plan_at_home
+from distca.plan.plan import Plan, Tasks, plan_at_home
+from distca.plan.scheduler.balancer import ENOUGH, Balancer
 from distca.plan.scheduler.network_cost import Links
-from distca.plan.scheduler.range_split import Excess, Receivers, Timer, area, least_of, split_range
-from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
+from distca.plan.scheduler.range_split import Timer
+from distca.plan.scheduler.state import SchedulerState
 
 logger = logging.getLogger(__name__)
 
@@ -30,27 +30,16 @@ DEFAULT_TOLERANCE = 0.02
 
 _FINEST_TOLERANCE, _SERVERS_OF_DEFAULT = 0.005, 128
 
-_ENOUGH = 1e-9
-_LEAST_ROOM = 1e-4
-_TRIES = 3
 _AIM = 0.95
 _JOININGS = 3
 """Times that ranges are balanced again after those that touch were joined."""
 _SHORT_TRIES = 2
-_FAILED = 64
-"""Cuts that did not pay after which nobody is brought closer to the mean than the tolerance: only crumbs of room are
-left, and they would take longer than all moves before."""
-_PARTNERS = 8
-"""Receivers with which an exchange of pieces is tried."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
 little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
 relieve."""
 _LEAST_SLACK = 0.0003
 """A limit so little above what forward and backward disagree about is not tried: a thousand moves would miss it."""
-_NO_DOCUMENT = -1
-_KV_SHARE = 0.56
-"""Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
 
 
 def training_tolerance(servers: int) -> float:
@@ -99,58 +88,89 @@ def schedule(
     if other_seconds is not None and direction == "both":
         raise PlanError("other_seconds differ in forward and backward: plan each direction by itself, not both.")
     home = plan_at_home(layout)
-    best, lowest, over = home.tasks, np.inf, np.inf
-    aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
     least = _least_imbalance(home, cost, direction) if other_seconds is None else 0.0
-    for tried, aim in enumerate(aims):
-        if aim < least + _LEAST_SLACK and tried < len(aims) - 1:
-            continue
-        start = home
+    search = _Search(home, cost, direction, resend, links or Links(), other_seconds, max_received_bytes)
+    while not search.run(tolerance, least) and tolerance > _FINEST_TOLERANCE:
+        # One direction lost more than the other gained: a finer plan may be better for both.
+        tolerance = max(tolerance / 2, _FINEST_TOLERANCE)
+    return Plan(layout, search.best)
+
+
+@dataclass
+class _Search:
+    """Tries limits until a plan keeps to one.
+
+    Attributes:
+        home: the plan that computes everything at home.
+        cost, direction, resend, links, other_seconds, max_received_bytes: as of :func:`schedule`.
+        best: tasks of the fastest plan so far.
+        lowest: its slowest server's load over the mean one.
+        before: [K] slowest at home.
+    """
+
+    home: Plan
+    cost: CostModel
+    direction: Direction
+    resend: bool
+    links: Links
+    other_seconds: Sequence[float] | np.ndarray | None
+    max_received_bytes: int | None
+    best: Tasks = field(init=False)
+    lowest: float = np.inf
+    before: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.best = self.home.tasks
+
+    def run(self, tolerance: float, least: float) -> bool:
+        """Try limits from a little under ``tolerance`` on, none that forward and backward leave no room for, as the
+        mean of their larger one is ``least`` above the mean. Returns whether a plan was found or none kept to it."""
+        aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
+        over = np.inf
+        for tried, aim in enumerate(aims):
+            if aim < least + _LEAST_SLACK and tried < len(aims) - 1:
+                continue
+            # Once one server is left above what the next try aims at, the first tries need not see to the others.
+            over = self._at_limit(aim, tolerance, aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
+            if over <= max(aim, tolerance) + ENOUGH:
+                break
+        if over > tolerance + ENOUGH:
+            logger.debug("A tolerance of %.3f was wanted; the plan found has %.3f.", tolerance, over)
+            return True
+        return self.best is not self.home.tasks or self.lowest <= 1 + tolerance
+
+    def _at_limit(self, aim: float, tolerance: float, at_most: float) -> float:
+        """Balance to ``aim`` above the mean; a server that stays ``at_most`` above it ends it. Returns how far above
+        the mean the slowest server then is."""
+        start, over = self.home, np.inf
         for _ in range(_JOININGS):
             state = SchedulerState(
                 start,
-                cost,
-                direction,
+                self.cost,
+                self.direction,
                 tolerance=aim,
-                other_seconds=other_seconds,
-                links=links or Links(),
-                max_received_bytes=max_received_bytes,
+                other_seconds=self.other_seconds,
+                links=self.links,
+                max_received_bytes=self.max_received_bytes,
             )
             unit = np.maximum(state.mean, 1e-300)
-            if start is home:
-                before = state.slowest
-                lowest = min(lowest, float((before / unit).max()))
-            balancer = _Balancer(state, Timer(cost, direction, unit), *cost.shape.moved_bytes(direction, resend))
-            # Once one server is left above what the next try aims at, the first tries need not see to the others.
-            balancer.run(at_most=aims[tried + 1] if tried < _SHORT_TRIES else np.inf, enough=tolerance)
+            if start is self.home:
+                self.before = state.slowest
+                self.lowest = min(self.lowest, float((self.before / unit).max()))
+            moved = self.cost.shape.moved_bytes(self.direction, self.resend)
+            Balancer(state, Timer(self.cost, self.direction, unit), *moved).run(at_most, tolerance)
             tasks = state.joined()
             slowest = float((state.slowest / unit).max())
             # Forward and backward run apart: where they share their tasks, the one must not gain less than the other
             # loses.
-            if slowest < lowest and state.slowest.sum() <= before.sum():
-                best, lowest = tasks, slowest
+            if slowest < self.lowest and state.slowest.sum() <= self.before.sum():
+                self.best, self.lowest = tasks, slowest
             over = float((state.slowest / np.maximum(state.mean, 1e-300)).max()) - 1
-            if not state.grew_by_joining or over <= max(aim, tolerance) + _ENOUGH:
+            if not state.grew_by_joining or over <= max(aim, tolerance) + ENOUGH:
                 break
             # Ranges that met on a server take longer as one: balance them as they are now.
-            start = Plan(layout, tasks)
-        if over <= max(aim, tolerance) + _ENOUGH:
-            break
-    if best is home.tasks and lowest > 1 + tolerance and over <= tolerance + _ENOUGH and tolerance > _FINEST_TOLERANCE:
-        # One direction lost more than the other gained: a finer plan may be better for both.
-        return schedule(
-            layout,
-            cost,
-            tolerance=max(tolerance / 2, _FINEST_TOLERANCE),
-            direction=direction,
-            resend=resend,
-            links=links,
-            other_seconds=other_seconds,
-            max_received_bytes=max_received_bytes,
-        )
-    if over > tolerance + _ENOUGH:
-        logger.debug("A tolerance of %.3f was wanted; the plan found has %.3f.", tolerance, over)
-    return Plan(layout, best)
+            start = Plan(self.home.layout, tasks)
+        return over
 
 
 def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float:
@@ -160,240 +180,3 @@ def _least_imbalance(home: Plan, cost: CostModel, direction: Direction) -> float
     if not seconds:
         return 0.0
     return float(np.mean(np.max([each / max(float(each.mean()), 1e-300) for each in seconds], axis=0))) - 1
-
-
-class _Balancer:
-    """Moves work until no server is above its limit, or none of those that are can give any away."""
-
-    def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
-        self.state, self.timer, self.q_bytes, self.kv_bytes = state, timer, q_bytes, kv_bytes
-        self.unit = timer.unit[:, None]
-        self.stuck = np.zeros(state.layout.ranks, bool)
-        self.prices: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self.place = np.argsort(state.order)
-        self.lately = state.order
-        self.failed = 0
-
-    def run(self, at_most: float, enough: float) -> None:
-        """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share, or too many
-        cuts did not pay and no server is more than ``enough`` above it."""
-        state = self.state
-        room = state.limit - state.load
-        free = least_of(room / self.unit)
-        sender = self._next(free, None)
-        while sender is not None:
-            document = self._move(sender, room, free)
-            if document is None:
-                self.stuck[sender] = True
-                if state.above_target(sender) > at_most + _ENOUGH:
-                    return
-            else:
-                room = state.limit - state.load
-                free = least_of(room / self.unit)
-            if self.failed > _FAILED and state.most_above_target() <= enough:
-                return
-            sender = self._next(free, document)
-
-    def _next(self, free: np.ndarray, document: int | None) -> int | None:
-        """The server furthest above its limit, of which [R] ``free`` is left; first among those that share
-        ``document``, whose k,v rows its receivers now have."""
-        state = self.state
-        excess = -free
-        excess[self.stuck] = 0.0
-        if document is not None:
-            homes = state.homes(document)
-            if homes is not None:
-                near = int(homes[excess[homes].argmax()])
-                if excess[near] > _ENOUGH:
-                    return near
-        sender = int(state.order[excess[state.order].argmax()])
-        return sender if excess[sender] > _ENOUGH else None
-
-    def _move(self, sender: int, room: np.ndarray, free: np.ndarray) -> int | None:
-        """Give the piece that costs fewest bytes per second of work; returns its document, None when nothing can go.
-
-        Args:
-            sender: who gives.
-            room: [K, R] seconds that servers are below their limits.
-            free: [R] the least of it, in parts of the mean.
-        """
-        need = -room[:, sender]
-        pieces = self.state.pieces_of(sender)
-        free = np.maximum(free, 0.0)
-        free[sender] = 0.0
-        price = self._price_per_pair(pieces, need, float(free.max()))
-        if self._move_whole(sender, pieces, price, need, room, free):
-            return _NO_DOCUMENT
-        for best in _cheapest(price):
-            if self._move_part(sender, best, need, room, free):
-                return int(pieces.document[best])
-        moved = self._move_one(sender, pieces, need, room, free) or self._exchange(sender, pieces, need, room, free)
-        return _NO_DOCUMENT if moved else None
-
-    def _price_per_pair(self, pieces: Pieces, need: np.ndarray, most: float) -> np.ndarray:
-        """[P] bytes per query-key pair of the best single range of each piece that meets the need or the largest
-        room."""
-        if not len(pieces.document) or most <= _ENOUGH:
-            return np.full(len(pieces.document), np.inf)
-        # In the type of what follows: numpy takes twice as long where types are mixed.
-        start, stop = pieces.start.astype(np.float64), pieces.stop.astype(np.float64)
-        whole = area(start, stop)
-        seconds = pieces.seconds / self.unit
-        per_pair = np.maximum(seconds[0], seconds[-1]) / whole
-        wanted = np.minimum(whole, min(most, float((need / self.unit[:, 0]).max())) / per_pair)
-        middle = np.sqrt(wanted * (self.q_bytes / self.kv_bytes + 0.5))
-        half = wanted / np.maximum(middle, 1.0) / 2
-        middle = np.minimum(np.maximum(middle, start + half), np.maximum(stop - half, 1.0))
-        rows = np.minimum(wanted / np.maximum(middle, 0.5), stop - start)
-        return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, stop)) / wanted
-
-    def _move_whole(
-        self, sender: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
-    ) -> bool:
-        """Hand the cheapest pieces, as long as they are smaller than the need, to one receiver in one step."""
-        if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
-            return False
-        order = np.argsort(price, kind="stable")
-        receiver = self._one_receiver(free, float((need / self.unit[:, 0]).max()))
-        total = np.cumsum(pieces.seconds[:, order], axis=1)
-        fits = (total <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
-        fits &= np.isfinite(price[order])
-        chosen = order[: int(np.argmin(np.append(fits, False)))]
-        return self._hand_over(sender, pieces, chosen, receiver)
-
-    def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Where no cut pays: hand over the shortest piece that covers the need, else the longest that fits."""
-        receiver = self._one_receiver(free, np.inf)
-        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0)
-        covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
-        if not fits.any() or receiver == sender:
-            return False
-        rows = pieces.stop - pieces.start
-        best = np.argmin(np.where(covers, rows, np.iinfo(np.int64).max)) if covers.any() else np.argmax(fits * rows)
-        return self._hand_over(sender, pieces, np.array([best]), receiver)
-
-    def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Where nothing fits alone: a whole piece against a slightly smaller one of a receiver, the shortest such
-        pair."""
-        for receiver in self._falling(free)[:_PARTNERS].tolist():
-            if free[receiver] <= 0:
-                break
-            theirs = self.state.pieces_of(receiver)
-            change = pieces.seconds[:, :, None] - theirs.seconds[:, None, :]
-            fits = ((change >= need[:, None, None]) & (change <= room[:, receiver, None, None])).all(axis=0)
-            fits &= (self._most_arriving(pieces) <= self.state.free_bytes(np.array([receiver])))[:, None]
-            fits &= self._most_arriving(theirs) <= self.state.free_bytes(np.array([sender]))
-            if fits.any():
-                rows = (pieces.stop - pieces.start)[:, None] + (theirs.stop - theirs.start)
-                mine, other = divmod(int(np.where(fits, rows, rows.max() + 1).argmin()), rows.shape[1])
-                self._hand_over(sender, pieces, np.array([mine]), receiver)
-                return self._hand_over(receiver, theirs, np.array([other]), sender)
-        return False
-
-    def _hand_over(self, sender: int, pieces: Pieces, chosen: np.ndarray, receiver: int) -> bool:
-        part = pieces.take(chosen)
-        if self.state.cap is not None:
-            most = self.state.free_bytes(np.array([receiver]))
-            chosen = chosen[np.cumsum(self._most_arriving(part)) <= most]
-            part = pieces.take(chosen)
-        if not len(chosen) or receiver == sender:
-            return False
-        moved = MovedRanges(part.document, part.start, part.stop, np.full(len(chosen), receiver), part.seconds)
-        self.state.move(sender, chosen, part.take(np.zeros(0, np.int64)), moved)
-        return True
-
-    def _most_arriving(self, part: Pieces) -> np.ndarray:
-        """[P] most bytes of q, k and v rows that can arrive with each piece."""
-        shape = self.state.shape
-        return (part.stop - part.start) * shape.q_bytes + part.stop * shape.kv_bytes
-
-    def _falling(self, worth: np.ndarray) -> np.ndarray:
-        """[R] ranks by falling ``worth``, equals in the state's order unless theirs is 0."""
-        # What is almost in order is sorted in a fraction of the time, and little changes from move to move.
-        found = -worth[self.lately]
-        at = found.argsort(kind="stable")
-        ranks, found = self.lately[at], found[at]
-        equal = (found[1:] == found[:-1]) & (found[1:] < 0)
-        if equal.any():
-            place = self.place[ranks]
-            if (place[1:] < place[:-1])[equal].any():
-                ranks = self.state.order[(-worth[self.state.order]).argsort(kind="stable")]
-        self.lately = ranks
-        return ranks
-
-    def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
-        """The fullest rank that can take all, else the emptiest."""
-        order = self.state.order
-        fits = np.where(free[order] >= wanted, free[order], np.inf)
-        at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
-        return int(order[at])
-
-    def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        state = self.state
-        pieces = state.pieces_of(sender)
-        document, start, stop = (int(x[piece]) for x in (pieces.document, pieces.start, pieces.stop))
-        excess = Excess(start, stop, pieces.seconds[:, piece], need)
-        may_keep = state.may_keep(document, stop)
-        receivers = self._receivers(sender, document, stop, room, free * may_keep)
-        split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
-        if split is None and not may_keep.all():
-            receivers = self._receivers(sender, document, stop, room, free)
-            split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
-        if split is None:
-            self.failed += len(receivers.rank) > 0
-            return False
-        count = len(split.chosen)
-        cuts = np.array(split.cuts)
-        moved = MovedRanges(np.full(count, document), cuts[:-1], cuts[1:], receivers.rank[split.chosen], split.moved)
-        left = Pieces(np.full(2, document), np.array([start, cuts[-1]]), np.array([cuts[0], stop]), split.kept)
-        state.move(sender, np.array([piece]), left, moved)
-        return True
-
-    def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
-        """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
-        state, network = self.state, self.state.links.network_price
-        usable, most_rows = free > _LEAST_ROOM, None
-        if state.cap is not None:
-            free_memory = state.cap - state.received - stop * state.shape.kv_bytes
-            most_rows = free_memory // state.shape.q_bytes
-            usable &= most_rows >= self.timer.cost.block
-        distant, q_price, squared = self._prices_from(int(state.node[sender]))
-        worth = free / squared
-        sharing, had = state.sharers(document)
-        if len(sharing):
-            worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
-        # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
-        ranks = self._falling(worth)
-        ranks = ranks[usable[ranks]]
-
-        def kv_price(stops: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-            inside, across = state.kv_rows(document, ranks[chosen], stops)
-            return self.kv_bytes * (inside + network * across)
-
-        return Receivers(
-            ranks,
-            room.take(ranks, axis=1),
-            None if most_rows is None else most_rows[ranks],
-            distant[ranks],
-            q_price[ranks],
-            kv_price,
-        )
-
-    def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every rank [R]: whether it is on another node, what a query row costs to there, and a byte, squared."""
-        if node not in self.prices:
-            distant = self.state.node != node
-            price = np.where(distant, self.state.links.network_price, 1.0)
-            self.prices[node] = distant, self.q_bytes * price, price**2
-        return self.prices[node]
-
-
-def _cheapest(price: np.ndarray) -> Iterator[int]:
-    """The first few pieces by [P] ``price``, as far as it is finite; most often only the first is asked for."""
-    for _ in range(min(_TRIES, len(price))):
-        best = int(price.argmin())
-        if not np.isfinite(price[best]):
-            return
-        yield best
-        price = price.copy()
-        price[best] = np.inf

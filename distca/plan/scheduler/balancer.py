@@ -1,0 +1,263 @@
+"""Moving work from servers above their limit to others, by best time per byte, each time what costs fewest bytes.
+
+Array legend: K directions (forward, backward, or both), R ranks, C receivers looked at, P pieces of one giving server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from distca.plan.scheduler.range_split import Excess, Receivers, Timer, area, least_of, split_range
+from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
+
+ENOUGH = 1e-9
+"""Of the mean load: rounding."""
+_LEAST_ROOM = 1e-4
+_TRIES = 3
+_FAILED = 64
+"""Cuts that did not pay after which nobody is brought closer to the mean than the tolerance: only crumbs of room are
+left, and they would take longer than all moves before."""
+_PARTNERS = 8
+"""Receivers with which an exchange of pieces is tried."""
+_NO_DOCUMENT = -1
+_KV_SHARE = 0.56
+"""Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
+
+
+class Balancer:
+    """Moves work until no server is above its limit, or none of those that are can give any away."""
+
+    def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
+        self.state, self.timer, self.q_bytes, self.kv_bytes = state, timer, q_bytes, kv_bytes
+        self.unit = timer.unit[:, None]
+        self.stuck = np.zeros(state.layout.ranks, bool)
+        self.prices: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.place = np.argsort(state.order)
+        self.lately = state.order
+        self.failed = 0
+
+    def run(self, at_most: float, enough: float) -> None:
+        """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share, or too many
+        cuts did not pay and no server is more than ``enough`` above it."""
+        state = self.state
+        room = state.limit - state.load
+        free = least_of(room / self.unit)
+        sender = self._next(free, None)
+        while sender is not None:
+            document = self._move(sender, room, free)
+            if document is None:
+                self.stuck[sender] = True
+                if state.above_target(sender) > at_most + ENOUGH:
+                    return
+            else:
+                room = state.limit - state.load
+                free = least_of(room / self.unit)
+            if self.failed > _FAILED and state.most_above_target() <= enough:
+                return
+            sender = self._next(free, document)
+
+    def _next(self, free: np.ndarray, document: int | None) -> int | None:
+        """The server furthest above its limit, of which [R] ``free`` is left; first among those that share
+        ``document``, whose k,v rows its receivers now have."""
+        state = self.state
+        excess = -free
+        excess[self.stuck] = 0.0
+        if document is not None:
+            homes = state.homes(document)
+            if homes is not None:
+                near = int(homes[excess[homes].argmax()])
+                if excess[near] > ENOUGH:
+                    return near
+        sender = int(state.order[excess[state.order].argmax()])
+        return sender if excess[sender] > ENOUGH else None
+
+    def _move(self, sender: int, room: np.ndarray, free: np.ndarray) -> int | None:
+        """Give the piece that costs fewest bytes per second of work; returns its document, None when nothing can go.
+
+        Args:
+            sender: who gives.
+            room: [K, R] seconds that servers are below their limits.
+            free: [R] the least of it, in parts of the mean.
+        """
+        need = -room[:, sender]
+        pieces = self.state.pieces_of(sender)
+        free = np.maximum(free, 0.0)
+        free[sender] = 0.0
+        price = self._price_per_pair(pieces, need, float(free.max()))
+        if self._move_whole(sender, pieces, price, need, room, free):
+            return _NO_DOCUMENT
+        for best in _cheapest(price):
+            if self._move_part(sender, best, need, room, free):
+                return int(pieces.document[best])
+        moved = self._move_one(sender, pieces, need, room, free) or self._exchange(sender, pieces, need, room, free)
+        return _NO_DOCUMENT if moved else None
+
+    def _price_per_pair(self, pieces: Pieces, need: np.ndarray, most: float) -> np.ndarray:
+        """[P] bytes per query-key pair of the best single range of each piece that meets the need or the largest
+        room."""
+        if not len(pieces.document) or most <= ENOUGH:
+            return np.full(len(pieces.document), np.inf)
+        # In the type of what follows: numpy takes twice as long where types are mixed.
+        start, stop = pieces.start.astype(np.float64), pieces.stop.astype(np.float64)
+        whole = area(start, stop)
+        seconds = pieces.seconds / self.unit
+        per_pair = np.maximum(seconds[0], seconds[-1]) / whole
+        wanted = np.minimum(whole, min(most, float((need / self.unit[:, 0]).max())) / per_pair)
+        middle = np.sqrt(wanted * (self.q_bytes / self.kv_bytes + 0.5))
+        half = wanted / np.maximum(middle, 1.0) / 2
+        middle = np.minimum(np.maximum(middle, start + half), np.maximum(stop - half, 1.0))
+        rows = np.minimum(wanted / np.maximum(middle, 0.5), stop - start)
+        return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, stop)) / wanted
+
+    def _move_whole(
+        self, sender: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
+    ) -> bool:
+        """Hand the cheapest pieces, as long as they are smaller than the need, to one receiver in one step."""
+        if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
+            return False
+        order = np.argsort(price, kind="stable")
+        receiver = self._one_receiver(free, float((need / self.unit[:, 0]).max()))
+        total = np.cumsum(pieces.seconds[:, order], axis=1)
+        fits = (total <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
+        fits &= np.isfinite(price[order])
+        chosen = order[: int(np.argmin(np.append(fits, False)))]
+        return self._hand_over(sender, pieces, chosen, receiver)
+
+    def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        """Where no cut pays: hand over the shortest piece that covers the need, else the longest that fits."""
+        receiver = self._one_receiver(free, np.inf)
+        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0)
+        covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
+        if not fits.any() or receiver == sender:
+            return False
+        rows = pieces.stop - pieces.start
+        best = np.argmin(np.where(covers, rows, np.iinfo(np.int64).max)) if covers.any() else np.argmax(fits * rows)
+        return self._hand_over(sender, pieces, np.array([best]), receiver)
+
+    def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        """Where nothing fits alone: a whole piece against a slightly smaller one of a receiver, the shortest such
+        pair."""
+        for receiver in self._falling(free)[:_PARTNERS].tolist():
+            if free[receiver] <= 0:
+                break
+            theirs = self.state.pieces_of(receiver)
+            change = pieces.seconds[:, :, None] - theirs.seconds[:, None, :]
+            fits = ((change >= need[:, None, None]) & (change <= room[:, receiver, None, None])).all(axis=0)
+            fits &= (self._most_arriving(pieces) <= self.state.free_bytes(np.array([receiver])))[:, None]
+            fits &= self._most_arriving(theirs) <= self.state.free_bytes(np.array([sender]))
+            if fits.any():
+                rows = (pieces.stop - pieces.start)[:, None] + (theirs.stop - theirs.start)
+                mine, other = divmod(int(np.where(fits, rows, rows.max() + 1).argmin()), rows.shape[1])
+                self._hand_over(sender, pieces, np.array([mine]), receiver)
+                return self._hand_over(receiver, theirs, np.array([other]), sender)
+        return False
+
+    def _hand_over(self, sender: int, pieces: Pieces, chosen: np.ndarray, receiver: int) -> bool:
+        part = pieces.take(chosen)
+        if self.state.cap is not None:
+            most = self.state.free_bytes(np.array([receiver]))
+            chosen = chosen[np.cumsum(self._most_arriving(part)) <= most]
+            part = pieces.take(chosen)
+        if not len(chosen) or receiver == sender:
+            return False
+        moved = MovedRanges(part.document, part.start, part.stop, np.full(len(chosen), receiver), part.seconds)
+        self.state.move(sender, chosen, part.take(np.zeros(0, np.int64)), moved)
+        return True
+
+    def _most_arriving(self, part: Pieces) -> np.ndarray:
+        """[P] most bytes of q, k and v rows that can arrive with each piece."""
+        shape = self.state.shape
+        return (part.stop - part.start) * shape.q_bytes + part.stop * shape.kv_bytes
+
+    def _falling(self, worth: np.ndarray) -> np.ndarray:
+        """[R] ranks by falling ``worth``, equals in the state's order unless theirs is 0."""
+        # What is almost in order is sorted in a fraction of the time, and little changes from move to move.
+        found = -worth[self.lately]
+        at = found.argsort(kind="stable")
+        ranks, found = self.lately[at], found[at]
+        equal = (found[1:] == found[:-1]) & (found[1:] < 0)
+        if equal.any():
+            place = self.place[ranks]
+            if (place[1:] < place[:-1])[equal].any():
+                ranks = self.state.order[(-worth[self.state.order]).argsort(kind="stable")]
+        self.lately = ranks
+        return ranks
+
+    def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
+        """The fullest rank that can take all, else the emptiest."""
+        order = self.state.order
+        fits = np.where(free[order] >= wanted, free[order], np.inf)
+        at = int(np.argmin(fits)) if np.isfinite(fits).any() else int(np.argmax(free[order]))
+        return int(order[at])
+
+    def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
+        state = self.state
+        pieces = state.pieces_of(sender)
+        document, start, stop = (int(x[piece]) for x in (pieces.document, pieces.start, pieces.stop))
+        excess = Excess(start, stop, pieces.seconds[:, piece], need)
+        may_keep = state.may_keep(document, stop)
+        receivers = self._receivers(sender, document, stop, room, free * may_keep)
+        split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
+        if split is None and not may_keep.all():
+            receivers = self._receivers(sender, document, stop, room, free)
+            split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
+        if split is None:
+            self.failed += len(receivers.rank) > 0
+            return False
+        count = len(split.chosen)
+        cuts = np.array(split.cuts)
+        moved = MovedRanges(np.full(count, document), cuts[:-1], cuts[1:], receivers.rank[split.chosen], split.moved)
+        left = Pieces(np.full(2, document), np.array([start, cuts[-1]]), np.array([cuts[0], stop]), split.kept)
+        state.move(sender, np.array([piece]), left, moved)
+        return True
+
+    def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
+        """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
+        state, network = self.state, self.state.links.network_price
+        usable, most_rows = free > _LEAST_ROOM, None
+        if state.cap is not None:
+            free_memory = state.cap - state.received - stop * state.shape.kv_bytes
+            most_rows = free_memory // state.shape.q_bytes
+            usable &= most_rows >= self.timer.cost.block
+        distant, q_price, squared = self._prices_from(int(state.node[sender]))
+        worth = free / squared
+        sharing, had = state.sharers(document)
+        if len(sharing):
+            worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
+        # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
+        ranks = self._falling(worth)
+        ranks = ranks[usable[ranks]]
+
+        def kv_price(stops: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+            inside, across = state.kv_rows(document, ranks[chosen], stops)
+            return self.kv_bytes * (inside + network * across)
+
+        return Receivers(
+            ranks,
+            room.take(ranks, axis=1),
+            None if most_rows is None else most_rows[ranks],
+            distant[ranks],
+            q_price[ranks],
+            kv_price,
+        )
+
+    def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every rank [R]: whether it is on another node, what a query row costs to there, and a byte, squared."""
+        if node not in self.prices:
+            distant = self.state.node != node
+            price = np.where(distant, self.state.links.network_price, 1.0)
+            self.prices[node] = distant, self.q_bytes * price, price**2
+        return self.prices[node]
+
+
+def _cheapest(price: np.ndarray) -> Iterator[int]:
+    """The first few pieces by [P] ``price``, as far as it is finite; most often only the first is asked for."""
+    for _ in range(min(_TRIES, len(price))):
+        best = int(price.argmin())
+        if not np.isfinite(price[best]):
+            return
+        yield best
+        price = price.copy()
+        price[best] = np.inf
