@@ -291,11 +291,22 @@ def _stage_layers(layers: int, pp: int) -> list[str]:
     return [f"model.layers {layers} is not divisible by parallel.pp {pp}; change one."] if layers % pp else []
 
 
+def longest_document(config: RunConfig, world_size: int) -> int:
+    """Tokens of the longest document that a micro-batch of the run can hold."""
+    ranks = max(config.parallel.data_parallel(world_size), 1)
+    return config.data.tokens_per_rank * (1 if _stay_whole(config, ranks) else ranks)
+
+
+def _stay_whole(config: RunConfig, ranks: int) -> bool:
+    """Whether every document stays on one of the data-parallel ranks."""
+    return config.data.whole_documents or (not config.cad.enabled and ranks > 1)
+
+
 def _data(config: RunConfig, world_size: int) -> list[str]:
     data, problems = config.data, []
     ranks = max(config.parallel.data_parallel(world_size), 1)
-    implied = not config.cad.enabled and ranks > 1
-    if (data.whole_documents or implied) and data.context_length > data.tokens_per_rank:
+    longest = longest_document(config, world_size)
+    if data.context_length > longest and _stay_whole(config, ranks):
         reason = "data.whole_documents keeps a document on one rank"
         if not data.whole_documents:
             reason = "without cad.enabled a document stays on one rank"
@@ -303,9 +314,9 @@ def _data(config: RunConfig, world_size: int) -> list[str]:
             f"data.context_length is {data.context_length}, but {reason}, which has data.tokens_per_rank "
             f"{data.tokens_per_rank} tokens; lower the first or raise the second."
         )
-    elif data.context_length > ranks * data.tokens_per_rank:
+    elif data.context_length > longest:
         problems.append(
-            f"data.context_length is {data.context_length}, but a micro-batch holds {ranks * data.tokens_per_rank} "
+            f"data.context_length is {data.context_length}, but a micro-batch holds {longest} "
             f"tokens ({count(ranks, 'data-parallel rank')} × data.tokens_per_rank {data.tokens_per_rank}); "
             "lower the first or raise the second."
         )

@@ -13,6 +13,7 @@ from distca.device.offload import CHUNK_BYTES
 from distca.errors import ConfigError
 from distca.train.config.cli import changed, value_of
 from distca.train.config.schema import RunConfig
+from distca.train.config.validate import longest_document
 from distca.train.run.memory import GIB, predict_memory
 
 OUTSIDE_TORCH = int(6.6 * GIB)
@@ -156,7 +157,7 @@ def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes:
     """In words, the cheapest changes with which the run fits: with its tokens per rank, and without them."""
 
     def fits(changes: Changes, tokens: int) -> bool:
-        tried = changed(config, (*changes, ("data.tokens_per_rank", tokens)))
+        tried = changed(config, (*changes, *_lowered(config, world_size, tokens)))
         if (tried.train.moments != "float32" or tried.train.fp8_weights) and not tried.optimizer.distributed:
             return False  # not served
         if tried.train.offload == "all" and (tried.resolved_recompute, tried.resolved_backward) != _WITH_OFFLOAD:
@@ -174,10 +175,16 @@ def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes:
         fewer //= 2
     if fewer >= _FEWEST_TOKENS:
         with_it = () if needed else _fewest(changes, lambda some: fits(some, fewer)) or ()
-        remedies.append(
-            " and ".join([*([_set(with_it)] if with_it else []), f"lower data.tokens_per_rank ({tokens}) to {fewer}"])
-        )
+        lowered = [f"{name} ({value_of(config, name)}) to {value}" for name, value in _lowered(config, world_size, fewer)]
+        remedies.append(" and ".join([*([_set(with_it)] if with_it else []), f"lower {' and '.join(lowered)}"]))
     return remedies
+
+
+def _lowered(config: RunConfig, world_size: int, tokens: int) -> Changes:
+    """Fewer tokens on a rank, and shorter documents where the longest would not fit into them."""
+    fewer: Changes = (("data.tokens_per_rank", tokens),)
+    longest = longest_document(changed(config, fewer), world_size)
+    return fewer if config.data.context_length <= longest else (*fewer, ("data.context_length", longest))
 
 
 def _savings(config: RunConfig) -> Changes:

@@ -10,6 +10,7 @@ from distca.device.offload import CHUNK_BYTES
 from distca.errors import ConfigError
 from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import RunConfig
+from distca.train.config.validate import validate
 from distca.train.run.memory import GIB, describe, predict_memory
 from distca.train.run.memory_fit import (
     OUTSIDE_TORCH,
@@ -65,6 +66,23 @@ def test_the_settings_that_a_refusal_names_fit() -> None:
             assert changes and _need(_config(*plain, *words)) <= device * GIB, (device, remedy)
         named.append(("lower" not in remedies[0], len(re.findall(" to ", remedies[0]))))
     assert named[0] == (True, 1) and (True, 2) in named and (True, 4) in named and named[-1][0] is False
+
+
+@pytest.mark.parametrize("spans", ["true", "false"])
+def test_fewer_tokens_are_named_with_documents_that_fit_into_them(spans: str) -> None:
+    """Documents as long as all ranks hold, or one rank where they do not span ranks."""
+    longest = 131_072 if spans == "true" else 65_536
+    asked = ["--train.recompute", "all", "--cad.enabled", spans, "--data.context_length", str(longest)]
+    config = _config(*asked, "--data.tokens_per_rank", "65536")
+    validate(config, 2)
+    device = _need(config) - 4 * GIB
+    named = re.search(
+        r"lower ([a-z_.]+) \(65536\) to (\d+) and ([a-z_.]+) \((\d+)\) to (\d+)", _refusal(config, device)
+    )
+    assert named and named[4] == str(longest)
+    fewer = _config(*asked, f"--{named[1]}", named[2], f"--{named[3]}", named[5])
+    validate(fewer, 2)
+    assert _need(fewer) <= device and fewer.data.context_length * 65_536 == fewer.data.tokens_per_rank * longest
 
 
 def test_what_is_not_possible_is_not_named() -> None:
