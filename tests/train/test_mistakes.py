@@ -26,6 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "ones").mkdir()
     for name in "abcdefghij":
         (path / "ones" / name).with_suffix(".txt").write_text(name)
+    write_texts(path / "mostly-ones", [9] + [1] * 30)
     line = arguments(name="ended", output=path, data__path=path / "texts", checkpoint__save_every=2)
     run_ranks(2, train_all, [line])
     return path
@@ -59,6 +60,11 @@ MISTAKES = {
         2,
         {"checkpoint__resume": "{folder}/ended", "model__layers": 3, "train__steps": 9},
         "does not fit this run: model.layers was 2, now 3.",
+    ),
+    "one token for validation": (
+        1,
+        {"data__path": "{folder}/mostly-ones", "data__validation_fraction": 0.01},
+        "No document for validation has more than one token (1 document); raise data.validation_fraction, or",
     ),
     "documents of one token": (1, {"data__path": "{folder}/ones"}, "No document has more than one token"),
     "no checkpoint": (2, {"checkpoint__resume": "{folder}/texts"}, "which has no complete checkpoint"),

@@ -74,14 +74,14 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
     return sampler
 
 
-def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sampler) -> None:
+def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sampler | None) -> None:
     """Refuse a checkpoint that does not fit this run, before anything is built.
 
     Args:
         checkpoint: its folder.
         config: the run.
         vocabulary: token ids of the data.
-        sampler: over the run's documents; moved to where the checkpoint's stood.
+        sampler: over the run's documents; moved to where the checkpoint's stood. None where they may be others.
 
     Raises:
         ConfigError: naming each size that differs, or what cannot be read.
@@ -97,7 +97,8 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
             "checkpoint.resume."
         )
     try:
-        sampler.load_state_dict(saved["sampler"])
+        if sampler is not None:
+            sampler.load_state_dict(saved["sampler"])
     except DistcaError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:

@@ -244,10 +244,10 @@ class TrainConfig:
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
             and SIGUSR1 do the same at any time.
-        evaluate: only compute the validation loss, of checkpoint.init_from or checkpoint.resume, and train nothing;
-            with data.validation_fraction 0 over all documents.
+        evaluate: only compute the validation loss, of checkpoint.init_from or checkpoint.resume, and train nothing.
+            The data may be other than the run's; with data.validation_fraction 0 no document is held back from it.
         validate_every: steps between validations; 0 validates only at the end, if there is a validation set.
-        validate_batches: global batches per validation.
+        validate_batches: global batches per validation, the same ones every time.
     """
 
     steps: int = 60

@@ -351,6 +351,11 @@ def _steps(config: RunConfig) -> list[str]:
             "train.evaluate is true, but checkpoint.init_from and checkpoint.resume are both null, so there are no "
             "weights to evaluate; set one of them."
         )
+    if train.evaluate and config.checkpoint.export:
+        problems.append(
+            f"train.evaluate is true, but checkpoint.export is {config.checkpoint.export}, and only a run that trains "
+            "writes it; leave one out. `distca checkpoint export` writes what a run saved."
+        )
     if optimizer.min_lr > optimizer.lr:
         problems.append(f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}; lower it.")
     for name in ("timeline_steps", "profile_steps"):

@@ -31,6 +31,7 @@ from distca.train.run.builder import Trainer
 from distca.train.run.profiler import ProfilerWindow
 from distca.train.run.run_folder import Checkpoint, RunFolder
 from distca.train.run.stopping import Decision, Stopping
+from distca.words import count
 
 if TYPE_CHECKING:
     from megatron_patches.step import Step
@@ -51,11 +52,15 @@ def train(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoin
 
 
 def evaluate(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
-    """Compute and log the validation loss, and train nothing; every rank calls it with what :func:`train` takes."""
+    """Compute and log the validation loss, and train nothing; every rank calls it with what :func:`train` takes. The
+    documents need not be those of the run that saved ``resume``."""
     if not len(corpus.validation):
         corpus.validation = corpus.train
-    loss = _Loop(trainer, corpus, folder, resume).validate()
-    logger.info("Validation loss %.4f, perplexity %.4g.", loss, perplexity(loss or 0.0))
+    loss, targets = _Loop(trainer, corpus, folder, resume).loss_of_validation()
+    logger.info(
+        "Validation loss %.4f, perplexity %.4g, over %s (train.validate_batches %d).",
+        *(loss, perplexity(loss), count(targets, "target token"), trainer.config.train.validate_batches),
+    )
 
 
 class _Loop:
@@ -67,7 +72,8 @@ class _Loop:
         self._sampler_state = self._sampler.state_dict()
         if resume:
             self._sampler_state = checkpoints.load(trainer, resume)
-            self._sampler.load_state_dict(self._sampler_state)
+            if not self._config.train.evaluate:
+                self._sampler.load_state_dict(self._sampler_state)
         self._recorder = StepRecorder(trainer, self._first + 1)
         self._stopping = Stopping(self._config, trainer.world)
         self._saver = Saver(trainer, folder)
@@ -186,8 +192,10 @@ class _Loop:
 
     def validate(self) -> float | None:
         """Mean loss per target token over the first global batches of the validation set; the same ones every time."""
-        if not len(self._corpus.validation):
-            return None
+        return self.loss_of_validation()[0] if len(self._corpus.validation) else None
+
+    def loss_of_validation(self) -> tuple[float, int]:
+        """That of a set that has documents, and of how many target tokens it is the mean."""
         trainer = self._trainer
         sampler = open_sampler(self._config, self._corpus.validation, trainer.cad.options.ranks)
         total = torch.zeros(2, dtype=torch.float64, device=trainer.world.device)
@@ -196,7 +204,7 @@ class _Loop:
             total += torch.stack(self._run(trainer.cad.plan_step(documents), forward_only=True))
         trainer.model.train()
         trainer.cad.pool.timeline.serve_seconds()  # validation does not count as the next step's attention
-        return float(total[0] / total[1])
+        return float(total[0] / total[1]), int(total[1])
 
     def _show(self, step: int, values: dict[str, Any]) -> None:
         if self._metrics is not None and self._progress is not None:

@@ -30,6 +30,7 @@ from distca.train.run.run_folder import (
     resume_run_folder,
     warn_of_damage,
 )
+from distca.words import count
 
 if TYPE_CHECKING:
     from megatron_patches.world import World
@@ -92,6 +93,11 @@ def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpo
 
     if len(corpus.train) and corpus.train.lengths.max() < 2:
         raise DataError("No document has more than one token, so there is no next token to learn; change data.path.")
+    if len(corpus.validation) and corpus.validation.lengths.max() < 2:
+        raise DataError(
+            f"No document for validation has more than one token ({count(len(corpus.validation), 'document')}); raise "
+            "data.validation_fraction, or set it to 0 for no validation."
+        )
     validate(config, world_size, corpus.vocabulary)
     data_parallel = config.parallel.data_parallel(world_size)
     sampler = open_sampler(config, corpus.train, data_parallel)
@@ -108,7 +114,7 @@ def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpo
             return None
         run, checkpoint = found
         try:
-            check_fits(checkpoint.path, config, corpus.vocabulary, sampler)
+            check_fits(checkpoint.path, config, corpus.vocabulary, None if config.train.evaluate else sampler)
         except DataError as error:
             changed = [each for each in changes_since(run, checkpoint, config, world_size) if each.startswith("data.")]
             raise DataError(" ".join([str(error), *(f"{each}." for each in changed)])) from None
@@ -204,7 +210,10 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
                 logger.info("%s has all of its %d steps: nothing is left to do.", folder.path, config.train.steps)
                 return folder
             config = with_saved_warmup(config, checkpoint.path)
-            if world.rank == 0 and (changes := changes_since(folder, checkpoint, config, world.size)):
+            changes = changes_since(folder, checkpoint, config, world.size)
+            if config.train.evaluate:  # nothing goes on
+                changes = [each for each in changes if each.startswith("data.")]
+            if world.rank == 0 and changes:
                 logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
         trainer = build_trainer(config, world, corpus.vocabulary)
         if resumed is None:

@@ -135,6 +135,11 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
             4,
             "does not divide the 2 attention servers (4 ranks, parallel.tp 2)",
         ),
+        (
+            "--train.evaluate true --checkpoint.resume auto --checkpoint.export hf",
+            4,
+            "train.evaluate is true, but checkpoint.export is hf, and only a run that trains writes it; leave one out.",
+        ),
         ("--train.evaluate true", 4, "train.evaluate is true, but checkpoint.init_from and checkpoint.resume are both"),
         ("--cad.cost_table no.json", 4, "cad.cost_table is no.json, which is not a file; give one that"),
         ("--cad.level time", 4, "cad.level is time, but parallel.pp is 1"),
