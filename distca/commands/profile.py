@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from distca.attention import KernelName, choose_kernel
-from distca.commands.options import check_least, check_writable
+from distca.commands.options import check_least, check_most, check_writable
 from distca.errors import OptionError, PlanError
 from distca.log import console
 from distca.plan import AttentionShape
@@ -23,6 +23,9 @@ from distca.plan.cost.table_file import table_name, write_table
 from distca.profile.links import measure_links
 from distca.profile.measure import measure_device
 from distca.versions import command_line, versions
+
+_MOST_CPU_RANKS = 64
+"""Each is a process with torch in it, and waits for its turn on this machine's cores."""
 
 
 def profile(
@@ -56,6 +59,8 @@ def profile(
     if head_dim % 8:
         raise OptionError(f"--head_dim is {head_dim}; kernels and rotary positions take multiples of 8.")
     gpus = torch.cuda.device_count()
+    if not gpus:
+        check_most(_MOST_CPU_RANKS, ranks=ranks)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
     dtype = torch.bfloat16 if gpus else torch.float32
     shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize)
