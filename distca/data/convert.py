@@ -28,6 +28,7 @@ from distca.data.sources.index_file import Index
 from distca.data.sources.indexed import mask_file, sidecar, without_suffix
 from distca.data.texts import Texts
 from distca.errors import DataError, system_words
+from distca.words import count
 
 _SAVE_S = 10.0
 """Between two notes of what is done; so much is done again after an interruption."""
@@ -172,7 +173,7 @@ class _Partial:
         lengths = np.fromfile(self._folder / "lengths", np.int32)
         if not len(lengths):
             raise DataError(
-                f"The tokenizer {recipe.tokenizer.name} turned all {self.empty} documents into no token; nothing was "
+                f"The tokenizer {recipe.tokenizer.name} made no token of {count(self.empty, 'document')}; nothing was "
                 "written."
             )
         Index.of_documents(lengths.tolist(), self._dtype).write(self._folder / "idx")

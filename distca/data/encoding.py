@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from distca.data.recipe import Encoded, Encoder, Recipe
+from distca.data.sources.json_lines import NoTextError
 from distca.data.texts import Block
 from distca.data.texts.blocks import BLOCK_BYTES
 from distca.errors import DataError
@@ -116,6 +117,8 @@ def _joined(arrays: Sequence[np.ndarray], dtype: type[np.integer]) -> bytes:
 def _encode_one(encoder: Encoder, where: str, value: Any) -> Encoded:
     try:
         return encoder.encode([value])[0]
+    except NoTextError as error:
+        raise DataError(f"{where}: {error}; correct or remove it, or name another `field`.") from None
     except UnicodeDecodeError:
         raise DataError(
             f"{where} is not UTF-8 text, which this tokenizer needs; correct or remove it, or use the tokenizer bytes."

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distca.data.sources.json_lines import utf8_of
+from distca.data.sources.json_lines import NoTextError, utf8_of
 from distca.data.tokenizer import Tokenizer, TokenizerFiles
 
 Encoded = tuple[np.ndarray, np.ndarray | None]
@@ -44,7 +44,7 @@ class TextEncoder:
         if isinstance(value, bytes):
             return value
         if not isinstance(value, str):
-            raise ValueError(f'its "{self.field}" is no text')
+            raise NoTextError(f'its "{self.field}" is no text')
         return utf8_of(value, self.field)
 
 

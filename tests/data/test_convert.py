@@ -186,7 +186,7 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path, folder):
 
 def test_a_corpus_without_tokens_leaves_no_file(tmp_path):
     (tmp_path / "a.txt").write_text("   ")
-    with pytest.raises(DataError, match="all 1 documents into no token"):
+    with pytest.raises(DataError, match="made no token of 1 document;"):
         convert(open_texts("text", str(tmp_path)), WORDS, str(tmp_path / "out"))
     assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
 

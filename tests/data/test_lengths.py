@@ -36,6 +36,16 @@ def test_lengths_are_bytes_of_texts_that_have_some(folder):
         open_lengths("jsonl", str(folder / "empty.jsonl.gz"))
 
 
+@pytest.mark.parametrize("value", ["null", "5", '["a"]', '"\\ud800"'])
+def test_a_value_that_is_no_text_is_not_the_tokenizers_fault(folder, value):
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": %s}\n' % value.encode()))
+    with pytest.raises(
+        DataError, match=r"c\.jsonl\.gz, line 2: (its|the) .text. .*; correct or remove it, or name"
+    ) as no:
+        open_lengths("jsonl", str(folder / "c.jsonl.gz"))
+    assert "tokenize" not in str(no.value)
+
+
 def test_tables_have_lengths_too(folder):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

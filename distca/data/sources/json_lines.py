@@ -51,7 +51,7 @@ class JsonLines:
                 else:
                     empty += 1
         if not lines:
-            raise DataError(f"`path` {path!r} holds no document with text ({empty} lines have an empty text).")
+            raise DataError(f"`path` {path!r} holds no document with text ({count(empty, 'line')} with an empty one).")
         if empty:
             logger.info("%s: left out %s", path, count(empty, "empty document"))
         columns = np.array(lines, dtype=np.int64).T
@@ -150,9 +150,13 @@ def record_of(line: bytes, field: str) -> dict[str, Any]:
     return record
 
 
+class NoTextError(ValueError):
+    """A document that no tokenizer can take, whichever it is."""
+
+
 def utf8_of(text: str, field: str) -> bytes:
-    """A text in UTF-8; ValueError where it has no such form."""
+    """A text in UTF-8; NoTextError where it has no such form."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f'the "{field}" cannot be written as UTF-8 (it has an unpaired surrogate)') from None
+        raise NoTextError(f'the "{field}" cannot be written as UTF-8 (it has an unpaired surrogate)') from None

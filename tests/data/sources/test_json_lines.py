@@ -74,7 +74,7 @@ def test_missing_and_empty_paths_are_sentences(tmp_path):
         open_source("jsonl", str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"holds no \.jsonl file"):
         open_source("jsonl", str(tmp_path))
-    with pytest.raises(DataError, match=r"holds no document with text \(1 lines have an empty text\)"):
+    with pytest.raises(DataError, match=r"holds no document with text \(1 line with an empty one\)"):
         open_source("jsonl", write(tmp_path / "a.jsonl", [""]))
 
 
