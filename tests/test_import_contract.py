@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom to the top; no row imports from its own, but each package from itself.
 ROWS = (
     ("distca.errors", "distca.log", "distca.versions", "distca.words"),
-    ("distca.plan",),
+    ("distca.plan", "distca.yaml_file"),
     ("distca.cluster", "distca.device"),
     ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),
     ("distca.baselines", "distca.runtime", "distca.testing"),

@@ -27,6 +27,8 @@ from distca.errors import DataError, system_words
 
 _KINDS = ("text", "jsonl", "parquet", "arrow", "indexed", "stdlib")
 _AMOUNTS = ("weight", "epochs", "tokens")
+_MOST_USES = 1 << 31
+"""Of a source's documents in an epoch."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,14 @@ def read_blend(path: str) -> list[Ingredient]:
     Raises:
         DataError: it cannot be read, or says what no blend can be.
     """
-    import yaml
+    from distca.yaml_file import read_yaml
 
     try:
-        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        entries = read_yaml(Path(path), DataError)
     except OSError as error:
         raise DataError(
             f"The blend `path` {path!r} cannot be read ({system_words(error)}); give another file."
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(entries, list) or not entries:
         raise DataError(f"{path} must hold a list of sources, such as '- {{source: jsonl, path: a.jsonl, weight: 1}}'.")
     blend = [_ingredient(f"{path}, source {number}", each, Path(path).parent) for number, each in enumerate(entries, 1)]
@@ -80,8 +80,10 @@ def read_blend(path: str) -> list[Ingredient]:
 
 def _ingredient(where: str, entry: Any, folder: Path) -> Ingredient:
     known = ("source", "path", "field", "long", *_AMOUNTS)
-    if not isinstance(entry, dict) or not set(entry) <= set(known):
+    if not isinstance(entry, dict):
         raise DataError(f"{where} must be a mapping with some of {', '.join(known)}, not {entry!r}.")
+    if unknown := [name for name in entry if name not in known]:
+        raise DataError(f"{where} has {unknown[0]!r}; it can have {', '.join(known)}.")
     source, path, amounts = entry.get("source"), entry.get("path"), [name for name in _AMOUNTS if name in entry]
     if source not in _KINDS:
         raise DataError(f"{where} has source {source!r}; it is one of {', '.join(_KINDS)}.")
@@ -152,7 +154,8 @@ class Blend:
             seed: of which documents are used once more than others.
 
         Raises:
-            DataError: a source has no document that could be used, or no long or no short one where it needs some.
+            DataError: a source has no document that could be used, or no long or no short one where it needs some; or
+                the epoch would have none, or more than can be counted.
         """
         owner = np.searchsorted(self._first, documents, side="right") - 1
         own = [documents[owner == number] for number in range(len(self._sources))]
@@ -163,7 +166,10 @@ class Blend:
             share = each.long_share if each.long_tokens else 0.0
             for kind, tokens in ((True, share * budget), (False, (1 - share) * budget)):
                 used.append(self._use(mine[long == kind], tokens, each, (seed, number, int(kind))))
-        return np.concatenate(used)
+        found = np.concatenate(used)
+        if not len(found):
+            raise DataError("An epoch of the blend is shorter than half of any document; raise epochs or tokens.")
+        return found
 
     def _budgets(self, tokens: list[int]) -> list[float]:
         """Tokens of each source in an epoch of the blend."""
@@ -189,6 +195,11 @@ class Blend:
         if not there:
             return documents
         whole, rest = divmod(tokens, there)
+        if whole * len(documents) > _MOST_USES:
+            raise DataError(
+                f"An epoch of the blend would use each document of its source {each.path} {whole:,.0f} times; change "
+                f"its {each.amount}, {each.value:g}, or that of the others."
+            )
         order = shuffled(len(documents), *entropy)
         more = order[np.cumsum(self.lengths[documents][order]) - self.lengths[documents][order] / 2 < rest]
         times = np.full(len(documents), int(whole), np.int64)

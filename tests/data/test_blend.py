@@ -88,7 +88,10 @@ def test_a_file_is_read(tmp_path):
     [
         ("a: 1", "must hold a list of sources"),
         ("- {", "is not valid YAML"),
-        ("- {source: jsonl, weigth: 1}", r"source 1 must be a mapping with some of source, path"),
+        ("- jsonl", r"source 1 must be a mapping with some of source, path"),
+        ("- {source: jsonl, weigth: 1}", r"source 1 has 'weigth'; it can have source, path, field, long, weight"),
+        ("- {source: jsonl, weight: 1, weight: 2}", "is not valid YAML: weight is there twice, again in line 1; put"),
+        ("[" * 5000, "is YAML nested too deep to be read"),
         ("- {source: csv, weight: 1}", "source 1 has source 'csv'; it is one of text, jsonl"),
         ("- {source: text, weight: 1, tokens: 2}", "needs one of weight, epochs, tokens, and has weight, tokens"),
         ("- {source: text}", "and has none"),
@@ -105,6 +108,19 @@ def test_mistakes_are_sentences(tmp_path, content, said):
     with pytest.raises(DataError) as refused:
         read_blend(str(tmp_path / "blend.yaml"))
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "said"),
+    [
+        ((("tokens", 1), ("epochs", 0.1)), "shorter than half of any document; raise epochs or tokens"),
+        ((("tokens", 1e15), ("epochs", 1)), r"its source 0 385,\d{3},\d{3},\d{3} times; change its tokens, 1e\+15, or"),
+        ((("weight", 1e-9), ("weight", 1e9)), "would use each document of its source 1 .* times; change its weight"),
+    ],
+)
+def test_an_epoch_of_no_document_or_of_too_many_is_a_sentence(amounts, said):
+    with pytest.raises(DataError, match=said):
+        Corpus(blend(*((LENGTHS if number == 0 else [12], *each) for number, each in enumerate(amounts))), 100)
 
 
 def test_a_share_of_long_documents_needs_some():

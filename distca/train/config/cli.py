@@ -23,6 +23,7 @@ from distca.errors import ConfigError
 from distca.train.config.initial import check_same_shape, settings_of_folder
 from distca.train.config.schema import RESUME_BY_NAME, RunConfig
 from distca.words import takes, value_refused
+from distca.yaml_file import read_yaml
 
 # (setting, value that one may well try) and what to write for it.
 _INSTEAD = {
@@ -168,7 +169,10 @@ def _check_arguments(arguments: list[str]) -> None:
             name, _, value = argument[2:].partition("=")
             if name == "config":
                 _check_file(value or (arguments[position + 1] if position + 1 < len(arguments) else ""), known)
-            elif name not in known and name not in groups and name != "print_config":
+            elif name in groups:
+                first = next(setting for setting in known if setting.startswith(f"{name}."))
+                raise ConfigError(f"{name} is a group of settings; give them one by one, such as --{first} VALUE.")
+            elif name not in known and name != "print_config":
                 raise ConfigError(_unknown(name, known, "on the command line"))
             expects_value = "=" not in argument
         elif expects_value:
@@ -198,12 +202,7 @@ def _check_file(name: str, known: list[str]) -> None:
         beside = sorted(str(other) for other in folder.glob("*.yaml"))
         there = f" There are: {', '.join(beside)}." if beside else ""
         raise ConfigError(f"--config names {name}, which is not a file.{there}")
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
-    except RecursionError:
-        raise ConfigError(f"{name} is YAML nested too deep to be read.") from None
+    content = read_yaml(path, ConfigError)
     if content is None:
         raise ConfigError(f"{name} holds no settings; write some, or leave out --config.")
     if not isinstance(content, dict):
@@ -214,17 +213,6 @@ def _check_file(name: str, known: list[str]) -> None:
             raise ConfigError(f"{setting} in {name} has no settings below it; write some, or leave it out.")
         if setting not in known:
             raise ConfigError(_unknown(setting, known, f"in {name}"))
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """Of two entries of one name YAML silently keeps the last; here they are refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        given = (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
-        names = [self.construct_object(key, deep=True) for key in given]  # type: ignore[no-untyped-call]
-        for twice in (name for name in names if names.count(name) > 1):
-            raise yaml.YAMLError(f"{twice} is there twice, at and above line {node.end_mark.line}; put both together")
-        return super().construct_mapping(node, deep)
 
 
 def _unknown(name: str, known: list[str], where: str) -> str:

@@ -1,0 +1,42 @@
+"""Reading a YAML file that a user wrote: what it cannot mean is a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distca.errors import DistcaError
+
+
+def read_yaml(path: Path, refused: type[DistcaError]) -> Any:
+    """The content of a file; None of an empty one.
+
+    Args:
+        path: the file.
+        refused: the error to raise.
+
+    Raises:
+        DistcaError: as ``refused``: it is no YAML, is nested too deep, or has two entries of one name.
+        OSError: it cannot be read.
+    """
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise refused(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    except RecursionError:
+        raise refused(f"{path} is YAML nested too deep to be read.") from None
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Of two entries of one name YAML silently keeps the last; here they are refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        given = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        names = [self.construct_object(key, deep=True) for key in given]  # type: ignore[no-untyped-call]
+        for number, (name, key) in enumerate(zip(names, given, strict=True)):
+            if name in names[:number]:
+                again = key.start_mark.line + 1
+                raise yaml.YAMLError(f"{name} is there twice, again in line {again}; put both together")
+        return super().construct_mapping(node, deep)
