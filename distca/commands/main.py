@@ -12,7 +12,7 @@ import jsonargparse
 
 from distca.commands.parser import CommandParser, Refused, explained, with_options
 from distca.errors import DistcaError
-from distca.log import die, setup_logging
+from distca.log import console, die, setup_logging
 
 # Command, or group and its commands, and where their functions are.
 COMMANDS: dict[str, str | dict[str, str]] = {
@@ -35,13 +35,17 @@ GROUP_HELP = {
     "checkpoint": "Verify, list and delete checkpoints of runs; weights from Hugging Face folders and to them.",
 }
 
+_BY_CTRL_C = 130  # as shells say it
+
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command. A user's mistake ends in one sentence and exit code 2, not in a traceback."""
+    """Run one command. A user's mistake ends in one sentence and exit code 2, not in a traceback;
+    Ctrl-C in one too."""
     arguments = sys.argv[1:] if argv is None else argv
     setup_logging(rank=0)
-    commands = components(arguments[0] if arguments else None)
+    commands: dict[str, Any] = {}
     try:
+        commands = components(arguments[0] if arguments else None)
         jsonargparse.auto_cli(
             commands,
             args=arguments,
@@ -53,6 +57,9 @@ def main(argv: list[str] | None = None) -> None:
         die(explained(refused, commands, arguments))
     except DistcaError as error:
         die(with_options(str(error), commands, arguments), error.next_step)
+    except KeyboardInterrupt:
+        console().print("Stopped by Ctrl-C.")
+        raise SystemExit(_BY_CTRL_C) from None
 
 
 def components(chosen: str | None) -> dict[str, Any]:

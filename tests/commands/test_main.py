@@ -22,6 +22,11 @@ def bug() -> None:
     raise ValueError("a bug")
 
 
+def stopped() -> None:
+    """End as by Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 def test_doctor_runs_and_names_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
@@ -62,12 +67,15 @@ def test_every_command_exists() -> None:
 def test_mistakes_are_sentences_and_bugs_keep_their_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "components", lambda chosen: {"ours": ours, "bug": bug})
+    monkeypatch.setattr(module, "components", lambda chosen: {"ours": ours, "bug": bug, "stopped": stopped})
     with pytest.raises(SystemExit) as ended:
         main(["ours", "--value", "7"])
     assert ended.value.code == 2
     with pytest.raises(ValueError, match="a bug"):
         main(["bug"])
+    with pytest.raises(SystemExit) as ended:
+        main(["stopped"])
+    assert ended.value.code == 130 and "Stopped by Ctrl-C." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
