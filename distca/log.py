@@ -24,9 +24,15 @@ MISTAKE = 2
 
 @cache
 def console() -> Console:
-    """The one console of this process, on standard error, shared by log lines and the progress bar."""
+    """The one console of this process, on standard error, shared by log lines and the progress bar. Text is shown as it
+    is: brackets in a path are no markup."""
     width = None if sys.stderr.isatty() else _FILE_WIDTH
-    return Console(stderr=True, width=width)
+    return Console(stderr=True, width=width, markup=False)
+
+
+def printer() -> Console:
+    """A console on standard output, for what a command found; text is shown as it is, too."""
+    return Console(markup=False, highlight=False)
 
 
 def setup_logging(rank: int) -> None:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from distca.log import die
+from distca.log import console, die, printer
 
 SPEAK = """
 import logging, sys
@@ -27,6 +27,16 @@ def lines(rank: int) -> list[str]:
 def test_rank_0_speaks_and_the_others_only_warn() -> None:
     assert lines(0) == ["INFO fine", "WARNING odd [value]"]
     assert lines(3) == ["WARNING [rank 3] odd [value]"]
+
+
+def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    console.cache_clear()
+    try:
+        for screen in (printer(), console()):
+            screen.print("runs/[red]a[/b]")
+    finally:
+        console.cache_clear()
+    assert capsys.readouterr() == ("runs/[red]a[/b]\n",) * 2
 
 
 @pytest.mark.parametrize(("rank", "everywhere", "waits"), [("0", False, False), ("2", False, True), ("2", True, False)])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from distca.commands.options import check_least
 from distca.errors import DamagedCheckpointError, OptionError
+from distca.log import printer
 from distca.train.checkpoint.integrity import COMPLETE, check_contents, check_undamaged, files_of
 from distca.train.run.run_folder import Checkpoint, RunFolder, hold
 from distca.words import count, format_bytes
@@ -20,9 +21,7 @@ def verify(path: str) -> None:
     Args:
         path: folder of a run, or of one of its checkpoints.
     """
-    from rich.console import Console
-
-    console, damaged = Console(soft_wrap=True, highlight=False), 0
+    console, damaged = printer(), 0
     checkpoints = _checkpoints(path)
     for checkpoint in checkpoints:
         began = time.perf_counter()
@@ -31,10 +30,10 @@ def verify(path: str) -> None:
             check_contents(checkpoint.path)
         except DamagedCheckpointError as error:
             damaged += 1
-            console.print(str(error))
+            console.print(str(error), soft_wrap=True)
             continue
         size, seconds = format_bytes(_size(checkpoint.path)), time.perf_counter() - began
-        console.print(f"{checkpoint.path} is what was saved: {size}, read in {seconds:.1f} s")
+        console.print(f"{checkpoint.path} is what was saved: {size}, read in {seconds:.1f} s", soft_wrap=True)
     if damaged:
         raise DamagedCheckpointError(f"{damaged} of {count(len(checkpoints), 'checkpoint')} of {path} cannot be used.")
 
@@ -45,7 +44,6 @@ def list_checkpoints(path: str) -> None:
     Args:
         path: folder of a run.
     """
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"Checkpoints of {path}")
@@ -61,7 +59,7 @@ def list_checkpoints(path: str) -> None:
         except DamagedCheckpointError:
             state = "damaged"
         table.add_row(str(int(folder.name.removeprefix("step_"))), format_bytes(_size(folder)), saved, state)
-    Console().print(table)
+    printer().print(table)
 
 
 def prune(path: str, *, keep: int = 2) -> None:
@@ -71,17 +69,14 @@ def prune(path: str, *, keep: int = 2) -> None:
         path: folder of a run that nobody writes at the moment.
         keep: newest checkpoints that stay; damaged ones do not count.
     """
-    from rich.console import Console
-
     check_least(1, keep=keep)
     run = _run(path)
     with hold(run):
         before = {folder: _size(folder) for folder in run.checkpoint_folders()}
         run.prune(keep)
     gone = [size for folder, size in before.items() if not folder.exists()]
-    Console(soft_wrap=True, highlight=False).print(
-        f"{count(len(gone), 'checkpoint')} deleted, {format_bytes(sum(gone))}; {len(before) - len(gone)} left"
-    )
+    left = f"{len(before) - len(gone)} left"
+    printer().print(f"{count(len(gone), 'checkpoint')} deleted, {format_bytes(sum(gone))}; {left}")
 
 
 def _run(path: str) -> RunFolder:

@@ -15,6 +15,7 @@ from distca.data.statistics import length_statistics
 from distca.data.texts import TextKind, open_texts
 from distca.data.tokenizer import find_tokenizer
 from distca.errors import OptionError
+from distca.log import printer
 from distca.words import count
 
 __all__ = ["convert", "describe"]
@@ -49,8 +50,6 @@ def convert(
             which tokens the assistant says.
         processes: that tokenize; 0 takes one per CPU, fewer for small texts.
     """
-    from rich.console import Console
-
     from distca.data.progress import tokenizing_progress
 
     check_least(0, processes=processes)
@@ -66,7 +65,7 @@ def convert(
         )
     said = f"{prefix}.bin, .idx, .json: {count(done.documents, 'document')}, {count(done.tokens, 'token')}, "
     said += f"vocabulary {done.vocabulary:,}; {count(done.empty, 'document')} without a token left out"
-    Console().print(said, highlight=False)
+    printer().print(said, soft_wrap=True)
 
 
 def describe(
@@ -90,7 +89,6 @@ def describe(
         vocabulary: number of token ids, for indexed files without a .json beside them.
         seed: of the lengths that a mix draws, and of the documents that a blend uses once more than others.
     """
-    from rich.console import Console
     from rich.table import Table
 
     check_least(0, vocabulary=vocabulary, seed=seed)
@@ -119,4 +117,4 @@ def describe(
         ),
     ):
         table.add_row(label, value)
-    Console().print(table)
+    printer().print(table)

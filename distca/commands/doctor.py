@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-from rich.console import Console
 from rich.table import Table
 
 import distca
 from distca.commands.options import check_least
+from distca.log import printer
 from megatron_patches import versions
 
 # Distribution names under which each package may be installed.
@@ -34,7 +34,7 @@ def doctor(head_dim: int = 128) -> None:
         for name, text in section:
             table.add_row(name, text)
         table.add_section()
-    Console().print(table)
+    printer().print(table)
 
 
 def _versions() -> list[tuple[str, str]]:

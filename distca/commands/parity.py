@@ -86,6 +86,7 @@ def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from distca.log import console
 
@@ -95,7 +96,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for key in sorted({(row["suite"], row["ranks"], row["tp"]) for row in rows}):
         same = [row for row in rows if (row["suite"], row["ranks"], row["tp"]) == key]
         worst, limit = max(row["worst"] for row in same), same[0]["limit"]
-        verdict = "[green]agrees" if worst <= limit else "[bold red]differs"
+        verdict = Text("agrees", "green") if worst <= limit else Text("differs", "bold red")
         table.add_row(key[0], str(key[1]), str(key[2]), str(len(same)), f"{worst:.3g}", f"{limit:g}", verdict)
     console().print(table)
 

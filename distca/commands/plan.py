@@ -52,7 +52,7 @@ def plan(
         cost_table: a measured cost table (JSON); without one the analytic H200 model is used.
         picture: file to draw who computes what for whom into, such as plan.png.
     """
-    from rich.console import Console
+    from distca.log import printer
 
     check_least(1, ranks=ranks, tokens_per_rank=tokens_per_rank, layers=layers)
     check_least(0, seed=seed, ranks_per_node=ranks_per_node)
@@ -87,10 +87,10 @@ def plan(
         tolerance=tolerance,
         links=Links(ranks_per_node),
     )
-    Console().print(summary(made, layers))
+    printer().print(summary(made, layers))
     if picture:
         draw(made, picture, lengths)
-        Console().print(f"Picture written to {picture}.", highlight=False)
+        printer().print(f"Picture written to {picture}.", soft_wrap=True)
 
 
 def costs(cost_table: str | None, heads: int | None, kv_heads: int | None, head_dim: int | None) -> CostModel:

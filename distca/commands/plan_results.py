@@ -143,7 +143,8 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
     matrix = seconds_by_home(made) * 1e3
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     documents, tokens = count(len(made.lengths), "document"), count(int(made.lengths.sum()), "token")
-    figure.suptitle(f"{lengths}: {documents}, {tokens} on {count(ranks, 'rank')}")
+    title = f"{lengths}: {documents}, {tokens} on {count(ranks, 'rank')}"
+    figure.suptitle(title, parse_math=False)  # a path may have dollars
     before, after, who = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
     top = 1.05 * max(float(made.seconds_before.max()), float(made.seconds_after.max())) * 1e3
     for axes, seconds, title in (

@@ -90,7 +90,7 @@ def profile(
     about = {"command": command_line("distca"), "versions": versions()}
     write_table(path, {**about, **measured, "links": links})
     _show(measured, links)
-    console().print(f"Table written to {path}.", highlight=False)
+    console().print(f"Table written to {path}.", highlight=False, soft_wrap=True)
 
 
 def fp8_scalings(device: torch.device) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from distca.commands.data import describe
 from distca.commands.plan import plan
 from distca.errors import OptionError, PlanError
 from distca.plan import load_table
@@ -22,6 +23,19 @@ def test_the_command_prints_the_table_and_draws(tmp_path: Path, capsys: pytest.C
     assert "3 documents, 110,000 tokens" in shown
     assert "lower bound" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_paths_with_brackets_and_dollars_are_shown_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither rich's markup nor matplotlib's formulas; and in one line where that goes into a file."""
+    folder = tmp_path / "[red]$a$c$_$[" / "b]"
+    folder.mkdir(parents=True)
+    (folder / "lengths.txt").write_text("100000\n4000\n")
+    plan(str(folder / "lengths.txt"), ranks=2, picture=str(folder / "plan.png"))
+    assert f"\nPicture written to {folder / 'plan.png'}.\n" in capsys.readouterr().out
+    describe(str(folder), source="text")
+    assert "[red]$a$c$_$[/b]" in "".join(capsys.readouterr().out.split())
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:

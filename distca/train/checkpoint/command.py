@@ -120,7 +120,7 @@ def _progress(said: str, model: ModelDescription, dtype: str) -> Iterator[Callab
     from distca.log import console
 
     total = sum(map(math.prod, expected_shapes(model).values())) * VALUE_BYTES[dtype]
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console()) as progress:
         task = progress.add_task(said, total=total)
         yield lambda size: progress.advance(task, size)

@@ -151,7 +151,7 @@ def print_summary(
         table.add_row(name, text)
     table.add_section()
     for name, path in (
-        ("settings", folder.config),
+        ("settings", folder.config if summary.first_step == 1 else folder.resumed_config(summary.first_step - 1)),
         ("metrics", folder.metrics),
         ("attention per rank", folder.balance_plot),
         ("attention per phase and rank", folder.phases_plot),

@@ -81,6 +81,10 @@ class RunFolder:
     def config(self) -> Path:
         return self.path / "config.yaml"
 
+    def resumed_config(self, step: int) -> Path:
+        """Settings of the part that resumed after ``step``."""
+        return self.path / f"config-from-step-{step:06d}.yaml"
+
     @property
     def starts(self) -> Path:
         return self.path / "starts.json"
@@ -154,7 +158,7 @@ class RunFolder:
 
     def write_resumed_config(self, config: RunConfig, step: int) -> None:
         """Write the settings of the part that resumes after ``step``, beside config.yaml, which stays as it is."""
-        path = self.path / f"config-from-step-{step:06d}.yaml"
+        path = self.resumed_config(step)
         try:
             path.write_text(to_yaml(config), encoding="utf-8")
         except OSError as error:

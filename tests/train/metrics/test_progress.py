@@ -73,10 +73,11 @@ def test_summary_shows_what_is_known_and_what_exists(tmp_path: Path) -> None:
 
 def test_summary_of_one_step_after_a_resume_lists_what_it_has_drawn(tmp_path: Path) -> None:
     folder, screen = RunFolder(tmp_path), io.StringIO()
-    folder.timeline.touch()
-    folder.phases_plot.touch()
+    for path in (folder.timeline, folder.phases_plot, folder.config, folder.resumed_config(6)):
+        path.touch()
     summary = RunSummary(steps=1, first_step=7, first_loss=3.25, last_loss=3.25)
     print_summary(summary, folder, [folder.timeline], Console(file=screen, width=200))
     shown = screen.getvalue()
     assert ": 1 step, from step 7 on" in shown and "loss, step 7 " in shown and "→" not in shown
     assert str(folder.timeline) in shown and str(folder.phases_plot) not in shown
+    assert str(folder.resumed_config(6)) in shown and str(folder.config) not in shown
