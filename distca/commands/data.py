@@ -15,7 +15,6 @@ from distca.data.statistics import length_statistics
 from distca.data.texts import TextKind, open_texts
 from distca.data.tokenizer import find_tokenizer
 from distca.errors import OptionError
-from distca.log import printer
 from distca.words import count
 
 __all__ = ["convert", "describe"]
@@ -51,20 +50,21 @@ def convert(
         processes: that tokenize; 0 takes one per CPU, fewer for small texts.
     """
     from distca.data.progress import tokenizing_progress
+    from distca.log import printer
 
     check_least(0, processes=processes)
     prefix = check_output(output)
     usual = "messages" if conversations else "text"
     recipe = Recipe(find_tokenizer(tokenizer, begin_token, end_token), field or usual)
     if conversations:
-        recipe = chat_recipe(recipe)
+        recipe = chat_recipe(recipe, begin_token, end_token)
     texts = open_texts(source, path)
     with tokenizing_progress(texts.bytes) as advanced:
         done = convert_texts(
             texts, recipe, prefix, processes=processes or processes_for(texts.bytes), advanced=advanced
         )
     said = f"{prefix}.bin, .idx, .json: {count(done.documents, 'document')}, {count(done.tokens, 'token')}, "
-    said += f"vocabulary {done.vocabulary:,}; {count(done.empty, 'document')} without a token left out"
+    said += f"vocabulary {done.vocabulary:,}; {count(done.empty, 'document')} without a token to learn left out"
     printer().print(said, soft_wrap=True)
 
 
@@ -90,6 +90,8 @@ def describe(
         seed: of the lengths that a mix draws, and of the documents that a blend uses once more than others.
     """
     from rich.table import Table
+
+    from distca.log import printer
 
     check_least(0, vocabulary=vocabulary, seed=seed)
     if path is None and source != "stdlib":

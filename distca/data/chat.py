@@ -52,13 +52,23 @@ class ChatRecipe(Recipe):
         return {"tokenizer_digest": self.tokenizer.digest()} | said
 
 
-def chat_recipe(recipe: Recipe) -> ChatRecipe:
+def chat_recipe(recipe: Recipe, begin_token: str | None = None, end_token: str | None = None) -> ChatRecipe:
     """The same tokenizer with the chat templates beside it. Of several the one named tool_use is for conversations with
     tools, and the one named default for all others, as in transformers.
 
+    Args:
+        recipe: for texts.
+        begin_token: that was asked for.
+        end_token: that was asked for.
+
     Raises:
-        DataError: there is no template.
+        DataError: there is no template, or a token is asked for, which only texts have.
     """
+    for name, token in (("begin_token", begin_token), ("end_token", end_token)):
+        if token:
+            raise DataError(
+                f"`{name}` is {token!r}, but how conversations begin and end is the template's; leave it out."
+            )
     folder, field = Path(recipe.tokenizer.name).parent, recipe.field
     said = read_object(folder / "tokenizer_config.json")
     templates = _template_files(folder) or _by_name(read_object(folder / "chat_template.json")) or _by_name(said)
@@ -197,12 +207,19 @@ class ChatTemplate:
             tools: that the assistant may call.
 
         Raises:
-            ValueError: the template refuses the conversation, has no place for its tools, or does not show what the
-                assistant says.
+            ValueError: the template refuses the conversation, has no place for its tools, takes what is no text for
+                text, or does not show what the assistant says.
         """
         if tools and "tools" not in self.source:
             raise ValueError("it has tools, but the chat template has no place for them; take them out")
         marked = self._render(messages, tools)
+        for number, message in enumerate(messages, 1):
+            content = message.get("content")
+            if isinstance(content, list | dict) and content and str(content) in marked:
+                raise ValueError(
+                    f"the content of message {number} is a list of parts, which the chat template takes for text; "
+                    "write its text alone"
+                )
         if _OPEN in marked:
             return _unmarked(marked)
         return marked, self._turns(marked, messages, control, tools)

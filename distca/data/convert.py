@@ -173,8 +173,8 @@ class _Partial:
         lengths = np.fromfile(self._folder / "lengths", np.int32)
         if not len(lengths):
             raise DataError(
-                f"The tokenizer {recipe.tokenizer.name} made no token of {count(self.empty, 'document')}; nothing was "
-                "written."
+                f"The tokenizer {recipe.tokenizer.name} made no token to learn of {count(self.empty, 'document')}; "
+                "nothing was written."
             )
         Index.of_documents(lengths.tolist(), self._dtype).write(self._folder / "idx")
         done = Converted(recipe.tokenizer.name, vocabulary, len(lengths), int(lengths.sum(dtype=np.int64)), self.empty)

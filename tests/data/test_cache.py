@@ -65,5 +65,5 @@ def test_other_content_field_or_tokenizer_are_others(tmp_path, text):
 def test_a_look_finds_what_would_fail_at_once(tmp_path, text):
     assert cached(tmp_path, text).look() == 256
     assert not (tmp_path / "cache").exists()
-    with pytest.raises(DataError, match='line 1: this is not a JSON object with a "body!" string'):
+    with pytest.raises(DataError, match='line 1: this JSON object has no "body!"'):
         cached(tmp_path, text, Recipe(TokenizerFiles("bytes"), "body!")).look()

@@ -31,6 +31,10 @@ TALK = [
 ]
 
 
+SIMPLE = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
+PARTS = [{"type": "text", "text": "hi"}]
+
+
 def learned(folder, template, messages=TALK):
     """(text of all tokens, text of each run of tokens that is to be learned)."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -189,6 +193,7 @@ def test_control_tokens_in_a_message_stay_text(tmp_path):
     [
         (PLAIN, "hello", "a conversation is a list of messages, each with a role and a content"),
         (PLAIN, [{"role": "user"}], "message 1 is not"),
+        (SIMPLE, [*TALK[:3], {"role": "user", "content": PARTS}], "the content of message 4 is a list of parts, which"),
         ("{{ raise_exception('roles must alternate') }}", TALK, "the chat template fails: roles must alternate"),
         ("{{ messages.nothing.more }}", TALK, "the chat template fails: .*has no attribute 'nothing'"),
         (SYSTEM_MOVES, TALK, r"does not show where message 5, the assistant's, begins and ends; put {% generation %}"),
@@ -206,6 +211,16 @@ def test_mistakes_of_templates_are_sentences(tmp_path):
     for name in (str(tmp_path), "bytes"):
         with pytest.raises(DataError, match="has none beside it"):
             chat_recipe(Recipe(find_tokenizer(name)))
+    with pytest.raises(DataError, match="`end_token` is '</s>', but how conversations begin and end is the template's"):
+        chat_recipe(Recipe(find_tokenizer("bytes")), None, "</s>")
+
+
+def test_a_template_may_take_parts_of_a_content(tmp_path):
+    template = SIMPLE.replace("message.content", "(message.content if message.content is string else 'hi')")
+    plain = [{"role": "user", "content": "hi"}, *TALK[2:]]
+    assert learned(tmp_path, template, [{"role": "user", "content": PARTS}, *TALK[2:]]) == learned(
+        tmp_path, SIMPLE, plain
+    )
 
 
 @pytest.mark.parametrize("where", ["chat_template.json", "tokenizer_config.json", "several"])

@@ -186,7 +186,7 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path, folder):
 
 def test_a_corpus_without_tokens_leaves_no_file(tmp_path):
     (tmp_path / "a.txt").write_text("   ")
-    with pytest.raises(DataError, match="made no token of 1 document;"):
+    with pytest.raises(DataError, match="made no token to learn of 1 document;"):
         convert(open_texts("text", str(tmp_path)), WORDS, str(tmp_path / "out"))
     assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
 
@@ -264,6 +264,6 @@ def test_processes_write_the_same(tmp_path, many):
     assert written(tmp_path / "one") == written(tmp_path / "two")
     assert sum(advanced) == many.bytes
     many.files[0].write_text('{"text": "fine"}\n' * 30 + "{}\n")
-    with pytest.raises(DataError, match=r"many\.jsonl, line 31: this is not a JSON object with a \"text\" string"):
+    with pytest.raises(DataError, match=r"many\.jsonl, line 31: this JSON object has no \"text\"; its fields are none"):
         convert(many, BYTES, str(tmp_path / "three"), processes=2)
     assert not (tmp_path / "three.partial").exists()

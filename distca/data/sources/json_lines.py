@@ -146,7 +146,7 @@ def record_of(line: bytes, field: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f'this is not a JSON object with a "{field}" string')
     if field not in record:
-        raise ValueError(f'this is not a JSON object with a "{field}" string; its fields are {", ".join(record)}')
+        raise ValueError(f'this JSON object has no "{field}"; its fields are {", ".join(record) or "none"}')
     return record
 
 

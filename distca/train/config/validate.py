@@ -10,7 +10,7 @@ from pathlib import Path
 from distca.data.mixes import MIX_NAMES
 from distca.errors import ConfigError
 from distca.train.config.cli import changed, known_settings, value_of
-from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
+from distca.train.config.schema import RESUME_BY_NAME, DataConfig, ModelConfig, RunConfig
 from distca.words import count
 from megatron_patches.te.shapes import unfit_widths
 
@@ -325,7 +325,25 @@ def _data(config: RunConfig, world_size: int) -> list[str]:
     if data.source != "stdlib" and not data.path:
         mixes = f": one of {', '.join(MIX_NAMES)}" if data.source == "mix" else ""
         problems.append(f"data.source {data.source} needs data.path{mixes}.")
-    return problems
+    return problems + _unused(data)
+
+
+def _unused(data: DataConfig) -> list[str]:
+    """Settings of documents that the source would pass over: what is learned would be other than asked for."""
+    ids, files = data.source in ("indexed", "mix"), data.source in ("stdlib", "text")
+    unused = {
+        "field": ids or files,
+        "conversations": ids or files,
+        "begin_token": ids,
+        "end_token": ids,
+    }
+    why = "whose documents are token ids already" if ids else "whose documents are whole files"
+    return [
+        f"data.{name} is {str(value).lower() if value is True else value}, but data.source is {data.source}, {why}; "
+        "leave it out."
+        for name, passed_over in unused.items()
+        if passed_over and (value := getattr(data, name))
+    ]
 
 
 def _steps(config: RunConfig) -> list[str]:

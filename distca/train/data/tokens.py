@@ -64,7 +64,7 @@ def _cached(config: RunConfig, ingredient: Ingredient) -> CachedTokens:
     tokenizer = find_tokenizer(data.tokenizer, data.begin_token, data.end_token)
     recipe = Recipe(tokenizer, ingredient.field or data.field or ("messages" if data.conversations else "text"))
     if data.conversations:
-        recipe = chat_recipe(recipe)
+        recipe = chat_recipe(recipe, data.begin_token, data.end_token)
     return CachedTokens(Path(config.resolved_cache), open_texts(ingredient.source, ingredient.path), recipe)
 
 

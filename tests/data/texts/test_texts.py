@@ -122,7 +122,7 @@ def test_a_damaged_table_is_a_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "path", "field", "said"),
     [
-        ("jsonl", "a.jsonl", "body", r'a\.jsonl, line 1: this is not a JSON object with a "body" string; its fields'),
+        ("jsonl", "a.jsonl", "body", r'a\.jsonl, line 1: this JSON object has no "body"; its fields'),
         ("parquet", "a.parquet", "body", r"a\.parquet has no column 'body', but id, text; set `field`"),
         ("arrow", "saved", "body", r"arrow has no column 'body', but id, text; set `field`"),
         ("jsonl", "none", "text", "`path` .* does not exist"),

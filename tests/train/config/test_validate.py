@@ -116,6 +116,17 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--log.timeline_steps [5,3]", 4, "log.timeline_steps is [5, 3]"),
         ("--log.profile_steps [0,3]", 4, "log.profile_steps is [0, 3]; it must be [first, last] with 1 <= first"),
         ("--data.source text", 4, "data.source text needs data.path."),
+        (
+            "--data.source indexed --data.path x --data.conversations true",
+            4,
+            "data.conversations is true, but data.source is indexed, whose documents are token ids already; leave",
+        ),
+        ("--data.source mix --data.path pretrain --data.end_token </s>", 4, "data.end_token is </s>, but data.source"),
+        (
+            "--data.field body",
+            4,
+            "data.field is body, but data.source is stdlib, whose documents are whole files; leave",
+        ),
         ("--data.source mix", 4, "needs data.path: one of pretrain, prolong, pretrain-long, prolong-long."),
         ("--name a/b", 4, "name is 'a/b'"),
         (f"--name {'n' * 201}", 4, "name has 201 bytes; it must have 200 at most."),
