@@ -78,5 +78,6 @@ def _read(texts: Texts, field: str) -> KnownLengths:
     found = [np.frombuffer(encode_block(block, encoder, recipe).lengths, np.int32) for block in texts.blocks(field)]
     lengths = np.concatenate([*found, np.zeros(0, np.int32)]).astype(np.int64)
     if not len(lengths):
-        raise DataError(f"{texts.files[0].parent} holds no document with text in {field!r}; change `path` or `field`.")
+        where = texts.files[0] if len(texts.files) == 1 else texts.files[0].parent
+        raise DataError(f"{where} holds no document with text in {field!r}; change `path` or `field`.")
     return KnownLengths(lengths)
