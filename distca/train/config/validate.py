@@ -7,10 +7,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from distca.data.mixes import MIX_NAMES
 from distca.errors import ConfigError
 from distca.train.config.cli import changed, known_settings, value_of
-from distca.train.config.schema import RESUME_BY_NAME, DataConfig, ModelConfig, RunConfig
+from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
+from distca.train.config.validate_data import data_problems
 from distca.words import count
 from megatron_patches.te.shapes import unfit_widths
 
@@ -71,7 +71,7 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, 
             + _fp8(config)
             + _fewer_bytes(config)
             + _offload(config)
-            + (_world(config, world_size) or _data(config, world_size))
+            + (_world(config, world_size) or data_problems(config, world_size))
             + _steps(config)
             + _output(config)
         )
@@ -289,61 +289,6 @@ def _stage_layers(layers: int, pp: int) -> list[str]:
     if layers < pp:
         return [f"model.layers {layers} is less than parallel.pp {pp}, and every stage needs a layer; change one."]
     return [f"model.layers {layers} is not divisible by parallel.pp {pp}; change one."] if layers % pp else []
-
-
-def longest_document(config: RunConfig, world_size: int) -> int:
-    """Tokens of the longest document that a micro-batch of the run can hold."""
-    ranks = max(config.parallel.data_parallel(world_size), 1)
-    return config.data.tokens_per_rank * (1 if _stay_whole(config, ranks) else ranks)
-
-
-def _stay_whole(config: RunConfig, ranks: int) -> bool:
-    """Whether every document stays on one of the data-parallel ranks."""
-    return config.data.whole_documents or (not config.cad.enabled and ranks > 1)
-
-
-def _data(config: RunConfig, world_size: int) -> list[str]:
-    data, problems = config.data, []
-    ranks = max(config.parallel.data_parallel(world_size), 1)
-    longest = longest_document(config, world_size)
-    if data.context_length > longest and _stay_whole(config, ranks):
-        reason = "data.whole_documents keeps a document on one rank"
-        if not data.whole_documents:
-            reason = "without cad.enabled a document stays on one rank"
-        problems.append(
-            f"data.context_length is {data.context_length}, but {reason}, which has data.tokens_per_rank "
-            f"{data.tokens_per_rank} tokens; lower the first or raise the second."
-        )
-    elif data.context_length > longest:
-        problems.append(
-            f"data.context_length is {data.context_length}, but a micro-batch holds {longest} "
-            f"tokens ({count(ranks, 'data-parallel rank')} × data.tokens_per_rank {data.tokens_per_rank}); "
-            "lower the first or raise the second."
-        )
-    if data.context_length < 2:
-        problems.append("data.context_length is 1, and a document of one token has no next token to learn; raise it.")
-    if data.source != "stdlib" and not data.path:
-        mixes = f": one of {', '.join(MIX_NAMES)}" if data.source == "mix" else ""
-        problems.append(f"data.source {data.source} needs data.path{mixes}.")
-    return problems + _unused(data)
-
-
-def _unused(data: DataConfig) -> list[str]:
-    """Settings of documents that the source would pass over: what is learned would be other than asked for."""
-    ids, files = data.source in ("indexed", "mix"), data.source in ("stdlib", "text")
-    unused = {
-        "field": ids or files,
-        "conversations": ids or files,
-        "begin_token": ids,
-        "end_token": ids,
-    }
-    why = "whose documents are token ids already" if ids else "whose documents are whole files"
-    return [
-        f"data.{name} is {str(value).lower() if value is True else value}, but data.source is {data.source}, {why}; "
-        "leave it out."
-        for name, passed_over in unused.items()
-        if passed_over and (value := getattr(data, name))
-    ]
 
 
 def _steps(config: RunConfig) -> list[str]:

@@ -13,7 +13,7 @@ from distca.device.offload import CHUNK_BYTES
 from distca.errors import ConfigError
 from distca.train.config.cli import changed, value_of
 from distca.train.config.schema import RunConfig
-from distca.train.config.validate import longest_document
+from distca.train.config.validate_data import longest_document
 from distca.train.run.memory import GIB, predict_memory
 
 OUTSIDE_TORCH = int(6.6 * GIB)
@@ -175,7 +175,9 @@ def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes:
         fewer //= 2
     if fewer >= _FEWEST_TOKENS:
         with_it = () if needed else _fewest(changes, lambda some: fits(some, fewer)) or ()
-        lowered = [f"{name} ({value_of(config, name)}) to {value}" for name, value in _lowered(config, world_size, fewer)]
+        lowered = [
+            f"{name} ({value_of(config, name)}) to {value}" for name, value in _lowered(config, world_size, fewer)
+        ]
         remedies.append(" and ".join([*([_set(with_it)] if with_it else []), f"lower {' and '.join(lowered)}"]))
     return remedies
 
