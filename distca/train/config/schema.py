@@ -247,7 +247,7 @@ class TrainConfig:
         evaluate: only compute the validation loss, of checkpoint.init_from or checkpoint.resume, and train nothing.
             The data may be other than the run's; with data.validation_fraction 0 no document is held back from it.
         validate_every: steps between validations; 0 validates only at the end, if there is a validation set.
-        validate_batches: global batches per validation, the same ones every time.
+        validate_batches: global batches per validation, the same ones every time; a set that is smaller is repeated.
     """
 
     steps: int = 60
