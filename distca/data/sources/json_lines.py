@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.data.sources.source import BYTE_VOCABULARY
+from distca.data.sources.source import BYTE_VOCABULARY, readable
 from distca.errors import DataError
 from distca.words import count
 
@@ -62,7 +62,7 @@ class JsonLines:
         """[stop - start] int64 UTF-8 bytes of one document's text.
 
         Raises:
-            DataError: if the file changed since it was indexed.
+            DataError: if the file changed since it was indexed, or cannot be read.
         """
         assert 0 <= start <= stop <= self.lengths[document]
         text = self._text(document)
@@ -77,7 +77,7 @@ class JsonLines:
         if held == document:
             return text
         file = self.files[self._file[document]]
-        with file.open("rb") as stream:
+        with readable(), file.open("rb") as stream:
             stream.seek(int(self._offset[document]))
             line = stream.read(int(self._size[document]))
         try:

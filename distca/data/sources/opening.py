@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from distca.data.mixes import MIX_NAMES
-from distca.data.sources.source import DocumentSource
+from distca.data.sources.source import DocumentSource, readable
 from distca.errors import DataError
 
 SourceKind = Literal["stdlib", "text", "jsonl", "indexed", "mix"]
@@ -14,6 +14,7 @@ KINDS: tuple[str, ...] = get_args(SourceKind)
 MIX_TOKENS = 1 << 26
 
 
+@readable()
 def open_source(
     kind: str,
     path: str | None = None,

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 
+from distca.errors import DataError, system_words
+
 BYTE_VOCABULARY = 256
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """A file or folder that cannot be read in here is a DataError, which names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or 'A file'} cannot be read ({system_words(error)}); make it readable or remove it."
+        ) from None
 
 
 class DocumentSource(Protocol):

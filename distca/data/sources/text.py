@@ -7,10 +7,11 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
-from distca.data.sources.source import BYTE_VOCABULARY
+from distca.data.sources.source import BYTE_VOCABULARY, readable
 from distca.errors import DataError
 from distca.words import count
 
@@ -107,10 +108,10 @@ class FileBytes:
         """[stop - start] int64 bytes of one file; nothing else of it is read.
 
         Raises:
-            DataError: if the file became shorter since it was listed.
+            DataError: if the file became shorter since it was listed, or cannot be read.
         """
         assert 0 <= start <= stop <= self.lengths[document]
-        with self.files[document].open("rb", buffering=0) as file:
+        with readable(), self.files[document].open("rb", buffering=0) as file:
             file.seek(start)
             content = _read_fully(file.read, stop - start)
         if len(content) < stop - start:
@@ -131,10 +132,15 @@ def _read_fully(read: Callable[[int], bytes | None], size: int) -> bytes:
     return b"".join(parts)
 
 
+def _refuse(error: OSError) -> NoReturn:
+    raise error
+
+
 def walk(folder: Path, skip_folder: Callable[[str], bool]) -> Iterator[Path]:
-    """Regular files below ``folder``, without following links, in the order of their relative path."""
+    """Regular files below ``folder``, without following links, in the order of their relative path; OSError where a
+    folder cannot be read, whose files would be missing."""
     found: list[str] = []  # to sort them as a Path each would take most of the time
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not skip_folder(name)]
         found += [os.path.join(parent, name) for name in names]
     found.sort()  # they begin alike

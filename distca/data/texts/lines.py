@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from distca.data.sources.source import readable
 from distca.data.texts.blocks import BLOCK_BYTES, LinesBlock
 from distca.errors import DataError, VersionError, system_words
 
@@ -22,7 +23,9 @@ def line_blocks(file: Path) -> Iterator[LinesBlock]:
         VersionError: its compression needs a package that is missing.
     """
     first, read_before, rest = 1, 0, b""
-    with _opened(file) as raw:
+    with readable():
+        opened = file.open("rb")
+    with opened as raw:
         for part in _checked(file, raw):
             end = part.rfind(b"\n") + 1
             if not end:
@@ -34,13 +37,6 @@ def line_blocks(file: Path) -> Iterator[LinesBlock]:
             first, read_before = first + content.count(b"\n"), read
         if rest or raw.tell() > read_before:
             yield LinesBlock(str(file), first, rest, raw.tell() - read_before)
-
-
-def _opened(file: Path) -> IO[bytes]:
-    try:
-        return file.open("rb")
-    except OSError as error:
-        raise DataError(f"{file} cannot be read ({system_words(error)}); make it readable or remove it.") from None
 
 
 def _checked(file: Path, raw: IO[bytes]) -> Iterator[bytes]:

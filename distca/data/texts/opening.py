@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from distca.data.sources.json_lines import lines_files
-from distca.data.sources.text import open_stdlib, open_text_folder
+from distca.data.sources.source import readable
+from distca.data.sources.text import open_stdlib, open_text_folder, walk
 from distca.data.texts.blocks import BLOCK_BYTES, Block, FilesBlock
 from distca.data.texts.lines import PACKED, line_blocks
 from distca.data.texts.tables import saved_files, table_blocks
@@ -71,6 +72,7 @@ class Texts:
         return whole.hexdigest()
 
 
+@readable()
 def open_texts(kind: str, path: str | None) -> Texts:
     """Find the files of a text.
 
@@ -93,11 +95,16 @@ def open_texts(kind: str, path: str | None) -> Texts:
         raise DataError(f"`path` {path!r} does not exist.")
     if kind == "jsonl":
         return Texts(kind, tuple(lines_files(path, PACKED)))
-    files = [given] if given.is_file() else sorted(given.glob("**/*.parquet")) if kind == "parquet" else []
+    files = [given] if given.is_file() else _parquet_files(given) if kind == "parquet" else []
     files = files or (saved_files(given) if kind == "arrow" else [])
     if not files:
         raise DataError(f"The folder {path!r} holds no .parquet file; set `path` to a file or a folder that has some.")
     return Texts(kind, tuple(files))
+
+
+def _parquet_files(folder: Path) -> list[Path]:
+    walk(folder, lambda name: False)  # says what cannot be read, which glob passes over
+    return sorted(folder.glob("**/*.parquet"))
 
 
 def _state_of(file: Path) -> tuple[str, int, int]:

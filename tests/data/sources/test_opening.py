@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from distca.data import open_source
+from distca.data.texts import open_texts
 from distca.errors import DataError
 
 
@@ -39,6 +41,30 @@ def test_another_vocabulary_than_256_is_refused_for_bytes(tmp_path):
 def test_a_negative_vocabulary_is_refused():
     with pytest.raises(DataError, match=r"`vocabulary`.*not -1"):
         open_source("mix", "pretrain", vocabulary=-1)
+
+
+def test_what_cannot_be_read_is_named_and_not_left_out(tmp_path, monkeypatch):
+    """Neither a folder below that of the texts, whose files would be missing, nor a file, then or later."""
+    (tmp_path / "texts" / "locked").mkdir(parents=True)
+    for name in ("texts/a.txt", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "abc"}\n')
+    sources = [open_source("text", str(tmp_path / "texts")), open_source("jsonl", str(tmp_path / "b.jsonl"))]
+    (tmp_path / "texts" / "a.txt").unlink()
+    (tmp_path / "b.jsonl").unlink()
+    for source, name in zip(sources, (r"texts/a\.txt", r"b\.jsonl"), strict=True):
+        with pytest.raises(DataError, match=rf"{name} cannot be read \(No such file or directory\); make it readable"):
+            source.read(0, 0, 2)
+
+    def locked(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", locked)
+    for opened in (open_source, open_texts):
+        with pytest.raises(DataError, match=r"texts/locked cannot be read \(Permission denied\); make it readable"):
+            opened("text" if opened is open_source else "parquet", str(tmp_path / "texts"))
 
 
 def test_stdlib_takes_no_path():
