@@ -47,7 +47,7 @@ def simulate(
     output: str | None = None,
     picture: str | None = None,
     timeline: str | None = None,
-    timeline_rank: int = 0,
+    timeline_rank: int | None = None,
 ) -> None:
     """Predict training steps on a cluster, for DistCA and the ways to train that it is compared with.
 
@@ -87,14 +87,16 @@ def simulate(
         output: file for all figures (JSON).
         picture: file for speed over GPUs, such as speed.png.
         timeline: file for the first step of the first case's first mode, for Perfetto (JSON).
-        timeline_rank: the server that it shows.
+        timeline_rank: the server that it shows; by default the first.
     """
     all_gpus, contexts = _several("gpus", gpus), _several("context", context)
     check_least(1, steps=steps, tokens_per_rank=tokens_per_rank, gpus=min(all_gpus), context=min(contexts))
     check_least(1, tp=tp, pp=pp, micro_batches=micro_batches)
     check_least(0, seed=seed, timeline_rank=timeline_rank)
     check_most(_MOST, gpus=max(all_gpus), steps=steps)
-    files = Files(output, picture, Timeline(timeline, timeline_rank) if timeline else None)
+    if timeline_rank is not None and not timeline:
+        raise OptionError("--timeline_rank says what a timeline shows; give --timeline FILE too, or leave it out.")
+    files = Files(output, picture, Timeline(timeline, timeline_rank or 0) if timeline else None)
     files.check()
     if tolerance is not None:
         check_tolerance(tolerance)

@@ -11,6 +11,7 @@ from distca.baselines import BaselineError
 from distca.commands.simulate_results import Timeline
 from distca.simulate import Job, Workload
 from distca.simulate.sweep import run_mode
+from distca.words import rename_parameters
 
 
 def run_cases(
@@ -33,7 +34,7 @@ def run_cases(
         The figures of every case, or ``refused``, a sentence, where its mode does not fit.
 
     Raises:
-        SimulationError: no degree of a sweep fits into memory.
+        BaselineError: none does.
     """
     from rich.console import Console
     from rich.progress import track
@@ -47,10 +48,13 @@ def run_cases(
         try:
             outcome = run_mode(job, mode, workloads, (timeline.rank,) if timeline else ())
         except BaselineError as error:
-            found.append({**case, "mode": mode, "refused": str(error)})
+            said = rename_parameters(str(error), "--{}".format)
+            found.append({**case, "mode": mode, "refused": said})
             continue
         if timeline:
             timeline.write(outcome.spans)
             timeline = None
         found.append({**case, **outcome.figures()})
+    if all("refused" in row for row in found):
+        raise BaselineError(found[0]["refused"])
     return found

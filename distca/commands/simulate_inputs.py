@@ -70,8 +70,8 @@ def draw(lengths: str, job: Job, context: int, seed: int, steps: int) -> list[Wo
     tokens = 2 * steps * job.micro_batches * job.data_parallel * job.tokens_per_rank
     if tokens > MOST_TOKENS:
         raise OptionError(
-            f"{steps} steps of {job.micro_batches} micro-batches on {job.data_parallel} ranks draw {tokens:,} tokens, "
-            f"which is more than {MOST_TOKENS:,}; lower --steps, --micro_batches or --tokens_per_rank."
+            f"Steps × micro-batches × ranks are {steps} × {job.micro_batches} × {job.data_parallel}, which "
+            f"draw {tokens:,} tokens, more than {MOST_TOKENS:,}; lower --steps, --micro_batches or --tokens_per_rank."
         )
     documents = read_data(lengths, longest=context, seed=seed)
     if lengths in MIX_NAMES:

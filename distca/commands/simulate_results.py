@@ -14,6 +14,7 @@ from distca.commands.options import check_picture, check_writable
 from distca.errors import OptionError
 from distca.simulate import Job
 from distca.simulate.streams import Span
+from distca.words import count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,14 +92,15 @@ def report(found: list[dict[str, Any]], lengths: str, memory_gib: float, files: 
         memory_gib: of a GPU.
         files: to write.
     """
-    from rich.console import Console
+    from distca.log import printer
 
-    console = Console(highlight=False)
+    console = printer()
     console.width = max(console.width, _WIDTH)
     console.print(summary(found, memory_gib))
     for row in found:
         if "refused" in row:
-            console.print(f"{row['mode']} on {row['gpus']} GPUs is left out: {row['refused']}")
+            where = f"{row['mode']} on {count(row['gpus'], 'GPU')} with contexts of {_tokens(row['context'])}"
+            console.print(f"{where} is left out: {row['refused']}", soft_wrap=True)
     if files.output:
         content = json.dumps({"lengths": lengths, "cases": found}, indent=1)
         Path(files.output).write_text(content + "\n", encoding="utf-8")
@@ -107,7 +109,7 @@ def report(found: list[dict[str, Any]], lengths: str, memory_gib: float, files: 
     timeline = files.timeline and files.timeline.path
     for what, path in (("Figures", files.output), ("Picture", files.picture), ("Timeline", timeline)):
         if path:
-            console.print(f"{what} written to {path}.")
+            console.print(f"{what} written to {path}.", soft_wrap=True)
 
 
 def summary(found: list[dict[str, Any]], memory_gib: float) -> Table:
@@ -152,6 +154,7 @@ def draw_speeds(found: list[dict[str, Any]], path: str) -> None:
 
     rows = [row for row in found if "refused" not in row]
     others = [name for name in dict.fromkeys(row["mode"] for row in rows) if name != "distca"]
+    gpus = sorted({row["gpus"] for row in rows})
     figure = Figure(figsize=(5 * max(len(others), 1), 4), layout="constrained")
     figure.suptitle("DistCA's speed over that of other modes (simulated)")
     for axes, name in zip(np.atleast_1d(figure.subplots(1, max(len(others), 1), sharey=True)), others, strict=False):
@@ -162,7 +165,10 @@ def draw_speeds(found: list[dict[str, Any]], path: str) -> None:
             axes.plot(*zip(*points, strict=True), "o-", label=_tokens(context)) if points else None
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set(title=f"over {name}", xlabel="GPUs", ylabel="speed-up", xscale="log")
-        axes.legend(title="context")
+        axes.set_xticks(gpus, [str(each) for each in gpus])
+        axes.minorticks_off()
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(title="context")
     figure.savefig(path, dpi=120)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from distca.baselines import BaselineError, Mode, parse_mode
-from distca.simulate.errors import SimulationError
 from distca.simulate.job import Job
 from distca.simulate.prediction import Prediction
 from distca.simulate.simulation import simulate
@@ -87,8 +86,7 @@ def run_mode(job: Job, name: str, workloads: Sequence[Workload], watched: Iterab
         watched: servers whose timeline of the first step is kept.
 
     Raises:
-        BaselineError, PlanError: the mode does not fit the documents or the ranks.
-        SimulationError: no degree of a sweep fits.
+        BaselineError, PlanError: the mode does not fit the documents or the ranks, or no degree of a sweep into memory.
     """
     if name in (BEST, BEST_HIDDEN):
         return _best(job, name, workloads, tuple(watched))
@@ -125,7 +123,7 @@ def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int
     fitting = [each for each in found if each.memory_bytes <= room]
     if not fitting:
         least = min((each.memory_bytes for each in found), default=0.0) / 2**30
-        raise SimulationError(
+        raise BaselineError(
             f"No degree of context parallelism fits: {refused}"
             if not found
             else f"Every degree of context parallelism needs {least:.0f} GiB or more, and a GPU has "

@@ -67,6 +67,7 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
         (("--attention_tflops", "0"), "--attention_tflops is 0"),
         (("--rates", "nowhere.json"), "--rates nowhere.json cannot be read"),
         (("--memory_gib", "1", "--modes", "best-cp"), "or raise --tp or --pp."),
+        (("--timeline_rank", "1"), "give --timeline FILE too"),
     ],
 )
 def test_mistakes_are_sentences(
