@@ -37,6 +37,7 @@ def rank_main() -> None:
             dist.barrier()
             time.sleep(0.1)
             before = int(SENT.read_text())
+            dist.barrier()  # nobody sends before all have read
             transport.launch((part,)).wait()
             dist.barrier()
             time.sleep(0.1)
