@@ -23,7 +23,7 @@ def read_yaml(path: Path, refused: type[DistcaError]) -> Any:
     """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # of a date such as 2026-02-30, or what is no UTF-8
         raise refused(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
         raise refused(f"{path} is YAML nested too deep to be read.") from None

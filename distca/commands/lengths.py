@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:
     if lengths in MIX_NAMES:
         return sample_mix(lengths, tokens, seed)
     path = Path(lengths)
-    if not path.is_file():
+    if not os.path.isfile(lengths):  # Path.is_file raises OSError on lengths typed here, too many for a name
         raise PlanError(
             f"lengths is {lengths!r}: neither a file nor one of the mixes {', '.join(MIX_NAMES)}, nor training data as "
             f"KIND:PATH, where KIND is one of {', '.join(DATA_KINDS)}."

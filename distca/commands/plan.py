@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.commands.options import check_least, check_most, check_picture, check_tolerance
@@ -59,7 +59,7 @@ def plan(
     check_least(1, nano_batches=nano_batches)
     check_most(2, nano_batches=nano_batches)
     check_most(_MOST, ranks=ranks, layers=layers, ranks_per_node=ranks_per_node)
-    if not Path(lengths).is_file() and ranks * tokens_per_rank > MOST_TOKENS:
+    if not os.path.isfile(lengths) and ranks * tokens_per_rank > MOST_TOKENS:
         most = MOST_TOKENS // ranks
         raise OptionError(f"--tokens_per_rank is {tokens_per_rank}; with --ranks {ranks} it must be at most {most}.")
     if ranks_per_node and ranks % ranks_per_node:

@@ -33,7 +33,7 @@ def read_model(name: str) -> Model:
         raise OptionError(
             f"--model is {name!r}; give {', '.join(MODELS)} or a configuration file, such as configs/llama-8b.yaml."
         ) from None
-    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, ArithmeticError):
         raise OptionError(f"--model {name} has no model with {', '.join(wanted)}; give another file.") from None
 
 

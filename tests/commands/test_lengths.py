@@ -27,5 +27,6 @@ def test_bad_files_are_sentences(tmp_path: Path, content: str, words: str) -> No
     path.write_text(content, encoding="latin-1")
     with pytest.raises(PlanError, match=words):
         read_lengths(str(path), tokens=1, seed=0)
-    with pytest.raises(PlanError, match="neither a file nor one of the mixes pretrain, prolong"):
-        read_lengths(str(tmp_path / "none"), tokens=1, seed=0)
+    for name in (str(tmp_path / "none"), ",".join(["4096"] * 100)):
+        with pytest.raises(PlanError, match="neither a file nor one of the mixes pretrain, prolong"):
+            read_lengths(name, tokens=1, seed=0)

@@ -11,6 +11,8 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
     configurations = Path(__file__).parents[2] / "configs"
     for name in ("8b", "34b"):
         assert read_model(str(configurations / f"llama-{name}.yaml")) == MODELS[name]
-    (tmp_path / "none.yaml").write_text("name: x")
-    with pytest.raises(OptionError, match="has no model"):
-        read_model(str(tmp_path / "none.yaml"))
+    sizes = "layers: {}, hidden: 64, ffn: 64, heads: {}, kv_heads: 1"
+    for content in ("name: x", f"model: {{{sizes.format(2, 0)}}}", f"model: {{{sizes.format('.inf', 2)}}}"):
+        (tmp_path / "none.yaml").write_text(content)
+        with pytest.raises(OptionError, match="has no model"):
+            read_model(str(tmp_path / "none.yaml"))

@@ -123,6 +123,7 @@ def test_mistakes_on_the_command_line_are_sentences(arguments: list[str], said: 
             "train is there twice, again in line 3; put both",
         ),
         ("train:\n  steps: 3\n  steps: 4", "steps is there twice, again in line 3;"),
+        ("name: 2026-02-30", "run.yaml is not valid YAML: day is out of range for month."),
         ("", "run.yaml holds no settings; write some, or leave out --config."),
         ("name: " + "[" * 3000, "run.yaml is YAML nested too deep to be read."),
         ("train:\nmodel: {layers: 2}", "run.yaml has no settings below it; write some, or leave it out."),
