@@ -68,7 +68,7 @@ def planned(job: Job, workload: Workload) -> StepPlan:
         cost=job.cost,
         stages=job.pp,
         nano_batches=2,
-        align=job.tp * (1 if job.fp8 == "none" else 16),
+        align=_rows_multiple(job),
         resend=job.resend,
         tolerance=job.tolerance,
         links=job.links,
@@ -79,6 +79,13 @@ def planned(job: Job, workload: Workload) -> StepPlan:
     if job.deal and homes is None:
         room = [job.data_parallel * job.tokens_per_rank] * len(workload.micro_batches)
     return plan_step([each.lengths for each in workload.micro_batches], options, homes, room)
+
+
+def _rows_multiple(job: Job) -> int:
+    """What a half's rows on a rank are a multiple of, as training has it (``megatron_patches.te.shapes``): FP8 products
+    take 16 rows, and those that are scaled in blocks are gathered over tensor-parallel ranks in whole blocks."""
+    blocks = 128 if job.fp8 == "blockwise" and job.tp > 1 else 16
+    return job.tp * (1 if job.fp8 == "none" else blocks)
 
 
 class Cad:

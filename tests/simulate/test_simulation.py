@@ -1,16 +1,19 @@
 """Predicted steps: what is computed is computed once, nothing beats its busiest stream, and cases by hand."""
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from distca.baselines import parse_mode
 from distca.plan import server_seconds, traffic
+from distca.plan.cost.model import LinearRate
 from distca.simulate import Cluster, Workload, simulate
 from distca.simulate.cad import planned
-from distca.simulate.job import VALUE
+from distca.simulate.job import VALUE, Fp8
 from distca.simulate.simulation import Prediction
+from megatron_patches.te.shapes import rows_multiple
 from tests.simulate.cases import documents, pair_cost, small_job
 
 RANDOM = np.random.default_rng(3).integers(1, 700, size=24)
@@ -52,6 +55,14 @@ def test_linear_layers_in_fp8_take_their_part_of_the_time(mode: str):
     saved = 0.75 * job.layers * 3e-9 * job.model.layer_weights * rows
     assert plain.busy_s.sum() - quick.busy_s.sum() == pytest.approx(saved)
     assert plain.attention_s.sum() == pytest.approx(quick.attention_s.sum())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("fp8", get_args(Fp8))
+def test_rows_of_a_half_are_a_multiple_of_what_training_takes(tp: int, fp8: Fp8):
+    cost = replace(pair_cost(heads=2 // tp, kv_heads=2 // tp), linear=LinearRate(1e-9, 2e-9, {fp8: 0.5}))
+    job = small_job(2 * tp, tp=tp, fp8=fp8, cost=cost)
+    assert planned(job, documents([(1000, 0), (900, 1)])).options.align == rows_multiple(fp8, tp)
 
 
 def test_rows_that_are_sent_again_are_not_kept():
