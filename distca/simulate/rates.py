@@ -55,7 +55,7 @@ def load_rates(path: str | Path = RATES) -> Rates:
     except OSError as error:
         raise SimulationError(f"`rates` {path} cannot be read ({error.strerror}); give another file.") from None
     except UnicodeDecodeError:
-        raise SimulationError(f"The rates {path} are no text (UTF-8); benchmarks/calibration.py writes them.") from None
+        raise SimulationError(f"`rates` {path} are no text (UTF-8); benchmarks/calibration.py writes them.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise SimulationError(
             f"`rates` {path} lack a number ({error}); benchmarks/calibration.py writes them."

@@ -57,6 +57,9 @@ def test_rates(tmp_path):
     (tmp_path / "rates.json").write_text('{"rates": {}}')
     with pytest.raises(SimulationError, match="lack a number"):
         load_rates(tmp_path / "rates.json")
+    (tmp_path / "rates.json").write_bytes(b"\xff")
+    with pytest.raises(SimulationError, match=r"`rates` .* are no text"):
+        load_rates(tmp_path / "rates.json")
     with pytest.raises(SimulationError, match="cannot be read"):
         load_rates(tmp_path / "none.json")
 
