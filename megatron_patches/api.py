@@ -383,7 +383,7 @@ class CAD:
     def _check_room(self, documents: StepDocuments) -> None:
         most = self.options.ranks * self._tokens_per_rank
         for number, micro_batch in enumerate(documents.micro_batches):
-            if any(not hasattr(document, "__len__") for document in micro_batch):
+            if any(not hasattr(document, "__len__") or getattr(document, "ndim", 1) == 0 for document in micro_batch):
                 raise PlanError(f"Micro-batch {number} has numbers in place of documents; give each as a list of them.")
             tokens = sum(len(document) for document in micro_batch)
             if tokens > most:

@@ -108,7 +108,7 @@ def _used() -> dict[str, Any]:
     found["full"] = _refused(cad.plan_step, [[np.zeros(60, np.int64)]])
     found["too many"] = _refused(cad.plan_step, [documents[0], [np.zeros(40, np.int64), np.zeros(21, np.int64)]])
 
-    found["flat"] = _refused(cad.plan_step, [np.zeros(5, np.int64)])
+    found["flat"] = [_refused(cad.plan_step, [each]) for each in (np.zeros(5, np.int64), torch.zeros(5).long())]
     wrong: dict[str, Any] = {
         "backward": "back", "recompute": "mlp", "level": "tim", "linears": "tee",
         "tokens_per_rank": 0, "tolerance": -1.0, "nvshmem_buffer_gb": float("nan"),
@@ -172,9 +172,9 @@ def test_options_that_mean_nothing_are_refused(used: list[dict[str, Any]]) -> No
 def test_a_micro_batch_of_more_tokens_than_ranks_hold_is_refused(used: list[dict[str, Any]]) -> None:
     for rank in used:
         assert rank["full"] == ""
-        assert rank["flat"] == (
+        assert rank["flat"] == 2 * [
             "PlanError: Micro-batch 0 has numbers in place of documents; give each as a list of them."
-        )
+        ]
         assert rank["too many"].startswith("PlanError: Micro-batch 1 has 61 tokens; 2 data-parallel ranks with")
         assert "tokens_per_rank 30 hold 60" in rank["too many"]
 
