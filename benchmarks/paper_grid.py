@@ -175,8 +175,8 @@ def run_cell(cell: GridCell, steps: int) -> dict[str, Any]:
 
 
 def _fitting(job: Job, name: str, drawn: list[Workload]) -> tuple[Outcome, tuple[str, str]] | str:
-    """A mode with what it computes again, and whether rows are sent again, of the fastest that fits into memory, as
-    training's ``auto`` has it; why not where nothing fits."""
+    """A mode with what it computes again, and whether rows are sent again: the first choice that fits into memory, in
+    the order of training's ``auto``. Why not where nothing fits."""
     said = ""
     backward = ("keep", "resend") if name == "distca" and job.pp == 1 else ("keep",)
     for how, sent in product(("none", "mlp", "all"), backward):
