@@ -209,6 +209,23 @@ def test_no_rank_keeps_far_more_keys_than_others(mix: str, context: int) -> None
         assert readers.max() <= 3 or context > 131_072
 
 
+@pytest.mark.parametrize(
+    "mix, context, servers, seed, most",
+    [
+        # 6.9 where ranks get slivers of long documents, 6.4 where receivers are not asked by what they keep.
+        ("pretrain-long", 524_288, 32, 4, 6.1),
+        # 10.7 where pieces that a budget cuts off go to ranks with most room.
+        ("prolong-long", 1_048_576, 64, 0, 10.0),
+    ],
+)
+def test_keys_go_where_few_are_kept(mix: str, context: int, servers: int, seed: int, most: float) -> None:
+    """``most`` of what the fullest rank keeps, over its tokens."""
+    documents = sample_mix(mix, servers * 131_072, seed, context=context)
+    plan = plan_micro_batch(documents, servers, LLAMA_8B, nano_batches=2, links=Links(8))
+    kept = sum(context_rows(half.forward)[0] for half in plan.nano_batches)
+    assert kept.max() < most * 131_072
+
+
 @pytest.mark.parametrize("nano_batches", [1, 2])
 def test_documents_of_one_length_that_no_rank_has_room_for(nano_batches: int) -> None:
     """The last of them fill ranks up, and bring as much work per token as the others."""

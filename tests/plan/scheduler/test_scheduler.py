@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.data.mixes import sample_lengths
+from distca.data.mixes import sample_lengths, sample_mix
 from distca.errors import PlanError
 from distca.plan import (
     CostModel,
@@ -15,6 +15,7 @@ from distca.plan import (
     imbalance,
     lay_out,
     plan_at_home,
+    plan_micro_batch,
     schedule,
     server_seconds,
     traffic,
@@ -162,6 +163,13 @@ def test_directions_that_disagree_are_balanced_where_hardly_any_room_is_left(pla
     plan = schedule(layout, cost)
     plan.check()
     assert both_imbalances(plan, cost) <= 1.02
+
+
+def test_a_plan_that_costs_one_direction_more_than_the_other_gains_is_tried_finer() -> None:
+    """At 0.02 the first half's best such plan is that at home, 1.031."""
+    documents = sample_mix("prolong-long", 16 * 131_072, 1, context=262_144)
+    plan = plan_micro_batch(documents, 16, LLAMA_8B, nano_batches=2, tolerance=0.02, links=Links(8))
+    assert max(both_imbalances(half.forward, LLAMA_8B) for half in plan.nano_batches) <= 1.02
 
 
 def test_what_fits_nowhere_alone_is_exchanged() -> None:
