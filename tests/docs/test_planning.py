@@ -1,0 +1,38 @@
+"""docs/planning.md: its table of plans on a network is what the kept results say."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tests.docs.pages import ROOT
+
+PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+PAIRS = {
+    "kb_per_token": ".2f",
+    "kb_per_token_between_nodes": ".2f",
+    "busiest_over_mean": ".1f",
+    "busiest_kb_per_token": ".1f",
+    "busiest_kb_per_token_between_nodes": ".1f",
+    "kept_kv": ".1f",
+    "received_kv": ".1f",
+    "exposed": ".1%",
+    "all_ms": ".0f",
+}
+
+
+def test_plans_on_a_network() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "results" / "planner_network.json").read_text())["cases"]
+    section = PAGE.partition("\n## On a network\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w[^|]* \d+(?:, context \d+K)?) \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 24
+    for name, cells in rows:
+        here, beside = (
+            {figure: found["median"] for figure, found in kept[name][tree].items()} for tree in ("here", "beside")
+        )
+        wanted = [f"{here[figure]:{form}} \\| {beside[figure]:{form}}" for figure, form in PAIRS.items()]
+        for place, figure in ((6, "kept_kv"), (8, "received_kv")):
+            wanted.insert(place, f"{here[f'{figure}_over_mean']:.1f}, {here[f'{figure}_over_longest_task']:.1f}")
+        slowest = [kept[name][tree]["slowest_over_mean"] for tree in ("here", "beside")]
+        wanted.insert(0, " \\| ".join(f"{each['median']:.3f} ({each['max']:.3f})" for each in slowest))
+        assert cells == " | ".join(wanted).replace("%", " %"), name
