@@ -86,7 +86,7 @@ def simulate(
         steps: global batches to predict, one after the other.
         output: file for all figures (JSON).
         picture: file for speed over GPUs, such as speed.png.
-        timeline: file for the first step of the first case's first mode, for Perfetto (JSON).
+        timeline: file for the first step of the first case that can run, for Perfetto (JSON).
         timeline_rank: the server that it shows; by default the first.
     """
     all_gpus, contexts = _several("gpus", gpus), _several("context", context)
