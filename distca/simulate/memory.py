@@ -41,16 +41,20 @@ def kept_per_row(job: Job, recompute: Recompute, *, norms: bool) -> int:
     return VALUE * elements + 8
 
 
-def working_bytes(job: Job, rows: np.ndarray, last: np.ndarray | bool, again: np.ndarray | int = 0) -> np.ndarray:
-    """[R] bytes of the layer at work or, on the ``last`` stage, the loss, for ``rows`` [R] home rows of a
-    micro-batch; ``again`` [R] of what a layer that is computed again as a whole keeps meanwhile."""
+def layer_at_work(job: Job, rows: np.ndarray, again: np.ndarray | int = 0) -> np.ndarray:
+    """[R] bytes of the layer at work on ``rows`` [R] rows; ``again`` [R] of what a layer that is computed again as a
+    whole keeps meanwhile."""
     hidden, ffn = job.model.hidden // job.tp, job.model.ffn // job.tp
     recomputed = 2 * ffn if job.recompute != "none" and not np.any(again) else 0
-    mlp = rows * VALUE * (3 * ffn + hidden + recomputed) + again
-    table = job.model.vocabulary * job.model.hidden // job.tp
-    loss = _LOGITS + WIDE * table + 3 * VALUE * rows * hidden
     copies = 2 * job.model.layer_weights // job.tp if job.fp8 != "none" and job.recompute == "all" else 0
-    return np.asarray(np.maximum(mlp + copies, np.where(last, loss, 0)))
+    return np.asarray(rows * VALUE * (3 * ffn + hidden + recomputed) + again + copies)
+
+
+def loss_at_work(job: Job, rows: np.ndarray, last: np.ndarray | bool) -> np.ndarray:
+    """[R] bytes of the loss of ``rows`` [R] home rows of a micro-batch, on the ``last`` stage."""
+    table = job.model.vocabulary * job.model.hidden // job.tp
+    loss = _LOGITS + WIDE * table + 3 * VALUE * rows * (job.model.hidden // job.tp)
+    return np.asarray(np.where(last, loss, 0))
 
 
 def at_home(
@@ -63,8 +67,8 @@ def at_home(
     row = kept_per_row(job, "none" if whole else job.recompute, norms=True) + 2 * shape.q_bytes + 4 * shape.heads
     layer = rows * row + kv_rows * shape.kv_bytes
     kept = rows * kept_per_row(job, "all", norms=True) if whole else layer
-    working = np.maximum(working_bytes(job, rows, last, layer if whole else 0), attention_bytes)
-    return np.asarray(static_bytes(job) + in_flight * job.layers * kept + working)
+    working = np.maximum(layer_at_work(job, rows, layer if whole else 0), loss_at_work(job, rows, last))
+    return np.asarray(static_bytes(job) + in_flight * job.layers * kept + np.maximum(working, attention_bytes))
 
 
 def with_servers(
@@ -85,6 +89,6 @@ def with_servers(
     # o lives at home, where the output projection keeps it.
     layer = rows * (kept_per_row(job, job.recompute, norms=False) + shape.q_bytes)
     layer = layer + q_rows * (shape.q_bytes + 4 * shape.heads) + kv_rows * shape.kv_bytes
-    return np.asarray(
-        static_bytes(job) + in_flight * job.layers * layer + np.maximum(working_bytes(job, rows, last) / 2, received)
-    )
+    # One half is at work in a layer, all of a micro-batch in the loss.
+    working = np.maximum(layer_at_work(job, rows / 2), loss_at_work(job, rows, last))
+    return np.asarray(static_bytes(job) + in_flight * job.layers * layer + np.maximum(working, received))

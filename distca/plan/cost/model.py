@@ -8,6 +8,7 @@ cannot fill the GPU, but a plan never runs one alone. Array legend: N tasks; row
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -95,11 +96,13 @@ class LinearRate:
                 found["hidden"], found["ffn"], content["heads"], content["kv_heads"], content["head_dim"]
             )
             fp8 = {str(scaling): float(factor) for scaling, factor in (found.get("fp8") or {}).items()}
+            if not all(0 < factor < math.inf for factor in fp8.values()):
+                raise ValueError(fp8)
             return LinearRate(found["forward_s_per_token"] / weights, found["backward_s_per_token"] / weights, fp8)
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
             raise PlanError(
                 "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token, "
-                "and in fp8 a number for each scaling; measure it again with `distca profile`."
+                "and in fp8 a number above 0 for each scaling; measure it again with `distca profile`."
             ) from None
 
 
