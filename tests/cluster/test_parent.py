@@ -14,10 +14,10 @@ from tests.testing.programs import run
 
 ROOT = Path(__file__).parents[2]
 STAYS = """
-import time
+import os, time
 from distca.cluster.parent import end_with_torchrun
 end_with_torchrun()
-print("up", flush=True)
+os.write(1, b"up\\n")  # at once, or lines of two ranks mix
 time.sleep(60)
 """
 JOINS = """

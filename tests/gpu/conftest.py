@@ -1,5 +1,5 @@
 """Tests that need GPUs; they skip themselves where there are none. Where there are fewer than ranks, ranks share them,
-but for tests of speed, of GPU memory and of NVSHMEM."""
+but for tests of speed, of GPU memory and of NVSHMEM between nodes."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ from distca.runtime.device_routes import ServerRoute
 from distca.runtime.timeline import Timeline
 from distca.testing.plans import random_plan
 from distca.testing.toy_layers import toy_layers
-from distca.transport import Part
+from distca.transport import Part, select
 from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.intranode import CopyPolicy
 from distca.transport.nvshmem.symmetric_memory import NvshmemFabric
@@ -29,6 +29,7 @@ ENGINE, KERNEL = 0, 1 << 40  # limits below which a kernel writes
 
 def train_and_compare():
     """Cases in 0.25 GiB: room for a few exchanges only, so that the ring goes round many times."""
+    _let_ranks_share_gpus()
     transports = _transports()
     return {
         "rows": _compare(transports, 24, None),
@@ -40,6 +41,7 @@ def train_and_compare():
 
 def fill_little_memory():
     """Cases in 41 MiB, on two ranks."""
+    _let_ranks_share_gpus()
     transport = choose_transport("nvshmem", dist.group.WORLD, 0.04)
     return {
         "refused": _too_little(transport),  # first: all others go on after it
@@ -67,6 +69,13 @@ def treat_as_far(machine_of):
     torch.cuda.synchronize()
     dist.barrier()
     return answer
+
+
+def _let_ranks_share_gpus():
+    """As if each rank had a GPU of its own. Within a node NVSHMEM only gives addresses, and it does so too where ranks
+    share a GPU; of its calls, those that wait on a stream are refused there; only ranks of other nodes need those."""
+    if torch.cuda.device_count() < dist.get_world_size():
+        select._gpu = lambda _: f"of rank {dist.get_rank()}"
 
 
 def _fallback(transport):
