@@ -8,11 +8,14 @@ from typing import Literal
 Fp8 = Literal["none", "current", "delayed", "blockwise"]
 """How tensors are scaled to FP8: by their own largest value, by those of the steps before, or in blocks."""
 
-_COLUMNS, _GATHERED_COLUMNS = 16, 128
+_ROWS, _COLUMNS, _GATHERED_COLUMNS = 32, 16, 128
 
 
 def rows_multiple(fp8: Fp8, shares: int) -> int:
     """What the rows of a nano-batch on a rank are a multiple of.
+
+    FP8 products take multiples of 16. Transformer Engine's tuned kernel that converts and transposes takes multiples of
+    32; the one for other sizes takes 1.6 times as long (benchmarks/results/one_gpu_linears_traced.json).
 
     Args:
         fp8: how tensors are scaled.
@@ -20,7 +23,7 @@ def rows_multiple(fp8: Fp8, shares: int) -> int:
     """
     if fp8 == "none":
         return shares
-    return shares * (_GATHERED_COLUMNS if fp8 == "blockwise" and shares > 1 else _COLUMNS)
+    return shares * (_GATHERED_COLUMNS if fp8 == "blockwise" and shares > 1 else _ROWS)
 
 
 def unfit_widths(

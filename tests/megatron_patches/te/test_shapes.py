@@ -10,9 +10,9 @@ LLAMA_8B = {"hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "head_dim"
     [
         ("none", 1, 1),
         ("none", 4, 4),
-        ("current", 1, 16),
-        ("delayed", 2, 32),
-        ("blockwise", 1, 16),
+        ("current", 1, 32),
+        ("delayed", 2, 64),
+        ("blockwise", 1, 32),
         ("blockwise", 2, 256),
     ],
 )
