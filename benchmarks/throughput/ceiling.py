@@ -136,6 +136,7 @@ def measure_ceiling(
         in_fp8 = config.train.fp8 != "none" and name != "output"
         rows = (_FP8_ROWS if in_fp8 else _ROWS) if device.type == "cuda" else _CPU_ROWS
         if in_fp8:
+            _compile_casts(*size, device, config.train.fp8)
             held, burst = _held_and_burst(linear_work(*size, rows, device, config.train.fp8), device)
         else:
             held, burst = _matrix_seconds(*size, rows, device, dtype)
@@ -160,6 +161,13 @@ def measure_ceiling(
 
     held, burst = (everyone / dist.get_world_size()).T.tolist()
     return ceiling(held), ceiling(burst)
+
+
+def _compile_casts(width: int, out: int, device: torch.device, scaling: str) -> None:
+    """Transformer Engine compiles its casts to FP8 when rows of a multiple first come up, which no measured batch is to
+    wait for."""
+    for multiple in (32, 64, 128, 256):
+        linear_work(width, out, _FP8_ROWS + multiple, device, scaling)()
 
 
 def _matrix_seconds(width: int, out: int, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
