@@ -24,7 +24,10 @@ from distca.plan import AttentionShape, CostModel, StepPlan
 from distca.plan.cost.table_file import find_table
 from distca.simulate import Cluster, Job, Model, Rates, Workload, simulate
 from distca.simulate.cad import planned
+from distca.simulate.job import Fp8
 from distca.train.config.cli import parse_run_config
+from distca.train.config.schema import RunConfig
+from distca.train.data.corpus import open_corpus, open_sampler
 
 RESULTS = Path(__file__).parent / "results"
 NVSHMEM_GB_S = 370.0
@@ -43,10 +46,21 @@ _TWO_PERCENT = (
     "4_gpus_prolong_512k.json",
 )
 """Runs of throughput whose plans let servers be 2 % apart (results/README.md)."""
+_COUNTS = {"--warm-up": 1, "--batches": 2}
+"""Global batches, where a command does not say."""
+_FROM_FOLDER = {
+    "data.source": "mix",
+    "data.path": "prolong-long",
+    "data.vocabulary": "2",
+    "data.tokens_per_rank": "131072",
+    "data.context_length": "131072",
+    "data.validation_fraction": "0.2",
+}
 NOT_EXPRESSED = {
     "training_8b_cut_64k.json": "before the output layer and its loss were one operation, which took twice as long",
     "training_8b_cut_64k_spanning.json": "as training_8b_cut_64k.json",
     "pipeline_8b_cut_64k.json": "as training_8b_cut_64k.json",
+    "from_folder_qwen3.json": "there is no cost table for its heads",
     "pipeline_8b_8_layers_128k.json": "what it recomputed cannot be told: its time fits MLPs, its peaks do not",
 }
 """Files of training steps that are left out, and why."""
@@ -102,7 +116,7 @@ class Run:
 
 def kept_files() -> list[str]:
     """Names of all files of training steps that the simulator can express."""
-    kinds = ("throughput", "pipeline_8b", "linears")
+    kinds = ("throughput", "pipeline_8b", "linears", "from_folder", "one_gpu_linears", "one_gpu_keys")
     found = [path.name for kind in kinds for path in sorted(RESULTS.glob(f"{kind}_*.json"))]
     return [name for name in found if name not in NOT_EXPRESSED]
 
@@ -224,66 +238,124 @@ def _pipeline(path: Path) -> Iterator[Run]:
 
 
 def _linears(path: Path) -> Iterator[Run]:
-    """By benchmarks.linears: kinds of linear layers on the same batches. In bfloat16 those of Transformer Engine and of
-    Megatron are one to the simulator."""
+    """By benchmarks.linears: kinds of linear layers on the same batches."""
     content = json.loads(path.read_text())
-    command = shlex.split(content["command"].replace("...", ""))
-    options, (warm_up, batches) = command[command.index("--") + 1 :], _counts(content["command"])
-    config = parse_run_config(["--config", str(RESULTS.parents[1] / options[1]), *options[2:]])
-    ranks, tokens, seed = int(content["hardware"].split()[0]), config.data.tokens_per_rank, config.data.seed
-    shape = config.model
-    model = Model(
-        shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, vocabulary=config.data.vocabulary or 0
-    )
     for cell, modes in content["cells"].items():
         mix, context = cell.split()
         where = Cell(mix, int(context.removesuffix("K")) * 1024)
-        drawn = draw_batches(
-            where,
-            warm_up + batches,
-            ranks=ranks,
-            tokens_per_rank=tokens,
-            micro_batches=config.train.micro_batches,
-            vocabulary=model.vocabulary,
-            seed=seed,
-        )
-        measured = [Workload(each, drawn.bins) for each in drawn.global_batches[warm_up:]]
-        for each_mode, kinds in modes.items():
-            mode = parse_mode(each_mode)
-            for kind, figures in kinds.items():
-                job = _job(
-                    model,
-                    ranks,
-                    mode,
-                    {"links": None, "link_channels": None},
-                    tokens_per_rank=tokens,
-                    micro_batches=config.train.micro_batches,
-                    recompute=figures.get("recompute", "none"),
-                    # What cad.backward auto took there.
-                    backward="resend" if figures.get("recompute") == "all" else "keep",
-                    fp8="none" if kind in ("local", "te") else kind,
-                    gradients=config.train.gradients,
-                    moments=config.train.moments,
-                )
-                yield Run(
-                    path.name,
-                    where.name,
-                    mode,
-                    job,
-                    measured,
-                    sum(each.tokens for each in measured) / figures["tokens_per_s"],
-                    [],
-                    None,
-                    figures["peak_gib"],
-                    linears=kind,
-                )
+        yield from _side_by_side(path.name, content, where, modes)
 
 
-def _counts(command: str) -> tuple[int, int]:
-    return int(_option(command, "--warm-up", 0)), int(_option(command, "--batches", 0))
+def _checkouts(path: Path) -> Iterator[Run]:
+    """By benchmarks.throughput in two checkouts."""
+    content = json.loads(path.read_text())
+    for checkout, found in content["checkouts"].items():
+        where = Cell(_option(found["command"], "--mixes", ""), int(_option(found["command"], "--contexts", 0)))
+        modes = {mode: {checkout: figures} for mode, figures in found["modes"].items()}
+        yield from _side_by_side(path.name, content | found, where, modes)
 
 
-_READERS = {"throughput": _throughput, "pipeline": _pipeline, "linears": _linears}
+def _from_folder(path: Path) -> Iterator[Run]:
+    """By benchmarks.from_folder: modes, and a training run, of a model that a Hugging Face folder describes."""
+    content = json.loads(path.read_text())
+    yield from _side_by_side(path.name, content, Cell("prolong", 131_072), content.get("modes", {}))
+    if trained := content.get("trained"):
+        config, ranks = _config(content), _gpus(content)
+        sampler = open_sampler(config, open_corpus(config).train, ranks)
+        steps = [Workload(sampler.next(), ranks) for _ in range(trained["steps"])][-trained["timed_steps"] :]
+        times = trained["steps_s"][-trained["timed_steps"] :]
+        yield _run(path.name, content, "prolong 128K", "distca", "te", steps, trained | {"steps_s": times})
+
+
+def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[str, Any]) -> Iterator[Run]:
+    """Of ``modes`` by kind of linear layers. What FP8 takes is not known for all shapes."""
+    config, ranks = _config(content), _gpus(content)
+    warm_up, batches = (int(_option(content["command"], name, default)) for name, default in _COUNTS.items())
+    drawn = draw_batches(
+        where,
+        warm_up + batches,
+        ranks=ranks,
+        tokens_per_rank=config.data.tokens_per_rank,
+        micro_batches=config.train.micro_batches,
+        vocabulary=config.data.vocabulary or 2,
+        seed=config.data.seed,
+    )
+    measured = [Workload(each, drawn.bins) for each in drawn.global_batches[warm_up:]]
+    linear = h200_cost(_described(content, config).shape(1)).linear
+    for mode, kinds in modes.items():
+        for kind, figures in kinds.items():
+            if linear.in_fp8(_fp8_of(kind)) is not None:
+                yield _run(file, content, where.name, mode, kind, measured, figures)
+
+
+def _run(
+    file: str,
+    content: dict[str, Any],
+    workload: str,
+    mode: str,
+    kind: str,
+    batches: list[Workload],
+    figures: dict[str, Any],
+) -> Run:
+    """In bfloat16 linear layers of Transformer Engine and of Megatron are one to the simulator."""
+    config = _config(content)
+    recompute = figures.get("recompute", config.train.recompute)
+    job = _job(
+        _described(content, config),
+        _gpus(content),
+        parse_mode(mode),
+        {"links": None, "link_channels": None},
+        tokens_per_rank=config.data.tokens_per_rank,
+        micro_batches=config.train.micro_batches,
+        recompute="none" if recompute == "auto" else recompute,  # older files do not say that auto took none
+        # What cad.backward auto took there.
+        backward="resend" if recompute == "all" else "keep",
+        fp8=_fp8_of(kind),
+        gradients=config.train.gradients,
+        moments=config.train.moments,
+    )
+    memory = figures["peak_gib"] if "peak_gib" in figures else figures["memory_gib"]["max"]
+    seconds = sum(each.tokens for each in batches) / figures["tokens_per_s"]
+    return Run(
+        file, workload, parse_mode(mode), job, batches, seconds, figures.get("steps_s", []), None, memory, linears=kind
+    )
+
+
+def _fp8_of(kind: str) -> Fp8:
+    return kind if kind in ("current", "delayed", "blockwise") else "none"
+
+
+def _gpus(content: dict[str, Any]) -> int:
+    return int(content["hardware"].split()[0])
+
+
+def _described(content: dict[str, Any], config: RunConfig) -> Model:
+    if "made" not in content:
+        shape = config.model
+        sizes = (shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.resolved_head_dim)
+        return Model(*sizes, vocabulary=config.data.vocabulary or 0)
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    return Model(*(content["made"]["config"][name] for name in (*names, "head_dim", "vocab_size")))
+
+
+def _config(content: dict[str, Any]) -> RunConfig:
+    """The settings behind ``--``, and those that benchmarks.from_folder has by itself."""
+    words = shlex.split(content["command"].replace("...", ""))
+    words = words[words.index("--") + 1 :]
+    if words[:1] == ["--config"]:
+        words[1] = str(RESULTS.parents[1] / words[1])
+    own = _FROM_FOLDER if "made" in content else {}
+    return parse_run_config([word for name, value in own.items() for word in (f"--{name}", value)] + words)
+
+
+_READERS = {
+    "throughput": _throughput,
+    "pipeline": _pipeline,
+    "linears": _linears,
+    "one_gpu_linears": _linears,
+    "one_gpu_keys": _checkouts,
+    "from_folder": _from_folder,
+}
 
 
 def _model(content: dict[str, Any]) -> Model:

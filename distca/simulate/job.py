@@ -189,8 +189,8 @@ class Job:
 
     @property
     def one_sided(self) -> bool:
-        """Whether rows travel by NVSHMEM, as transport `auto` has it inside one node."""
-        return self.fabric.one_node and not self.nccl
+        """Whether rows travel by NVSHMEM, as transport `auto` has it inside one node; one server sends none."""
+        return self.servers > 1 and self.fabric.one_node and not self.nccl
 
     @property
     def links(self) -> Links:

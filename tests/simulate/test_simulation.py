@@ -176,6 +176,15 @@ def test_ticks_and_1f1b_take_as_many_phases_as_they_have():
         assert micro_batches * one <= ticks.step_s * 1.0001 < (micro_batches + pp - 1) * one
 
 
+def test_one_server_has_no_memory_for_rows_of_others():
+    one, two = (
+        [simulate(small_job(gpus, nccl=nccl), parse_mode("distca"), documents([(900, 0)], bins=1)) for nccl in (0, 1)]
+        for gpus in (1, 2)
+    )
+    assert one[0].memory_bytes.max() == one[1].memory_bytes.max()
+    assert two[0].memory_bytes.max() > two[1].memory_bytes.max()
+
+
 def test_memory_grows_with_rows_and_shrinks_with_recomputation():
     def peak(mode: str = "distca", **options) -> Prediction:
         return simulate(small_job(4, tokens_per_rank=2000, **options), parse_mode(mode), random_workload())
