@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -250,7 +250,8 @@ def _checkouts(path: Path) -> Iterator[Run]:
     """By benchmarks.throughput in two checkouts."""
     content = json.loads(path.read_text())
     for checkout, found in content["checkouts"].items():
-        where = Cell(_option(found["command"], "--mixes", ""), int(_option(found["command"], "--contexts", 0)))
+        mix: Any = _option(found["command"], "--mixes", "")
+        where = Cell(mix, int(_option(found["command"], "--contexts", 0)))
         modes = {mode: {checkout: figures} for mode, figures in found["modes"].items()}
         yield from _side_by_side(path.name, content | found, where, modes)
 
@@ -282,6 +283,7 @@ def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[s
     )
     measured = [Workload(each, drawn.bins) for each in drawn.global_batches[warm_up:]]
     linear = h200_cost(_described(content, config).shape(1)).linear
+    assert linear is not None
     for mode, kinds in modes.items():
         for kind, figures in kinds.items():
             if linear.in_fp8(_fp8_of(kind)) is not None:
@@ -322,7 +324,7 @@ def _run(
 
 
 def _fp8_of(kind: str) -> Fp8:
-    return kind if kind in ("current", "delayed", "blockwise") else "none"
+    return next((each for each in get_args(Fp8) if each == kind), "none")
 
 
 def _gpus(content: dict[str, Any]) -> int:
