@@ -335,9 +335,11 @@ def _described(content: dict[str, Any], config: RunConfig) -> Model:
     if "made" not in content:
         shape = config.model
         sizes = (shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.resolved_head_dim)
-        return Model(*sizes, vocabulary=config.data.vocabulary or 0)
+        return Model(*sizes, config.data.vocabulary or 0, shape.tie_embeddings)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    return Model(*(content["made"]["config"][name] for name in (*names, "head_dim", "vocab_size")))
+    return Model(
+        *(content["made"]["config"][name] for name in (*names, "head_dim", "vocab_size", "tie_word_embeddings"))
+    )
 
 
 def _config(content: dict[str, Any]) -> RunConfig:
@@ -361,9 +363,9 @@ _READERS = {
 
 
 def _model(content: dict[str, Any]) -> Model:
+    sizes = (int(content[name]) for name in ("layers", "hidden", "ffn", "heads", "kv_heads"))
     head_dim = content["head_dim"] or content["hidden"] // content["heads"]
-    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")
-    return Model(**{name: int(content[name]) for name in names}, head_dim=head_dim)
+    return Model(*sizes, head_dim=head_dim, vocabulary=int(content["vocabulary"]))
 
 
 def _job(model: Model, gpus: int, mode: Mode, content: dict[str, Any], tp: int = 1, **settings: Any) -> Job:

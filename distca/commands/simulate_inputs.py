@@ -28,7 +28,8 @@ def read_model(name: str) -> Model:
         content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))["model"]
         sizes = {key: int(content[key]) for key in wanted}
         head_dim = int(content.get("head_dim") or sizes["hidden"] // sizes["heads"])
-        return Model(**sizes, head_dim=head_dim, vocabulary=int(content.get("vocabulary") or 128_256))
+        vocabulary, tied = int(content.get("vocabulary") or 128_256), bool(content.get("tie_embeddings"))
+        return Model(**sizes, head_dim=head_dim, vocabulary=vocabulary, tied=tied)
     except OSError:
         raise OptionError(
             f"--model is {name!r}; give {', '.join(MODELS)} or a configuration file, such as configs/llama-8b.yaml."

@@ -243,7 +243,7 @@ class Job:
     @property
     def parameters(self) -> int:
         """Of the fullest stage's rank: its layers, with embedding or output layer."""
-        tables = 2 if self.pp == 1 else 1
+        tables = 2 if self.pp == 1 and not self.model.tied else 1
         return (self.layers * self.model.layer_weights + tables * self.model.vocabulary * self.model.hidden) // self.tp
 
     def copied(self, size: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ class Model:
         kv_heads: key/value heads.
         head_dim: size of a head.
         vocabulary: rows of embedding and output layer.
+        tied: without pipeline stages these two are one table.
 
     Raises:
         SimulationError: on a size below 1.
@@ -33,10 +34,11 @@ class Model:
     kv_heads: int
     head_dim: int = 128
     vocabulary: int = 128_256
+    tied: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if name != "tied" and value < 1:
                 raise SimulationError(f"`{name}` is {value}; it must be at least 1.")
 
     def shape(self, tp: int) -> AttentionShape:
@@ -67,11 +69,6 @@ class Model:
     def layer_weights(self) -> int:
         """Weights of a layer's matrix products."""
         return layer_weights(self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim)
-
-    @property
-    def parameters(self) -> int:
-        """Of all layers, with embedding and output layer."""
-        return self.layers * self.layer_weights + 2 * self.vocabulary * self.hidden
 
 
 MODELS = {

@@ -62,3 +62,13 @@ def test_packed_documents_need_what_the_trainer_predicts(tp: int, pp: int, recom
     rows = np.array([65_536])
     found = at_home(job, rows, rows, np.zeros(1), first.micro_batches, last=pp == 1)[0]
     assert found == pytest.approx(first.total, rel=0.03)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_tied_embeddings_are_held_once_without_stages(pp: int) -> None:
+    own = ["--model.layers=4", "--model.tie_embeddings=true", "--parallel.tp=1", f"--parallel.pp={pp}"]
+    config = parse_run_config(["--config", CONFIGURATION, *own])
+    shape = Model(4, 4096, 14336, 32, 8, tied=True)
+    job = Job(shape, Cluster(8), replace(analytic_cost(32, 8, 128), linear=LinearRate(1e-15, 2e-15, {})), pp=pp)
+    first = predict_memory(config, 8, shape.vocabulary)[0]
+    assert static_bytes(job) == pytest.approx(first.model.held, rel=1e-3)
