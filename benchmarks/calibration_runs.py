@@ -363,9 +363,9 @@ _READERS = {
 
 
 def _model(content: dict[str, Any]) -> Model:
-    sizes = (int(content[name]) for name in ("layers", "hidden", "ffn", "heads", "kv_heads"))
-    head_dim = content["head_dim"] or content["hidden"] // content["heads"]
-    return Model(*sizes, head_dim=head_dim, vocabulary=int(content["vocabulary"]))
+    layers, hidden, ffn, heads, kv_heads = (content[name] for name in ("layers", "hidden", "ffn", "heads", "kv_heads"))
+    head_dim = content["head_dim"] or hidden // heads
+    return Model(layers, hidden, ffn, heads, kv_heads, head_dim, content["vocabulary"])
 
 
 def _job(model: Model, gpus: int, mode: Mode, content: dict[str, Any], tp: int = 1, **settings: Any) -> Job:
