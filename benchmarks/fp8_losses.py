@@ -4,8 +4,9 @@
 
 All runs start from the weights of one run in bfloat16, past the first steps, in which any two roundings part. Those of
 a layout train on the same batches: Transformer Engine's linear layers in bfloat16 and in each way to scale to FP8, on
-packed documents and disaggregated. Settings behind ``--`` are those of all runs. The text is the Python standard
-library's, as bytes. Where there are fewer GPUs than ranks, ranks share them.
+packed documents and disaggregated. Settings behind ``--`` are those of all runs, and win over a layout's. The text is
+the Python standard library's, as bytes. Where there are fewer GPUs than ranks, ranks share them; TP 2 is slow then, and
+``--train.micro_batches 1`` helps.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def main() -> None:
             losses: dict[str, list[float]] = {}
             for fp8 in arguments.recipes:
                 for mode in arguments.modes:
-                    own = _settings(LAYOUTS[layout], fp8, mode) | {"checkpoint.init_from": start}
-                    losses[f"{fp8} {mode}"] = _train(world, folder, own, more)
+                    own = _settings(fp8, mode) | {"checkpoint.init_from": start}
+                    losses[f"{fp8} {mode}"] = _train(world, folder, own, LAYOUTS[layout] | more)
                     report["layouts"][layout] = compare(losses)
                     if world.rank == 0:  # after each, so that a time limit leaves the others
                         write_report(arguments.output, report)
@@ -114,14 +115,14 @@ def _share_gpus() -> int:
     return -(-ranks // torch.cuda.device_count())
 
 
-def _settings(layout: dict[str, Any], fp8: str, mode: str) -> dict[str, Any]:
-    """What sets a run apart from others."""
+def _settings(fp8: str, mode: str) -> dict[str, Any]:
+    """What sets a run apart from others of its layout."""
     if mode == "distca":
-        return layout | {"train.fp8": fp8}
-    return layout | {"train.fp8": fp8, "cad.enabled": "false"}
+        return {"train.fp8": fp8}
+    return {"train.fp8": fp8, "cad.enabled": "false"}
 
 
-def _train(world: World, folder: Path, own: dict[str, Any], more: dict[str, str]) -> list[float]:
+def _train(world: World, folder: Path, own: dict[str, Any], more: dict[str, Any]) -> list[float]:
     """Losses of all steps of one run, on rank 0; nothing elsewhere."""
     from distca.train.config.cli import parse_run_config
     from distca.train.config.validate import validate
