@@ -12,10 +12,10 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from distca.models.rope import RopeScaling
+from distca.plan.fp8_shapes import Fp8
 from megatron_patches.patches.gpt_forward import leave_out_padding
 from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.te.quantization import config_fields
-from megatron_patches.te.shapes import Fp8
 
 
 class ModelShape(Protocol):

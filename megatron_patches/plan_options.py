@@ -17,9 +17,9 @@ from distca.plan import AttentionShape, CostModel, PlanOptions, TableCost, analy
 from distca.plan.between_attentions import between_attentions
 from distca.plan.cost.model import layer_weights
 from distca.plan.cost.table_file import find_table, open_table
+from distca.plan.fp8_shapes import rows_multiple
 from distca.plan.step import NonAttention
 from megatron_patches.te.quantization import fp8_of
-from megatron_patches.te.shapes import rows_multiple
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import torch
 
 from distca.device.clock import Clock
 from distca.plan import AttentionShape
+from distca.plan.fp8_shapes import unfit_widths
 from distca.profile.linear import sizes_of
 from distca.profile.timing import median_seconds
 
 _ROWS = 65_536
 """Of a product. On fewer, narrow ones take less time than the host needs to queue them."""
-_MULTIPLE = 16
 _WARM_UP, _REPEATS = 10, 10
 
 
@@ -67,11 +67,12 @@ def measure_fp8(
     shape: AttentionShape, hidden: int, ffn: int, *, device: torch.device, scalings: Sequence[str]
 ) -> dict[str, float]:
     """Time of a layer's four linear layers in FP8 over that in bfloat16, forward and backward together, for each of
-    ``scalings``; none where a width is not a multiple of 16, which FP8 wants."""
-    sizes = sizes_of(shape, hidden, ffn)
-    if any(width % _MULTIPLE for size in sizes for width in size):
+    ``scalings``; none where FP8 cannot take a width."""
+    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+    widths = {"hidden": hidden, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    if any(unfit_widths("current", **widths, tp=1, shared=False)):
         return {}
-    clock = Clock(device)
+    sizes, clock = sizes_of(shape, hidden, ffn), Clock(device)
 
     def seconds(scaling: str) -> float:
         total = 0.0

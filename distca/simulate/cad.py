@@ -22,6 +22,7 @@ from distca.plan import (
     server_seconds,
     traffic,
 )
+from distca.plan.fp8_shapes import rows_multiple
 from distca.plan.step import Phase
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import VALUE, Job
@@ -68,7 +69,7 @@ def planned(job: Job, workload: Workload) -> StepPlan:
         cost=job.cost,
         stages=job.pp,
         nano_batches=2,
-        align=_rows_multiple(job),
+        align=rows_multiple(job.fp8, job.tp),
         resend=job.resend,
         tolerance=job.tolerance,
         links=job.links,
@@ -79,13 +80,6 @@ def planned(job: Job, workload: Workload) -> StepPlan:
     if job.deal and homes is None:
         room = [job.data_parallel * job.tokens_per_rank] * len(workload.micro_batches)
     return plan_step([each.lengths for each in workload.micro_batches], options, homes, room)
-
-
-def _rows_multiple(job: Job) -> int:
-    """What a half's rows on a rank are a multiple of, as training has it (``megatron_patches.te.shapes``): FP8 is quick
-    with 32 rows, and tensors scaled in blocks are gathered over tensor-parallel ranks in whole blocks."""
-    blocks = 128 if job.fp8 == "blockwise" and job.tp > 1 else 32
-    return job.tp * (1 if job.fp8 == "none" else blocks)
 
 
 class Cad:

@@ -11,6 +11,7 @@ import numpy as np
 from distca.plan import AttentionShape, CostModel, Links
 from distca.plan.between_attentions import between_attentions
 from distca.plan.cost.model import LinearRate
+from distca.plan.fp8_shapes import Fp8, unfit_widths
 from distca.plan.step import NonAttention
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
@@ -19,7 +20,6 @@ from distca.simulate.model import Model
 from distca.simulate.rates import Rates, load_rates
 
 Recompute = Literal["none", "mlp", "all"]
-Fp8 = Literal["none", "current", "delayed", "blockwise"]
 Narrow = Literal["float32", "bfloat16"]
 Backward = Literal["keep", "resend"]
 VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of what is in float32
@@ -68,8 +68,8 @@ class Job:
         rates: of the GPU.
 
     Raises:
-        SimulationError: on parallelism that the cluster or the model does not fit, or a table of other heads, or
-            without linear layers in FP8 where they are asked for.
+        SimulationError: on parallelism that the cluster or the model does not fit, widths that FP8 cannot take, or a
+            table of other heads, or without linear layers in FP8 where they are asked for.
     """
 
     model: Model
@@ -103,6 +103,7 @@ class Job:
                 raise SimulationError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
         wanted = self.model.shape(self.tp)
         self._check_parallelism()
+        self._check_widths()
         self._check_cost(wanted)
 
     def _check_parallelism(self) -> None:
@@ -121,6 +122,12 @@ class Job:
             raise SimulationError(
                 f"`pp` is {self.pp}, which does not divide the {self.model.layers} layers; stages have equally many."
             )
+
+    def _check_widths(self) -> None:
+        model = self.model
+        sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim")}
+        for unfit in unfit_widths(self.fp8, **sizes, tp=self.tp, shared=self.tp > 1):
+            raise SimulationError(unfit)
 
     def _check_cost(self, wanted: AttentionShape) -> None:
         """``wanted``: the heads of a tensor-parallel rank."""

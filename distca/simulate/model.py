@@ -45,13 +45,19 @@ class Model:
         """Attention heads of one of ``tp`` tensor-parallel ranks, in bfloat16.
 
         Raises:
-            SimulationError: ``tp`` does not divide the heads.
+            SimulationError: ``tp`` does not divide the heads, or the widths that are shared out.
         """
         if self.kv_heads % tp or self.heads % tp:
             raise SimulationError(
                 f"`tp` is {tp}, which does not divide the {self.heads} query heads and {self.kv_heads} key/value "
                 "heads; choose one that does."
             )
+        for name in ("hidden", "ffn"):
+            if getattr(self, name) % tp:
+                raise SimulationError(
+                    f"`tp` is {tp}, which does not divide the model's {name} of {getattr(self, name)}; choose one that "
+                    "does."
+                )
         return AttentionShape(self.heads // tp, self.kv_heads // tp, self.head_dim)
 
     @property

@@ -9,9 +9,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
+from distca.plan.fp8_shapes import unfit_widths
 from megatron_patches.te.installed import why_not_supported
 from megatron_patches.te.quantization import fp8_of
-from megatron_patches.te.shapes import unfit_widths
 
 Linears = Literal["auto", "local", "te"]
 
@@ -99,7 +99,7 @@ def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
     assert config.ffn_hidden_size is not None and config.num_query_groups is not None
     assert config.kv_channels is not None
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    for name, width, multiple in unfit_widths(
+    for unfit in unfit_widths(
         fp8,
         hidden=config.hidden_size,
         ffn=config.ffn_hidden_size,
@@ -109,7 +109,4 @@ def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
         tp=tp,
         shared=config.sequence_parallel,
     ):
-        raise SupportError(
-            f"`fp8` is {fp8}, but {name} is {width}, which is not a multiple of {multiple}: change the model's sizes "
-            "or tensor_model_parallel_size, or set `fp8` to none."
-        )
+        raise SupportError(unfit.replace("`tp`", "tensor_model_parallel_size"))

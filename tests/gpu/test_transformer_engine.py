@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from distca.plan.fp8_shapes import Fp8
 from distca.testing.ranks import run_ranks
 from megatron_patches.te.installed import why_not_supported
-from megatron_patches.te.shapes import Fp8
 from tests.gpu.runs import train_on_gpus
 from tests.train.small_runs import steps_of
 

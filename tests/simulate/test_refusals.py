@@ -40,6 +40,14 @@ def test_jobs():
     ):
         with pytest.raises(SimulationError, match=said):
             small_job(**options)
+    for widths, said in (
+        ((16, 24, 2, 2, 8), "part of the MLP is 24, which is not a multiple of 16; change the model's sizes or `tp`"),
+        ((24, 32, 2, 2, 8), "the hidden size is 24"),
+    ):
+        with pytest.raises(SimulationError, match=f"`fp8` is current, but .*{said}"):
+            Job(Model(2, *widths), Cluster(2), pair_cost(), fp8="current")
+    with pytest.raises(SimulationError, match="`tp` is 2, which does not divide the model's ffn of 33; choose one"):
+        Job(Model(2, 16, 33, 2, 2, 8), Cluster(2), pair_cost(heads=1, kv_heads=1), tp=2)
     with pytest.raises(SimulationError, match="does not divide the 3 layers"):
         Job(Model(3, 16, 32, 2, 2, 8), Cluster(2), pair_cost(), pp=2)
     with pytest.raises(SimulationError, match="stays inside a node"):

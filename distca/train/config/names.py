@@ -31,6 +31,7 @@ SETTINGS = {
     "tokens_per_rank": "data.tokens_per_rank",
     "ranks_per_node": "cad.ranks_per_node",
     "tolerance": "cad.tolerance",
+    "tp": "parallel.tp",
     "transport": "cad.transport",
     "validation_fraction": "data.validation_fraction",
     "vocabulary": "data.vocabulary",

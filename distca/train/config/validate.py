@@ -8,11 +8,12 @@ import tempfile
 from pathlib import Path
 
 from distca.errors import ConfigError
+from distca.plan.fp8_shapes import unfit_widths
 from distca.train.config.cli import changed, known_settings, value_of
+from distca.train.config.names import with_settings
 from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
 from distca.train.config.validate_data import data_problems
 from distca.words import count
-from megatron_patches.te.shapes import unfit_widths
 
 _AT_LEAST_ONE = (
     "model.layers",
@@ -229,11 +230,7 @@ def _fp8(config: RunConfig) -> list[str]:
         tp=tp,
         shared=config.parallel.sequence_parallel and tp > 1,
     )
-    return [
-        f"{asked}, but {name} is {width}, which is not a multiple of {multiple}; change the sizes below model or "
-        "parallel.tp, or set train.fp8 to none."
-        for name, width, multiple in unfit
-    ]
+    return list(map(with_settings, unfit))
 
 
 def _world(config: RunConfig, world_size: int) -> list[str]:

@@ -111,7 +111,8 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         (
             "--train.precision bf16 --train.fp8 current --model.ffn 48 --parallel.tp 2",
             8,
-            "train.fp8 is current, but a tensor-parallel rank's part of the MLP is 24, which is not a multiple of 16",
+            "train.fp8 is current, but a tensor-parallel rank's part of the MLP is 24, which is not a multiple of 16; "
+            "change the model's sizes or parallel.tp, or set train.fp8 to none.",
         ),
         ("--log.timeline_steps [5,3]", 4, "log.timeline_steps is [5, 3]"),
         ("--log.profile_steps [0,3]", 4, "log.profile_steps is [0, 3]; it must be [first, last] with 1 <= first"),

@@ -1,4 +1,4 @@
-"""What FP8 products want of the sizes of a model and of its rows. Knows settings as numbers; needs no torch."""
+"""What FP8 products want of the sizes of a model and of its rows, for training and for what is simulated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows_multiple(fp8: Fp8, shares: int) -> int:
 
 def unfit_widths(
     fp8: Fp8, *, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, tp: int, shared: bool
-) -> Iterator[tuple[str, int, int]]:
+) -> Iterator[str]:
     """Widths of the linear layers on one tensor-parallel rank that FP8 products cannot take.
 
     Args:
@@ -38,19 +38,22 @@ def unfit_widths(
         shared: sequence parallelism.
 
     Returns:
-        What the width is of, in words; the width; what it has to be a multiple of.
+        A sentence on each.
     """
     if fp8 == "none":
         return
-    gathered = _GATHERED_COLUMNS if fp8 == "blockwise" and shared else _COLUMNS
     widths = {
+        "the hidden size": hidden,
         "a tensor-parallel rank's part of the queries, keys and values": (heads + 2 * kv_heads) * head_dim // tp,
         "a tensor-parallel rank's part of the heads": heads * head_dim // tp,
         "a tensor-parallel rank's part of the MLP": ffn // tp,
     }
-    # Rows that are gathered over tensor-parallel ranks travel in whole blocks.
-    if hidden % gathered:
-        yield "the hidden size", hidden, gathered
     for name, width in widths.items():
-        if width % _COLUMNS:
-            yield name, width, _COLUMNS
+        # Rows that are gathered over tensor-parallel ranks travel in whole blocks.
+        gathered = fp8 == "blockwise" and shared and name == "the hidden size"
+        multiple = _GATHERED_COLUMNS if gathered else _COLUMNS
+        if width % multiple:
+            yield (
+                f"`fp8` is {fp8}, but {name} is {width}, which is not a multiple of {multiple}; change the model's "
+                "sizes or `tp`, or set `fp8` to none."
+            )
