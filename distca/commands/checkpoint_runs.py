@@ -75,7 +75,7 @@ def prune(path: str, *, keep: int = 2) -> None:
         before = {folder: _size(folder) for folder in run.checkpoint_folders()}
         run.prune(keep)
     gone = [size for folder, size in before.items() if not folder.exists()]
-    left = f"{len(before) - len(gone)} left"
+    left = f"{len(run.checkpoints())} left"
     printer().print(f"{count(len(gone), 'checkpoint')} deleted, {format_bytes(sum(gone))}; {left}")
 
 

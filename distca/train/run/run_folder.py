@@ -196,18 +196,28 @@ class RunFolder:
         is warned about. Call it on one rank, while none is being written."""
         for path in self.checkpoint_folders():
             if not (path / COMPLETE).exists():
-                shutil.rmtree(path, ignore_errors=True)  # they are in nobody's way
+                _delete(path)
         old = self.checkpoints()
         while old and keep:
             keep -= _is_intact(old.pop())
         for checkpoint in old:
-            try:
-                # Without its mark a half-deleted checkpoint is not taken for a complete one.
-                (checkpoint.path / COMPLETE).unlink()
-                shutil.rmtree(checkpoint.path)
-            except OSError as error:
-                logger.warning("%s cannot be deleted (%s); it stays.", checkpoint.path, system_words(error))
+            _delete(checkpoint.path)
         return [checkpoint for checkpoint in old if not checkpoint.path.exists()]
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a checkpoint's folder, or what can be deleted of it, and warn of what is left."""
+    whole = True
+    try:
+        # Without its mark a half-deleted checkpoint is not taken for a complete one.
+        (checkpoint / COMPLETE).unlink(missing_ok=True)
+        whole = False
+        shutil.rmtree(checkpoint)
+    except OSError as error:
+        if not whole:
+            shutil.rmtree(checkpoint, ignore_errors=True)  # all else of it
+        left = "it stays as it was" if whole else "what is left of it is no checkpoint any more"
+        logger.warning("%s cannot be deleted (%s); %s.", checkpoint, system_words(error), left)
 
 
 def _is_intact(checkpoint: Checkpoint) -> bool:

@@ -2,7 +2,6 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -240,21 +239,44 @@ def test_what_is_saved_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypat
     assert happened == ["weights", "COMPLETE.unfinished", "-> COMPLETE", "step_000010", "checkpoints"]
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("held", "said", "files", "steps"),
+    [
+        ("COMPLETE", "it stays as it was", ["COMPLETE", "more", "weights"], [10, 20, 30]),
+        ("more", "what is left of it is no checkpoint any more", ["more"], [20, 30]),
+    ],
+)
+def test_what_is_left_of_an_old_checkpoint_that_cannot_be_deleted_is_said(
+    held: str,
+    said: str,
+    files: list[str],
+    steps: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = RunFolder(tmp_path)
     for step in (10, 20, 30):
-        save(folder, step)
+        save(folder, step, complete=False)
+        (folder.checkpoint_path(step) / "more").touch()
+        folder.mark_complete(step)
+    unlink = os.unlink
 
-    def refuse(path: Path, ignore_errors: bool = False) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
+    def refuse(path: str | Path, **where: int) -> None:
+        if os.path.basename(path) == held:
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, **where)
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    with caplog.at_level(logging.WARNING):
-        assert folder.prune(2) == []
-    assert "step_000010 cannot be deleted (Permission denied); it stays." in caplog.text
-    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [20, 30]
+    for _ in range(2):  # what is left is tried again, and said again
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refuse)
+            assert folder.prune(2) == []
+        assert f"step_000010 cannot be deleted (Permission denied); {said}." in caplog.text
+        assert sorted(os.listdir(folder.checkpoint_path(10))) == files
+        assert [checkpoint.step for checkpoint in folder.checkpoints()] == steps
+    folder.prune(2)
+    assert not folder.checkpoint_path(10).exists()
 
 
 def test_a_full_disk_at_the_start_is_a_sentence_and_leaves_no_folder(
