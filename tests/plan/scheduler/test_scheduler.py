@@ -23,6 +23,8 @@ from distca.plan import (
 )
 from distca.plan.cost.table_file import find_table
 from distca.plan.placement import Placement
+from distca.plan.scheduler import scheduler
+from distca.plan.scheduler.balancer import Balancer
 from distca.plan.scheduler.target_load import TargetLoad
 from tests.plan.cases import layouts
 
@@ -163,6 +165,24 @@ def test_directions_that_disagree_are_balanced_where_hardly_any_room_is_left(pla
     plan = schedule(layout, cost)
     plan.check()
     assert both_imbalances(plan, cost) <= 1.02
+
+
+@pytest.mark.parametrize("servers, seed", [(16, 19), (32, 14)])
+def test_a_limit_that_directions_all_but_rule_out_is_not_tried(
+    servers: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be missed after as many moves as the next one takes, which gives the same plan."""
+    cost, run = find_table("NVIDIA H200", "flash4", 32, 8, 128), Balancer.run
+    assert cost is not None
+    documents = sample_mix("prolong", servers * 131_072, seed)
+    _, layout = lay_out(documents, servers, nano_batches=2, placement="spread_by_half")
+    tries: list[Balancer] = []
+    monkeypatch.setattr(Balancer, "run", lambda balancer, *options: (tries.append(balancer), run(balancer, *options)))
+    plan = schedule(layout, cost, tolerance=training_tolerance(servers))
+    assert len(tries) == 1
+    monkeypatch.setattr(scheduler, "_LEAST_SLACK", 0.0)
+    assert same(plan, schedule(layout, cost, tolerance=training_tolerance(servers)))
+    assert len(tries) == 1 + 2
 
 
 def test_a_plan_that_costs_one_direction_more_than_the_other_gains_is_tried_finer() -> None:
