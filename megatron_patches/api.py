@@ -97,11 +97,11 @@ class CAD:
             but core attention; where that is at home, every layer as a whole, as Megatron's full recomputation does.
         offload: keep in host memory what backward needs of every layer; with recompute "all" and resend, which "auto"
             takes then, and without pipeline stages.
-        linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16; they alone
+        linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16. They alone
             know the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the
-            current tensor, "delayed" or "blockwise"), and ``fp8_param``, with which their weights are FP8 numbers alone
-            and :meth:`data_parallel` needs the distributed optimizer. "auto": Transformer Engine's where they can be
-            used.
+            current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
+            FP8 numbers alone and :meth:`data_parallel` needs the distributed optimizer. "auto": Transformer Engine's
+            where they can be used.
 
     Attributes:
         options: how steps are planned.

@@ -34,7 +34,7 @@ def wrap_for_data_parallel(
 
     Gradients are added up and reduced in float32, or in the type of bfloat16 weights where ``gradients`` is that.
     Without pipeline stages a bucket of gradients is reduced while backward goes on.
-    Recomputed segments run in nested backward passes, so a weight is touched once per nano-batch; megatron counts the
+    Recomputed segments run in nested backward passes, so a weight is touched once per nano-batch. Megatron counts the
     touches of the first global batch, which it reduces after backward, and from then on starts a bucket's reduction at
     its last touch. So every micro-batch must touch every weight equally often, also where this rank has no rows.
     """

@@ -71,7 +71,7 @@ def groups_of(
 def dealt_anew(micro_batches: Sequence[MicroBatch], ranks: int, room: int, work: Work) -> tuple[MicroBatch, ...]:
     """The documents of a step, whole, dealt over its M micro-batches and R ranks so that ranks have equal work.
 
-    Ranks of plain data parallelism wait for each other once a step, so it is the step's work that is made equal: the
+    Ranks of plain data parallelism wait for each other once a step, so it is the step's work that is made equal. The
     longest document goes first to the rank with the least work that has room, there to the fullest micro-batch that
     takes it. Where documents do not fit so, they stay where they are.
 

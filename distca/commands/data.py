@@ -45,7 +45,7 @@ def convert(
             says; empty for none.
         end_token: the same for the end of every document.
         conversations: documents are lists of messages with role and content, by default in the field messages, or with
-            from and value, which go through the folder's chat template with what is in a field tools; a file .mask says
+            from and value, which go through the folder's chat template with what is in a field tools. A file .mask says
             which tokens the assistant says.
         processes: that tokenize; 0 takes one per CPU, fewer for small texts.
     """

@@ -6,8 +6,8 @@ rank of its micro-batch. Among documents of its own length that happens only if 
 longest documents share a micro-batch, the next ones the next, and the shortest fill up what room is left. Every
 micro-batch is balanced over the ranks by itself, so it may have more work than another.
 
-With pipeline stages the first and the last micro-batches get the longest documents, those between the shortest: while
-a pipeline fills and drains, stages without a micro-batch compute the attention of the others, and the more of it there
+With pipeline stages the first and the last micro-batches get the longest documents, those between the shortest. While a
+pipeline fills and drains, stages without a micro-batch compute the attention of the others, and the more of it there
 is, the less they wait.
 
 Array legend: D documents of the step, M micro-batches.

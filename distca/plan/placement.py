@@ -4,7 +4,7 @@ The order of documents inside a micro-batch means nothing, so home ranks may be 
 token budget. A query row that starts life on the rank that computes it never travels; only the k,v rows of the
 document before it do. Documents are dealt longest first, to nodes and then to the ranks of each node. One that no rank
 has room for is dealt to several ranks in *shares*. A share is a part of the head and the part of the tail that mirrors
-it, so that whoever has a tenth of a document has a tenth of its rows, of its work, of its keys read and of its keys
+it. So whoever has a tenth of a document has a tenth of its rows, of its work, of its keys read and of its keys
 sent: ranks are level in forward and in backward alike, and none sends a long head to all others.
 
 A rank with little room for tokens should get the same work all the same, so what counts for a document is its

@@ -4,7 +4,7 @@ Rows of a shard are contiguous, so a transfer is a list of segments and nothing 
 route (o back home, gradients back home) is the same list with source and destination exchanged.
 
 Varlen kernels read one region [0, stop) of k,v rows per task, in task order. The rows of a document travel to a server
-once, for its last task there, and are kept so, for the half that comes next too; only while it computes does a server
+once, for its last task there, and are kept so, for the half that comes next too. Only while it computes does a server
 whose tasks share rows copy them to a region per task. Between nodes of several ranks they travel to each node
 once and on inside it: two exchanges, the second of which is the *relay* (``hops.py``).
 """

@@ -22,7 +22,7 @@ class ServerRoute:
         kv_to_server: key/value rows to servers, in one hop or two.
         kv_to_home: dK, dV back, added up where several servers return the same row.
         repeats: copies from the server's k,v buffer to the tasks' regions: by source row (target row, rows), in task
-            order, so the last of each has most rows; empty where no two tasks share rows and none are of the half
+            order, so the last of each has most rows. Empty where no two tasks share rows and none are of the half
             before.
         before: the same from the server's k,v buffer of the half before.
         batch: borders of this server's CA-tasks.

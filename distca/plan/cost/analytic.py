@@ -24,8 +24,9 @@ def pairs(q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
 class AnalyticCost(CostModel):
     """seconds = pairs / rate + q rows x tile overhead + k,v rows x load overhead.
 
-    The q term is what every tile pays at its start, end and diagonal; the k,v term is what every task pays for its keys
-    (small in forward; in backward every block of keys is loaded and its dK and dV stored, however few queries read it).
+    The q term is what every tile pays at its start, end and diagonal; the k,v term is what every task pays for its
+    keys. That is small in forward; in backward every block of keys is loaded and its dK and dV stored, however few
+    queries read it.
 
     Attributes:
         shape: the attention layer.

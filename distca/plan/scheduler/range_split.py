@@ -2,7 +2,7 @@
 
 A range of m query rows that ends at position d costs m rows of q (and o) and up to d rows of k,v, and brings about
 m (d - m/2) query-key pairs. For a wanted number of pairs A the bytes Q m + K d are least where the range's middle lies
-at sqrt(A (Q + K/2) / K): a long document gives its inner rows best, and one long range is cheaper than two short ones.
+at sqrt(A (Q + K/2) / K). A long document gives its inner rows best, and one long range is cheaper than two short ones.
 So a sender hands over one part [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver,
 short ranges first (which makes the sum of their ends, and so the k,v rows, least).
 

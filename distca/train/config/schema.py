@@ -229,8 +229,9 @@ class TrainConfig:
         gradients: type in which gradients are added up over micro-batches and reduced over ranks: float32, or bfloat16
             (with precision bf16 only): half the memory and half the bytes to reduce, rounded after every addition.
         moments: type in which Adam's moments are kept: float32, or bfloat16 (with precision bf16 and
-            optimizer.distributed, by Transformer Engine's Adam): half the memory, and of main weights half as well, at
-            no loss. bfloat16 keeps 8 bits, so optimizer.beta2 above about 0.99 would leave the second moment as it is.
+            optimizer.distributed, by Transformer Engine's Adam). That takes half the memory, and of main weights half
+            as well, at no loss. bfloat16 keeps 8 bits, so optimizer.beta2 above about 0.99 would leave the second
+            moment as it is.
         loss: what weighs the same in the loss of a step: token = every token that is to be learned; document = every
             document, or conversation, that has some.
         recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
