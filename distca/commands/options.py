@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from distca.errors import OptionError, system_words
@@ -40,23 +42,34 @@ def check_tolerance(tolerance: float) -> None:
         raise OptionError(f"--tolerance is {tolerance}; it must be at least 0 and below 1.")
 
 
+@contextmanager
+def writing(option: str, path: str | Path) -> Iterator[None]:
+    """What keeps a file from being written, a full disk too, as a sentence.
+
+    Raises:
+        OptionError: naming the option, the file and what the system says.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(
+            f"--{option} is {str(path) or 'empty'}, which cannot be written ({system_words(error)}); give another file."
+        ) from None
+
+
 def check_writable(option: str, path: str | Path) -> None:
     """Refuse a file that could not be written once the work is done; its folder is made where it is missing.
 
     Raises:
         OptionError: naming the option, the file and what the system says.
     """
-    try:
+    with writing(option, path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         present = os.path.lexists(path)
         with open(path, "ab"):  # leaves what is in it
             pass
         if not present:
             os.unlink(path)
-    except OSError as error:
-        raise OptionError(
-            f"--{option} is {path}, which cannot be written ({system_words(error)}); give another file."
-        ) from None
 
 
 def check_picture(path: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
-from distca.commands.options import check_least, check_most, check_picture, check_tolerance
+from distca.commands.options import check_least, check_most, check_picture, check_tolerance, writing
 from distca.commands.plan_results import draw, summary
 from distca.data.sampler import Sampler
 from distca.errors import OptionError
@@ -70,7 +70,7 @@ def plan(
     if tolerance is None:
         tolerance = training_tolerance(ranks)
     check_tolerance(tolerance)
-    if picture:
+    if picture is not None:
         check_picture(picture)
     cost = costs(cost_table, heads, kv_heads, head_dim)
     documents = read_data(lengths, longest=ranks * tokens_per_rank, seed=seed)
@@ -88,8 +88,9 @@ def plan(
         links=Links(ranks_per_node),
     )
     printer().print(summary(made, layers))
-    if picture:
-        draw(made, picture, lengths)
+    if picture is not None:
+        with writing("picture", picture):
+            draw(made, picture, lengths)
         printer().print(f"Picture written to {picture}.", soft_wrap=True)
 
 

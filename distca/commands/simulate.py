@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distca.commands.lengths import MOST_TOKENS
 from distca.commands.options import check_least, check_most, check_tolerance
 from distca.commands.simulate_cases import run_cases
 from distca.commands.simulate_inputs import draw, read_costs, read_model
@@ -95,13 +96,18 @@ def simulate(
     check_least(1, tp=tp, pp=pp, micro_batches=micro_batches)
     check_least(0, seed=seed, timeline_rank=timeline_rank)
     check_most(_MOST, gpus=max(all_gpus), steps=steps)
-    if timeline_rank is not None and not timeline:
+    check_most(MOST_TOKENS, context=max(contexts))
+    if timeline_rank is not None and timeline is None:
         raise OptionError("--timeline_rank says what a timeline shows; give --timeline FILE too, or leave it out.")
-    files = Files(output, picture, Timeline(timeline, timeline_rank or 0) if timeline else None)
+    files = Files(output, picture, None if timeline is None else Timeline(timeline, timeline_rank or 0))
     files.check()
     if tolerance is not None:
         check_tolerance(tolerance)
     names = _modes(modes)
+    if picture is not None and ("distca" not in names or len(names) < 2):
+        raise OptionError(
+            f"--picture shows DistCA's speed over that of others; name distca and another in --modes, not {modes}."
+        )
     shape = read_model(model)
     clusters = [
         Cluster(count, gpus_per_node, nvlink_gb_s, network_gb_s, nvlink_latency_us, network_latency_us, memory_gib)
@@ -123,7 +129,7 @@ def simulate(
             gradients=gradients,
             moments=moments,
             tolerance=tolerance,
-            rates=load_rates(rates or RATES),
+            rates=load_rates(RATES if rates is None else rates),
         )
         for cluster in clusters
     ]

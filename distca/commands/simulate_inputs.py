@@ -12,12 +12,14 @@ from distca.plan.cost.table_file import find_table, open_table
 from distca.simulate import MODELS, Job, Model, Workload
 from distca.simulate.kernel_rate import at_rate
 
+_MOST_SIZE = 2**31 - 1
+
 
 def read_model(name: str) -> Model:
     """A shape by name, or that of a configuration file.
 
     Raises:
-        OptionError: there is no such name or file, or it has no model.
+        OptionError: there is no such name or file, or it has no model, or one of sizes that cannot be.
     """
     if name in MODELS:
         return MODELS[name]
@@ -26,16 +28,26 @@ def read_model(name: str) -> Model:
     wanted = ("layers", "hidden", "ffn", "heads", "kv_heads")
     try:
         content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))["model"]
-        sizes = {key: int(content[key]) for key in wanted}
-        head_dim = int(content.get("head_dim") or sizes["hidden"] // sizes["heads"])
-        vocabulary, tied = int(content.get("vocabulary") or 128_256), bool(content.get("tie_embeddings"))
-        return Model(**sizes, head_dim=head_dim, vocabulary=vocabulary, tied=tied)
+        sizes = {key: content[key] for key in wanted}
+        sizes |= {key: content[key] for key in ("head_dim", "vocabulary") if content.get(key)}
+        tied = content.get("tie_embeddings", False)
     except OSError:
         raise OptionError(
             f"--model is {name!r}; give {', '.join(MODELS)} or a configuration file, such as configs/llama-8b.yaml."
         ) from None
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, ArithmeticError):
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise OptionError(f"--model {name} has no model with {', '.join(wanted)}; give another file.") from None
+    for key, value in sizes.items():
+        if type(value) is not int or not 1 <= value <= _MOST_SIZE:
+            raise OptionError(f"--model {name} has {key} {value!r}; it must be a whole number from 1 to {_MOST_SIZE}.")
+    if not isinstance(tied, bool):
+        raise OptionError(f"--model {name} has tie_embeddings {tied!r}; it must be true or false.")
+    if "head_dim" not in sizes and sizes["hidden"] % sizes["heads"]:
+        raise OptionError(
+            f"--model {name} has hidden {sizes['hidden']}, which is not divisible by heads {sizes['heads']}; change "
+            "one or give head_dim."
+        )
+    return Model(**{"head_dim": sizes["hidden"] // sizes["heads"]} | sizes, tied=tied)
 
 
 def read_costs(shape: Model, tp: int, cost_table: str | None, tflops: float | None) -> CostModel:
@@ -54,7 +66,7 @@ def read_costs(shape: Model, tp: int, cost_table: str | None, tflops: float | No
     part = shape.shape(tp)
     heads = (part.heads, part.kv_heads, part.head_dim)
     cost: CostModel | None
-    if cost_table:
+    if cost_table is not None:
         cost = open_table(cost_table, *heads)
     else:
         cost = find_table("NVIDIA H200", "flash4", *heads) or analytic_cost(*heads)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distca.commands.options import check_picture, check_writable
+from distca.commands.options import check_picture, check_writable, writing
 from distca.errors import OptionError
 from distca.simulate import Job
 from distca.simulate.streams import Span
@@ -44,19 +45,18 @@ class Timeline:
         """The file, of what a server did."""
         from distca.train.metrics.plots import write_timeline
 
-        write_timeline(
-            self.path,
-            [
-                {
-                    "rank": span.rank,
-                    "track": span.track,
-                    "name": span.name,
-                    "start_us": span.start * 1e6,
-                    "duration_us": span.seconds * 1e6,
-                }
-                for span in spans
-            ],
-        )
+        shown = [
+            {
+                "rank": span.rank,
+                "track": span.track,
+                "name": span.name,
+                "start_us": span.start * 1e6,
+                "duration_us": span.seconds * 1e6,
+            }
+            for span in spans
+        ]
+        with writing("timeline", self.path):
+            write_timeline(self.path, shown)
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,17 @@ class Files:
     timeline: Timeline | None
 
     def check(self) -> None:
-        """OptionError where one of them could not be written once everything is predicted."""
-        if self.output:
-            check_writable("output", self.output)
-        if self.timeline:
-            check_writable("timeline", self.timeline.path)
-        if self.picture:
-            check_picture(self.picture)
+        """OptionError where one of them could not be written once everything is predicted, or two are one file."""
+        timeline = None if self.timeline is None else self.timeline.path
+        paths = {"output": self.output, "timeline": timeline, "picture": self.picture}
+        taken: dict[Path, str] = {}
+        for option, path in paths.items():
+            if path is None:
+                continue
+            (check_picture if option == "picture" else partial(check_writable, option))(path)
+            other = taken.setdefault(Path(path).resolve(), option)
+            if other != option:
+                raise OptionError(f"--{other} and --{option} are both {path}; give another file for one of them.")
 
 
 def report(found: list[dict[str, Any]], lengths: str, memory_gib: float, files: Files) -> None:
@@ -103,9 +107,11 @@ def report(found: list[dict[str, Any]], lengths: str, memory_gib: float, files: 
             console.print(f"{where} is left out: {row['refused']}", soft_wrap=True)
     if files.output:
         content = json.dumps({"lengths": lengths, "cases": found}, indent=1)
-        Path(files.output).write_text(content + "\n", encoding="utf-8")
+        with writing("output", files.output):
+            Path(files.output).write_text(content + "\n", encoding="utf-8")
     if files.picture:
-        draw_speeds(found, files.picture)
+        with writing("picture", files.picture):
+            draw_speeds(found, files.picture)
     timeline = files.timeline and files.timeline.path
     for what, path in (("Figures", files.output), ("Picture", files.picture), ("Timeline", timeline)):
         if path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -47,16 +48,21 @@ def load_rates(path: str | Path = RATES) -> Rates:
     """Constants from a file that ``benchmarks/calibration.py`` wrote, by default the shipped ones of the H200.
 
     Raises:
-        SimulationError: there is no such file, or it lacks a constant.
+        SimulationError: there is no such file, or it lacks a constant, or has one that cannot be.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        return Rates(**{field.name: float(content["rates"][field.name]["value"]) for field in fields(Rates)})
+        rates = Rates(**{field.name: float(content["rates"][field.name]["value"]) for field in fields(Rates)})
     except OSError as error:
         raise SimulationError(f"`rates` {path} cannot be read ({error.strerror}); give another file.") from None
     except UnicodeDecodeError:
         raise SimulationError(f"`rates` {path} are no text (UTF-8); benchmarks/calibration.py writes them.") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SimulationError(
             f"`rates` {path} lack a number ({error}); benchmarks/calibration.py writes them."
         ) from None
+    for name, value in vars(rates).items():
+        if not 0 <= value < math.inf or (name == "copy_bytes_per_s" and not value):
+            least = "above 0" if name == "copy_bytes_per_s" else "0 or more"
+            raise SimulationError(f"`rates` {path} have {name} {value:g}; it must be {least}.")
+    return rates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,10 +128,24 @@ def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int
             f"No degree of context parallelism fits: {refused}"
             if not found
             else f"Every degree of context parallelism needs {least:.0f} GiB or more, and a GPU has "
-            f"{job.cluster.memory_gib:g}; choose a `recompute` that keeps less, or raise `tp` or `pp`."
+            f"{job.cluster.memory_gib:g}; {_less_memory(job)}."
         )
     best = min(fitting, key=lambda each: each.step_s)
     return Outcome(name, best.chosen, best.steps)
+
+
+def _less_memory(job: Job) -> str:
+    """What would take less memory and can be asked for."""
+    model, cluster, ways = job.model, job.cluster, ["lower `tokens_per_rank`"]
+    if job.recompute != "all":
+        ways.append("choose a `recompute` that keeps less")
+    shared = math.gcd(cluster.gpus, cluster.gpus_per_node, model.kv_heads, model.hidden, model.ffn)
+    if any(shared % tp == 0 for tp in range(job.tp + 1, shared + 1)):
+        ways.append("raise `tp`")
+    stages = math.gcd(cluster.gpus // job.tp, model.layers)
+    if any(stages % pp == 0 for pp in range(job.pp + 1, stages + 1)):
+        ways.append("raise `pp`")
+    return " or ".join(ways)
 
 
 def _degrees(ranks: int) -> list[Mode]:

@@ -66,7 +66,20 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
         (("--pp", "3"), "--tp × --pp is 8 × 3"),
         (("--attention_tflops", "0"), "--attention_tflops is 0"),
         (("--rates", "nowhere.json"), "--rates nowhere.json cannot be read"),
-        (("--memory_gib", "1", "--modes", "best-cp"), "or raise --tp or --pp."),
+        (
+            ("--memory_gib", "1", "--modes", "best-cp"),
+            "and a GPU has 1; lower --tokens_per_rank or choose a --recompute that keeps less or raise --pp.",
+        ),
+        (
+            ("--memory_gib", "1", "--modes", "best-cp", "--recompute", "all", "--gpus", "8", "--tp", "4"),
+            "and a GPU has 1; lower --tokens_per_rank or raise --tp or raise --pp.",
+        ),
+        (("--context", "9" * 20), "--context is 99999999999999999999; it must be at most 4294967296."),
+        (("--output", "a", "--timeline", "./a"), "--output and --timeline are both ./a; give another file for one"),
+        (("--output", ""), "--output is empty, which cannot be written"),
+        (("--output", "/dev/full"), "--output is /dev/full, which cannot be written (No space left on device)"),
+        (("--timeline", "/dev/full"), "--timeline is /dev/full, which cannot be written (No space left on device)"),
+        (("--picture", "a.png", "--modes", "packed"), "name distca and another in --modes, not packed."),
         (("--timeline_rank", "1"), "give --timeline FILE too"),
     ],
 )

@@ -16,7 +16,18 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
     )
     assert read_model(str(tmp_path / "tied.yaml")) == Model(2, 64, 64, 2, 1, 32, tied=True)
     sizes = "layers: {}, hidden: 64, ffn: 64, heads: {}, kv_heads: 1"
-    for content in ("name: x", f"model: {{{sizes.format(2, 0)}}}", f"model: {{{sizes.format('.inf', 2)}}}"):
+    for content, said in (
+        ("name: x", "has no model"),
+        ("model: 3", "has no model"),
+        ("[" * 20_000, "has no model"),
+        (f"model: {{{sizes.format(2, 0)}}}", "has heads 0; it must be a whole number from 1"),
+        (f"model: {{{sizes.format('.inf', 2)}}}", "has layers inf; it must be a whole number"),
+        (f"model: {{{sizes.format(2.7, 2)}}}", "has layers 2.7; it must be a whole number"),
+        (f"model: {{{sizes.format('true', 2)}}}", "has layers True; it must be a whole number"),
+        (f"model: {{{sizes.format(2, 2)}, vocabulary: -5}}", "has vocabulary -5; it must be"),
+        (f"model: {{{sizes.format(2, 2)}, tie_embeddings: 1}}", "has tie_embeddings 1; it must be true or false"),
+        (f"model: {{{sizes.format(2, 3)}}}", "has hidden 64, which is not divisible by heads 3; change one or give"),
+    ):
         (tmp_path / "none.yaml").write_text(content)
-        with pytest.raises(OptionError, match="has no model"):
+        with pytest.raises(OptionError, match=said):
             read_model(str(tmp_path / "none.yaml"))

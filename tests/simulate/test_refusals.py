@@ -1,11 +1,14 @@
 """What cannot be simulated is said in a sentence."""
 
+import json
+
 import numpy as np
 import pytest
 
 from distca.plan import area_cost
 from distca.simulate import MODELS, Cluster, Job, Model, SimulationError, Workload, load_rates
 from distca.simulate.kernel_rate import at_rate, forward_tflops
+from distca.simulate.rates import RATES
 from tests.simulate.cases import pair_cost, small_job
 
 
@@ -70,6 +73,20 @@ def test_rates(tmp_path):
         load_rates(tmp_path / "rates.json")
     with pytest.raises(SimulationError, match="cannot be read"):
         load_rates(tmp_path / "none.json")
+    shipped = json.loads(RATES.read_text())
+    for name, value, said in (
+        ("linear_factor", "NaN", "have linear_factor nan; it must be 0 or more"),
+        ("step_s", "Infinity", "have step_s inf; it must be 0 or more"),
+        ("copy_bytes_per_s", "0", "have copy_bytes_per_s 0; it must be above 0"),
+    ):
+        shipped["rates"][name]["value"], kept = "there", shipped["rates"][name]["value"]
+        (tmp_path / "rates.json").write_text(json.dumps(shipped).replace('"there"', value))
+        shipped["rates"][name]["value"] = kept
+        with pytest.raises(SimulationError, match=said):
+            load_rates(tmp_path / "rates.json")
+    (tmp_path / "rates.json").write_text("[" * 100_000)
+    with pytest.raises(SimulationError, match="lack a number"):
+        load_rates(tmp_path / "rates.json")
 
 
 def test_kernels_at_another_rate():
