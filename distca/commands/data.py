@@ -11,6 +11,7 @@ from distca.data.encoding import processes_for
 from distca.data.lengths import LengthKind, open_lengths
 from distca.data.mixes import MIX_NAMES
 from distca.data.recipe import Recipe
+from distca.data.sources import passed_over
 from distca.data.statistics import length_statistics
 from distca.data.texts import TextKind, open_texts
 from distca.data.tokenizer import find_tokenizer
@@ -53,6 +54,7 @@ def convert(
     from distca.log import printer
 
     check_least(0, processes=processes)
+    _check_used(source, field=field, conversations=conversations)
     prefix = check_output(output)
     usual = "messages" if conversations else "text"
     recipe = Recipe(find_tokenizer(tokenizer, begin_token, end_token), field or usual)
@@ -73,7 +75,6 @@ def describe(
     *,
     source: LengthKind = "text",
     field: str | None = None,
-    vocabulary: int = 0,
     seed: int = 0,
 ) -> None:
     """Print how long the documents of a source are. Nothing is tokenized: of text a byte counts as a token.
@@ -86,18 +87,18 @@ def describe(
             as often as an epoch has it; indexed = Megatron's .bin/.idx pair; stdlib = Python's own source files; mix =
             synthetic lengths.
         field: of each JSON object, or column of each table, that holds the document; text by default.
-        vocabulary: number of token ids, for indexed files without a .json beside them.
         seed: of the lengths that a mix draws, and of the documents that a blend uses once more than others.
     """
     from rich.table import Table
 
     from distca.log import printer
 
-    check_least(0, vocabulary=vocabulary, seed=seed)
-    if path is None and source != "stdlib":
+    check_least(0, seed=seed)
+    _check_used(source, field=field)
+    if not path and source != "stdlib":
         mixes = f", one of {', '.join(MIX_NAMES)}" if source == "mix" else ""
         raise OptionError(f"--source {source} needs --path{mixes}.")
-    documents = open_lengths(source, path, field=field, vocabulary=vocabulary, seed=seed)
+    documents = open_lengths(source, path, field=field, seed=seed)
     longest = int(documents.lengths.max())
     statistics = length_statistics(Corpus(documents, longest, seed=seed).train.lengths)
     table = Table(title=f"Documents of {source}" + (f" {path}" if path else ""))
@@ -120,3 +121,9 @@ def describe(
     ):
         table.add_row(label, value)
     printer().print(table)
+
+
+def _check_used(source: str, **given: object) -> None:
+    """OptionError where the source would pass over an option."""
+    for said in passed_over(source, **given):
+        raise OptionError(said)

@@ -10,8 +10,10 @@ import numpy as np
 from distca.data.corpus import Corpus
 from distca.data.lengths import DATA_KINDS, open_lengths
 from distca.data.mixes import MIX_NAMES, sample_mix
-from distca.errors import PlanError, system_words
+from distca.errors import DataError, PlanError, system_words
+from distca.words import rename_parameters
 
+_GIVEN_BY = {"path": "PATH", "source": "KIND", "field": "field, as the sources of a blend:PATH can"}
 MOST_TOKENS = 1 << 32
 """Tokens of the largest micro-batch that is planned: a million for each of 4096 ranks."""
 
@@ -21,13 +23,16 @@ def read_data(lengths: str, *, longest: int, seed: int = 0) -> np.ndarray | None
     blend those of an epoch. None where ``lengths`` is something else.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read; named by how it is given here.
         VersionError: a package that it needs is missing.
     """
     kind, _, path = lengths.partition(":")
     if kind not in DATA_KINDS or not path:
         return None
-    return Corpus(open_lengths(kind, path), longest, "split", seed=seed).train.lengths
+    try:
+        return Corpus(open_lengths(kind, path), longest, "split", seed=seed).train.lengths
+    except DataError as error:
+        raise DataError(rename_parameters(str(error), _GIVEN_BY.get)) from None
 
 
 def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:

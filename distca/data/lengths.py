@@ -22,6 +22,8 @@ from distca.errors import DataError
 LengthKind = Literal["text", "jsonl", "parquet", "arrow", "blend", "indexed", "stdlib", "mix"]
 DATA_KINDS = tuple(kind for kind in get_args(LengthKind) if kind not in ("stdlib", "mix"))
 """Those that a path names."""
+_ANY_VOCABULARY = 1 << 31
+"""More ids than a file can have: none is read."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,13 @@ class KnownLengths:
         return f"document {document}"
 
 
-def open_lengths(
-    kind: str, path: str | None, *, field: str | None = None, vocabulary: int = 0, seed: int = 0
-) -> DocumentSource:
+def open_lengths(kind: str, path: str | None, *, field: str | None = None, seed: int = 0) -> DocumentSource:
     """A source whose lengths are meant, not its tokens. Tables and packed files are read whole for it.
 
     Args:
         kind: one of LengthKind.
         path: as the kind has it; of a blend its YAML file.
         field: of each JSON object, or column of each table, that holds the document; None for text.
-        vocabulary: number of token ids, for indexed files without a sidecar; 0 where it is known.
         seed: of a mix.
 
     Raises:
@@ -61,14 +60,13 @@ def open_lengths(
     """
     if kind == "blend":
         parts = read_blend(path or "")
-        sources = [
-            open_lengths(each.source, each.path, field=each.field or field, vocabulary=vocabulary) for each in parts
-        ]
+        sources = [open_lengths(each.source, each.path, field=each.field or field) for each in parts]
         return Blend(sources, parts)
     if kind in ("jsonl", "parquet", "arrow"):
         texts = open_texts(kind, path)
         if kind != "jsonl" or texts.packed:
             return _read(texts, field or "text")
+    vocabulary = _ANY_VOCABULARY if kind == "indexed" else None
     return open_source(kind, path, vocabulary=vocabulary, seed=seed, field=field or "text")
 
 

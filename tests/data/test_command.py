@@ -9,7 +9,7 @@ import pytest
 
 from distca.commands import data
 from distca.data import open_source
-from distca.errors import DataError
+from distca.errors import DataError, DistcaError
 
 jsonargparse = pytest.importorskip("jsonargparse")
 
@@ -78,3 +78,27 @@ def test_convert_looks_at_the_output_before_anything_is_read(tmp_path):
 def test_a_user_mistake_stays_a_sentence(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         run("describe", "--path", str(tmp_path / "nowhere"), "--source", "text")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["describe", "--path", ""], "--source text needs --path."),
+        (["convert", "--path", "", "--output", "out"], "The document source 'text' needs a path; set `path`."),
+        (["describe", "--path", ".", "--field", "body"], "`field` is body, but `source` is text, whose documents are"),
+        (
+            ["describe", "--path", "pretrain", "--source", "mix", "--field", "body"],
+            "`field` is body, but `source` is mix, whose documents are token ids already; leave it out.",
+        ),
+        (
+            ["convert", "--path", ".", "--output", "out", "--conversations", "true"],
+            "`conversations` is true, but `source` is text, whose documents are whole files; leave it out.",
+        ),
+    ],
+)
+def test_what_is_empty_or_would_be_passed_over_is_refused(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(DistcaError) as no:
+        run(*words)
+    assert str(no.value).startswith(said)

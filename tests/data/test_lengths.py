@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from distca.commands.data import describe
+from distca.commands.data import convert, describe
 from distca.commands.lengths import read_data
 from distca.commands.plan import plan
 from distca.data.lengths import open_lengths
@@ -68,3 +68,18 @@ def test_a_plan_takes_the_first_micro_batch_of_training_data(folder, capsys):
     first = Sampler(np.array([5, 300, 300, 100, 40]), 2, 150, 1, seed=0).next()[0]
     said = f"{len(first.lengths)} documents, {first.tokens} tokens on 2 ranks"
     assert 200 < first.tokens <= 300 and said in capsys.readouterr().out
+
+
+def test_lengths_need_no_vocabulary(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{"text": "you"}\n')
+    convert(str(tmp_path / "a.jsonl"), source="jsonl", output=str(tmp_path / "a"))
+    (tmp_path / "a.json").unlink()
+    assert read_data(f"indexed:{tmp_path / 'a'}", longest=4).tolist() == [4, 1, 3]
+
+
+def test_a_plan_names_what_it_can_be_given(folder):
+    (folder / "c.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(DataError, match="or name another field, as the sources of a blend:PATH can"):
+        read_data(f"jsonl:{folder / 'c.jsonl'}", longest=9)
+    with pytest.raises(DataError, match=r"^PATH '.*nowhere' does not exist"):
+        read_data(f"jsonl:{folder / 'nowhere'}", longest=9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from distca.data.mixes import MIX_NAMES
@@ -56,7 +57,7 @@ def open_source(
         from distca.data.sources.text import open_stdlib
 
         return open_stdlib(path)
-    if path is None:
+    if not path:
         mixes = f" to one of {', '.join(MIX_NAMES)}" if kind == "mix" else ""
         raise DataError(f"The document source {kind!r} needs a path; set `path`{mixes}.")
     if kind == "text":
@@ -74,6 +75,21 @@ def open_source(
     from distca.data.sources.mix import Mix
 
     return Mix(path, mix_tokens, seed, vocabulary=vocabulary, max_length=max_length)
+
+
+def passed_over(kind: str, **given: object) -> Iterator[str]:
+    """Options of documents that a source would pass over, a sentence each: what is read would be other than asked for.
+
+    Args:
+        kind: as of :func:`open_source`, or any other that has fields.
+        given: ``field``, ``conversations``, ``begin_token`` and ``end_token``; what is false was not given.
+    """
+    ids, files = kind in ("indexed", "mix"), kind in ("stdlib", "text")
+    why = "whose documents are token ids already" if ids else "whose documents are whole files"
+    for name, value in given.items():
+        if value and (ids or (files and name in ("field", "conversations"))):
+            shown = "true" if value is True else value
+            yield f"`{name}` is {shown}, but `source` is {kind}, {why}; leave it out."
 
 
 def _check_bytes(kind: str, path: str | None, tokenizer: str, vocabulary: int | None) -> None:

@@ -86,7 +86,7 @@ def open_texts(kind: str, path: str | None) -> Texts:
     """
     if kind == "stdlib":
         return Texts(kind, tuple(open_stdlib(path).files))
-    if path is None:
+    if not path:
         raise DataError(f"The document source {kind!r} needs a path; set `path`.")
     if kind == "text":
         return Texts(kind, tuple(open_text_folder(path).files))

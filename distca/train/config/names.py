@@ -12,6 +12,7 @@ SETTINGS = {
     "backward": "cad.backward",
     "begin_token": "data.begin_token",
     "cache": "data.cache",
+    "conversations": "data.conversations",
     "context_length": "data.context_length",
     "cost_table": "cad.cost_table",
     "end_token": "data.end_token",

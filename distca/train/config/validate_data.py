@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from distca.data.mixes import MIX_NAMES
+from distca.data.sources import passed_over
+from distca.train.config.names import with_settings
 from distca.train.config.schema import DataConfig, RunConfig
 from distca.words import count
 
@@ -46,18 +48,6 @@ def _stay_whole(config: RunConfig, ranks: int) -> bool:
 
 
 def _unused(data: DataConfig) -> list[str]:
-    """Settings of documents that the source would pass over: what is learned would be other than asked for."""
-    ids, files = data.source in ("indexed", "mix"), data.source in ("stdlib", "text")
-    unused = {
-        "field": ids or files,
-        "conversations": ids or files,
-        "begin_token": ids,
-        "end_token": ids,
-    }
-    why = "whose documents are token ids already" if ids else "whose documents are whole files"
-    return [
-        f"data.{name} is {str(value).lower() if value is True else value}, but data.source is {data.source}, {why}; "
-        "leave it out."
-        for name, passed_over in unused.items()
-        if passed_over and (value := getattr(data, name))
-    ]
+    names = ("field", "conversations", "begin_token", "end_token")
+    given = {name: getattr(data, name) for name in names}
+    return list(map(with_settings, passed_over(data.source, **given)))
