@@ -92,12 +92,18 @@ def _option_sentence(message: str, name: str, function: Callable[..., Any]) -> s
     if missing:
         named = [part.rpartition(".")[2].strip(" -") for part in missing[1].split(",")]
         return f"{name} needs {' and '.join(_typed(parameters[part]) for part in named if part in parameters)}."
-    unknown = re.search(r"unrecognized arguments: (\S+)", message)
+    unknown = re.search(r"unrecognized arguments: ?(\S*)", message)
     if unknown:
-        close = get_close_matches(unknown[1].lstrip("-").partition("=")[0], parameters, n=1)
-        hint = f" Did you mean {_typed(parameters[close[0]])}?" if close and unknown[1].startswith("-") else ""
-        kind = "option" if unknown[1].startswith("-") else "place for"
-        return f"{name} has no {kind} {unknown[1]}.{hint}"
+        word = unknown[1] or "''"
+        option = word.startswith("-")
+        meant = ""
+        if option:
+            close = get_close_matches(word.lstrip("-").partition("=")[0], parameters, n=1)
+            meant = _typed(parameters[close[0]]) if close else ""
+        elif unknown[1] and "path" in parameters and (path := _typed(parameters["path"])).startswith("-"):
+            meant = f"{path} {word}"
+        hint = f" Did you mean {meant}?" if meant else ""
+        return f"{name} has no {'option' if option else 'place for'} {word}.{hint}"
     text = " ".join(message.split())
     return text if text.endswith(".") else text + "."
 

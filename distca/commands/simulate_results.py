@@ -15,6 +15,7 @@ from distca.commands.options import check_picture, check_writable, writing
 from distca.errors import OptionError
 from distca.simulate import Job
 from distca.simulate.streams import Span
+from distca.versions import command_line
 from distca.words import count
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def report(found: list[dict[str, Any]], lengths: str, memory_gib: float, files: 
             where = f"{row['mode']} on {count(row['gpus'], 'GPU')} with contexts of {_tokens(row['context'])}"
             console.print(f"{where} is left out: {row['refused']}", soft_wrap=True)
     if files.output:
-        content = json.dumps({"lengths": lengths, "cases": found}, indent=1)
+        content = json.dumps({"command": command_line("distca"), "lengths": lengths, "cases": found}, indent=1)
         with writing("output", files.output):
             Path(files.output).write_text(content + "\n", encoding="utf-8")
     if files.picture:

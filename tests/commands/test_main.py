@@ -1,3 +1,4 @@
+import shlex
 import subprocess
 import sys
 
@@ -86,6 +87,8 @@ def test_mistakes_are_sentences_and_bugs_keep_their_traceback(
         ("plan pretrain --ranks", "--ranks needs a whole number."),
         ("plan pretrain --rankz 3", "distca plan has no option --rankz. Did you mean --ranks?"),
         ("plan pretrain again", "distca plan has no place for again."),
+        ("data describe texts", "distca data describe has no place for texts. Did you mean --path texts?"),
+        ("data describe ''", "distca data describe has no place for ''."),
         ("plan", "distca plan needs lengths."),
         ("data convert", "distca data convert needs --output."),
         ("data describe --source web", "--source must be one of text, jsonl, parquet, arrow, blend, indexed, stdlib"),
@@ -102,7 +105,7 @@ def test_mistakes_are_sentences_and_bugs_keep_their_traceback(
 )
 def test_mistakes_on_the_command_line_are_sentences(capfd: pytest.CaptureFixture[str], line: str, said: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(line.split())
+        main(shlex.split(line))
     assert ended.value.code == 2
     shown = " ".join(capfd.readouterr().err.split())
     assert shown.startswith("error: ") and said in shown and "next step: " in shown

@@ -28,7 +28,9 @@ def test_the_command_sweeps_draws_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert code == 0
     assert "best-cp" in out
     assert said.count("Attention costs: measured table") == 1
-    cases = json.loads(files["output"].read_text())["cases"]
+    figures = json.loads(files["output"].read_text())
+    assert figures["command"].startswith("distca ")
+    cases = figures["cases"]
     assert [(case["gpus"], case["mode"]) for case in cases] == [
         (gpus, mode) for gpus in (16, 32) for mode in ("distca", "best-cp", "best-cp-hidden")
     ]
