@@ -138,11 +138,13 @@ class Job:
                 f"{wanted.kv_heads} of {wanted.head_dim}; give one that `distca profile` measured for these."
             )
         if self.cost.linear is None:
-            raise SimulationError("The cost table has no linear layers; `distca profile` measures them.")
+            raise SimulationError(
+                "The cost table has no linear layers; give a `cost_table` that `distca profile` measured."
+            )
         if self.cost.linear.in_fp8(self.fp8) is None:
             raise SimulationError(
-                f"`fp8` is {self.fp8}, but the cost table does not say what linear layers take so; `distca profile` "
-                "measures it where Transformer Engine is installed. Or set `fp8` to none."
+                f"`fp8` is {self.fp8}, but the cost table does not say what linear layers take so; give a `cost_table` "
+                "that `distca profile` measured where Transformer Engine is installed, or set `fp8` to none."
             )
 
     @property

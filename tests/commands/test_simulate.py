@@ -81,6 +81,10 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
         (("--output", ""), "--output is empty, which cannot be written"),
         (("--output", "/dev/full"), "--output is /dev/full, which cannot be written (No space left on device)"),
         (("--timeline", "/dev/full"), "--timeline is /dev/full, which cannot be written (No space left on device)"),
+        (
+            ("--fp8", "current", "--model", "small.yaml", "--tp", "1"),
+            "give a --cost_table that `distca profile` measured where Transformer Engine is installed, or set --fp8 to",
+        ),
         (("--picture", "a.png", "--modes", "packed"), "name distca and another in --modes, not packed."),
         (("--timeline_rank", "1"), "give --timeline FILE too"),
     ],
@@ -93,6 +97,7 @@ def test_mistakes_are_sentences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text("model: {layers: 2, hidden: 128, ffn: 256, heads: 4, kv_heads: 2}")
     code, out, err = run(capsys, "pretrain-long", *words)
     assert code == 2
     assert said in " ".join((out + err).split())
