@@ -8,8 +8,9 @@ its link lets so many Mbit/s pass each way, 0 any. All modes train on the same b
 the same links, gradients too. What the arguments are is said there. FOLDER gets slow_network.json, and a folder for
 each bandwidth with all that ``benchmarks.throughput`` writes.
 
-Beside it is what the simulator predicts. What it is told of these cores is the cost table that plans have, how long
-attention and all else of the first mode took at the first bandwidth, and the other bandwidths.
+Beside it is what the simulator predicts. It is told the cost table that plans have, how long attention and all else of
+the first mode took at the first bandwidth, and what each bandwidth gave an all-to-all (DistCA) and an all-gather
+(others): gloo often sends one way at a time.
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ from distca.versions import command_line, versions, write_report
 ROOT = Path(__file__).parents[1]
 PORT = "29541"
 NODES, SEED = 2, 1234
-LOCAL_GB_S = 1.0
-"""Of links without a limit, about as fast as gloo's sockets are."""
 
 
 def main() -> None:
@@ -72,12 +71,13 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> None:
         report["links"][f"{megabits}"] = run(megabits, folder, others)
         write_report(arguments.output / "slow_network.json", report)
     first = arguments.megabits[0]
-    content = _report(arguments.output / f"{first}")
+    contents = {megabits: _report(arguments.output / f"{megabits}") for megabits in arguments.megabits}
     for cell, modes in report["links"][f"{first}"].items():
-        cores = Cores(content, content["cells"][cell], first)
+        cores = Cores(contents[first], contents[first]["cells"][cell])
         for megabits, mode in product(arguments.megabits, modes):
             found = report["links"][f"{megabits}"][cell][mode]
-            found["tokens_per_s_predicted"] = cores.tokens_per_s(mode, megabits)
+            found["link_megabits"] = 8e3 * rate_of(contents[megabits], mode)
+            found["tokens_per_s_predicted"] = cores.tokens_per_s(mode, rate_of(contents[megabits], mode))
     write_report(arguments.output / "slow_network.json", report)
     show(report["links"])
 
@@ -136,6 +136,11 @@ def run(megabits: int, folder: Path, others: list[str]) -> dict[str, Any]:
     }
 
 
+def rate_of(content: dict[str, Any], mode: str) -> float:
+    """GB/s that a report's links gave what a mode sends."""
+    return float(content["links"]["all_to_all_gb_per_s" if mode == "distca" else "all_gather_gb_per_s"])
+
+
 def figures(megabits: int, found: dict[str, Any]) -> dict[str, Any]:
     """Of a mode's part in a report of ``benchmarks.throughput``; with them seconds that its rows would take alone."""
     kept = {name: found[name] for name in ("tokens_per_s", "steps_s", "bytes_per_step", "attention_max_over_mean")}
@@ -150,12 +155,10 @@ class Cores:
     Attributes:
         content: a report of ``benchmarks.throughput``.
         cell: its part on the workload.
-        megabits: of its links.
     """
 
     content: dict[str, Any]
     cell: dict[str, Any]
-    megabits: int
 
     @cached_property
     def batches(self) -> list[Workload]:
@@ -172,9 +175,9 @@ class Cores:
         )
         return [Workload(each, drawn.bins) for each in drawn.global_batches[warm_up:]]
 
-    def tokens_per_s(self, mode: str, megabits: int) -> float:
-        """Predicted."""
-        steps = self._steps(mode, megabits, self._rates)
+    def tokens_per_s(self, mode: str, gb_s: float) -> float:
+        """Predicted, for links of ``gb_s``."""
+        steps = self._steps(mode, gb_s, self._rates)
         return sum(each.tokens for each in self.batches) / sum(each.step_s for each in steps)
 
     @cached_property
@@ -182,15 +185,18 @@ class Cores:
         """With which the report's first mode takes as long as it did: its attention, and all else as if it were matrix
         products."""
         mode, measured = next(iter(self.cell["modes"].items()))
+        gb_s = rate_of(self.content, mode)
         rates = Rates(1, 1, 0, 0, 0, copy_bytes_per_s=math.inf, optimizer_s=0, parameter_s=0, step_s=0, phase_s=0)
-        attention = sum(float(each.attention_s.sum()) for each in self._steps(mode, self.megabits, rates))
-        took = float(np.sum(measured["attention_by_rank"]["measured_s"]))
-        rates = replace(rates, attention_factor=took / attention)
-        both = (self._steps(mode, self.megabits, replace(rates, linear_factor=factor)) for factor in (1, 2))
-        one, two = (sum(each.step_s for each in steps) for steps in both)
-        return replace(rates, linear_factor=1 + (sum(measured["steps_s"]) - one) / (two - one))
+        attention = sum(float(each.attention_s.sum()) for each in self._steps(mode, gb_s, rates))
+        rates = replace(rates, attention_factor=float(np.sum(measured["attention_by_rank"]["measured_s"])) / attention)
+        low, high = 0.0, 1e4
+        for _ in range(50):
+            factor = (low + high) / 2
+            took = sum(each.step_s for each in self._steps(mode, gb_s, replace(rates, linear_factor=factor)))
+            low, high = (factor, high) if took < sum(measured["steps_s"]) else (low, factor)
+        return replace(rates, linear_factor=factor)
 
-    def _steps(self, mode: str, megabits: int, rates: Rates) -> list[Prediction]:
+    def _steps(self, mode: str, gb_s: float, rates: Rates) -> list[Prediction]:
         content, sizes = self.content, self.content["model"]
         model = Model(
             sizes["layers"],
@@ -204,7 +210,6 @@ class Cores:
         cost = find_table("cpu", "reference", model.heads, model.kv_heads, model.head_dim)
         assert cost is not None, "these heads have no table, so plans had none either"
         cost.shape = model.shape(1)  # the simulator's values have 2 bytes, these 4: links are half as fast to them
-        gb_s = megabits / 8e3 if megabits else LOCAL_GB_S
         job = Job(
             model,
             Cluster(NODES, 1, network_gb_s=gb_s / 2),

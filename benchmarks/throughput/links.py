@@ -12,7 +12,7 @@ from distca.device.clock import Clock
 from distca.profile.timing import median_seconds
 
 _BYTES = 256 << 20
-_CPU_BYTES = 1 << 20
+_CPU_BYTES = 8 << 20
 
 
 def limit_links(channels: int) -> None:
