@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import combinations
 from typing import Any
+
+import numpy as np
 
 from tests.docs.pages import ROOT
 
@@ -72,3 +75,22 @@ def test_many_servers() -> None:
                 speeds = cell and f"{over(cell, EXPOSED):.2f}, {over(cell, HIDDEN):.2f}"
                 wanted.append(f"{speeds}; {exposed * 100:.1f} %" if cell else "–")
         assert cells_of(f"{servers:,}") == wanted
+
+
+def test_a_network_on_cpus() -> None:
+    links, errors, right, pairs = kept("slow_network")["links"], [], 0, 0
+    for megabits, cells in links.items():
+        found = []
+        for modes in (cells["pretrain 8K"], cells["prolong 8K"]):
+            speeds = [(each["tokens_per_s"], each["tokens_per_s_predicted"]) for each in modes.values()]
+            assert list(modes) == ["packed", "cp2-keep", "distca"]
+            found += [f"{measured:,.0f} ({predicted:,.0f})" for measured, predicted in speeds]
+            told = megabits == "0"  # what packed documents take then
+            errors += [abs(measured / predicted - 1) for measured, predicted in speeds[told:]]
+            apart = [(a, b) for a, b in combinations(speeds, 2) if abs(a[0] / b[0] - 1) > 0.03]
+            right += sum((a[0] > b[0]) == (a[1] > b[1]) for a, b in apart)
+            pairs += len(apart)
+        assert cells_of("any" if megabits == "0" else megabits) == found
+    middle, worst = float(np.median(errors)), max(errors)
+    assert f"within {middle * 100:.1f} % in the median and {worst * 100:.1f} % at worst" in PAGE
+    assert f"{right} of {pairs} pairs that differ" in PAGE.replace("\n", " ")
