@@ -108,6 +108,9 @@ def simulate(
         raise OptionError(
             f"--picture shows DistCA's speed over that of others; name distca and another in --modes, not {modes}."
         )
+    for option, given in (("tolerance", tolerance is not None), ("backward", backward != "keep")):
+        if given and "distca" not in names:
+            raise OptionError(f"--{option} is DistCA's, but --modes is {modes}; add distca there, or leave it out.")
     shape = read_model(model)
     clusters = [
         Cluster(count, gpus_per_node, nvlink_gb_s, network_gb_s, nvlink_latency_us, network_latency_us, memory_gib)

@@ -56,6 +56,8 @@ def test_lengths_may_be_those_of_training_data(tmp_path: Path, capsys: pytest.Ca
         (("--network_gb_s", "0"), "--network_gb_s is 0"),
         (("--cost_table", str(TABLES / "cpu_reference_4x2x32.json")), "was measured for 4 query heads"),
         (("--tp", "3"), "--tp is 3"),
+        (("--modes", "packed", "--tolerance", "0.1"), "--tolerance is DistCA's, but --modes is packed; add distca"),
+        (("--modes", "cp8", "--backward", "resend"), "--backward is DistCA's, but --modes is cp8; add distca"),
         (("--gpus", "0"), "--gpus is 0"),
         (("--gpus", "[]"), "--gpus is []; give one number"),
         (("--gpus", "2.5"), "--gpus must be a whole number or a list of whole numbers, not 2.5."),
