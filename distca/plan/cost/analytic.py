@@ -5,6 +5,7 @@ Array legend: K directions, N tasks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -60,6 +61,10 @@ class AnalyticCost(CostModel):
         kv = kv_rows * (q > 0)
         features = np.array((q * (kv - 0.5 * (q - 1)), q, kv))
         return terms.dot(features.reshape(3, -1)).reshape(len(terms), *q.shape)
+
+    def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
+        pairs = [(q * (kv - 0.5 * (q - 1)), q, kv if q else 0) for q, kv in zip(q_rows, kv_rows, strict=True)]
+        return [[a * pair + b * q + c * kv for pair, q, kv in pairs] for a, b, c in self._terms[direction].tolist()]
 
 
 def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:

@@ -7,7 +7,7 @@ once, onto a fine grid whose cells are found without a search. Array legend: N t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,7 @@ class TableCost(CostModel):
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
         if q_rows.ndim == 1 and len(q_rows) <= _FEW:
-            return self._of_few(direction, q_rows.tolist(), kv_rows.tolist())
+            return np.array(self.of_few(direction, q_rows.tolist(), kv_rows.tolist()))
         seconds = self._base.per_direction(direction, q_rows, kv_rows)
         at = np.array((q_rows, kv_rows), np.float64).reshape(2, -1)
         at = np.multiply(at.view(np.int64), _PER_LINE)
@@ -160,11 +160,9 @@ class TableCost(CostModel):
         seconds *= by_both.reshape(seconds.shape)
         return seconds
 
-    def _of_few(self, direction: Direction, q_rows: list[float], kv_rows: list[float]) -> np.ndarray:
-        """The same in plain Python: planning mostly asks for a handful of ranges, where numpy's calls cost more than
-        the numbers."""
+    def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
         terms, cells = self._few[direction]
-        seconds = np.zeros((len(terms), len(q_rows)))
+        seconds = [[0.0] * len(q_rows) for _ in terms]
         for n, (q, kv) in enumerate(zip(q_rows, kv_rows, strict=True)):
             if not q:
                 continue
@@ -174,7 +172,7 @@ class TableCost(CostModel):
             for k, (by_pair, by_row, by_key) in enumerate(terms):
                 constant, by_q, by_kv, by_both = cells[k][cell]
                 factor = (by_both * dq + by_kv) * dkv + by_q * dq + constant
-                seconds[k, n] = (by_pair * pairs + by_row * q + by_key * kv) * factor
+                seconds[k][n] = (by_pair * pairs + by_row * q + by_key * kv) * factor
         return seconds
 
     def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ class Balancer:
 
     def __init__(self, state: SchedulerState, timer: Timer, q_bytes: int, kv_bytes: int) -> None:
         self.state, self.timer, self.q_bytes, self.kv_bytes = state, timer, q_bytes, kv_bytes
-        self.unit = timer.unit[:, None]
+        self.unit = np.array(timer.unit)[:, None]
         self.stuck = np.zeros(state.layout.ranks, bool)
         self.prices: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.place = np.argsort(state.order)
@@ -82,29 +82,30 @@ class Balancer:
             free: [R] the least of it, in parts of the mean.
         """
         need = -room[:, sender]
+        wanted = -float(free[sender])
         pieces = self.state.pieces_of(sender)
         free = np.maximum(free, 0.0)
         free[sender] = 0.0
-        price = self._price_per_pair(pieces, need, float(free.max()))
-        if self._move_whole(sender, pieces, price, need, room, free):
+        price = self._price_per_pair(pieces, min(wanted, float(free.max())))
+        if self._move_whole(sender, pieces, price, need, room, free, wanted):
             return _NO_DOCUMENT
         for best in _cheapest(price):
             if self._move_part(sender, best, need, room, free):
-                return int(pieces.document[best])
+                return int(pieces.place[0, best])
         moved = self._move_one(sender, pieces, need, room, free) or self._exchange(sender, pieces, need, room, free)
         return _NO_DOCUMENT if moved else None
 
-    def _price_per_pair(self, pieces: Pieces, need: np.ndarray, most: float) -> np.ndarray:
-        """[P] bytes per query-key pair of the best single range of each piece that meets the need or the largest
-        room."""
-        if not len(pieces.document) or most <= ENOUGH:
-            return np.full(len(pieces.document), np.inf)
+    def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
+        """[P] bytes per query-key pair of the best single range of each piece that has so much work, in parts of the
+        mean."""
+        if not len(pieces) or work <= ENOUGH:
+            return np.full(len(pieces), np.inf)
         # In the type of what follows: numpy takes twice as long where types are mixed.
-        start, stop = pieces.start.astype(np.float64), pieces.stop.astype(np.float64)
+        _, start, stop = pieces.place.astype(np.float64)
         whole = area(start, stop)
         seconds = pieces.seconds / self.unit
         per_pair = np.maximum(seconds[0], seconds[-1]) / whole
-        wanted = np.minimum(whole, min(most, float((need / self.unit[:, 0]).max())) / per_pair)
+        wanted = np.minimum(whole, work / per_pair)
         middle = np.sqrt(wanted * (self.q_bytes / self.kv_bytes + 0.5))
         half = wanted / np.maximum(middle, 1.0) / 2
         middle = np.minimum(np.maximum(middle, start + half), np.maximum(stop - half, 1.0))
@@ -112,13 +113,20 @@ class Balancer:
         return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, stop)) / wanted
 
     def _move_whole(
-        self, sender: int, pieces: Pieces, price: np.ndarray, need: np.ndarray, room: np.ndarray, free: np.ndarray
+        self,
+        sender: int,
+        pieces: Pieces,
+        price: np.ndarray,
+        need: np.ndarray,
+        room: np.ndarray,
+        free: np.ndarray,
+        wanted: float,
     ) -> bool:
         """Hand the cheapest pieces, as long as they are smaller than the need, to one receiver in one step."""
         if not len(price) or least_of(pieces.seconds[:, price.argmin()] - need) > 0:
             return False
         order = np.argsort(price, kind="stable")
-        receiver = self._one_receiver(free, float((need / self.unit[:, 0]).max()))
+        receiver = self._one_receiver(free, wanted)
         total = np.cumsum(pieces.seconds[:, order], axis=1)
         fits = (total <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
         fits &= np.isfinite(price[order])
@@ -132,7 +140,7 @@ class Balancer:
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
         if not fits.any() or receiver == sender:
             return False
-        rows = pieces.stop - pieces.start
+        rows = pieces.rows
         best = np.argmin(np.where(covers, rows, np.iinfo(np.int64).max)) if covers.any() else np.argmax(fits * rows)
         return self._hand_over(sender, pieces, np.array([best]), receiver)
 
@@ -140,15 +148,13 @@ class Balancer:
         """Where nothing fits alone: a whole piece against a slightly smaller one of a receiver, the shortest such
         pair."""
         for receiver in self._falling(free)[:_PARTNERS].tolist():
-            if free[receiver] <= 0:
-                break
             theirs = self.state.pieces_of(receiver)
             change = pieces.seconds[:, :, None] - theirs.seconds[:, None, :]
             fits = ((change >= need[:, None, None]) & (change <= room[:, receiver, None, None])).all(axis=0)
             fits &= (self._most_arriving(pieces) <= self.state.free_bytes(np.array([receiver])))[:, None]
             fits &= self._most_arriving(theirs) <= self.state.free_bytes(np.array([sender]))
             if fits.any():
-                rows = (pieces.stop - pieces.start)[:, None] + (theirs.stop - theirs.start)
+                rows = pieces.rows[:, None] + theirs.rows
                 mine, other = divmod(int(np.where(fits, rows, rows.max() + 1).argmin()), rows.shape[1])
                 self._hand_over(sender, pieces, np.array([mine]), receiver)
                 return self._hand_over(receiver, theirs, np.array([other]), sender)
@@ -162,28 +168,29 @@ class Balancer:
             part = pieces.take(chosen)
         if not len(chosen) or receiver == sender:
             return False
-        moved = MovedRanges(part.document, part.start, part.stop, np.full(len(chosen), receiver), part.seconds)
-        self.state.move(sender, chosen, part.take(np.zeros(0, np.int64)), moved)
+        document, start, stop = part.place.tolist()
+        moved = MovedRanges(document, start, stop, [receiver] * len(chosen), part.seconds.tolist())
+        self.state.move(sender, chosen.tolist(), part.take(np.zeros(0, np.int64)), moved)
         return True
 
     def _most_arriving(self, part: Pieces) -> np.ndarray:
         """[P] most bytes of q, k and v rows that can arrive with each piece."""
         shape = self.state.shape
-        return (part.stop - part.start) * shape.q_bytes + part.stop * shape.kv_bytes
+        return part.rows * shape.q_bytes + part.place[2] * shape.kv_bytes
 
     def _falling(self, worth: np.ndarray) -> np.ndarray:
-        """[R] ranks by falling ``worth``, equals in the state's order unless theirs is 0."""
+        """[N] ranks with a ``worth`` [R] above 0, by falling worth, equals in the state's order."""
         # What is almost in order is sorted in a fraction of the time, and little changes from move to move.
-        found = -worth[self.lately]
-        at = found.argsort(kind="stable")
-        ranks, found = self.lately[at], found[at]
-        equal = (found[1:] == found[:-1]) & (found[1:] < 0)
+        found = -worth.take(self.lately)
+        at, some = found.argsort(kind="stable"), np.count_nonzero(worth)
+        self.lately = self.lately.take(at)
+        found = found.take(at[:some])
+        equal = found[1:] == found[:-1]
         if equal.any():
-            place = self.place[ranks]
+            place = self.place.take(self.lately[:some])
             if (place[1:] < place[:-1])[equal].any():
-                ranks = self.state.order[(-worth[self.state.order]).argsort(kind="stable")]
-        self.lately = ranks
-        return ranks
+                self.lately = self.state.order[(-worth[self.state.order]).argsort(kind="stable")]
+        return self.lately[:some]
 
     def _one_receiver(self, free: np.ndarray, wanted: float) -> int:
         """The fullest rank that can take all, else the emptiest."""
@@ -195,8 +202,8 @@ class Balancer:
     def _move_part(self, sender: int, piece: int, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         state = self.state
         pieces = state.pieces_of(sender)
-        document, start, stop = (int(x[piece]) for x in (pieces.document, pieces.start, pieces.stop))
-        excess = Excess(start, stop, pieces.seconds[:, piece], need)
+        document, start, stop = pieces.place[:, piece].tolist()
+        excess = Excess(start, stop, pieces.seconds[:, piece].tolist(), need.tolist())
         may_keep = state.may_keep(document, stop)
         receivers = self._receivers(sender, document, stop, room, free * may_keep)
         split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
@@ -206,11 +213,10 @@ class Balancer:
         if split is None:
             self.failed += len(receivers.rank) > 0
             return False
-        count = len(split.chosen)
-        cuts = np.array(split.cuts)
-        moved = MovedRanges(np.full(count, document), cuts[:-1], cuts[1:], receivers.rank[split.chosen], split.moved)
-        left = Pieces(np.full(2, document), np.array([start, cuts[-1]]), np.array([cuts[0], stop]), split.kept)
-        state.move(sender, np.array([piece]), left, moved)
+        cuts, ranks = split.cuts, receivers.rank.take(split.chosen).tolist()
+        moved = MovedRanges([document] * len(ranks), cuts[:-1], cuts[1:], ranks, split.moved)
+        left = np.array([[document, document], [start, cuts[-1]], [cuts[0], stop]])
+        state.move(sender, [piece], Pieces(left, np.array(split.kept)), moved)
         return True
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
@@ -222,25 +228,27 @@ class Balancer:
             most_rows = free_memory // state.shape.q_bytes
             usable &= most_rows >= self.timer.cost.block
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
-        worth = free / squared
+        worth = free * usable / squared
         sharing, had = state.sharers(document)
         if len(sharing):
             worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
         # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
         ranks = self._falling(worth)
-        ranks = ranks[usable[ranks]]
 
-        def kv_price(stops: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-            inside, across = state.kv_rows(document, ranks[chosen], stops)
-            return self.kv_bytes * (inside + network * across)
+        def price(low: np.ndarray, ends: np.ndarray, chosen: list[int]) -> np.ndarray:
+            to = ranks.take(chosen)
+            each = q_price.take(to)
+            rises = each.copy()
+            rises[:-1] -= each[1:]
+            of_keys = self.kv_bytes * state.kv_rows(document, to, ends, network)
+            return np.asarray(ends @ rises - low * each[0] + of_keys)
 
         return Receivers(
             ranks,
             room.take(ranks, axis=1),
             None if most_rows is None else most_rows[ranks],
-            distant[ranks],
-            q_price[ranks],
-            kv_price,
+            distant.take(ranks),
+            price,
         )
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -42,8 +41,6 @@ class Links:
 class HeldRows:
     """Which rows of every document ranks and nodes hold.
 
-    Plans ask about few documents, many times over, so a document is indexed when it is first asked about.
-
     Args:
         shards: home rows, which cover a document up to its last row.
         node: [R] node of every rank.
@@ -51,52 +48,14 @@ class HeldRows:
 
     def __init__(self, shards: Shards, node: np.ndarray) -> None:
         self._shards, self._node = shards, node
-        self._homes: dict[int, np.ndarray] = {}
-        self._ranges: dict[int, tuple[_HeldRanges, _HeldRanges]] = {}
 
-    def missing(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[..., N] rows of ``document`` before ``stops`` [..., N], none behind its last row, that others of the node of
-        ``ranks`` [N] hold, and that other nodes hold."""
-        homes = self._homes.get(document)
-        if homes is None:
-            low, high = self._shards.document.searchsorted((document, document + 1)).tolist()
-            homes = self._homes[document] = self._shards.rank[low:high]
-            if (homes != homes[0]).any():
-                where = self._shards.start[low:high], self._shards.stop[low:high]
-                self._ranges[document] = _HeldRanges(homes, *where), _HeldRanges(self._node[homes], *where)
-        if document not in self._ranges:  # most live on one rank
-            near = self._node[ranks] == self._node[homes[0]]
-            return stops * (near & (ranks != homes[0])), stops * ~near
-        at_rank, at_node = self._ranges[document]
-        near = at_node.below(self._node[ranks], stops)
-        return near - at_rank.below(ranks, stops), stops - near
-
-
-class _HeldRanges:
-    """[S] ranges of one document, sorted by start, and the group that holds each."""
-
-    def __init__(self, group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
-        self._ranges = group, start, stop
-        self._groups, self._end = set(group.tolist()), int(stop[-1]) if len(stop) else 0
-
-    @cached_property
-    def _index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Ranges by group: the place in that order, start and stop of each, and the rows before it."""
-        group, start, stop = self._ranges
-        order = group.argsort(kind="stable")
-        group, start, stop = group[order], start[order], stop[order]
-        before = np.zeros(len(order) + 1, np.int64)
-        np.cumsum(stop - start, out=before[1:])
-        return group * (self._end + 1) + start, start, stop, before
-
-    def below(self, group: np.ndarray, position: np.ndarray) -> np.ndarray:
-        if self._groups.isdisjoint(group.tolist()):
-            return np.zeros_like(position)
-        position = np.minimum(position, self._end)
-        if len(self._groups) == 1:
-            return np.asarray((group == self._ranges[0][0]) * position)
-        place, start, stop, before = self._index
-        key = group * (self._end + 1)
-        first, at = place.searchsorted(key), place.searchsorted(key + position) - 1
-        held = before[at] - before[first] + (np.minimum(position, stop[at]) - start[at])
-        return np.where(at >= first, held, 0)
+    def missing(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float = 1.0) -> np.ndarray:
+        """[G] rows of ``document`` before ``stops`` [G, N], none behind its last row, that others than ``ranks`` [N]
+        hold, all of these together; those that other nodes hold count ``between_nodes``."""
+        some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
+        home = self._shards.rank[some]
+        held = np.minimum(stops[:, :, None], self._shards.stop[some]) - self._shards.start[some]
+        near = self._node.take(home) == self._node.take(ranks)[:, None]
+        saves = (home == ranks[:, None]) + (between_nodes - 1) * near
+        own = np.maximum(held, 0).reshape(len(stops), -1) @ saves.ravel()
+        return np.asarray(between_nodes * stops.sum(axis=1) - own)

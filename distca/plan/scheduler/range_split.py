@@ -12,11 +12,11 @@ Array legend: K directions, C receivers, N chosen receivers, G tried places of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from distca.plan.cost.model import CostModel, Direction
 
 MOST_OVERHEAD = 0.25
 """A cut that adds more than this share of the time it moves is refused; the shortest shards follow from it."""
+
+Rows = TypeVar("Rows", float, np.ndarray)
 
 _PLACES = np.linspace(0.0, 1.0, 13)
 _LEAST_BLOCKS = 8
@@ -51,20 +53,20 @@ class Timer:
 
     cost: CostModel
     direction: Direction
-    unit: np.ndarray
+    unit: list[float]
 
-    def block(self, per_row: np.ndarray) -> int:
+    def block(self, per_row: list[float]) -> int:
         """Rows to round cuts to: the kernel's tile, or less where a tile of [K] ``per_row`` seconds is a visible part
         of a server's load."""
         block = self.cost.block
-        fine = _FINEST * float((self.unit / np.maximum(per_row, 1e-300)).min())
+        fine = _FINEST * min(unit / max(seconds, 1e-300) for unit, seconds in zip(self.unit, per_row, strict=True))
         while block > fine and block > max(1, self.cost.block // 16):
             block //= 2
         return block
 
-    def seconds(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """[K, ...] seconds of the ranges [start, stop)."""
-        return self.cost.per_direction(self.direction, stop - start, stop)
+    def seconds(self, start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
+        """[K][N] seconds of a handful of ranges [start, stop)."""
+        return self.cost.of_few(self.direction, [b - a for a, b in zip(start, stop, strict=True)], stop)
 
 
 class Excess(NamedTuple):
@@ -78,8 +80,8 @@ class Excess(NamedTuple):
 
     start: int
     stop: int
-    seconds: np.ndarray
-    need: np.ndarray
+    seconds: list[float]
+    need: list[float]
 
 
 class Receivers(NamedTuple):
@@ -90,48 +92,52 @@ class Receivers(NamedTuple):
         room: [K, C] seconds they may still gain.
         most_rows: [C] query rows they may get, for their memory; None without a cap.
         distant: [C] bool, not on the sender's node.
-        q_price: [C] price of moving one query row there.
-        kv_price: (positions [..., N], indices [N]) -> [..., N] price of the k,v rows that a range ending there still
-        needs.
+        price: (low [G], ends [G, N], indices [N]) -> [G] price of moving consecutive ranges, which begin at ``low`` and
+            end at ``ends``: of their query rows, and of the k,v rows that they still need.
     """
 
     rank: np.ndarray
     room: np.ndarray
     most_rows: np.ndarray | None
     distant: np.ndarray
-    q_price: np.ndarray
-    kv_price: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    price: Callable[[np.ndarray, np.ndarray, list[int]], np.ndarray]
 
 
 class RangeSplit(NamedTuple):
-    """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece.
+    """Consecutive ranges [cuts[i], cuts[i + 1]) of a piece. Most are one or two, so all are lists: numpy's calls would
+    take longer than the numbers.
 
     Attributes:
         chosen: [N] indices of receivers.
-        room: [K, N] seconds each may gain.
+        room: [K][N] seconds each may gain.
         cuts: N + 1 positions.
-        moved: [K, N] seconds each receiver gains.
-        kept: [K, 2] seconds the sender keeps before and behind these ranges.
-        joined: [K, N + 1] seconds of each range with the rows behind it up to the next cut; last, of the first range
-            with the rows before it.
+        moved: [K][N] seconds each receiver gains.
+        kept: [K][2] seconds the sender keeps before and behind these ranges.
     """
 
-    chosen: np.ndarray
-    room: np.ndarray
+    chosen: list[int]
+    room: list[list[float]]
     cuts: list[int]
-    moved: np.ndarray
-    kept: np.ndarray
-    joined: np.ndarray
+    moved: list[list[float]]
+    kept: list[list[float]]
 
     @property
-    def rows(self) -> np.ndarray:
-        """[N] int64 rows of every range."""
-        return np.array([stop - start for start, stop in pairwise(self.cuts)])
+    def rows(self) -> list[int]:
+        """[N] rows of every range."""
+        return [stop - start for start, stop in pairwise(self.cuts)]
+
+    @property
+    def fit(self) -> list[float]:
+        """[N] part of every range's time that its receiver has room for."""
+        fit = [math.inf] * len(self.chosen)
+        for room, moved in zip(self.room, self.moved, strict=True):
+            fit = [min(was, most / max(own, 1e-300)) for was, most, own in zip(fit, room, moved, strict=True)]
+        return fit
 
 
-def area(start: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:
+def area(start: Rows | float, stop: Rows) -> Rows:
     """Query-key pairs of the causal query ranges [start, stop)."""
-    return np.asarray((stop * (stop + 1.0) - start * (start + 1.0)) * 0.5)
+    return (stop * (stop + 1.0) - start * (start + 1.0)) * 0.5
 
 
 def least_of(directions: np.ndarray) -> np.ndarray:
@@ -141,8 +147,8 @@ def least_of(directions: np.ndarray) -> np.ndarray:
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
     """The cheapest ranges that relieve the sender of its excess and fit the receivers; None when no cut pays."""
-    whole = float(area(excess.start, excess.stop))
-    block = timer.block(excess.seconds / (excess.stop - excess.start))
+    whole = area(float(excess.start), float(excess.stop))
+    block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
     # The lowest place of a range has fewest pairs a row: no place holds more rows for that many pairs.
     most = None if receivers.most_rows is None else area(excess.start, excess.start + receivers.most_rows)
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
@@ -153,17 +159,19 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     split = _timed(excess, receivers, chosen, _on_blocks(excess, low, sizes, block), timer)
     # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, in the same place.
     for _ in range(1 if len(chosen) <= _FEW else 3):
-        relief = excess.seconds - (split.kept[:, 0] + split.kept[:, 1])
-        if len(split.chosen) == 1 and (relief >= excess.need).all() and not _over(receivers, split).any():
+        relief = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
+        relieved = all(own >= need for own, need in zip(relief, excess.need, strict=True))
+        if relieved and len(split.chosen) == 1 and not any(_over(receivers, split)):
             break
-        cuts = np.array(split.cuts, np.float64)
-        got = area(cuts[:-1], cuts[1:])
-        filled = got * least_of(split.room / np.maximum(split.moved, 1e-300)) * 0.999
-        size[split.chosen] = filled if most is None else np.minimum(filled, most[split.chosen])
-        wanted = min(max(float(got.sum() * (excess.need / np.maximum(relief, 1e-300)).max()), least), whole)
-        sizes = size[chosen]
-        sizes[0] = min(sizes[0], wanted - sizes[1:].sum())
-        if sizes[0] <= 0 or sizes.sum() < wanted * (1 - 1e-12):
+        got = [area(float(start), float(stop)) for start, stop in pairwise(split.cuts)]
+        for at, pairs, fit in zip(split.chosen, got, split.fit, strict=True):
+            filled = pairs * fit * 0.999
+            size[at] = filled if most is None else min(filled, most[at])
+        missing = max(need / max(own, 1e-300) for need, own in zip(excess.need, relief, strict=True))
+        wanted = min(max(sum(got) * missing, least), whole)
+        sizes = size.take(chosen).tolist()
+        sizes[0] = min(sizes[0], wanted - sum(sizes[1:]))
+        if sizes[0] <= 0 or sum(sizes) < wanted * (1 - 1e-12):
             chosen, sizes = _choose(size, wanted, receivers.distant)
             low = _place(excess, receivers, chosen, sizes, whole, timer)
         split = _timed(excess, receivers, chosen, _on_blocks(excess, low, sizes, block), timer)
@@ -177,67 +185,63 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
     the preferred receiver.
     """
     middle = 0.5 * (excess.start + excess.stop)
-    per_pair = excess.seconds / whole
-    size = least_of(receivers.room / per_pair[:, None])
+    per_pair = [seconds / whole for seconds in excess.seconds]
+    size = np.minimum(receivers.room[0] / per_pair[0], receivers.room[-1] / per_pair[-1])
     # Giving more than needed is better than giving nothing.
     least = min(_LEAST_BLOCKS * timer.cost.block * middle, float(size.max()))
-    wanted = min(max(float((excess.need / per_pair).max()), least), whole)
+    wanted = min(max(*(need / each for need, each in zip(excess.need, per_pair, strict=True)), least), whole)
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
     start = max(excess.start, int(middle - rows))
     stop = min(start + rows, excess.stop)
-    seconds = timer.seconds(np.array([float(start)]), np.array([float(stop)]))[:, 0]
-    rate = float((per_pair / (seconds / area(start, stop))).min())
-    return size * rate, wanted, least
+    pairs = area(float(start), float(stop))
+    seconds = timer.seconds([start], [stop])
+    size *= min(each / (own / pairs) for each, (own,) in zip(per_pair, seconds, strict=True))
+    return size, wanted, least
 
 
-def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _choose(size: np.ndarray, wanted: float, distant: np.ndarray) -> tuple[list[int], list[float]]:
     """[N] receivers and the pairs each gets, smallest first: the preferred ones are filled, the last is the tightest
     fit."""
     total = size.cumsum()
     full = int(total.searchsorted(wanted * (1 - 1e-12)))
     if full == len(size):
         order = size.argsort(kind="stable")
-        return order, size[order]
+        return order.tolist(), size[order].tolist()
     rest = wanted - (float(total[full - 1]) if full else 0.0)
     left = size[full:]
-    last = full + int(np.where(left >= rest, left + distant[full:] * size.max(), np.inf).argmin())
-    if not full:
-        return np.array([last]), np.array([rest])
+    last = full + int(np.where(left >= rest, left + distant[full:] * total[-1], np.inf).argmin())
     pairs = sorted(zip([*size[:full].tolist(), rest], [*range(full), last], strict=True), key=itemgetter(0))
-    sizes, chosen = zip(*pairs, strict=True)
-    return np.array(chosen), np.array(sizes)
+    return [at for _, at in pairs], [own for own, _ in pairs]
 
 
 def _place(
-    excess: Excess, receivers: Receivers, chosen: np.ndarray, sizes: np.ndarray, whole: float, timer: Timer
+    excess: Excess, receivers: Receivers, chosen: list[int], sizes: list[float], whole: float, timer: Timer
 ) -> float:
     """Low end of the cheapest place for consecutive ranges of those sizes."""
-    total = sizes.cumsum()
+    total = list(accumulate(sizes))
     if total[-1] >= whole * (1 - 1e-12):
         return float(excess.start)
-    highest = math.sqrt((excess.start + 0.5) ** 2 + 2 * (whole - float(total[-1]))) - 0.5
+    highest = math.sqrt((excess.start + 0.5) ** 2 + 2 * (whole - total[-1])) - 0.5
     low = excess.start + (highest - excess.start) * _PLACES
-    ends = np.minimum(np.sqrt(((low + 0.5) ** 2)[:, None] + 2 * total) - 0.5, excess.stop)
-    q_price = receivers.q_price[chosen]
-    rises = q_price.copy()
-    rises[:-1] -= q_price[1:]
-    price = ends @ rises - low * q_price[0]
-    price += receivers.kv_price(ends, chosen).sum(axis=1)
+    ends = np.minimum(np.sqrt(((low + 0.5) ** 2)[:, None] + 2 * np.array(total)) - 0.5, excess.stop)
+    price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
         # Two parts left at home read their keys twice: count that time at the price of the work that leaves.
-        start, stop = np.full((2, len(low)), float(excess.start)), np.full((2, len(low)), float(excess.stop))
-        start[1], stop[0] = ends[:, -1], low
-        kept = (timer.seconds(start, stop) / timer.unit[:, None, None]).sum(axis=0).sum(axis=0)
-        price *= 1 + (kept - kept.min()) / ((excess.seconds / timer.unit).sum() - kept.min())
+        rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
+        seconds = timer.cost.per_direction(timer.direction, rows, np.append(low, np.full(len(low), excess.stop)))
+        kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
+        least = kept.min()
+        whole_piece = sum(own / unit for own, unit in zip(excess.seconds, timer.unit, strict=True))
+        price *= 1 + (kept - least) / (whole_piece - least)
     return float(low[price.argmin()])
 
 
-def _on_blocks(excess: Excess, low: float, sizes: np.ndarray, block: int) -> list[int]:
+def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
     """N + 1 cuts of ranges of those sizes from ``low`` on: every range rounded down to whole blocks counted from the
     piece's start, and the first lengthened so that together they keep their size."""
     squared = (low + 0.5) ** 2
     edges = [low]
-    for pairs in sizes.tolist():
+    for pairs in sizes:
         squared += 2 * pairs
         edges.append(min(math.sqrt(squared) - 0.5, float(excess.stop)))
     high = excess.start + math.ceil((edges[-1] - excess.start) / block) * block
@@ -256,23 +260,13 @@ def _on_blocks(excess: Excess, low: float, sizes: np.ndarray, block: int) -> lis
     return [max(cut, excess.start) for cut in reversed(cuts)]
 
 
-def _timed(excess: Excess, receivers: Receivers, chosen: np.ndarray, cuts: list[int], timer: Timer) -> RangeSplit:
+def _timed(excess: Excess, receivers: Receivers, chosen: list[int], cuts: list[int], timer: Timer) -> RangeSplit:
     some = [start < stop for start, stop in pairwise(cuts)]
     if not all(some):
-        chosen, cuts = chosen[some], [cut for cut, kept in zip(cuts, [*some, True], strict=True) if kept]
-    edges = [excess.start, *cuts, excess.stop]
-    # In the same call: the ranges joined with the rows behind them, and the first with those before it.
-    start, stop = edges[:-1] + edges[1:-2] + edges[:1], edges[1:] + edges[3:] + edges[2:3]
-    seconds = timer.seconds(np.array(start, np.float64), np.array(stop, np.float64))
-    count = len(edges) - 1
-    return RangeSplit(
-        chosen,
-        receivers.room.take(chosen, axis=1),
-        cuts,
-        seconds[:, 1 : count - 1],
-        seconds[:, 0 : count : count - 1],
-        seconds[:, count:],
-    )
+        chosen, cuts = list(compress(chosen, some)), list(compress(cuts, [*some, True]))
+    seconds = timer.seconds([excess.start, *cuts], [*cuts, excess.stop])
+    room = receivers.room.take(chosen, axis=1).tolist()
+    return RangeSplit(chosen, room, cuts, [each[1:-1] for each in seconds], [[each[0], each[-1]] for each in seconds])
 
 
 def _without_misfits(
@@ -281,18 +275,18 @@ def _without_misfits(
     """Shorten ranges that exceed their room, then give up those that still do or do not pay."""
     over = _over(receivers, split)
     for _ in range(3):
-        if not over.any():
+        if not any(over):
             break
         split = _shortened(excess, receivers, split, over, timer, block)
         over = _over(receivers, split)
-    while len(split.chosen):
+    while split.chosen:
         bad = over
-        if min(stop - start for start, stop in pairwise(split.cuts)) < _NEVER_WASTEFUL * timer.cost.block:
-            bad = over | _wasteful(split)
-        if not bad.any():
+        if min(split.rows) < _NEVER_WASTEFUL * timer.cost.block:
+            bad = [each or wasted for each, wasted in zip(over, _wasteful(excess, split, timer), strict=True)]
+        if not any(bad):
             return split
         # The ranges are consecutive: what lies on the shorter side of a bad one is given up with it.
-        at = int(bad.argmax())
+        at = bad.index(True)
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
         split = _timed(excess, receivers, split.chosen[kept], cuts, timer)
@@ -301,32 +295,43 @@ def _without_misfits(
 
 
 def _shortened(
-    excess: Excess, receivers: Receivers, split: RangeSplit, over: np.ndarray, timer: Timer, block: int
+    excess: Excess, receivers: Receivers, split: RangeSplit, over: list[bool], timer: Timer, block: int
 ) -> RangeSplit:
     """The same with the ranges that are ``over`` cut to what fits; the others slide into the place that leaves."""
     rows = split.rows
-    most = rows * least_of(split.room / np.maximum(split.moved, 1e-300)) * 0.999
-    if receivers.most_rows is not None:
-        most = np.minimum(most, receivers.most_rows[split.chosen])
-    rows = np.where(over, (most // block * block).astype(np.int64), rows)
+    for at, fit in enumerate(split.fit):
+        if over[at]:
+            most = rows[at] * fit * 0.999
+            if receivers.most_rows is not None:
+                most = min(most, receivers.most_rows[split.chosen[at]])
+            rows[at] = int(most // block) * block
     # They slide away from the side where the sender keeps rows anyway.
     if split.cuts[0] == excess.start and split.cuts[-1] < excess.stop:
-        cuts = list(accumulate(rows.tolist(), initial=split.cuts[0]))
+        cuts = list(accumulate(rows, initial=split.cuts[0]))
     else:
-        cuts = list(accumulate((-rows[::-1]).tolist(), initial=split.cuts[-1]))[::-1]
+        cuts = list(accumulate((-own for own in reversed(rows)), initial=split.cuts[-1]))[::-1]
     return _timed(excess, receivers, split.chosen, cuts, timer)
 
 
-def _over(receivers: Receivers, split: RangeSplit) -> np.ndarray:
-    """[N] bool: ranges that exceed their receiver's time or memory."""
-    over = least_of(split.room * (1 + 1e-9) - split.moved) < 0
-    return over if receivers.most_rows is None else over | (split.rows > receivers.most_rows[split.chosen])
+def _over(receivers: Receivers, split: RangeSplit) -> list[bool]:
+    """[N] ranges that exceed their receiver's time or memory."""
+    over = [False] * len(split.chosen)
+    for room, moved in zip(split.room, split.moved, strict=True):
+        over = [was or own > most * (1 + 1e-9) for was, own, most in zip(over, moved, room, strict=True)]
+    if receivers.most_rows is not None:
+        most_rows = receivers.most_rows[split.chosen].tolist()
+        over = [was or own > most for was, own, most in zip(over, split.rows, most_rows, strict=True)]
+    return over
 
 
-def _wasteful(split: RangeSplit) -> np.ndarray:
-    """[N] bool: ranges whose cut from the rows behind them (and, for the first, before them) costs too much."""
-    added = split.moved - split.joined[:, :-1]
-    added[:, :-1] += split.moved[:, 1:]
-    added[:, -1] += split.kept[:, 1]
-    added[:, 0] += split.kept[:, 0] + split.moved[:, 0] - split.joined[:, -1]
-    return (added > MOST_OVERHEAD * split.moved).all(axis=0)
+def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
+    """[N] ranges whose cut from the rows behind them (and, for the first, before them) costs too much."""
+    wasteful, cuts = [True] * len(split.chosen), split.cuts
+    # Ranges joined with the rows behind them; last, the first with those before it.
+    seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
+    for moved, (before, behind), joined in zip(split.moved, split.kept, seconds, strict=True):
+        others = [*moved[1:], behind]
+        added = [own - both + other for own, both, other in zip(moved, joined[:-1], others, strict=True)]
+        added[0] += before + moved[0] - joined[-1]
+        wasteful = [was and more > MOST_OVERHEAD * own for was, more, own in zip(wasteful, added, moved, strict=True)]
+    return wasteful

@@ -158,7 +158,7 @@ class _Search:
                 self.before = state.slowest
                 self.lowest = min(self.lowest, float((self.before / unit).max()))
             moved = self.cost.shape.moved_bytes(self.direction, self.resend)
-            Balancer(state, Timer(self.cost, self.direction, unit), *moved).run(at_most, tolerance)
+            Balancer(state, Timer(self.cost, self.direction, unit.tolist()), *moved).run(at_most, tolerance)
             tasks = state.joined()
             slowest = float((state.slowest / unit).max())
             # Forward and backward run apart: where they share their tasks, the one must not gain less than the other

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,30 +21,36 @@ rows of a server."""
 
 
 class Pieces(NamedTuple):
-    """Query ranges that one server computes. Arrays: document, start, stop [P] int64; seconds [K, P] float64."""
+    """Query ranges that one server computes.
 
-    document: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
+    Attributes:
+        place: [3, P] int64 document, start and stop.
+        seconds: [K, P] float64.
+    """
+
+    place: np.ndarray
     seconds: np.ndarray
+
+    def __len__(self) -> int:
+        return self.place.shape[1]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[P] query rows."""
+        return np.asarray(self.place[2] - self.place[1])
 
     def take(self, chosen: np.ndarray) -> Pieces:
-        return Pieces(*(column.take(chosen, axis=-1) for column in self))
+        return Pieces(self.place.take(chosen, axis=1), self.seconds.take(chosen, axis=1))
 
 
-@dataclass(frozen=True)
-class MovedRanges:
-    """Ranges that leave a sender. Arrays: document, start, stop, receiver [M] int64; seconds [K, M] at the receiver."""
+class MovedRanges(NamedTuple):
+    """Ranges that leave a sender: document, start, stop and receiver [M]; seconds [K][M] at the receiver."""
 
-    document: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-    receiver: np.ndarray
-    seconds: np.ndarray
-
-    def __iter__(self) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
-        columns = (self.document, self.start, self.stop, self.receiver)
-        return zip(*(column.tolist() for column in columns), self.seconds.T, strict=True)
+    document: list[int]
+    start: list[int]
+    stop: list[int]
+    receiver: list[int]
+    seconds: list[list[float]]
 
 
 class SchedulerState:
@@ -77,6 +82,7 @@ class SchedulerState:
         self.links, self.shape = links, cost.shape
         self._cost, self._direction, self.grew_by_joining = cost, direction, False
         tasks = self._home = home.tasks
+        self._place = np.array((tasks.document, tasks.start, tasks.stop))
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         self._seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop)
         self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
@@ -94,11 +100,11 @@ class SchedulerState:
         self._readers = _readers_of_cut_documents(last)
         self._homes = {document: list(readers) for document, readers in self._readers.items()}
         self._pieces: dict[int, Pieces] = {}
-        self._moved: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        self._moved: tuple[list[int], list[int], list[int], list[int]] = [], [], [], []
 
     @property
     def target(self) -> np.ndarray:
-        """[K, R] seconds of attention that each server should have."""
+        """[K, R] seconds of attention that each server should have; [K, 1] if all should have as many."""
         return self._target.of(self.mean)
 
     @property
@@ -110,12 +116,12 @@ class SchedulerState:
 
     @property
     def limit(self) -> np.ndarray:
-        """[K, R] the most each server may have."""
+        """[K, R] or [K, 1] the most each server may have."""
         return self.target + self.mean[:, None] * self._tolerance
 
     def above_target(self, rank: int) -> float:
         """How far above its target ``rank`` is, as part of the mean, in its worse direction."""
-        return float(((self.load[:, rank] - self.target[:, rank]) / np.maximum(self.mean, 1e-300)).max())
+        return float(((self.load - self.target)[:, rank] / np.maximum(self.mean, 1e-300)).max())
 
     def most_above_target(self) -> float:
         """The same of the server that is furthest above."""
@@ -128,11 +134,8 @@ class SchedulerState:
     def pieces_of(self, rank: int) -> Pieces:
         """What ``rank`` still computes of its home rows."""
         if rank not in self._pieces:
-            mine = slice(self._bounds[rank], self._bounds[rank + 1])
-            tasks = self._home
-            self._pieces[rank] = Pieces(
-                tasks.document[mine], tasks.start[mine], tasks.stop[mine], self._seconds[:, mine]
-            )
+            mine = slice(*self._bounds[rank : rank + 2].tolist())
+            self._pieces[rank] = Pieces(self._place[:, mine], self._seconds[:, mine])
         return self._pieces[rank]
 
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,46 +145,48 @@ class SchedulerState:
 
     def may_keep(self, document: int, stop: int) -> np.ndarray:
         """[R] whether servers may read ``document`` up to ``stop`` without too many k,v rows."""
-        more = np.full(self.layout.ranks, stop)
+        kept = self.kept + stop
         sharing, had = self.sharers(document)
-        more[sharing] = np.maximum(stop - had, 0)
-        return np.asarray(self.kept + more <= self.most_kept)
+        kept[sharing] -= np.minimum(had, stop)
+        return np.asarray(kept <= self.most_kept)
 
     def homes(self, document: int) -> np.ndarray | None:
         """[N] home ranks of a document that lives on several, ascending; None for others."""
         homes = self._homes.get(document)
         return None if homes is None else np.array(homes)
 
-    def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[G, N] k,v rows that must still travel inside a node and between nodes, when ``ranks`` [N] read ``document``
-        up to ``stops`` [G, N]. What they hold as home ranks or have fetched already is free."""
+    def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float = 1.0) -> np.ndarray:
+        """[G] k,v rows that must still travel when ``ranks`` [N] read ``document`` up to ``stops`` [G, N]; those from
+        other nodes count ``between_nodes``. What they hold as home ranks or have fetched already is free."""
         readers = self._readers.get(document, {})
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
-            if not self.links.ranks_per_node:
-                return stops, np.zeros_like(stops)
-            return self._held.missing(document, ranks, stops)
-        inside, across = self._held.missing(document, ranks, np.concatenate((np.maximum(stops, had), [had])))
-        return inside[:-1] - inside[-1], across[:-1] - across[-1]
+            return self._held.missing(document, ranks, stops, between_nodes)
+        rows = self._held.missing(document, ranks, np.concatenate((np.maximum(stops, had), [had])), between_nodes)
+        return rows[:-1] - rows[-1]
 
-    def move(self, sender: int, chosen: np.ndarray, left: Pieces, moved: MovedRanges) -> None:
+    def move(self, sender: int, chosen: list[int], left: Pieces, moved: MovedRanges) -> None:
         """Replace the sender's pieces ``chosen`` [M] by what it keeps of them, ``left``; the rest goes as ``moved``
         says."""
         pieces = self.pieces_of(sender)
-        lost = pieces.seconds.take(chosen, axis=1).sum(axis=1) - left.seconds.sum(axis=1)
-        self.load[:, sender] -= lost
-        self.mean = self.mean + (moved.seconds.sum(axis=1) - lost) / self.layout.ranks
-        both = Pieces(*(np.concatenate(column, axis=-1) for column in zip(pieces, left, strict=True)))
-        some = both.stop > both.start
+        more = []
+        for load, had, kept, gained in zip(self.load, pieces.seconds, left.seconds, moved.seconds, strict=True):
+            lost = sum(had.take(chosen).tolist()) - sum(kept.tolist())
+            load[sender] -= lost
+            more.append(sum(gained) - lost)
+            for receiver, seconds in zip(moved.receiver, gained, strict=True):
+                load[receiver] += seconds
+        self.mean = self.mean + np.array(more) / self.layout.ranks
+        both = Pieces(*(np.concatenate(column, axis=1) for column in zip(pieces, left, strict=True)))
+        some = both.rows > 0
         some[chosen] = False
         self._pieces[sender] = both.take(some.nonzero()[0])
-        self._moved.append((moved.document, moved.start, moved.stop, moved.receiver))
-        for document, start, stop, receiver, seconds in moved:
-            self.load[:, receiver] += seconds
+        for column, new in zip(self._moved, moved[:4], strict=True):
+            column += new
+        for document, start, stop, receiver in zip(*moved[:4], strict=True):
             readers = self._readers.setdefault(document, {})
             if self.cap is not None:
-                inside, across = self.kv_rows(document, np.array([receiver]), np.array([[stop]]))
-                rows = int(inside.sum()) + int(across.sum())
+                rows = int(self.kv_rows(document, np.array([receiver]), np.array([[stop]]))[0])
                 self.received[receiver] += (stop - start) * self.shape.q_bytes + rows * self.shape.kv_bytes
             self.kept[receiver] += max(stop - readers.get(receiver, 0), 0)
             readers[receiver] = max(readers.get(receiver, 0), stop)
@@ -189,14 +194,14 @@ class SchedulerState:
     def joined(self) -> Tasks:
         """All pieces where they are now, those that touch joined; their loads then count joined ranges too."""
         home = self._home
-        if not self._moved:
+        if not self._moved[0]:
             return home
         changed = np.zeros(self.layout.ranks, bool)
         changed[list(self._pieces)] = True
         untouched = ~changed[home.server]
         columns = [(home.document[untouched], home.start[untouched], home.stop[untouched], home.server[untouched])]
-        columns += [(p.document, p.start, p.stop, np.full(len(p.document), rank)) for rank, p in self._pieces.items()]
-        pieces = [np.concatenate(column) for column in zip(*columns, *self._moved, strict=True)]
+        columns += [(*left.place, np.full(len(left), rank)) for rank, left in self._pieces.items()]
+        pieces = [np.concatenate(column) for column in zip(*columns, self._moved, strict=True)]
         tasks = Tasks.sorted(*pieces)
         if len(tasks) < len(pieces[0]):
             seconds = self._cost.per_direction(self._direction, tasks.stop - tasks.start, tasks.stop)

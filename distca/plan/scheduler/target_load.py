@@ -41,9 +41,9 @@ class TargetLoad:
         self._spent = np.cumsum(self._ascending)
 
     def of(self, mean: np.ndarray) -> np.ndarray:
-        """[K, R] seconds of attention for each server, of [K] ``mean`` seconds per server."""
+        """[K, R] seconds of attention for each server, of [K] ``mean`` seconds per server; [K, 1] if all get that."""
         if self.other_seconds is None:
-            return np.repeat(mean[:, None], self._servers, axis=1)
+            return mean[:, None]
         # The time at which all are done if only the n + 1 servers with the least other work take part; the next one
         # joins if its other work is done before that.
         done = ((mean * self._servers)[:, None] + self._spent) / np.arange(1, self._servers + 1)

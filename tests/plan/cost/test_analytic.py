@@ -1,4 +1,5 @@
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -108,9 +109,9 @@ def test_few_ranges_cost_what_they_cost_among_many(ranges: list[tuple[int, int]]
     measured = table([128, 512, 2048, 8192], [512, 2048, 8192, 65536])
     q = np.array([q for q, _ in ranges])
     kv = q + np.array([before for _, before in ranges])
-    for direction in ("forward", "backward", "both"):
-        few = measured.per_direction(direction, q, kv)
-        many = measured.per_direction(direction, np.tile(q, 9), np.tile(kv, 9))
+    for cost, direction in product((measured, analytic_cost(32, 8, 128)), ("forward", "backward", "both")):
+        few = cost.of_few(direction, q.tolist(), kv.tolist())
+        many = cost.per_direction(direction, np.tile(q, 9), np.tile(kv, 9))
         np.testing.assert_allclose(np.tile(few, 9), many, rtol=1e-12)
 
 

@@ -19,10 +19,13 @@ def test_held_rows_are_those_of_the_tensors(data: st.DataObject, found: tuple[La
         stop = data.draw(st.integers(0, int(layout.last[document])))
         has = np.array([((tensor[:, 0] == document) & (tensor[:, 1] < stop)).sum() for tensor in rows])
         near = np.array([has[node == each].sum() for each in node])
-        ranks = np.arange(layout.ranks)
-        inside, across = held.missing(document, ranks, np.full(layout.ranks, stop))
-        assert inside.tolist() == (near - has).tolist()
-        assert across.tolist() == (stop - near).tolist()
+        for rank in range(layout.ranks):
+            stops = np.array([[stop], [0]])
+            assert held.missing(document, np.array([rank]), stops).tolist() == [stop - has[rank], 0]
+            priced = (near - has + 7 * (stop - near))[rank]
+            assert held.missing(document, np.array([rank]), stops, 7.0).tolist() == [priced, 0]
+        together = held.missing(document, np.arange(layout.ranks), np.full((1, layout.ranks), stop))
+        assert together.tolist() == [(stop - has).sum()]
 
 
 def test_nodes() -> None:

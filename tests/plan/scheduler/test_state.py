@@ -2,7 +2,7 @@ import numpy as np
 
 from distca.plan import Plan, TableCost, analytic_cost, lay_out, plan_at_home, server_seconds
 from distca.plan.scheduler.network_cost import Links
-from distca.plan.scheduler.state import MovedRanges, SchedulerState
+from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 Q_ROWS, KV_ROWS = np.array([64, 128, 256, 512, 1024]), np.array([1024, 4096])
 
@@ -24,12 +24,12 @@ def test_loads_count_ranges_that_met_on_a_server_as_one() -> None:
     )
     for start, stop in ((256, 512), (512, 768)):
         pieces = state.pieces_of(0)
-        piece = int(np.flatnonzero((pieces.start <= start) & (pieces.stop >= stop))[0])
-        edges = np.array([[pieces.start[piece], stop], [start, pieces.stop[piece]]])
-        left = type(pieces)(np.zeros(2, np.int64), *edges, cost.per_direction("both", edges[1] - edges[0], edges[1]))
-        ends = np.array([start]), np.array([stop])
-        seconds = cost.per_direction("both", ends[1] - ends[0], ends[1])
-        state.move(0, np.array([piece]), left, MovedRanges(np.array([0]), *ends, np.array([1]), seconds))
+        piece = int(np.flatnonzero((pieces.place[1] <= start) & (pieces.place[2] >= stop))[0])
+        first, last = pieces.place[1:, piece].tolist()
+        place = np.array([[0, 0], [first, stop], [start, last]])
+        left = Pieces(place, cost.per_direction("both", place[2] - place[1], place[2]))
+        seconds = cost.of_few("both", [stop - start], [stop])
+        state.move(0, [piece], left, MovedRanges([0], [start], [stop], [1], seconds))
     apart = state.load.copy()
     tasks = state.joined()
     assert sorted(zip(tasks.server.tolist(), tasks.start.tolist(), tasks.stop.tolist(), strict=True)) == [
