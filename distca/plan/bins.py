@@ -54,7 +54,8 @@ class Items:
 
     def between(self, low: int, high: int) -> Items:
         """Those from index ``low`` up to ``high``."""
-        return self.of(np.arange(low, high), np.ones(high - low))
+        columns = (self.rows, self.work, self.added, self.long, self.keys)
+        return Items(*(column[low:high] for column in columns))
 
 
 class Parts(NamedTuple):

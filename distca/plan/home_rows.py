@@ -11,10 +11,10 @@ Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -189,19 +189,28 @@ def _cut_whole(
     bounds = np.searchsorted(owner, np.arange(ranks + 1)).tolist()
     own = length[document]
     square, slope = _growth(own, dealt.work[document], work)
-    slope -= rate
-    columns = [x.tolist() for x in (own, surplus[document], square, slope)]
+    documents = _Documents(owner, own, square, slope - rate)
+    columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
     spaces, level = [each.tolist() for each in room], dealt.halves.ping
     for _ in range(_LEVELLINGS):
-        wanted = (level * total - more[0]).tolist()
+        wanted = level * total - more[0]
+        found: list[int] = []
+        off = np.zeros(ranks)
         for rank, (begin, end) in enumerate(pairwise(bounds)):
             if begin < end:
                 first, second, third, fourth = (column[begin:end] for column in columns)
                 there = _OnRank(first, second, third, fourth, spaces[0][rank], spaces[1][rank])
-                cut[document[begin:end]] = there.cuts(wanted[rank])
-        head = cut[document]
-        got = square * (head / own) ** 2 + slope * head
-        reached = (more[0] + np.bincount(owner, got, ranks)) / np.maximum(total, 1e-300)
+                cuts, off[rank] = there.cuts(float(wanted[rank]))
+                found += cuts
+        head = np.array(found, np.int64)
+        again = np.flatnonzero(off[owner] > 0)
+        if len(again):
+            # Heads have less work than whole documents of as many rows: too little where there is no room for more.
+            heads = documents.take(again).heads(wanted, *room)
+            nearer = np.abs(wanted - documents.take(again).surplus_of(heads, ranks)) < off
+            head[again] = np.where(nearer[owner[again]], heads, head[again])
+        cut[document] = head
+        reached = (more[0] + documents.surplus_of(head, ranks)) / np.maximum(total, 1e-300)
         # Where some ranks have no room for so much work in ping, the others have no more.
         lowest = float(np.quantile(reached, _FEW))
         if lowest > level * (1 - _NEARLY):
@@ -220,8 +229,7 @@ def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarr
     return whole - slope * length, slope
 
 
-@dataclass(frozen=True)
-class _OnRank:
+class _OnRank(NamedTuple):
     """A rank's whole documents, longest first. Array legend: W of them.
 
     Attributes:
@@ -240,8 +248,9 @@ class _OnRank:
     ping: float
     pong: float
 
-    def cuts(self, wanted: float) -> list[int]:
-        """[W] rows in ping, so that ping has ``wanted`` surplus and neither half more rows than it has room for."""
+    def cuts(self, wanted: float) -> tuple[list[int], float]:
+        """[W] rows in ping, of one document a part, so that ping has ``wanted`` surplus and neither half more rows than
+        it has room for; and how far off that is, 0 where it is close: infinitely where there is no room."""
         missing, of_pong = wanted, sum(self.surplus) - wanted
         room = [self.ping, self.pong]
         cuts: list[int] = []
@@ -250,7 +259,7 @@ class _OnRank:
             if room[half] < own:
                 half = 1 - half
                 if room[half] < own:
-                    return self._heads(wanted)
+                    return [0] * len(self.rows), inf
             room[half] -= own
             if half:
                 of_pong -= more
@@ -259,7 +268,7 @@ class _OnRank:
                 missing -= more
                 cuts.append(own)
         if abs(missing) <= _CLOSE:
-            return cuts
+            return cuts, 0.0
         # Ping lacks work: the head of one of pong's documents goes there; or the tail of one of its own leaves.
         giver = 1 if missing > 0 else 0
         for at in range(len(cuts) - 1, -1, -1):
@@ -269,63 +278,54 @@ class _OnRank:
             where = int(_head_with(head, self.rows[at], self.square[at], self.slope[at]))
             if (where <= room[0]) if giver else (self.rows[at] - where <= room[1]):
                 cuts[at] = where
-                return cuts
-        # Heads have less work than whole documents of as many rows: where there is no room for more rows, too little.
-        heads = self._heads(wanted)
-        return heads if abs(wanted - self._surplus_of(heads)) < abs(missing) else cuts
+                return cuts, 0.0
+        return cuts, abs(missing)
 
-    def _heads(self, wanted: float) -> list[int]:
-        """A head of every document: the rows up to one position, which have least work, or the same part of each."""
-        rows, total = self.rows, sum(self.rows)
-        until = self._until()
-        low, high = 0.0, float(max(rows))
+
+class _Documents(NamedTuple):
+    """[N] whole documents of all ranks, those of a rank one after the other, longest first: the rank of each, and rows,
+    square and slope as of :class:`_OnRank`."""
+
+    rank: np.ndarray
+    rows: np.ndarray
+    square: np.ndarray
+    slope: np.ndarray
+
+    def take(self, chosen: np.ndarray) -> _Documents:
+        return _Documents(*(column[chosen] for column in self))
+
+    def surplus_of(self, heads: np.ndarray, ranks: int) -> np.ndarray:
+        """[R] of heads with [N] rows."""
+        return np.bincount(self.rank, (self.square / self.rows**2 * heads + self.slope) * heads, ranks)
+
+    def heads(self, wanted: np.ndarray, ping: np.ndarray, pong: np.ndarray) -> np.ndarray:
+        """[N] rows of a head of every document, so that ranks have [R] ``wanted`` surplus in ``ping`` and no half more
+        rows than it has room for: the rows up to one position, which have least work, or the same part of each."""
+        at, own = self.rank, self.rows
+        ranks, total = len(wanted), np.bincount(at, own, len(wanted))
+        low, high = np.zeros(ranks), np.zeros(ranks)
+        np.maximum.at(high, at, own)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            tokens, found = until(middle)
-            if tokens > self.ping or (found > wanted and tokens > total - self.pong):
-                high = middle
-            else:
-                low = middle
-        if until(low)[1] >= wanted * (1 - _NEARLY) or total - self.pong >= self.ping:
-            cuts = [min(int(low), own) for own in rows]
-        else:
-            slope = sum(each * own for each, own in zip(self.slope, rows, strict=True))
-            part = _head_with(wanted, 1.0, sum(self.square), slope)
-            part = min(max(part, 1 - self.pong / total), self.ping / total, 1.0)
-            cuts = [int(part * own) for own in rows]
+            heads = np.minimum(own, middle[at])
+            tokens, found = np.bincount(at, heads, ranks), self.surplus_of(heads, ranks)
+            over = (tokens > ping) | ((found > wanted) & (tokens > total - pong))
+            low, high = np.where(over, low, middle), np.where(over, middle, high)
+        enough = self.surplus_of(np.minimum(own, low[at]), ranks) >= wanted * (1 - _NEARLY)
+        enough |= (total - pong >= ping) | (total == 0)
+        heads = np.minimum(low[at].astype(np.int64), own)
+        for rank in np.flatnonzero(~enough).tolist():
+            here = slice(*np.searchsorted(at, (rank, rank + 1)).tolist())
+            slope = float((self.slope[here] * own[here]).sum())
+            part = _head_with(float(wanted[rank]), 1.0, float(self.square[here].sum()), slope)
+            part = min(max(part, 1 - pong[rank] / total[rank]), ping[rank] / total[rank], 1.0)
+            heads[here] = part * own[here]
         # Rounding took rows from ping, which pong may have no room for.
-        over = total - sum(cuts) - int(self.pong)
-        for at, own in enumerate(rows):
-            if over <= 0:
-                break
-            more = min(over, own - cuts[at])
-            cuts[at] += more
-            over -= more
-        return cuts
-
-    def _surplus_of(self, heads: list[int]) -> float:
-        """Of heads with [W] rows."""
-        found = 0.0
-        for head, own, square, slope in zip(heads, self.rows, self.square, self.slope, strict=True):
-            found += square * (head / own) ** 2 + slope * head
-        return found
-
-    def _until(self) -> Callable[[float], tuple[float, float]]:
-        """What tells rows and surplus of all heads up to a position."""
-        # The first documents are longer than a position, and the others are all before it.
-        ascending, count = self.rows[::-1], len(self.rows)
-        dense = list(accumulate((a / own**2 for a, own in zip(self.square, self.rows, strict=True)), initial=0.0))
-        slope = list(accumulate(self.slope, initial=0.0))
-        whole = (a + b * own for a, b, own in zip(self.square[::-1], self.slope[::-1], ascending, strict=True))
-        tokens_of, surplus_of = list(accumulate(ascending, initial=0)), list(accumulate(whole, initial=0.0))
-
-        def until(position: float) -> tuple[float, float]:
-            before = bisect_right(ascending, position)
-            longer = count - before
-            surplus = surplus_of[before] + (dense[longer] * position + slope[longer]) * position
-            return tokens_of[before] + longer * position, surplus
-
-        return until
+        over = total - np.bincount(at, heads, ranks) - np.floor(pong)
+        spare = own - heads
+        before = np.cumsum(spare) - spare
+        before -= before[np.searchsorted(at, at)]
+        return heads + np.clip(over[at] - before, 0, spare).astype(np.int64)
 
 
 def _head_with(surplus: float, rows: float, square: float, slope: float) -> float:

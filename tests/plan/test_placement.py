@@ -261,10 +261,14 @@ def test_a_document_that_no_rank_has_room_for_leaves_others_where_they_fit() -> 
 
 
 def test_where_rows_are_scarce_ping_gets_whole_documents_rather_than_heads_of_all() -> None:
-    from distca.plan.home_rows import _OnRank
+    from distca.plan.home_rows import _Documents, _OnRank
 
     rows, work = [40, 30, 20], [1600.0, 900.0, 400.0]
-    rank = _OnRank(rows, work, work, [0.0] * 3, ping=50, pong=60)
-    cuts = rank.cuts(2200.0)
+    cuts, missing = _OnRank(rows, work, work, [0.0] * 3, ping=50, pong=60).cuts(2200.0)
     assert sum(cuts) <= 50 and 90 - sum(cuts) <= 60
-    assert rank._surplus_of(cuts) >= 1600 > rank._surplus_of(rank._heads(2200.0))
+    documents = _Documents(np.zeros(3, np.int64), np.array(rows), np.array(work), np.zeros(3))
+    (ping, pong), wanted = (np.array([50.0]), np.array([60.0])), np.array([2200.0])
+    heads = documents.heads(wanted, ping, pong)
+    assert heads.sum() <= 50 and 90 - heads.sum() <= 60
+    (reached,) = documents.surplus_of(np.array(cuts), 1)
+    assert reached == 2200 - missing >= 1600 > documents.surplus_of(heads, 1)[0]
