@@ -189,7 +189,7 @@ def _cut_whole(
     bounds = np.searchsorted(owner, np.arange(ranks + 1)).tolist()
     own = length[document]
     square, slope = _growth(own, dealt.work[document], work)
-    documents = _Documents(owner, own, square, slope - rate)
+    documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
     spaces, level = [each.tolist() for each in room], dealt.halves.ping
     for _ in range(_LEVELLINGS):
@@ -283,20 +283,21 @@ class _OnRank(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """[N] whole documents of all ranks, those of a rank one after the other, longest first: the rank of each, and rows,
-    square and slope as of :class:`_OnRank`."""
+    """[N] whole documents of all ranks, those of a rank one after the other, longest first: the rank of each; rows,
+    square and slope as of :class:`_OnRank`; and ``dense``, the square part over the rows' square."""
 
     rank: np.ndarray
     rows: np.ndarray
     square: np.ndarray
     slope: np.ndarray
+    dense: np.ndarray
 
     def take(self, chosen: np.ndarray) -> _Documents:
         return _Documents(*(column[chosen] for column in self))
 
     def surplus_of(self, heads: np.ndarray, ranks: int) -> np.ndarray:
         """[R] of heads with [N] rows."""
-        return np.bincount(self.rank, (self.square / self.rows**2 * heads + self.slope) * heads, ranks)
+        return np.bincount(self.rank, (self.dense * heads + self.slope) * heads, ranks)
 
     def heads(self, wanted: np.ndarray, ping: np.ndarray, pong: np.ndarray) -> np.ndarray:
         """[N] rows of a head of every document, so that ranks have [R] ``wanted`` surplus in ``ping`` and no half more

@@ -266,7 +266,8 @@ def test_where_rows_are_scarce_ping_gets_whole_documents_rather_than_heads_of_al
     rows, work = [40, 30, 20], [1600.0, 900.0, 400.0]
     cuts, missing = _OnRank(rows, work, work, [0.0] * 3, ping=50, pong=60).cuts(2200.0)
     assert sum(cuts) <= 50 and 90 - sum(cuts) <= 60
-    documents = _Documents(np.zeros(3, np.int64), np.array(rows), np.array(work), np.zeros(3))
+    dense = np.array(work) / np.array(rows) ** 2
+    documents = _Documents(np.zeros(3, np.int64), np.array(rows), np.array(work), np.zeros(3), dense)
     (ping, pong), wanted = (np.array([50.0]), np.array([60.0])), np.array([2200.0])
     heads = documents.heads(wanted, ping, pong)
     assert heads.sum() <= 50 and 90 - heads.sum() <= 60

@@ -230,8 +230,7 @@ class Balancer:
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
         worth = free * usable / squared
         sharing, had = state.sharers(document)
-        if len(sharing):
-            worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
+        worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
         # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
         ranks = self._falling(worth)
 

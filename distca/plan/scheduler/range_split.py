@@ -156,7 +156,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
         size = np.minimum(size, most)
     chosen, sizes = _choose(size, wanted, receivers.distant)
     low = _place(excess, receivers, chosen, sizes, whole, timer)
-    split = _timed(excess, receivers, chosen, _on_blocks(excess, low, sizes, block), timer)
+    room = receivers.room.take(chosen, axis=1).tolist()
+    split = _timed(excess, chosen, room, _on_blocks(excess, low, sizes, block), timer)
     # Ranges of one piece differ in seconds per pair: correct sizes by the times just computed, in the same place.
     for _ in range(1 if len(chosen) <= _FEW else 3):
         relief = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
@@ -174,7 +175,8 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
         if sizes[0] <= 0 or sum(sizes) < wanted * (1 - 1e-12):
             chosen, sizes = _choose(size, wanted, receivers.distant)
             low = _place(excess, receivers, chosen, sizes, whole, timer)
-        split = _timed(excess, receivers, chosen, _on_blocks(excess, low, sizes, block), timer)
+            room = receivers.room.take(chosen, axis=1).tolist()
+        split = _timed(excess, chosen, room, _on_blocks(excess, low, sizes, block), timer)
     return _without_misfits(excess, receivers, split, timer, block)
 
 
@@ -260,12 +262,12 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
     return [max(cut, excess.start) for cut in reversed(cuts)]
 
 
-def _timed(excess: Excess, receivers: Receivers, chosen: list[int], cuts: list[int], timer: Timer) -> RangeSplit:
+def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: list[int], timer: Timer) -> RangeSplit:
     some = [start < stop for start, stop in pairwise(cuts)]
     if not all(some):
         chosen, cuts = list(compress(chosen, some)), list(compress(cuts, [*some, True]))
+        room = [list(compress(each, some)) for each in room]
     seconds = timer.seconds([excess.start, *cuts], [*cuts, excess.stop])
-    room = receivers.room.take(chosen, axis=1).tolist()
     return RangeSplit(chosen, room, cuts, [each[1:-1] for each in seconds], [[each[0], each[-1]] for each in seconds])
 
 
@@ -289,7 +291,7 @@ def _without_misfits(
         at = bad.index(True)
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
-        split = _timed(excess, receivers, split.chosen[kept], cuts, timer)
+        split = _timed(excess, split.chosen[kept], [each[kept] for each in split.room], cuts, timer)
         over = _over(receivers, split)
     return None
 
@@ -310,7 +312,7 @@ def _shortened(
         cuts = list(accumulate(rows, initial=split.cuts[0]))
     else:
         cuts = list(accumulate((-own for own in reversed(rows)), initial=split.cuts[-1]))[::-1]
-    return _timed(excess, receivers, split.chosen, cuts, timer)
+    return _timed(excess, split.chosen, split.room, cuts, timer)
 
 
 def _over(receivers: Receivers, split: RangeSplit) -> list[bool]:

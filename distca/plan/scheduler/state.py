@@ -39,7 +39,7 @@ class Pieces(NamedTuple):
         """[P] query rows."""
         return np.asarray(self.place[2] - self.place[1])
 
-    def take(self, chosen: np.ndarray) -> Pieces:
+    def take(self, chosen: np.ndarray | list[int]) -> Pieces:
         return Pieces(self.place.take(chosen, axis=1), self.seconds.take(chosen, axis=1))
 
 
@@ -178,9 +178,8 @@ class SchedulerState:
                 load[receiver] += seconds
         self.mean = self.mean + np.array(more) / self.layout.ranks
         both = Pieces(*(np.concatenate(column, axis=1) for column in zip(pieces, left, strict=True)))
-        some = both.rows > 0
-        some[chosen] = False
-        self._pieces[sender] = both.take(some.nonzero()[0])
+        gone = set(chosen)
+        self._pieces[sender] = both.take([at for at, rows in enumerate(both.rows.tolist()) if rows and at not in gone])
         for column, new in zip(self._moved, moved[:4], strict=True):
             column += new
         for document, start, stop, receiver in zip(*moved[:4], strict=True):
@@ -199,11 +198,12 @@ class SchedulerState:
         changed = np.zeros(self.layout.ranks, bool)
         changed[list(self._pieces)] = True
         untouched = ~changed[home.server]
-        columns = [(home.document[untouched], home.start[untouched], home.stop[untouched], home.server[untouched])]
-        columns += [(*left.place, np.full(len(left), rank)) for rank, left in self._pieces.items()]
-        pieces = [np.concatenate(column) for column in zip(*columns, self._moved, strict=True)]
-        tasks = Tasks.sorted(*pieces)
-        if len(tasks) < len(pieces[0]):
+        left = list(self._pieces.values())
+        *moved, receiver = self._moved
+        place = np.concatenate((self._place[:, untouched], *(each.place for each in left), moved), axis=1)
+        kept_by = np.repeat(list(self._pieces), [len(each) for each in left])
+        tasks = Tasks.sorted(*place, np.concatenate((home.server[untouched], kept_by, receiver)))
+        if len(tasks) < place.shape[1]:
             seconds = self._cost.per_direction(self._direction, tasks.stop - tasks.start, tasks.stop)
             load = np.stack([np.bincount(tasks.server, s, self.layout.ranks) for s in seconds])
             self.grew_by_joining = bool((load > self.load * (1 + 1e-9)).any())
