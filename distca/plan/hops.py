@@ -58,18 +58,18 @@ class Reads:
         none = np.zeros(0, np.int64)
         if links is None or not links.may_relay(ranks):
             return slice(None), none, none
-        node, local = links.nodes(ranks), np.arange(ranks) % links.ranks_per_node
-        far = np.flatnonzero(node[self.home] != node[self.server])
+        node = self.server // links.ranks_per_node
+        far = np.flatnonzero(self.home // links.ranks_per_node != node)
         if not len(far):
             return slice(None), none, none
-        home, server, rows = self.home[far], self.server[far], self.rows[far]
-        group = self.shard[far] * (int(node[-1]) + 1) + node[server]
-        turn = (local[server] - local[home]) % links.ranks_per_node
+        rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]
+        turn = (self.server[far] - self.home[far]) % links.ranks_per_node
         order = order_by(group, rows.max() - rows, turn)
         far, group = far[order], group[order]
         first = np.append(True, group[1:] != group[:-1])
-        gateway = far[np.flatnonzero(first)[np.cumsum(first) - 1]]
-        handed_on = far[~first]
+        heads = np.flatnonzero(first)
+        gateway = np.repeat(far[heads], np.diff(np.append(heads, len(far))) - 1)
+        handed_on = far[np.flatnonzero(~first)]
         from_home = np.ones(len(self.home), bool)
         from_home[handed_on] = False
-        return np.flatnonzero(from_home), handed_on, gateway[~first]
+        return np.flatnonzero(from_home), handed_on, gateway

@@ -202,8 +202,9 @@ class SchedulerState:
         *moved, receiver = self._moved
         place = np.concatenate((self._place[:, untouched], *(each.place for each in left), moved), axis=1)
         kept_by = np.repeat(list(self._pieces), [len(each) for each in left])
-        tasks = Tasks.sorted(*place, np.concatenate((home.server[untouched], kept_by, receiver)))
-        if len(tasks) < place.shape[1]:
+        document, start, stop = place
+        tasks = Tasks.sorted(document, start, stop, np.concatenate((home.server[untouched], kept_by, receiver)))
+        if len(tasks) < len(document):
             seconds = self._cost.per_direction(self._direction, tasks.stop - tasks.start, tasks.stop)
             load = np.stack([np.bincount(tasks.server, s, self.layout.ranks) for s in seconds])
             self.grew_by_joining = bool((load > self.load * (1 + 1e-9)).any())
