@@ -219,6 +219,8 @@ class _Bins:
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
         """Put whole items from ``first`` on, up to ``end``, each into the first bin, as long as they are ``small``
         enough never to be in shares and it has the tokens; returns the first that was not put."""
+        if first == end or not small[first]:
+            return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace
         items, bins, parts = self._dealt
         for item in range(first, end):

@@ -170,7 +170,8 @@ class Balancer:
             return False
         document, start, stop = part.place.tolist()
         moved = MovedRanges(document, start, stop, [receiver] * len(chosen), part.seconds.tolist())
-        self.state.move(sender, chosen.tolist(), part.take(np.zeros(0, np.int64)), moved)
+        lost = [sum(seconds) for seconds in moved.seconds]
+        self.state.move(sender, chosen.tolist(), part.take(np.zeros(0, np.int64)), lost, moved)
         return True
 
     def _most_arriving(self, part: Pieces) -> np.ndarray:
@@ -216,7 +217,8 @@ class Balancer:
         cuts, ranks = split.cuts, receivers.rank.take(split.chosen).tolist()
         moved = MovedRanges([document] * len(ranks), cuts[:-1], cuts[1:], ranks, split.moved)
         left = np.array([[document, document], [start, cuts[-1]], [cuts[0], stop]])
-        state.move(sender, [piece], Pieces(left, np.array(split.kept)), moved)
+        lost = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
+        state.move(sender, [piece], Pieces(left, np.array(split.kept)), lost, moved)
         return True
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
@@ -263,7 +265,7 @@ def _cheapest(price: np.ndarray) -> Iterator[int]:
     """The first few pieces by [P] ``price``, as far as it is finite; most often only the first is asked for."""
     for _ in range(min(_TRIES, len(price))):
         best = int(price.argmin())
-        if not np.isfinite(price[best]):
+        if not price[best] < np.inf:
             return
         yield best
         price = price.copy()

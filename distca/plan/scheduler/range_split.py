@@ -129,10 +129,11 @@ class RangeSplit(NamedTuple):
     @property
     def fit(self) -> list[float]:
         """[N] part of every range's time that its receiver has room for."""
-        fit = [math.inf] * len(self.chosen)
-        for room, moved in zip(self.room, self.moved, strict=True):
-            fit = [min(was, most / max(own, 1e-300)) for was, most, own in zip(fit, room, moved, strict=True)]
-        return fit
+        directions = [
+            [most / max(own, 1e-300) for most, own in zip(room, moved, strict=True)]
+            for room, moved in zip(self.room, self.moved, strict=True)
+        ]
+        return [min(each) for each in zip(*directions, strict=True)]
 
 
 def area(start: Rows | float, stop: Rows) -> Rows:

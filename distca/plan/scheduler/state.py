@@ -165,15 +165,14 @@ class SchedulerState:
         rows = self._held.missing(document, ranks, np.concatenate((np.maximum(stops, had), [had])), between_nodes)
         return rows[:-1] - rows[-1]
 
-    def move(self, sender: int, chosen: list[int], left: Pieces, moved: MovedRanges) -> None:
-        """Replace the sender's pieces ``chosen`` [M] by what it keeps of them, ``left``; the rest goes as ``moved``
-        says."""
+    def move(self, sender: int, chosen: list[int], left: Pieces, lost: list[float], moved: MovedRanges) -> None:
+        """Replace the sender's pieces ``chosen`` [M] by what it keeps of them, ``left``, so that it loses [K] ``lost``
+        seconds; the rest goes as ``moved`` says."""
         pieces = self.pieces_of(sender)
         more = []
-        for load, had, kept, gained in zip(self.load, pieces.seconds, left.seconds, moved.seconds, strict=True):
-            lost = sum(had.take(chosen).tolist()) - sum(kept.tolist())
-            load[sender] -= lost
-            more.append(sum(gained) - lost)
+        for load, less, gained in zip(self.load, lost, moved.seconds, strict=True):
+            load[sender] -= less
+            more.append(sum(gained) - less)
             for receiver, seconds in zip(moved.receiver, gained, strict=True):
                 load[receiver] += seconds
         self.mean = self.mean + np.array(more) / self.layout.ranks

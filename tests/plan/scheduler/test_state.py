@@ -29,7 +29,8 @@ def test_loads_count_ranges_that_met_on_a_server_as_one() -> None:
         place = np.array([[0, 0], [first, stop], [start, last]])
         left = Pieces(place, cost.per_direction("both", place[2] - place[1], place[2]))
         seconds = cost.of_few("both", [stop - start], [stop])
-        state.move(0, [piece], left, MovedRanges([0], [start], [stop], [1], seconds))
+        lost = pieces.seconds[:, piece] - left.seconds.sum(axis=1)
+        state.move(0, [piece], left, lost.tolist(), MovedRanges([0], [start], [stop], [1], seconds))
     apart = state.load.copy()
     tasks = state.joined()
     assert sorted(zip(tasks.server.tolist(), tasks.start.tolist(), tasks.stop.tolist(), strict=True)) == [
