@@ -206,7 +206,7 @@ class Balancer:
         document, start, stop = pieces.place[:, piece].tolist()
         excess = Excess(start, stop, pieces.seconds[:, piece].tolist(), need.tolist())
         may_keep = state.may_keep(document, stop)
-        receivers = self._receivers(sender, document, stop, room, free * may_keep)
+        receivers = self._receivers(sender, document, stop, room, np.where(may_keep, free, 0.0))
         split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
         if split is None and not may_keep.all():
             receivers = self._receivers(sender, document, stop, room, free)
@@ -230,7 +230,7 @@ class Balancer:
             most_rows = free_memory // state.shape.q_bytes
             usable &= most_rows >= self.timer.cost.block
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
-        worth = free * usable / squared
+        worth = np.where(usable, free, 0.0) / squared
         sharing, had = state.sharers(document)
         worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
         # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
@@ -253,9 +253,9 @@ class Balancer:
         )
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every rank [R]: whether it is on another node, what a query row costs to there, and a byte, squared."""
+        """Of every rank [R]: 1 if it is on another node, else 0; what a query row costs to there; a byte, squared."""
         if node not in self.prices:
-            distant = self.state.node != node
+            distant = (self.state.node != node).astype(np.float64)
             price = np.where(distant, self.state.links.network_price, 1.0)
             self.prices[node] = distant, self.q_bytes * price, price**2
         return self.prices[node]

@@ -91,7 +91,7 @@ class Receivers(NamedTuple):
         rank: [C].
         room: [K, C] seconds they may still gain.
         most_rows: [C] query rows they may get, for their memory; None without a cap.
-        distant: [C] bool, not on the sender's node.
+        distant: [C] float64, 1 where not on the sender's node, else 0.
         price: (low [G], ends [G, N], indices [N]) -> [G] price of moving consecutive ranges, which begin at ``low`` and
             end at ``ends``: of their query rows, and of the k,v rows that they still need.
     """
@@ -231,7 +231,7 @@ def _place(
     if excess.stop > _LONG_CONTEXT:
         # Two parts left at home read their keys twice: count that time at the price of the work that leaves.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
-        seconds = timer.cost.per_direction(timer.direction, rows, np.append(low, np.full(len(low), excess.stop)))
+        seconds = timer.cost.per_direction(timer.direction, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
         least = kept.min()
         whole_piece = sum(own / unit for own, unit in zip(excess.seconds, timer.unit, strict=True))

@@ -141,7 +141,7 @@ class SchedulerState:
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """[N] ranks, other than a sole home, that already read rows of ``document``, and [N] how far."""
         readers = self._readers.get(document, {})
-        return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.int64)
+        return np.fromiter(readers.keys(), np.int64), np.fromiter(readers.values(), np.float64)
 
     def may_keep(self, document: int, stop: int) -> np.ndarray:
         """[R] whether servers may read ``document`` up to ``stop`` without too many k,v rows."""
@@ -162,7 +162,8 @@ class SchedulerState:
         had = [readers.get(rank, 0) for rank in ranks.tolist()]
         if not any(had):
             return self._held.missing(document, ranks, stops, between_nodes)
-        rows = self._held.missing(document, ranks, np.concatenate((np.maximum(stops, had), [had])), between_nodes)
+        before = np.array([had], np.float64)
+        rows = self._held.missing(document, ranks, np.concatenate((np.maximum(stops, before), before)), between_nodes)
         return rows[:-1] - rows[-1]
 
     def move(self, sender: int, chosen: list[int], left: Pieces, lost: list[float], moved: MovedRanges) -> None:

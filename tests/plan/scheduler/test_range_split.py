@@ -16,7 +16,7 @@ def offered(start: int, stop: int, share: float, rooms: list[float], cost=LLAMA_
         np.arange(count),
         seconds[:, None] * np.array(rooms),
         None if most_rows is None else np.full(count, most_rows),
-        np.zeros(count, bool),
+        np.zeros(count),
         lambda low, ends, chosen: 4.0 * (ends[:, -1] - low) + ends.sum(axis=1),
     )
     timer = Timer(cost, "both", seconds.tolist())
