@@ -18,7 +18,10 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, said.out, said.err
 
 
-def test_the_command_sweeps_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_sweeps_draws_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["distca", "simulate", "as it was"])
     ends = {"output": "json", "picture": "png", "timeline": "json"}
     files = {name: tmp_path / "new" / f"{name}.{end}" for name, end in ends.items()}
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
@@ -29,7 +32,7 @@ def test_the_command_sweeps_draws_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert "best-cp" in out
     assert said.count("Attention costs: measured table") == 1
     figures = json.loads(files["output"].read_text())
-    assert figures["command"].startswith("distca ")
+    assert figures["command"] == "distca simulate 'as it was'"
     cases = figures["cases"]
     assert [(case["gpus"], case["mode"]) for case in cases] == [
         (gpus, mode) for gpus in (16, 32) for mode in ("distca", "best-cp", "best-cp-hidden")
