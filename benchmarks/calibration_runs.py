@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.throughput.batches import draw_batches
+from benchmarks.throughput.batches import Batches, draw_batches
 from benchmarks.throughput.settings import Cell
 from distca.baselines import Mode, parse_mode
 from distca.data.corpus import Corpus
@@ -145,20 +145,12 @@ def _throughput(path: Path) -> Iterator[Run]:
 def runs_of(name: str, content: dict[str, Any]) -> Iterator[Run]:
     """The runs of a report of ``benchmarks.throughput``, under the name of its file."""
     ranks, tokens = content["parallel"]["data_parallel_times_cp"], content["tokens_per_rank"]
-    model = _model(content["model"])
+    model = model_of(content["model"])
     fused = "fused" in name or "socket_nodes" in content
     older = name.removeprefix("throughput_") in _TWO_PERCENT
     for cell in content["cells"].values():
         where = Cell(cell["mix"], cell["context"])
-        drawn = draw_batches(
-            where,
-            content["warm_up"] + content["batches"],
-            ranks=ranks,
-            tokens_per_rank=tokens,
-            micro_batches=content["micro_batches"],
-            vocabulary=model.vocabulary,
-            seed=int(_option(content["command"], "--data.seed", _SEED)),
-        )
+        drawn = batches_of(content, cell)
         for each_mode, figures in cell["modes"].items():
             mode, count = parse_mode(each_mode), figures.get("batches") or content["batches"]
             batches = [Workload(each, drawn.bins) for each in drawn.global_batches[content["warm_up"] :][:count]]
@@ -362,7 +354,21 @@ _READERS = {
 }
 
 
-def _model(content: dict[str, Any]) -> Model:
+def batches_of(content: dict[str, Any], cell: dict[str, Any]) -> Batches:
+    """The batches of one workload of a report of ``benchmarks.throughput``, those to warm up first."""
+    return draw_batches(
+        Cell(cell["mix"], cell["context"]),
+        content["warm_up"] + content["batches"],
+        ranks=content["parallel"]["data_parallel_times_cp"],
+        tokens_per_rank=content["tokens_per_rank"],
+        micro_batches=content["micro_batches"],
+        vocabulary=content["model"]["vocabulary"],
+        seed=int(_option(content["command"], "--data.seed", _SEED)),
+    )
+
+
+def model_of(content: dict[str, Any]) -> Model:
+    """The shape in a report of ``benchmarks.throughput``."""
     layers, hidden, ffn, heads, kv_heads = (content[name] for name in ("layers", "hidden", "ffn", "heads", "kv_heads"))
     head_dim = content["head_dim"] or hidden // heads
     return Model(layers, hidden, ffn, heads, kv_heads, head_dim, content["vocabulary"])

@@ -32,20 +32,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.throughput.batches import draw_batches
-from benchmarks.throughput.settings import Cell
+from benchmarks.calibration_runs import batches_of, model_of
+from benchmarks.throughput.settings import parse
 from distca.baselines import parse_mode
 from distca.errors import DistcaError, LaunchError
 from distca.log import die
 from distca.plan.cost.table_file import find_table
-from distca.simulate import Cluster, Job, Model, Rates, Workload, simulate
+from distca.simulate import Cluster, Job, Rates, Workload, simulate
 from distca.simulate.prediction import Prediction
 from distca.testing.nodes import Nodes, why_not
-from distca.versions import command_line, versions, write_report
+from distca.versions import command_line, header, write_report
 
 ROOT = Path(__file__).parents[1]
 PORT = "29541"
-NODES, SEED = 2, 1234
+NODES = 2
 
 
 def main() -> None:
@@ -60,12 +60,8 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace, others: list[str]) -> None:
-    _check(arguments.megabits)
-    report: dict[str, Any] = {
-        "command": command_line("python -m benchmarks.slow_network"),
-        "versions": versions(),
-        "links": {},
-    }
+    _check(arguments.megabits, others)
+    report: dict[str, Any] = {**header(command_line("python -m benchmarks.slow_network"), NODES), "links": {}}
     for megabits in track(arguments.megabits, description="Bandwidths"):
         folder = arguments.output.resolve() / f"{megabits}"
         report["links"][f"{megabits}"] = run(megabits, folder, others)
@@ -82,11 +78,11 @@ def _run(arguments: argparse.Namespace, others: list[str]) -> None:
     show(report["links"])
 
 
-def _check(megabits: list[int]) -> None:
-    """Refuse what cannot be.
+def _check(megabits: list[int], others: list[str]) -> None:
+    """Refuse what cannot be, before anything starts.
 
     Raises:
-        LaunchError: in a sentence.
+        DistcaError: in a sentence.
     """
     if min(megabits) < 0:
         raise LaunchError(
@@ -97,8 +93,15 @@ def _check(megabits: list[int]) -> None:
         raise LaunchError(
             f"There can be no nodes on this machine: {missing}.", "run it as root on Linux, with iproute2."
         )
-    if (os.cpu_count() or 1) < NODES:
+    if len(os.sched_getaffinity(0)) < NODES:
         raise LaunchError(f"There is one core for {NODES} nodes.", "run it on a machine with more.")
+    model = parse(["--output", "checked", *others], NODES, on_cpus=True).config.model
+    if find_table("cpu", "reference", model.heads, model.kv_heads, model.resolved_head_dim) is None:
+        raise LaunchError(
+            f"There is no cost table of CPUs for {model.heads} query heads and {model.kv_heads} key/value heads of "
+            f"size {model.resolved_head_dim}, so nothing could be predicted.",
+            "take two query heads per key/value head, of size 32.",
+        )
 
 
 def run(megabits: int, folder: Path, others: list[str]) -> dict[str, Any]:
@@ -113,7 +116,7 @@ def run(megabits: int, folder: Path, others: list[str]) -> dict[str, Any]:
         where = {"WORLD_SIZE": f"{NODES}", "MASTER_ADDR": nodes.address(0), "MASTER_PORT": PORT}
         where |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         ranks = []
-        for rank in range(NODES):
+        for rank, core in enumerate(sorted(os.sched_getaffinity(0))[:NODES]):
             with (folder / f"rank{rank}.log").open("w") as log:
                 ranks.append(
                     nodes.start(
@@ -123,7 +126,7 @@ def run(megabits: int, folder: Path, others: list[str]) -> dict[str, Any]:
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         cwd=ROOT,
-                        preexec_fn=partial(os.sched_setaffinity, 0, {rank}),
+                        preexec_fn=partial(os.sched_setaffinity, 0, {core}),
                     )
                 )
         codes = [each.wait() for each in ranks]
@@ -143,7 +146,7 @@ def rate_of(content: dict[str, Any], mode: str) -> float:
 
 def figures(megabits: int, found: dict[str, Any]) -> dict[str, Any]:
     """Of a mode's part in a report of ``benchmarks.throughput``; with them seconds that its rows would take alone."""
-    kept = {name: found[name] for name in ("tokens_per_s", "steps_s", "bytes_per_step", "attention_max_over_mean")}
+    kept = {name: found[name] for name in ("tokens_per_s", "steps_s", "bytes_per_step")}
     each = found["bytes_per_step"] / NODES  # a rank sends and receives as many, both ways at once
     return kept | {"rows_alone_s": 8 * each / (1e6 * megabits) if megabits else 0.0}
 
@@ -163,17 +166,8 @@ class Cores:
     @cached_property
     def batches(self) -> list[Workload]:
         """Those that were measured."""
-        warm_up = self.content["warm_up"]
-        drawn = draw_batches(
-            Cell(self.cell["mix"], self.cell["context"]),
-            warm_up + self.content["batches"],
-            ranks=NODES,
-            tokens_per_rank=self.content["tokens_per_rank"],
-            micro_batches=self.content["micro_batches"],
-            vocabulary=self.content["model"]["vocabulary"],
-            seed=SEED,
-        )
-        return [Workload(each, drawn.bins) for each in drawn.global_batches[warm_up:]]
+        drawn = batches_of(self.content, self.cell)
+        return [Workload(each, drawn.bins) for each in drawn.global_batches[self.content["warm_up"] :]]
 
     def tokens_per_s(self, mode: str, gb_s: float) -> float:
         """Predicted, for links of ``gb_s``."""
@@ -197,18 +191,9 @@ class Cores:
         return replace(rates, linear_factor=factor)
 
     def _steps(self, mode: str, gb_s: float, rates: Rates) -> list[Prediction]:
-        content, sizes = self.content, self.content["model"]
-        model = Model(
-            sizes["layers"],
-            sizes["hidden"],
-            sizes["ffn"],
-            sizes["heads"],
-            sizes["kv_heads"],
-            sizes["head_dim"] or sizes["hidden"] // sizes["heads"],
-            sizes["vocabulary"],
-        )
+        content, model = self.content, model_of(self.content["model"])
         cost = find_table("cpu", "reference", model.heads, model.kv_heads, model.head_dim)
-        assert cost is not None, "these heads have no table, so plans had none either"
+        assert cost is not None, "_check saw to it"
         cost.shape = model.shape(1)  # the simulator's values have 2 bytes, these 4: links are half as fast to them
         job = Job(
             model,

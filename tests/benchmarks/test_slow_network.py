@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.slow_network import Cores, _check, _report, rate_of, run
-from distca.errors import LaunchError
+from distca.errors import ConfigError, LaunchError
 from distca.testing.nodes import why_not
 
 SETTINGS = ["--model.layers", "1", "--model.hidden", "128", "--model.ffn", "128", "--model.heads", "4"]
@@ -19,7 +19,7 @@ RUN = ["--modes", "packed", "distca", "--mixes", "pretrain", "--contexts", "512"
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two nodes need two cores")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two nodes need two cores")
 def test_modes_train_over_a_slow_link_and_are_predicted(tmp_path: Path) -> None:
     (modes,) = run(1000, tmp_path, [*RUN, "--traced", "0", "--", *SETTINGS]).values()
     assert list(modes) == ["packed", "distca"]
@@ -36,6 +36,12 @@ def test_modes_train_over_a_slow_link_and_are_predicted(tmp_path: Path) -> None:
     assert 8e3 * rate_of(content, "distca") < 1.1 * 1000
 
 
-def test_links_below_nothing_are_refused() -> None:
+@pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two nodes need two cores")
+def test_what_cannot_be_is_refused_before_anything_starts() -> None:
     with pytest.raises(LaunchError, match="--megabits has -1"):
-        _check([100, -1])
+        _check([100, -1], [])
+    with pytest.raises(LaunchError, match="no cost table of CPUs for 4 query heads and 4 key/value heads of size 32"):
+        _check([100], [*RUN, "--", *SETTINGS, "--model.kv_heads", "4"])
+    with pytest.raises(ConfigError, match=r"data\.context_length"):
+        _check([100], [*RUN, "--", *SETTINGS, "--data.context_length", "99999"])
