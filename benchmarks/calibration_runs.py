@@ -261,7 +261,8 @@ def _from_folder(path: Path) -> Iterator[Run]:
 
 
 def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[str, Any]) -> Iterator[Run]:
-    """Of ``modes`` by kind of linear layers. What FP8 takes is not known for all shapes."""
+    """Of ``modes`` by kind of linear layers. What FP8 takes is not known for all shapes, nor what weights that are FP8
+    alone take more."""
     config, ranks = _config(content), _gpus(content)
     warm_up, batches = (int(_option(content["command"], name, default)) for name, default in _COUNTS.items())
     drawn = draw_batches(
@@ -278,7 +279,7 @@ def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[s
     assert linear is not None
     for mode, kinds in modes.items():
         for kind, figures in kinds.items():
-            if linear.in_fp8(_fp8_of(kind)) is not None:
+            if linear.in_fp8(_fp8_of(kind)) is not None and not kind.endswith("-weights"):
                 yield _run(file, content, where.name, mode, kind, measured, figures)
 
 

@@ -120,8 +120,8 @@ def write(output: Path, command: str, reports: dict[str, dict[str, Any]]) -> Non
 
 
 def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By workload, mode and kind: tokens/s, over those of the first kind, peak memory, measured and predicted, and
-    losses."""
+    """By workload, mode and kind: tokens/s, over those of the first kind, peak memory, measured and predicted, seconds
+    of every step, and losses."""
     first = next(iter(reports))
     cells: dict[str, Any] = {}
     for kind, report in reports.items():
@@ -137,6 +137,7 @@ def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
                     "peak_gib": made["memory_gib"]["max"] if made["memory_gib"] else None,
                     "predicted_gib": made["predicted_gib"],
                     "recompute": made["recompute"],
+                    "steps_s": made["steps_s"],
                     "losses": made["losses"],
                     "gradient_norms": made["gradient_norms"],
                 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_patches.api import CAD
     from megatron_patches.per_document import rows_of
-    from megatron_patches.step import StepDocuments
+    from megatron_patches.step_documents import StepDocuments
     from megatron_patches.world import join_world, leave_world
 
 __version__ = "0.1.0"
@@ -17,7 +17,7 @@ __all__ = ["CAD", "StepDocuments", "join_world", "leave_world", "rows_of"]
 
 _FACE = {
     "CAD": "megatron_patches.api",
-    "StepDocuments": "megatron_patches.step",
+    "StepDocuments": "megatron_patches.step_documents",
     "join_world": "megatron_patches.world",
     "leave_world": "megatron_patches.world",
     "rows_of": "megatron_patches.per_document",

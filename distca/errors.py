@@ -86,6 +86,12 @@ class DamagedCheckpointError(ConfigError):
     next_step = "resume an older run, or start anew."
 
 
+class StuckCheckpointError(DistcaError):
+    """An old checkpoint that cannot be deleted."""
+
+    next_step = "see above why; let this user write there, then start again."
+
+
 class DivergedError(ConfigError):
     """A loss or gradient that is no number any more; raised on every rank before anything of the step is saved."""
 

@@ -29,7 +29,6 @@ from distca.attention.select import warm_up
 from distca.cluster.agreement import Agreement
 from distca.data.batch import Document
 from distca.device.offload import Offload
-from distca.errors import PlanError
 from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
@@ -45,7 +44,8 @@ from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
-from megatron_patches.step import Step, StepDocuments, StepsAhead, make_step
+from megatron_patches.step import Step, StepsAhead, make_step
+from megatron_patches.step_documents import StepDocuments, check_room, listed
 from megatron_patches.support.arguments import (
     Backward,
     Recompute,
@@ -61,6 +61,7 @@ from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.te.choice import Linears, use_te
 from megatron_patches.training_step import (
     ForwardStep,
+    check_wrapped,
     log_probabilities_step,
     run_schedule,
     wrap_for_data_parallel,
@@ -280,12 +281,12 @@ class CAD:
                 anything with a length and slices of token ids; only slices of this rank's rows are read.
 
         Raises:
-            PlanError: on documents that cannot be laid out, or micro-batches of more than ``tokens_per_rank``.
+            PlanError: on what are no documents, or cannot be laid out, homes or weights that are not one for each, or
+                micro-batches of more than ``tokens_per_rank``.
             DataError: on token ids that the attached model does not know.
         """
-        if not isinstance(documents, StepDocuments):
-            documents = StepDocuments(documents)
-        self._check_room(documents)
+        documents = listed(documents)
+        check_room(documents, self.options.ranks, self._tokens_per_rank)
         room = self.options.ranks * self._tokens_per_rank if self._deal else 0
         return make_step(
             documents,
@@ -331,10 +332,14 @@ class CAD:
             model: from :meth:`data_parallel`.
             forward_only: compute losses only, and keep nothing for backward.
 
+        Raises:
+            SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced.
+
         Returns:
             What was reported, by micro-batch; empty on stages without the loss.
         """
         if not forward_only:
+            check_wrapped(model)
             model.zero_grad_buffer()
         if self._stages > 1 and step.routes is not None:
             reports = run_ticks(
@@ -379,16 +384,3 @@ class CAD:
         transport = choose_transport(transport_name, server_pool_group(), buffer)
         parking = Offload(self.device) if offload else None
         return AttentionPool(transport, kernel, Timeline(self.device), backward, parking)
-
-    def _check_room(self, documents: StepDocuments) -> None:
-        most = self.options.ranks * self._tokens_per_rank
-        for number, micro_batch in enumerate(documents.micro_batches):
-            if any(not hasattr(document, "__len__") or getattr(document, "ndim", 1) == 0 for document in micro_batch):
-                raise PlanError(f"Micro-batch {number} has numbers in place of documents; give each as a list of them.")
-            tokens = sum(len(document) for document in micro_batch)
-            if tokens > most:
-                raise PlanError(
-                    f"Micro-batch {number} has {tokens:,} tokens; {self.options.ranks} data-parallel ranks with "
-                    f"tokens_per_rank {self._tokens_per_rank:,} hold {most:,}. Put fewer documents into it, or raise "
-                    "tokens_per_rank."
-                )

@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 
 from distca.errors import CheckpointError
 from distca.models.description import ModelDescription
-from distca.models.folder import ExportedModel, ShardWriter, count_shards, finish
+from distca.models.folder import ExportedModel, ShardWriter, clear, count_shards, finish
 from megatron_patches.weights import Slot, slots
 
 Values = Callable[[torch.Tensor], torch.Tensor]
@@ -57,6 +57,8 @@ def export_weights(
     said = [problem]
     dist.broadcast_object_list(said)
     if said[0] is not None:
+        if dist.get_rank() == 0:
+            clear(folder)  # it has to be empty to be written again
         raise CheckpointError(f"{folder} could not be written ({said[0]}).")
 
 

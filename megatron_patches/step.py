@@ -11,37 +11,19 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 import torch
 
 from distca.attention import TaskBatch
-from distca.data.batch import Document, RankBatch, rank_batch
+from distca.data.batch import RankBatch, rank_batch
 from distca.device.host_to_device import Upload, uploading
 from distca.errors import DataError, PlanError
 from distca.plan import Layout, PlanOptions, StepPlan, plan_step
 from distca.plan.step import StepBalance
 from distca.runtime.device_routes import StepRoutes
 from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
-
-
-@dataclass(frozen=True)
-class StepDocuments:
-    """The documents of one step, the same on every rank.
-
-    Attributes:
-        micro_batches: by micro-batch, its documents; a document is anything with a length and slices of token ids.
-        homes: by micro-batch, [documents] the data-parallel rank on which each stays whole; None lets documents span
-            ranks.
-        note: anything the caller wants to find again at the step.
-        weights: by micro-batch, [documents] what each target of a document weighs in the loss; None weighs all alike.
-    """
-
-    micro_batches: Sequence[Sequence[Document]]
-    homes: Sequence[np.ndarray | None] | None = None
-    note: Any = None
-    weights: Sequence[np.ndarray] | None = None
+from megatron_patches.step_documents import StepDocuments
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from distca.errors import SupportError
 from megatron_patches.step import Batch
 from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
@@ -53,6 +54,20 @@ def wrap_for_data_parallel(
     config.no_sync_func = wrapped.no_sync
     broadcast_weights(wrapped)
     return wrapped
+
+
+def check_wrapped(model: Any) -> None:
+    """Refuse to train a model that :func:`wrap_for_data_parallel` did not make: nobody would reduce its gradients.
+
+    Raises:
+        SupportError: naming what was given.
+    """
+    finalize = getattr(getattr(model, "config", None), "finalize_model_grads_func", None)
+    if not isinstance(model, DistributedDataParallel) or finalize is None:
+        raise SupportError(
+            f"The model is a {type(model).__name__} whose gradients would not be reduced and divided: train what "
+            "CAD.data_parallel returns."
+        )
 
 
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:

@@ -6,9 +6,16 @@ import time
 from pathlib import Path
 
 from distca.commands.options import check_least
-from distca.errors import DamagedCheckpointError, OptionError
+from distca.errors import DamagedCheckpointError, OptionError, StuckCheckpointError
 from distca.log import printer
-from distca.train.checkpoint.integrity import COMPLETE, check_contents, check_undamaged, files_of
+from distca.train.checkpoint.integrity import (
+    COMPLETE,
+    DAMAGED,
+    check_contents,
+    check_sizes,
+    check_undamaged,
+    files_of,
+)
 from distca.train.run.run_folder import Checkpoint, RunFolder, hold
 from distca.words import count, format_bytes
 
@@ -18,6 +25,8 @@ __all__ = ["list_checkpoints", "prune", "verify"]
 def verify(path: str) -> None:
     """Read a checkpoint, or all of a run, and compare every file with the checksum it was saved with.
 
+    A damaged one is marked: no run goes on from it, and prune does not count it.
+
     Args:
         path: folder of a run, or of one of its checkpoints.
     """
@@ -26,8 +35,9 @@ def verify(path: str) -> None:
     for checkpoint in checkpoints:
         began = time.perf_counter()
         try:
-            check_undamaged(checkpoint.path)
+            check_sizes(checkpoint.path)
             check_contents(checkpoint.path)
+            (checkpoint.path / DAMAGED).unlink(missing_ok=True)  # somebody mended it
         except DamagedCheckpointError as error:
             damaged += 1
             console.print(str(error), soft_wrap=True)
@@ -68,15 +78,21 @@ def prune(path: str, *, keep: int = 2) -> None:
     Args:
         path: folder of a run that nobody writes at the moment.
         keep: newest checkpoints that stay; damaged ones do not count.
+
+    Raises:
+        StuckCheckpointError: some cannot be deleted; all others are.
     """
     check_least(1, keep=keep)
     run = _run(path)
     with hold(run):
         before = {folder: _size(folder) for folder in run.checkpoint_folders()}
-        run.prune(keep)
+        stuck = run.prune(keep)
     gone = [size for folder, size in before.items() if not folder.exists()]
     left = f"{len(run.checkpoints())} left"
     printer().print(f"{count(len(gone), 'checkpoint')} deleted, {format_bytes(sum(gone))}; {left}")
+    if stuck:
+        names = ", ".join(folder.name for folder in stuck)
+        raise StuckCheckpointError(f"{count(len(stuck), 'checkpoint')} of {path} cannot be deleted: {names}.")
 
 
 def _run(path: str) -> RunFolder:

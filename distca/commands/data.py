@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from distca.commands.options import check_least
 from distca.data.chat import chat_recipe
 from distca.data.convert import check_output
@@ -19,6 +21,8 @@ from distca.errors import OptionError
 from distca.words import count
 
 __all__ = ["convert", "describe"]
+
+logger = logging.getLogger(__name__)
 
 
 def convert(
@@ -61,6 +65,8 @@ def convert(
     if conversations:
         recipe = chat_recipe(recipe, begin_token, end_token)
     texts = open_texts(source, path)
+    if not conversations:
+        logger.info(recipe.tokenizer.closing())
     with tokenizing_progress(texts.bytes) as advanced:
         done = convert_texts(
             texts, recipe, prefix, processes=processes or processes_for(texts.bytes), advanced=advanced

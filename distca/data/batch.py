@@ -120,6 +120,11 @@ def _read(documents: Sequence[Document], layout: Layout, rank: int, weights: np.
                 f"Document {document} gives {content.dtype} of shape {content.shape} in place of token ids; give whole "
                 "numbers one after the other."
             )
+        if len(content) != behind - start:
+            raise DataError(
+                f"Document {document} has a length of {len(documents[document])}, and {len(content)} token ids from "
+                f"{start} to {behind}."
+            )
         targets = content[1:]
         read.tokens[row : row + stop - start] = content[: stop - start]
         read.labels[row : row + len(targets)] = targets
@@ -132,10 +137,21 @@ def _read(documents: Sequence[Document], layout: Layout, rank: int, weights: np.
 
 
 def targets_of(document: Document, tokens: slice) -> np.ndarray:
-    """Which tokens of a slice are to be learned, bool; a document's first token never is, whatever this says."""
+    """Which tokens of a slice are to be learned, bool; a document's first token never is, whatever this says.
+
+    Raises:
+        DataError: the document does not say it of each.
+    """
     asked = getattr(document, "learned", None)
     learned = None if asked is None else asked(tokens)
-    return np.ones(tokens.stop - tokens.start, bool) if learned is None else np.asarray(learned)
+    if learned is None:
+        return np.ones(tokens.stop - tokens.start, bool)
+    if np.shape(learned) != (tokens.stop - tokens.start,):
+        raise DataError(
+            f"A document's `learned` gives an array of shape {np.shape(learned)} for tokens {tokens.start} to "
+            f"{tokens.stop}; it is to give one for each."
+        )
+    return np.asarray(learned)
 
 
 def _padded(rows: _Rows, align: int) -> _Rows:

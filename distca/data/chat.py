@@ -16,7 +16,7 @@ import numpy as np
 from distca.data.conversations import messages_of, tools_of
 from distca.data.recipe import Encoded, Recipe
 from distca.data.texts import Row
-from distca.data.tokenizer import load_json, read_object, token_text
+from distca.data.tokenizer import load_json, read_object, read_settings, token_text
 from distca.errors import DataError, VersionError
 
 _OPEN, _SHUT, _APART = "\U0010fffc", "\U0010fffd", "\U0010fffb"
@@ -70,7 +70,7 @@ def chat_recipe(recipe: Recipe, begin_token: str | None = None, end_token: str |
                 f"`{name}` is {token!r}, but how conversations begin and end is the template's; leave it out."
             )
     folder, field = Path(recipe.tokenizer.name).parent, recipe.field
-    said = read_object(folder / "tokenizer_config.json")
+    said = read_settings(folder)
     templates = _template_files(folder) or _by_name(read_object(folder / "chat_template.json")) or _by_name(said)
     template, tool_use = (templates.get(name, "") for name in ("default", "tool_use"))
     if recipe.tokenizer.name == "bytes" or not (template or tool_use):

@@ -115,6 +115,11 @@ class TokenizerFiles:
         content = b"bytes" if self.name == "bytes" else Path(self.name).read_bytes()
         return hashlib.sha256(content).hexdigest()
 
+    def closing(self) -> str:
+        """A sentence on the tokens around texts."""
+        begin, end = (repr(token) if token else "no token" for token in (self.begin, self.end))
+        return f"Texts begin with {begin} and end with {end} of the tokenizer {self.name}."
+
     def open(self) -> Tokenizer:
         """The tokenizer.
 
@@ -132,7 +137,7 @@ def find_tokenizer(name: str, begin_token: str | None = None, end_token: str | N
 
     Args:
         name: ``bytes``, the file or the folder.
-        begin_token: put before every document; None takes what the folder's tokenizer_config.json says: its bos_token,
+        begin_token: put before every document; None takes what :func:`read_settings` of the folder says: its bos_token,
             if the tokenizer puts it before texts by itself. An empty one puts none.
         end_token: put behind every document; None takes the folder's eos_token. An empty one puts none.
 
@@ -153,7 +158,7 @@ def find_tokenizer(name: str, begin_token: str | None = None, end_token: str | N
             f"The tokenizer {name!r} is neither 'bytes' nor a tokenizer.json file or a folder that holds one; set "
             "`tokenizer` to one, or save it there with the tokenizer's save_pretrained."
         )
-    said = read_object(folder / "tokenizer_config.json") if folder.is_dir() else {}
+    said = read_settings(folder) if folder.is_dir() else {}
     begin, end = token_text(said.get("bos_token")), token_text(said.get("eos_token"))
     if not said.get("add_bos_token", _puts_first(file, begin)):
         begin = None
@@ -196,8 +201,19 @@ def read_object(file: Path) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What a folder's tokenizer_config.json says, and of tokens that it does not name, special_tokens_map.json.
+
+    Raises:
+        DataError: one of them is not JSON.
+    """
+    said = read_object(folder / "tokenizer_config.json")
+    named = {name: value for name, value in said.items() if value is not None}
+    return read_object(folder / "special_tokens_map.json") | named
+
+
 def token_text(said: Any) -> str | None:
-    """A token as a tokenizer_config.json has it: its text, or an object with it."""
+    """A token as these files have it: its text, or an object with it."""
     content = said.get("content") if isinstance(said, dict) else said
     return content if isinstance(content, str) and content else None
 

@@ -6,11 +6,12 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distca.errors import ModelError, VersionError, system_words
+from distca.errors import ConfigError, VersionError, system_words
 from distca.models.description import CONFIG, ModelDescription, architecture
 from distca.models.layout import expected_shapes
 from distca.models.tensors import INDEX, SINGLE
@@ -43,15 +44,28 @@ def check_empty(folder: Path, setting: str) -> None:
     """Refuse a folder that holds something, or that cannot be made; one that is missing is made.
 
     Raises:
-        ModelError: naming ``setting``.
+        ConfigError: naming ``setting``.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         full = any(folder.iterdir())
     except OSError as error:
-        raise ModelError(f"{setting} is {folder}, which cannot be made or read ({system_words(error)}).") from None
+        raise ConfigError(f"{setting} is {folder}, which cannot be made or read ({system_words(error)}).") from None
     if full:
-        raise ModelError(f"{setting} is {folder}, which is not empty; name an empty folder, or one that is not there.")
+        raise ConfigError(f"{setting} is {folder}, which is not empty; name an empty folder, or one that is not there.")
+
+
+def is_written(folder: Path) -> bool:
+    """Whether the folder is whole: :func:`finish` writes its config.json last."""
+    return (folder / CONFIG).is_file()
+
+
+def clear(folder: Path) -> None:
+    """Delete what could be written of a folder; what it has beside that stays."""
+    for name in ("*.safetensors", INDEX, CONFIG, *COMPANIONS):
+        for file in folder.glob(name):
+            with suppress(OSError):
+                file.unlink()
 
 
 def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any]) -> dict[str, Any]:

@@ -202,7 +202,7 @@ LIMITS = {
     "config_logger_dir": Limit("the inputs and logits that it logs are not there", ("",)),
     # Memory
     "recompute_granularity": Limit(
-        "core attention is never recomputed; recompute_segments recomputes everything else",
+        "core attention is never recomputed; CAD(recompute='all') recomputes everything else, with this unset",
         (None, "selective"),
         "recompute_method recompute_num_layers distribute_saved_activations",
     ),
@@ -304,13 +304,13 @@ def check_recomputation(config: TransformerConfig, recompute_segments: bool = Fa
     if config.recompute_modules != ["mlp"]:
         raise SupportError(
             f"recompute_modules is {config.recompute_modules}, but the MLPs are all that is recomputed by itself: set "
-            "it to ['mlp'], or leave recompute_granularity unset and set recompute_segments to recompute everything "
-            "but core attention."
+            "it to ['mlp'], or leave recompute_granularity unset and give CAD(recompute='all') to recompute "
+            "everything but core attention."
         )
     if recompute_segments:
         raise SupportError(
-            "recompute_modules is ['mlp'], but recompute_segments recomputes the MLPs too: leave "
-            "recompute_granularity unset, or do without recompute_segments."
+            "recompute_modules is ['mlp'], but CAD(recompute='all') recomputes the MLPs too: leave "
+            "recompute_granularity unset, or give CAD(recompute='none')."
         )
 
 

@@ -29,7 +29,7 @@ def test_errors_are_within_what_is_promised(kept: dict) -> None:
         kept["orders"]["pairs"] - kept["orders"]["right"] == len(kept["orders_wrong"]) and kept["orders"]["pairs"] > 10
     )
     # Measured while rows of FP8 were multiples of 16, which packed documents lost most by.
-    assert all(re.match(r"one_gpu_linears.* packed · (current|delayed) against", pair) for pair in kept["orders_wrong"])
+    assert all(re.match("one_gpu_linears_traced .* packed · current against", pair) for pair in kept["orders_wrong"])
 
 
 def test_rates_are_those_of_the_fit_and_saw_no_file_that_is_held_out(kept: dict) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from distca.commands.main import main
-from distca.train.run.run_folder import RunFolder, hold
+from distca.train.run.run_folder import Checkpoint, RunFolder, hold, newest_intact
 
 
 @pytest.fixture
@@ -38,6 +39,18 @@ def test_verify_reads_every_file(run: RunFolder, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out
     assert said.count("is what was saved") == 1 and "step_000030" in said
     assert "cannot be used" in _refused(capsys, "verify", run.checkpoint_path(20))
+    main(["checkpoint", "prune", str(run.path), "--keep", "1"])
+    assert [path.name for path in run.checkpoint_folders()] == ["step_000030"]
+
+
+def test_a_checkpoint_that_was_mended_counts_again(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = run.checkpoint_path(30) / "weights"
+    weights.write_bytes(b"12355")
+    assert "1 of 3 checkpoints of" in _refused(capsys, "verify", run.path)
+    assert newest_intact(run) == Checkpoint(20, run.checkpoint_path(20))
+    weights.write_bytes(b"12345")
+    main(["checkpoint", "verify", str(run.path)])
+    assert newest_intact(run) == Checkpoint(30, run.checkpoint_path(30))
 
 
 def test_list_shows_the_state_of_each(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +69,22 @@ def test_prune_keeps_the_newest_and_touches_no_run_that_is_written(
     main(["checkpoint", "prune", str(run.path)])
     assert [path.name for path in run.checkpoint_folders()] == ["step_000020", "step_000030"]
     assert "2 checkpoints deleted," in capsys.readouterr().out
+
+
+def test_prune_fails_where_a_checkpoint_cannot_be_deleted(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = os.unlink
+
+    def refuse(path: str | Path, **where: int) -> None:
+        if "step_000010" in os.fspath(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, **where)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    said = _refused(capsys, "prune", run.path)
+    assert f"1 checkpoint of {run.path} cannot be deleted: step_000010." in said
+    assert [path.name for path in run.checkpoint_folders()] == ["step_000010", "step_000020", "step_000030"]
 
 
 def test_a_damaged_checkpoint_never_costs_an_intact_one(run: RunFolder) -> None:

@@ -245,3 +245,10 @@ def test_a_template_runs_in_a_sandbox():
 
 def test_marks_are_taken_out():
     assert chat._unmarked(f"a{chat._OPEN}b{chat._SHUT}c{chat._OPEN}{chat._SHUT}") == ("abc", [(1, 2), (3, 3)])
+
+
+def test_a_template_gets_tokens_that_only_the_special_tokens_map_names(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").rename(tmp_path / "special_tokens_map.json")
+    recipe = chat_recipe(Recipe(find_tokenizer(str(tmp_path))))
+    assert dict(recipe.tokens) == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -54,7 +55,7 @@ def test_convert_writes_what_indexed_reads(tmp_path, capsys):
     assert described.stderr == ""
 
 
-def test_convert_with_a_tokenizer_file(tmp_path):
+def test_convert_with_a_tokenizer_file(tmp_path, caplog):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"<unk>": 0, "</s>": 1, "hello": 2, "you": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -62,7 +63,11 @@ def test_convert_with_a_tokenizer_file(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("hello hello you")
     output, file = str(tmp_path / "out"), str(tmp_path / "tokenizer.json")
-    run("convert", "--path", str(tmp_path / "a.txt"), "--output", output, "--tokenizer", file, "--end_token", "</s>")
+    with caplog.at_level(logging.INFO, logger="distca"):
+        run(
+            "convert", "--path", str(tmp_path / "a.txt"), "--output", output, "--tokenizer", file, "--end_token", "</s>"
+        )
+    assert f"Texts begin with no token and end with '</s>' of the tokenizer {file}." in caplog.text
     source = open_source("indexed", output)
     assert source.vocabulary == 4
     assert source.read(0, 0, 4).tolist() == [2, 2, 3, 1]

@@ -105,6 +105,21 @@ def test_a_folder_says_how_documents_begin_and_end(tokenizer_file, said, given, 
     assert document.tolist() == ids
 
 
+@pytest.mark.parametrize(
+    ("said", "beside", "ids"),
+    [
+        ({}, {"bos_token": "<s>", "eos_token": {"content": "</s>"}}, [1, 3, 2]),
+        ({"eos_token": None}, {"eos_token": "</s>"}, [3, 2]),
+        ({"eos_token": "two"}, {"eos_token": "</s>"}, [3, 4]),
+    ],
+)
+def test_tokens_that_only_the_special_tokens_map_names_count_too(tokenizer_file, said, beside, ids):
+    (tokenizer_file.parent / "tokenizer_config.json").write_text(json.dumps(said))
+    (tokenizer_file.parent / "special_tokens_map.json").write_text(json.dumps(beside))
+    (document,) = open_tokenizer(str(tokenizer_file.parent)).encode([b"one"])
+    assert document.tolist() == ids
+
+
 def test_control_tokens_in_a_text_stay_text(tokenizer_file):
     tokenizers = pytest.importorskip("tokenizers")
     stored = tokenizers.Tokenizer.from_file(str(tokenizer_file))

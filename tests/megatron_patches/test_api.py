@@ -101,6 +101,7 @@ def _used() -> dict[str, Any]:
     cad = CAD(config, tokens_per_rank=TOKENS_PER_RANK)
     model, documents = _own_model(cad, config, case.shape), harness.case_documents(case)
     found["model"] = (model.note, model.described())
+    found["not wrapped"] = [_refused(cad.forward_backward, None, None, each) for each in (model, [model])]
     found["called"] = _called(model, cad.plan_step(documents[:1]).batches[0])
     found["trained"] = _train(cad, model, documents)
     found["gain"] = float(model.gain.detach())
@@ -154,6 +155,12 @@ def test_calls_that_lack_something_are_refused(used: list[dict[str, Any]]) -> No
         for case in ("no mask", "no labels"):
             assert rank["called"][case].startswith("SupportError: summed_loss needs labels and loss_mask")
         assert rank["called"]["no positions"].startswith("SupportError: The model was called without position_ids")
+
+
+def test_a_model_whose_gradients_nobody_reduces_is_refused(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        for said in rank["not wrapped"]:
+            assert said.startswith("SupportError: The model is a ") and "train what CAD.data_parallel returns" in said
 
 
 def test_the_face_needs_megatrons_groups(used: list[dict[str, Any]]) -> None:

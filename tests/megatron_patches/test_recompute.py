@@ -160,8 +160,8 @@ def test_each_level_recomputes_its_part_and_moves_no_transfer(ranks):
     [
         ("full", None, False, "recompute_granularity is 'full', but core attention is never recomputed"),
         ("selective", ["core_attn"], False, r"recompute_modules is \['core_attn'\]"),
-        ("selective", ["mlp", "layernorm"], False, "recompute_segments to recompute everything"),
-        ("selective", ["mlp"], True, "do without recompute_segments"),
+        ("selective", ["mlp", "layernorm"], False, r"give CAD\(recompute='all'\) to recompute"),
+        ("selective", ["mlp"], True, r"or give CAD\(recompute='none'\)"),
     ],
 )
 def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, said):

@@ -36,7 +36,8 @@ def _options(stages: int, disaggregate: bool = True, align: int = 1) -> PlanOpti
 
 
 def test_documents_that_span_ranks_are_refused_on_every_rank_where_attention_stays_at_home() -> None:
-    from megatron_patches.step import StepDocuments, make_step
+    from megatron_patches.step import make_step
+    from megatron_patches.step_documents import StepDocuments
 
     for rank in range(RANKS):
         with pytest.raises(PlanError, match="Document 0 of a micro-batch, of 40 tokens, spans data-parallel ranks"):
@@ -44,7 +45,8 @@ def test_documents_that_span_ranks_are_refused_on_every_rank_where_attention_sta
 
 
 def test_tokens_that_the_model_does_not_know_are_refused() -> None:
-    from megatron_patches.step import StepDocuments, make_step
+    from megatron_patches.step import make_step
+    from megatron_patches.step_documents import StepDocuments
 
     known = StepDocuments([[np.array([0, 8, 9])]])
     make_step(known, _options(1), 0, 0, "cpu", vocabulary=10)
@@ -55,7 +57,8 @@ def test_tokens_that_the_model_does_not_know_are_refused() -> None:
 
 @pytest.mark.parametrize("stages,disaggregate", [(1, True), (1, False), (2, True), (2, False)])
 def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggregate: bool) -> None:
-    from megatron_patches.step import StepDocuments, make_step
+    from megatron_patches.step import make_step
+    from megatron_patches.step_documents import StepDocuments
 
     homes = None if disaggregate else [np.arange(len(lengths)) % RANKS for lengths in LENGTHS]
     documents = StepDocuments(_documents(), homes, note="where the sampler stood")
@@ -79,7 +82,8 @@ def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggr
 
 
 def test_documents_are_dealt_over_micro_batches_anew_into_their_room() -> None:
-    from megatron_patches.step import StepDocuments, make_step
+    from megatron_patches.step import make_step
+    from megatron_patches.step_documents import StepDocuments
 
     weights = [np.array([document[0] // 1000 for document in each], np.float32) for each in _documents()]
     documents = StepDocuments(_documents(), [None] * len(LENGTHS), note="kept", weights=weights)
@@ -103,7 +107,8 @@ def test_documents_are_dealt_over_micro_batches_anew_into_their_room() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_rows_lie_in_the_sequence_shards_of_their_layouts(stages: int) -> None:
-    from megatron_patches.step import StepDocuments, make_step
+    from megatron_patches.step import make_step
+    from megatron_patches.step_documents import StepDocuments
 
     step = make_step(StepDocuments(_documents()), _options(stages, align=4), 0, 0, "cpu")
     for documents, layouts, batch in zip(_documents(), step.plan.layouts, step.batches, strict=True):
@@ -113,7 +118,8 @@ def test_rows_lie_in_the_sequence_shards_of_their_layouts(stages: int) -> None:
 
 
 def test_a_document_may_be_anything_with_a_length_and_slices() -> None:
-    from megatron_patches.step import StepDocuments, make_step
+    from megatron_patches.step import make_step
+    from megatron_patches.step_documents import StepDocuments
 
     asked: list[slice] = []
 
@@ -132,7 +138,8 @@ def test_a_document_may_be_anything_with_a_length_and_slices() -> None:
 
 
 def test_the_next_step_is_made_from_when_one_is_queued_and_the_steps_end() -> None:
-    from megatron_patches.step import StepDocuments, StepsAhead, make_step
+    from megatron_patches.step import StepsAhead, make_step
+    from megatron_patches.step_documents import StepDocuments
 
     made: list[tuple[int, str]] = []
     started = threading.Event()
@@ -172,7 +179,8 @@ def test_padding_to_equal_rows_adds_no_loss() -> None:
 
 @pytest.mark.parametrize("disaggregate", [True, False])
 def test_lengths_of_documents_are_there_where_positions_need_them(disaggregate: bool) -> None:
-    from megatron_patches.step import StepDocuments, make_step
+    from megatron_patches.step import make_step
+    from megatron_patches.step_documents import StepDocuments
 
     documents = StepDocuments([[list(range(5)), list(range(3))]], None if disaggregate else [np.array([0, 1])])
     for lengths in (False, True):

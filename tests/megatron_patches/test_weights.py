@@ -40,7 +40,7 @@ def _case_errors(path, tp, pp, disaggregate):
     import torch.distributed as dist
 
     from distca.data.batch import rank_batch
-    from megatron_patches.step import StepDocuments
+    from megatron_patches.step_documents import StepDocuments
     from megatron_patches.training_step import sum_over_ranks, summed_loss_step
 
     _, cad, ddp = _model(path, tp, pp, disaggregate)

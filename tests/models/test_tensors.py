@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distca.errors import ModelError
+from distca.errors import ConfigError, ModelError
 from distca.models.description import describe_folder
-from distca.models.folder import ExportedModel, ShardWriter, check_empty, copy_companions, count_shards, finish
+from distca.models.folder import ExportedModel, ShardWriter, check_empty, clear, copy_companions, count_shards, finish
 from distca.models.layout import expected_shapes
 from distca.models.tensors import INDEX, SINGLE, TensorFiles
 from tests.models.folders import write_folder
@@ -137,11 +137,19 @@ def test_code_stays_behind(tmp_path: Path) -> None:
     assert sorted(there) == sorted(ours)
 
 
+def test_what_was_not_written_to_its_end_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("model-00001-of-00002.safetensors", "tokenizer.json", "NOTES.md"):
+        (tmp_path / name).write_text("1")
+    clear(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["NOTES.md"]
+    clear(tmp_path / "missing")
+
+
 def test_a_folder_to_write_is_empty(tmp_path: Path) -> None:
     check_empty(tmp_path / "new" / "folder", "--output")
     assert (tmp_path / "new" / "folder").is_dir()
-    with pytest.raises(ModelError, match=r"--output is .*, which is not empty"):
+    with pytest.raises(ConfigError, match=r"--output is .*, which is not empty"):
         check_empty(tmp_path, "--output")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="cannot be made or read"):
+    with pytest.raises(ConfigError, match="cannot be made or read"):
         check_empty(tmp_path / "file", "--output")

@@ -28,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / "ones" / name).with_suffix(".txt").write_text(name)
     write_texts(path / "mostly-ones", [9] + [1] * 30)
     line = arguments(name="ended", output=path, data__path=path / "texts", checkpoint__save_every=2)
-    run_ranks(2, train_all, [line])
+    slow = {"train__steps": 60, "train__time_limit": 1e-3, "optimizer__warmup_steps": None}
+    run_ranks(2, train_all, [line, arguments(name="warm", output=path, data__path=path / "texts", **slow)])
     return path
 
 
@@ -56,6 +57,12 @@ MISTAKES = {
     "unknown setting": (2, {"model__depth": 3}, "There is no setting 'model.depth'"),
     "word for a number": (2, {"train__steps": "many"}, "train.steps must be a whole number, not many"),
     "nothing left": (2, {"checkpoint__resume": "{folder}/ended"}, "nothing is left to do. Raise train.steps."),
+    "a warm-up that does not end": (
+        2,
+        {"checkpoint__resume": "{folder}/warm", "train__steps": 6, "optimizer__warmup_steps": "null"},
+        "but train.steps is 6; the warm-up must end before the run does: lower the first, or leave it out, or raise "
+        "the second. The warm-up is that of the resumed run; optimizer.warmup_steps sets another.",
+    ),
     "another model": (
         2,
         {"checkpoint__resume": "{folder}/ended", "model__layers": 3, "train__steps": 9},

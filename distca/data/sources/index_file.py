@@ -43,7 +43,7 @@ class Index:
 
     @property
     def bytes(self) -> int:
-        """How long the .bin file is at least."""
+        """How long the .bin file is; Megatron's writer leaves nothing between or behind sequences."""
         return int((self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize).max(initial=0))
 
     def write(self, path: Path) -> None:

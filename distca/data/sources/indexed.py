@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,32 +21,38 @@ class Indexed:
 
     Attributes:
         lengths: [D] int64 tokens per document. Empty documents are left out and counted in a log line.
+        prefix: path of both files, without suffix.
         vocabulary: from the sidecar PREFIX.json that ``distca data convert`` writes, or as given.
+        tokenizer: name and digest of the one that made the ids, from the sidecar; None where it does not say.
     """
 
     def __init__(self, prefix: str, vocabulary: int | None = None) -> None:
         """Open PREFIX.bin and PREFIX.idx.
 
         Raises:
-            DataError: if a file is missing, damaged or empty, or the vocabulary is not known.
+            DataError: if a file is missing, damaged, empty or of another corpus, or the vocabulary is not known.
         """
-        self._prefix = without_suffix(prefix)
-        _check_files(self._prefix)
-        self.vocabulary = _vocabulary(self._prefix, vocabulary)
-        self._index = read_index(Path(f"{self._prefix}.idx"))
-        self._tokens = _open_tokens(self._prefix, self._index)
+        self.prefix = without_suffix(prefix)
+        _check_files(self.prefix)
+        recorded = _recorded(self.prefix)
+        self.vocabulary = _vocabulary(self.prefix, recorded, vocabulary)
+        digest = recorded.get("tokenizer_digest")
+        self.tokenizer = (str(recorded.get("tokenizer")), str(digest)) if digest else None
+        self._index = read_index(Path(f"{self.prefix}.idx"))
+        _check_recorded(self.prefix, recorded, self._index)
+        self._tokens = _open_tokens(self.prefix, self._index)
         ends = np.cumsum(self._index.lengths, dtype=np.int64)
         self._sequence_start = np.concatenate(([0], ends))
         borders = self._sequence_start[self._index.borders]
         lengths = np.diff(borders)
         kept = np.flatnonzero(lengths > 0)
         if len(kept) == 0:
-            raise DataError(f"{self._prefix}.idx holds no document with tokens.")
+            raise DataError(f"{self.prefix}.idx holds no document with tokens.")
         if len(kept) < len(lengths):
-            logger.info("%s: left out %s", self._prefix, count(len(lengths) - len(kept), "empty document"))
+            logger.info("%s: left out %s", self.prefix, count(len(lengths) - len(kept), "empty document"))
         self.lengths = lengths[kept]
         self._document_start = borders[:-1][kept]
-        self._mask = _open_mask(self._prefix, int(self._sequence_start[-1]))
+        self._mask = _open_mask(self.prefix, int(self._sequence_start[-1]))
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """[stop - start] int64 tokens of one document, which may consist of several sequences.
@@ -67,7 +74,7 @@ class Indexed:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             outside = tokens.max() if tokens.min() >= 0 else tokens.min()
             raise DataError(
-                f"{self._prefix}.bin holds token id {outside} in document {document}, but the vocabulary has "
+                f"{self.prefix}.bin holds token id {outside} in document {document}, but the vocabulary has "
                 f"{self.vocabulary} ids; set `vocabulary` to that of the tokenizer the file was made with."
             )
         return tokens
@@ -91,7 +98,7 @@ class Indexed:
 
     def where(self, document: int) -> str:
         """The .bin file and the number of one document among those that hold tokens."""
-        return f"{self._prefix}.bin, document {document}"
+        return f"{self.prefix}.bin, document {document}"
 
 
 def sidecar(prefix: str) -> Path:
@@ -124,8 +131,9 @@ def _open_tokens(prefix: str, index: Index) -> np.memmap:
     present = tokens.stat().st_size
     if len(index.lengths) == 0 or present == 0:  # which cannot be mapped
         raise DataError(f"{tokens} holds no document with tokens.")
-    if present < index.bytes:
-        raise DataError(f"{tokens} is cut off: {present:,} bytes instead of {index.bytes:,}; copy or convert again.")
+    if present != index.bytes:
+        wrong = "is cut off" if present < index.bytes else f"is of another corpus than {prefix}.idx"
+        raise DataError(f"{tokens} {wrong}: {present:,} bytes instead of {index.bytes:,}; copy or convert again.")
     return np.memmap(tokens, np.uint8, mode="r")
 
 
@@ -138,25 +146,39 @@ def _open_mask(prefix: str, tokens: int) -> np.memmap | None:
     return np.memmap(file, np.uint8, mode="r")
 
 
-def _vocabulary(prefix: str, given: int | None) -> int:
-    recorded: int | None = None
-    if sidecar(prefix).is_file():
-        try:
-            recorded = int(json.loads(sidecar(prefix).read_text(encoding="utf-8"))["vocabulary"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+def _recorded(prefix: str) -> dict[str, Any]:
+    """What the sidecar says; an empty one where there is none."""
+    if not sidecar(prefix).is_file():
+        return {}
+    try:
+        recorded = json.loads(sidecar(prefix).read_text(encoding="utf-8"))
+        return recorded | {"vocabulary": int(recorded["vocabulary"])}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DataError(f'{sidecar(prefix)} is not a JSON object with a "vocabulary" number; convert again.') from None
+
+
+def _check_recorded(prefix: str, recorded: dict[str, Any], index: Index) -> None:
+    """Refuse a sidecar of another corpus."""
+    counted = {"documents": len(index.borders) - 1, "tokens": int(index.lengths.sum(dtype=np.int64))}
+    for name, value in counted.items():
+        if recorded.get(name, value) != value:
             raise DataError(
-                f'{sidecar(prefix)} is not a JSON object with a "vocabulary" number; convert again.'
-            ) from None
-    if recorded is None and given is None:
+                f"{sidecar(prefix)} is of another corpus than {prefix}.idx: {recorded[name]} {name} instead of "
+                f"{value}; copy or convert again."
+            )
+
+
+def _vocabulary(prefix: str, recorded: dict[str, Any], given: int | None) -> int:
+    made_with: int | None = recorded.get("vocabulary")
+    vocabulary = made_with if given is None else given
+    if vocabulary is None:
         raise DataError(
             f"The vocabulary of {prefix}.bin is not known ({sidecar(prefix).name} is missing); set `vocabulary` to "
             "the number of ids of the tokenizer it was made with."
         )
-    if recorded is not None and given is not None and given < recorded:
+    if made_with is not None and vocabulary < made_with:
         raise DataError(
-            f"`vocabulary` is {given}, but {prefix}.bin was made with {recorded} token ids; set it to {recorded} "
-            "or more."
+            f"`vocabulary` is {vocabulary}, but {prefix}.bin was made with {made_with} token ids; set it to "
+            f"{made_with} or more."
         )
-    vocabulary = given if given is not None else recorded
-    assert vocabulary is not None
     return vocabulary

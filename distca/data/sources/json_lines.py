@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ class JsonLines:
 
 
 def lines_files(path: str, packed: tuple[str, ...] = ()) -> list[Path]:
-    """The file ``path``, or the .jsonl files of a folder in the order of their names.
+    """The file ``path``, or the .jsonl files of a folder in the order of their names. What else is in it is counted in
+    a log line.
 
     Args:
         path: the file or folder.
@@ -106,10 +108,21 @@ def lines_files(path: str, packed: tuple[str, ...] = ()) -> list[Path]:
     if not given.is_dir():
         raise DataError(f"`path` {path!r} does not exist.")
     suffixes = (".jsonl", *(f"{kind}{suffix}" for suffix in packed for kind in (".jsonl", ".json")))
-    files = sorted(file for file in given.iterdir() if file.name.endswith(suffixes) and file.is_file())
+    held = sorted(given.iterdir())
+    files = [file for file in held if file.name.endswith(suffixes) and file.is_file()]
     if not files:
         raise DataError(f"The folder {path!r} holds no .jsonl file; set `path` to a file or a folder that has some.")
+    folders = sum(each.is_dir() for each in held)
+    left = ((len(held) - len(files) - folders, "file"), (folders, "folder"))
+    if said := " and ".join(count(number, name) for number, name in left if number):
+        _say_left_out(path, said)
     return files
+
+
+@cache
+def _say_left_out(path: str, left: str) -> None:
+    """Once, as files are looked for several times."""
+    logger.info("%s: left out %s; only files right in it with a suffix of JSON Lines are taken", path, left)
 
 
 def _index(file: Path, field: str) -> Iterator[tuple[int, int, int, int]]:

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from distca.errors import ModelError, OptionError
+from distca.errors import DamagedCheckpointError, ModelError, OptionError
 from distca.models.description import ModelDescription, describe_folder
 from distca.models.folder import VALUE_BYTES, ShardWriter, check_empty, count_shards, finish
 from distca.models.layout import EMBEDDING, expected_shapes
 from distca.models.tensors import TensorFiles
 from distca.train.checkpoint.export import exported
+from distca.train.checkpoint.integrity import COMPLETE, check_contents, check_undamaged, files_of
 from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.config.schema import RunConfig
 from distca.train.run.run_folder import RunFolder
@@ -72,8 +73,9 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
     if not (root / _CONFIG).is_file():
         raise ModelError(f"{root} has no {_CONFIG}, without which the model is unknown; give the folder of a run.")
     config = parse_run_config(["--config", str(root / _CONFIG), "--checkpoint.resume", run])
-    model = exported(config, _vocabulary(path, config))
     check_empty(target, "--output")
+    _check(path)
+    model = exported(config, _vocabulary(path, config))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
@@ -100,6 +102,23 @@ def _checkpoint_of(root: Path, step: int | None) -> Path:
     if step is not None and step not in checkpoints:
         raise OptionError(f"--step is {step}, but {root} has checkpoints after {', '.join(map(str, checkpoints))}.")
     return checkpoints[max(checkpoints) if step is None else step]
+
+
+def _check(path: Path) -> None:
+    """Refuse a run's checkpoint that is not what was saved; what "distca checkpoint import" wrote has no checksums."""
+    from rich.progress import track
+
+    from distca.log import console
+
+    if not (path / COMPLETE).exists():
+        return
+    try:
+        check_undamaged(path)
+        parts = len(files_of(path))
+        for part in track(range(parts), f"checking {path}", console=console(), transient=True):
+            check_contents(path, part, parts)
+    except DamagedCheckpointError as error:
+        raise OptionError(f"{error} Or name another checkpoint of the run with --step.") from None
 
 
 def _vocabulary(path: Path, config: RunConfig) -> int:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from distca.errors import VersionError
 from distca.models.description import describe_folder
-from distca.models.folder import check_empty
+from distca.models.folder import check_empty, is_written
 from distca.models.layout import EMBEDDING
 from distca.models.tensors import TensorFiles
 from distca.train.config.initial import description_of
 from distca.train.config.schema import RunConfig
+from distca.train.run.run_folder import resume_run_folder
 from distca.words import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def check_folders(config: RunConfig) -> None:
     """Refuse, before anything is built, a folder that the run cannot begin with, or cannot write.
 
     Raises:
-        ModelError: tensors are missing, have other shapes, or are cut short; or the folder to write is not empty.
+        ConfigError: there is no run that checkpoint.resume asks for, or the folder to write is not empty.
+        ModelError: tensors are missing, have other shapes, or are cut short.
         VersionError: the package safetensors is missing.
     """
     settings = config.checkpoint
@@ -38,12 +40,16 @@ def check_folders(config: RunConfig) -> None:
         )
     if os.environ.get("RANK", "0") != "0":
         return  # one rank is enough to look at every file
-    if settings.init_from and not settings.resume:
+    resumed = resume_run_folder(config) if settings.resume else None
+    if settings.init_from and resumed is None:
         folder = Path(settings.init_from)
-        TensorFiles(folder, "numpy").check(describe_folder(folder))
+        described = describe_folder(folder)
+        TensorFiles(folder, "numpy").check(described)
     if settings.export:
         description_of(config, 1)
-        check_empty(Path(settings.export), "checkpoint.export")
+        finished = resumed is not None and resumed[1].step >= config.train.steps
+        if not (finished and is_written(Path(settings.export))):  # by the start before, of the same command
+            check_empty(Path(settings.export), "checkpoint.export")
 
 
 def load_initial_weights(gpt: GPTModel, folder: Path) -> None:

@@ -14,6 +14,9 @@ from distca.errors import DamagedCheckpointError, system_words
 
 COMPLETE = "COMPLETE"
 """Marks a checkpoint that every rank has written; holds the bytes and checksum of each of its files."""
+DAMAGED = "DAMAGED"
+"""Marks a checkpoint of which a checksum was wrong, so that none goes on from it or keeps it in place of an intact one;
+says what is wrong."""
 FileFacts = dict[str, Any]
 """Of a file: its "bytes" and, in hexadecimal digits, its "sha256"."""
 
@@ -62,6 +65,17 @@ def check_undamaged(checkpoint: Path) -> None:
     """Compare the files of a complete checkpoint with the sizes that they were saved with.
 
     Raises:
+        DamagedCheckpointError: naming the first file that differs, or what a checksum has shown before.
+    """
+    with suppress(OSError):
+        raise damaged(checkpoint, (checkpoint / DAMAGED).read_text(encoding="utf-8"))
+    check_sizes(checkpoint)
+
+
+def check_sizes(checkpoint: Path) -> None:
+    """The same, whatever was found before.
+
+    Raises:
         DamagedCheckpointError: naming the first file that differs.
     """
     for name, facts in _saved_facts(checkpoint).items():
@@ -73,7 +87,8 @@ def check_undamaged(checkpoint: Path) -> None:
 
 
 def check_contents(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
-    """Compare the files of a complete checkpoint with the checksums that they were saved with.
+    """Compare the files of a complete checkpoint with the checksums that they were saved with, and mark it where one is
+    wrong.
 
     Args:
         checkpoint: its folder.
@@ -93,7 +108,10 @@ def check_contents(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
         except OSError as error:
             raise damaged(checkpoint, f"{name} cannot be read ({system_words(error)})") from None
         if found != saved[name]:
-            raise damaged(checkpoint, f"{name} is not what was saved, as its checksum shows")
+            said = f"{name} is not what was saved, as its checksum shows"
+            with suppress(OSError):
+                (checkpoint / DAMAGED).write_text(said, encoding="utf-8")
+            raise damaged(checkpoint, said)
 
 
 def _saved_facts(checkpoint: Path) -> dict[str, FileFacts]:

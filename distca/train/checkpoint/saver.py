@@ -137,7 +137,7 @@ class Saver:
                 write_durably(path / FITS_FILE, json.dumps(fits(trainer, sampler_state), indent=1))
                 self._folder.mark_complete(step, {name: facts for files in everyone for name, facts in files.items()})
         if rank == 0:
-            self._folder.prune(trainer.config.checkpoint.keep)
+            self._folder.prune(trainer.config.checkpoint.keep, step)
 
     @contextmanager
     def _alike(self, path: Path) -> Iterator[None]:

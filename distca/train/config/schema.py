@@ -143,7 +143,7 @@ class DataConfig:
             ShareGPT has them, which go through the tokenizer's chat template with what is in a field tools; only the
             assistant's turns are learned.
         tokenizer: of text: bytes, a tokenizer.json, or a folder that holds one. Sources indexed and mix hold token ids
-            already and ignore it.
+            already; a warning names ids whose sidecar says that another one made them.
         begin_token: a token of the tokenizer that every text begins with; null takes the one that a model's folder
             says, an empty one is none.
         end_token: the same for the end of every text.

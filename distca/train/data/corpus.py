@@ -12,10 +12,10 @@ from distca.data.corpus import Corpus, DocumentSet
 from distca.data.sampler import Sampler
 from distca.data.sources import open_source
 from distca.train.config.schema import RunConfig
-from distca.train.data.tokens import is_read_directly, make_tokens, open_tokens
+from distca.train.data.tokens import is_read_directly, make_tokens, open_tokens, warn_of_tokenizers
 
 if TYPE_CHECKING:
-    from megatron_patches.step import StepDocuments
+    from megatron_patches.step_documents import StepDocuments
 
 
 def open_corpus(config: RunConfig, prefixes: Sequence[str | None] | None = None) -> Corpus:
@@ -39,6 +39,7 @@ def open_corpus(config: RunConfig, prefixes: Sequence[str | None] | None = None)
             max_length=data.context_length if data.source == "mix" else None,
             field=data.field or "text",
         )
+        warn_of_tokenizers(config, [source])
     else:
         source = open_tokens(config, make_tokens(config) if prefixes is None else prefixes)
     return Corpus(source, data.context_length, data.longer, data.validation_fraction, data.seed)
@@ -66,7 +67,7 @@ def dealt(
 ) -> Iterator[StepDocuments]:
     """The documents of the next ``steps`` steps, each with the sampler's state after it as its note; with ``loss``
     document all of a step weigh the same."""
-    from megatron_patches.step import StepDocuments
+    from megatron_patches.step_documents import StepDocuments
 
     for _ in range(steps):
         micro_batches = sampler.next()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from distca.data.encoding import processes_for
 from distca.data.progress import tokenizing_progress
 from distca.data.recipe import Recipe
 from distca.data.sources import DocumentSource, open_source
+from distca.data.sources.indexed import Indexed
 from distca.data.texts import TEXT_KINDS, open_texts
 from distca.data.tokenizer import find_tokenizer
 from distca.errors import DataError, DistcaError
@@ -91,7 +93,10 @@ def vocabulary_of(config: RunConfig) -> int:
 def make_tokens(config: RunConfig) -> list[str | None]:
     """By source, the prefix of its tokens; makes those that are missing, in this process and its children."""
     made: list[str | None] = []
-    for each in caches(config):
+    found = caches(config)
+    if (texts := next(filter(None, found), None)) and not config.data.conversations:
+        logger.info(texts.recipe.tokenizer.closing())
+    for each in found:
         if each is None or (prefix := each.find()) is not None:
             made.append(None if each is None else prefix)
             continue
@@ -168,4 +173,29 @@ def open_tokens(config: RunConfig, prefixes: Sequence[str | None]) -> DocumentSo
         opened.append(
             open_source("indexed", each.path if prefix is None else prefix, vocabulary=config.data.vocabulary)
         )
+    warn_of_tokenizers(config, opened)
     return Blend(opened, parts) if config.data.source == "blend" else opened[0]
+
+
+def warn_of_tokenizers(config: RunConfig, sources: Sequence[DocumentSource]) -> None:
+    """Rank 0 warns where ids are of another tokenizer than the run's own, or without one than those of other sources.
+
+    No error: a tokenizer that was saved again, or got more tokens, has another digest and the same ids.
+    """
+    made = [(f"{each.prefix}.bin", *each.tokenizer) for each in sources if isinstance(each, Indexed) and each.tokenizer]
+    known = [*_own_tokenizer(config.data.tokenizer), *made]
+    for file, name, digest in made if os.environ.get("RANK", "0") == "0" else []:
+        if digest != known[0][2]:
+            logger.warning(
+                "%s was made with the tokenizer %s, but %s has another, %s: the same id may mean other text. "
+                "Convert again with one tokenizer, unless you know that their ids are the same.",
+                *(file, name, known[0][0], known[0][1]),
+            )
+
+
+def _own_tokenizer(name: str) -> list[tuple[str, str, str]]:
+    """(setting, name, digest) of the run's tokenizer; none for bytes, or where there is no such file: ids need none."""
+    try:
+        return [] if name == "bytes" else [("data.tokenizer", name, find_tokenizer(name).digest())]
+    except (DataError, OSError):
+        return []

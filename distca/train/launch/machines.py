@@ -90,6 +90,11 @@ def find_machines(launcher: Launcher, values: Mapping[str, str], environment: Ma
         raise LaunchError(
             f"GPUS_PER_NODE is {gpus}, but this machine has {count(here, 'GPU')}.", "lower or unset GPUS_PER_NODE."
         )
+    if node >= nodes:  # also of one: each machine would train a run of its own
+        raise LaunchError(
+            f"NODE_RANK is {node}, but NNODES is {nodes}; numbers start at 0.",
+            "set NNODES to the number of machines (it is 1 if unset), or lower or unset NODE_RANK.",
+        )
     if nodes == 1:
         return Machines("torchrun", 1, gpus, 0, "", "")
     if not {"MASTER_ADDR", "NODE_RANK"} <= values.keys():
@@ -97,8 +102,6 @@ def find_machines(launcher: Launcher, values: Mapping[str, str], environment: Ma
             f"NNODES is {nodes} outside Slurm, but MASTER_ADDR and NODE_RANK are not both set.",
             "start the script on each machine, with the first one's address and the machine's own number in them.",
         )
-    if node >= nodes:
-        raise LaunchError(f"NODE_RANK is {node}, but NNODES is {nodes}; numbers start at 0.")
     return Machines("torchrun", nodes, gpus, node, values["MASTER_ADDR"], values.get("MASTER_PORT", "29500"))
 
 

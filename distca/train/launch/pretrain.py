@@ -135,7 +135,7 @@ def _run(words: list[str], values: Mapping[str, str], machines: Machines) -> int
             f"The run was stopped by {run.stopped_by.name}."
             if run.stopped_by
             else f"The run ended early, with exit code {run.status}; the log above names the rank and the step.",
-            "RESUME=latest goes on from the last checkpoint, if one was saved (checkpoint.save_every).",
+            "RESUME=auto goes on from the last checkpoint (checkpoint.save_every), or starts anew if none was saved.",
         )
     return run.status
 

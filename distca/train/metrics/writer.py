@@ -33,6 +33,7 @@ Keys that other parts of the project read, where a step has them:
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,13 +42,18 @@ from typing import Any
 
 import yaml
 
-from distca.errors import VersionError
+from distca.errors import VersionError, system_words
+from distca.train.metrics.files import EventFile, PatientFile
+from distca.words import count
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Writes one flushed line a step, so that a run that dies has every finished step on disk.
+    """Writes one flushed line a step, so that a run that dies has every finished step on disk. Lines that a full disk
+    does not take wait in memory.
 
     On resume, lines of the resumed step and later are dropped first (those steps will be done again, and would be
     there twice), then lines are appended; so is a last line that the earlier run did not finish writing. TensorBoard is
@@ -68,38 +74,50 @@ class MetricsWriter:
         self, folder: Path | str, tensorboard: bool, resume_step: int | None = None, wandb: str | None = None
     ) -> None:
         self.path = Path(folder) / FILE_NAME
-        if resume_step is None:
-            self._file = self.path.open("x", encoding="utf-8")
-        else:
-            kept = [line for line in _lines(self.path) if line["step"] < resume_step]
-            self._replace(kept)
-            self._file = self.path.open("a", encoding="utf-8")
+        if resume_step is not None:
+            self._replace([line for line in _lines(self.path) if line["step"] < resume_step])
+        self._file = PatientFile(self.path, "x" if resume_step is None else "a")
         self._wandb = _start_wandb(wandb, Path(folder)) if wandb else None
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=resume_step)  # type: ignore[no-untyped-call]
+        self._board = EventFile(Path(folder) / "tensorboard", resume_step) if tensorboard else None
+        self._failing = False
+        self._flush()
 
     def log(self, step: int, values: Mapping[str, float | int | str | list[float] | None]) -> None:
         """Write one step. Values that are None are left out; NaN and infinities become the strings that JSON lacks."""
         entry = {"step": step} | {key: _json_value(value) for key, value in values.items() if value is not None}
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        self._file.write((json.dumps(entry) + "\n").encode())
+        if self._board is not None:
+            self._board.log(step, values)
+        self._flush()
         if self._wandb is not None:
             self._wandb.log({key: value for key, value in entry.items() if key != "step"}, step=step)
-        if self._board is not None:
-            for key, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(key, value, step)
-            self._board.flush()
 
     def close(self) -> None:
+        self._flush()
+        if lines := self._file.waiting.count(b"\n"):
+            logger.warning("%s lacks the last %s.", self.path, count(lines, "step"))
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
         if self._board is not None:
             self._board.close()
+
+    def _flush(self) -> None:
+        """Write what waits; a disk that takes nothing is a warning, said once until it takes something again."""
+        try:
+            self._file.flush()
+            if self._board is not None:
+                self._board.flush()
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "Metrics cannot be written to %s (%s). Training goes on; they are kept and written once there is "
+                    "room, but a checkpoint would not fit either.",
+                    *(self.path.parent, system_words(error)),
+                )
+            self._failing = True
+        else:
+            self._failing = False
 
     def __enter__(self) -> MetricsWriter:
         return self

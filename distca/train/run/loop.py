@@ -23,6 +23,7 @@ from distca.train.checkpoint.saver import Saver
 from distca.train.config.names import settings_named
 from distca.train.config.schema import RunConfig
 from distca.train.data.corpus import dealt, open_sampler
+from distca.train.metrics.files import warned_of
 from distca.train.metrics.plots import plot_balance, plot_phases, write_timeline
 from distca.train.metrics.progress import StepProgress, perplexity, print_summary
 from distca.train.metrics.step_record import StepRecorder
@@ -61,6 +62,12 @@ def evaluate(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkp
         "Validation loss %.4f, perplexity %.4g, over %s (train.validate_batches %d).",
         *(loss, perplexity(loss), count(targets, "target token"), trainer.config.train.validate_batches),
     )
+
+
+def export_only(trainer: Trainer, corpus: Corpus, folder: RunFolder, resume: Checkpoint | None) -> None:
+    """Write the weights of a checkpoint as the folder in checkpoint.export; every rank calls it with what
+    :func:`train` takes."""
+    _Loop(trainer, corpus, folder, resume).export()
 
 
 class _Loop:
@@ -107,13 +114,18 @@ class _Loop:
                     break
             else:
                 if self._config.checkpoint.export:
-                    export(self._trainer, Path(self._config.checkpoint.export))
+                    self.export()
             self._profiler.finish()
             self._saver.finish()
             self._saver.close()
         if self._speaks:
-            self._draw()
+            with warned_of(self._folder.path):
+                self._draw()
             print_summary(self._recorder.summary(validation), self._folder, self._drawn)
+
+    def export(self) -> None:
+        """Write the folder in checkpoint.export."""
+        export(self._trainer, Path(str(self._config.checkpoint.export)))
 
     def _enter(self, stack: ExitStack) -> Iterator[Step]:
         """Open what is closed when the run ends, however it does; the steps, planned ahead."""
@@ -232,8 +244,9 @@ class _Loop:
         gathered: list[Any] = [None] * world.size
         dist.gather_object(mine, gathered if self._speaks else None)
         if self._speaks:
-            write_timeline(self._folder.timeline, [event for events in gathered for event in events])
-            self._drawn.append(self._folder.timeline)
+            with warned_of(self._folder.timeline):
+                write_timeline(self._folder.timeline, [event for events in gathered for event in events])
+                self._drawn.append(self._folder.timeline)
 
     def _draw(self) -> None:
         """balance.png, and with stages phases.json and phases.png: means over steps, each series against its own mean,

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from distca.data.corpus import Corpus
@@ -88,7 +89,7 @@ def _check(config: RunConfig, world_size: int, on_cpus: bool = False) -> tuple[C
 
 def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpoint | None:
     """What can be refused once the documents are known; the checkpoint to go on from."""
-    from distca.train.checkpoint.checkpoints import changes_since, check_fits
+    from distca.train.checkpoint.checkpoints import changes_since, check_fits, with_saved_warmup
     from distca.train.data.corpus import open_sampler
 
     if len(corpus.train) and corpus.train.lengths.max() < 2:
@@ -119,11 +120,18 @@ def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpo
             changed = [each for each in changes_since(run, checkpoint, config, world_size) if each.startswith("data.")]
             raise DataError(" ".join([str(error), *(f"{each}." for each in changed)])) from None
         done = checkpoint.step >= config.train.steps and not config.train.evaluate
-        if done and config.checkpoint.resume not in RESUME_OR_START:
+        if done and config.checkpoint.resume not in RESUME_OR_START and not config.checkpoint.export:
             raise ConfigError(
                 f"{checkpoint.path} was saved after step {checkpoint.step} and train.steps is {config.train.steps}: "
                 "nothing is left to do. Raise train.steps."
             )
+        if not done and not config.train.evaluate:
+            try:
+                validate(with_saved_warmup(config, checkpoint.path), world_size, corpus.vocabulary)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error} The warm-up is that of the resumed run; optimizer.warmup_steps sets another."
+                ) from None
         return checkpoint
     return None
 
@@ -197,16 +205,18 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         from distca.train.checkpoint.checkpoints import changes_since, with_saved_warmup
         from distca.train.run.builder import build_trainer
         from distca.train.run.consistency import check_same_start
-        from distca.train.run.loop import evaluate, train
+        from distca.train.run.loop import evaluate, export_only, train
         from distca.train.run.record import rank_log, record_start
 
     check_same_start(config, corpus, world)
+    finished = False
     with ExitStack() as held:
         resumed = _decided(world.rank, lambda: _hold_resumed(config, held)) if config.checkpoint.resume else None
         if resumed is not None:
             folder, newest = resumed
             checkpoint = _intact(folder, newest, world)
-            if checkpoint.step >= config.train.steps and not config.train.evaluate:
+            finished = checkpoint.step >= config.train.steps and not config.train.evaluate
+            if finished and not _decided(world.rank, lambda: _lacks_export(config)):
                 logger.info("%s has all of its %d steps: nothing is left to do.", folder.path, config.train.steps)
                 return folder
             config = with_saved_warmup(config, checkpoint.path)
@@ -215,6 +225,8 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
                 changes = [each for each in changes if each.startswith("data.")]
             if world.rank == 0 and changes:
                 logger.warning("Not as in the part before step %d: %s", checkpoint.step + 1, "; ".join(changes))
+        else:  # also where checkpoint.resume found nothing to go on with
+            config = replace(config, checkpoint=replace(config.checkpoint, resume=None))
         trainer = build_trainer(config, world, corpus.vocabulary)
         if resumed is None:
             folder = _decided(world.rank, lambda: _hold_new(config, held))
@@ -223,7 +235,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         held.enter_context(rank_log(folder, world.rank))
         record_start(folder, world.rank, world.size)
         logger.info("Run folder: %s", folder.path)
-        run = evaluate if config.train.evaluate else train
+        run = evaluate if config.train.evaluate else export_only if finished else train
         run(trainer, corpus, folder, None if resumed is None else checkpoint)
     return folder
 
@@ -242,6 +254,12 @@ def _decided(rank: int, decide: Callable[[], T]) -> T:
     if isinstance(said[0], ConfigError):
         raise said[0]
     return cast("T", said[0])
+
+
+def _lacks_export(config: RunConfig) -> bool:
+    from distca.models.folder import is_written
+
+    return bool(config.checkpoint.export) and not is_written(Path(str(config.checkpoint.export)))
 
 
 def _hold_new(config: RunConfig, held: ExitStack) -> RunFolder:

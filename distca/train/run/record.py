@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def rank_log(folder: RunFolder, rank: int) -> Iterator[None]:
     file = folder.log_of(rank)
     try:
         file.parent.mkdir(exist_ok=True)
-        handler = logging.FileHandler(file, encoding="utf-8")
+        handler = _LogFile(file, encoding="utf-8")
     except OSError as error:
         logger.warning("%s cannot be written (%s).", file, error.strerror)
         yield
@@ -88,4 +88,19 @@ def rank_log(folder: RunFolder, rank: int) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # which was said before
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that says once that it cannot be written, where Python's writes a traceback for every line."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            logger.warning("%s cannot be written (%s); lines may be missing there.", self.baseFilename, error.strerror)

@@ -190,19 +190,19 @@ class RunFolder:
         ]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
-    def prune(self, keep: int) -> list[Checkpoint]:
+    def prune(self, keep: int, newest: int | None = None) -> list[Path]:
         """Delete all complete checkpoints but the ``keep`` newest, and those that a killed run left unfinished; returns
-        the complete ones. A damaged one does not count as kept, so it never costs an intact one. What cannot be deleted
-        is warned about. Call it on one rank, while none is being written."""
-        for path in self.checkpoint_folders():
-            if not (path / COMPLETE).exists():
-                _delete(path)
-        old = self.checkpoints()
+        folders that cannot be deleted, which are warned about. A damaged one does not count as kept, so it never costs
+        an intact one, nor does one after step ``newest``, which was not gone on from. Call it on one rank, while none
+        is being written."""
+        unwanted = [path for path in self.checkpoint_folders() if not (path / COMPLETE).exists()]
+        old = [each for each in self.checkpoints() if newest is None or each.step <= newest]
         while old and keep:
             keep -= _is_intact(old.pop())
-        for checkpoint in old:
-            _delete(checkpoint.path)
-        return [checkpoint for checkpoint in old if not checkpoint.path.exists()]
+        unwanted += [checkpoint.path for checkpoint in old]
+        for path in unwanted:
+            _delete(path)
+        return [path for path in unwanted if path.exists()]
 
 
 def _delete(checkpoint: Path) -> None:
@@ -359,6 +359,9 @@ def resume_run_folder(config: RunConfig) -> tuple[RunFolder, Checkpoint] | None:
         return None
     if not folder.path.is_dir():
         raise ConfigError(f"checkpoint.resume names {folder.path}, which is not a folder; give the folder of a run.")
+    if (folder.path / COMPLETE).exists():
+        run = folder.path.absolute().parents[1]
+        raise ConfigError(f"checkpoint.resume names {folder.path}, a checkpoint; give the folder of its run, {run}.")
     if not folder.checkpoints():
         raise ConfigError(
             f"checkpoint.resume names {folder.path}, which has no complete checkpoint; "

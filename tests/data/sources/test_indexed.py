@@ -111,6 +111,23 @@ def test_damaged_files_are_sentences(tmp_path):
         open_source("indexed", prefix)
 
 
+def test_files_of_another_corpus_are_sentences(tmp_path):
+    prefix = build(tmp_path / "d")
+    build(tmp_path / "e", documents=[*DOCUMENTS, [[1]]])
+    tokens, sidecar = tmp_path / "d.bin", tmp_path / "d.json"
+    good = tokens.read_bytes()
+    tokens.write_bytes((tmp_path / "e.bin").read_bytes())
+    with pytest.raises(DataError, match=r"d\.bin is of another corpus than .*d\.idx: 40 bytes instead of 36; copy"):
+        open_source("indexed", prefix)
+    tokens.write_bytes(good)
+    sidecar.write_text(json.dumps({"vocabulary": 10, "documents": 3, "tokens": 9}))
+    assert open_source("indexed", prefix).lengths.tolist() == [5, 4]
+    for said, message in (({"documents": 4}, "4 documents instead of 3"), ({"tokens": 10}, "10 tokens instead of 9")):
+        sidecar.write_text(json.dumps({"vocabulary": 10} | said))
+        with pytest.raises(DataError, match=rf"d\.json is of another corpus than .*d\.idx: {message}; copy"):
+            open_source("indexed", prefix)
+
+
 def test_a_pair_without_tokens_is_a_sentence(tmp_path):
     with pytest.raises(DataError, match="holds no document with tokens"):
         open_source("indexed", build(tmp_path / "d", documents=[[]]))

@@ -33,12 +33,15 @@ def test_a_folder_is_its_jsonl_files_by_name(tmp_path, caplog):
     write(tmp_path / "b.jsonl", ["third"])
     write(tmp_path / "a.jsonl", ["first", "", "second"])
     (tmp_path / "c.txt").write_text("no")
+    (tmp_path / "below").mkdir()
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("\n  \n")
     with caplog.at_level(logging.INFO, logger="distca"):
         source = open_source("jsonl", str(tmp_path))
+        open_source("jsonl", str(tmp_path))
     assert contents(source) == ["first", "second", "third"]
     assert "left out 1 empty document" in caplog.text
+    assert caplog.text.count("left out 1 file and 1 folder; only files right in it") == 1
 
 
 @pytest.mark.parametrize(

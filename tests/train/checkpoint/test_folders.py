@@ -79,10 +79,21 @@ def root(first: Path) -> Path:
         ),
         _line(root, name="whole", train__steps=4, checkpoint__export=root / "e1"),
         _line(root, name="half", train__steps=2),
+        _line(
+            root,
+            name="requeued",
+            train__steps=1,
+            optimizer__lr=1e-30,
+            optimizer__min_lr=0,
+            checkpoint__export=root / "e2",
+            checkpoint__resume="auto",
+        ),
     ]
     resumed = [
         _line(root, checkpoint__resume=root / "runs" / "half-on-tp2", train__steps=4),
         _line(root, checkpoint__resume=root / "runs" / "half-on-tp1", train__steps=4, parallel__tp=1, parallel__pp=2),
+        _line(root, checkpoint__resume=root / "runs" / "whole", train__steps=4, checkpoint__export=root / "e3"),
+        _line(root, checkpoint__resume=root / "runs" / "whole", train__steps=4, checkpoint__export=root / "e3"),
     ]
     run_ranks(4, _train, root, runs, resumed)
     return root
@@ -98,6 +109,20 @@ def test_a_run_begins_with_the_weights_and_writes_them_in_their_type(root: Path)
     assert {name: ours[name] for name in fields} | {"max_position_embeddings": 64, "rope_parameters": None} == (
         fields | {"rope_parameters": None}
     )
+
+
+def test_a_run_with_nothing_to_resume_begins_with_the_weights(root: Path) -> None:
+    before, after = _tensors(root / "first"), _tensors(root / "e2")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_finished_run_writes_the_folder_that_it_lacks(root: Path) -> None:
+    expected, got = _tensors(root / "e1"), _tensors(root / "e3")
+    assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
+    resumed = {"checkpoint__resume": root / "runs" / "whole", "train__steps": 4}
+    _checked(root, checkpoint__export=root / "e3", **resumed)
+    with pytest.raises(ConfigError, match="texts, which is not empty"):
+        _checked(root, checkpoint__export=root / "texts", **resumed)
 
 
 def test_what_was_trained_is_what_transformers_loads(root: Path) -> None:
@@ -196,6 +221,19 @@ def test_mistakes_of_the_command(
     assert said.format(root=root) in " ".join(capfd.readouterr().err.split())
 
 
+def test_a_damaged_checkpoint_is_not_exported(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(root / "runs" / "whole", tmp_path / "whole")
+    shard = tmp_path / "whole" / "checkpoints" / "step_000004" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    shard.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        distca(["checkpoint", "export", str(tmp_path / "whole"), "--output", str(tmp_path / "e")])
+    said = " ".join(capfd.readouterr().err.split())
+    assert ended.value.code == 2 and "__1_0.distcp is not what was saved" in said and "with --step." in said
+    assert not any((tmp_path / "e").iterdir())
+
+
 def _checked(first: Path, **settings: object) -> None:
     _check(parse_run_config(_line(first, **settings)), 4)
 
@@ -229,6 +267,7 @@ def test_what_fits_is_accepted(first: Path, tmp_path: Path) -> None:
     [
         ({"checkpoint__export": "{root}/first"}, "checkpoint.export is {root}/first, which is not empty"),
         ({"checkpoint__init_from": "{root}/texts"}, "{root}/texts/config.json cannot be read"),
+        ({"checkpoint__init_from": "{root}/frist", "checkpoint__resume": "auto"}, "{root}/frist is no folder"),
         (
             {"data__source": "mix", "data__path": "pretrain", "data__vocabulary": 260},
             "but the data uses 260 tokens; it is that of checkpoint.init_from, so use the tokenizer of",

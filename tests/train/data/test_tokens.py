@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from distca.data.convert import convert
+from distca.data.recipe import Recipe
+from distca.data.texts import open_texts
+from distca.data.tokenizer import find_tokenizer
 from distca.errors import DataError, DistcaError
 from distca.train.config.cli import parse_run_config
 from distca.train.data import tokens
@@ -33,10 +38,12 @@ def config(root, source="jsonl", path="texts.jsonl", **settings):
     return parse_run_config(arguments(data__source=source, data__path=root / path, **chosen))
 
 
-def test_the_first_start_makes_tokens_and_a_check_makes_none(root):
+def test_the_first_start_makes_tokens_and_a_check_makes_none(root, caplog):
     asked = config(root)
     assert tokens.find_tokens(asked) is None and not (root / "runs").exists()
-    corpus = open_corpus(asked)
+    with caplog.at_level(logging.INFO, logger="distca"):
+        corpus = open_corpus(asked)
+    assert "Texts begin with '<|begin|>' and end with '<|end|>' of the tokenizer" in caplog.text
     assert corpus.vocabulary == 258 and corpus.train.lengths.tolist() == [11] * 18
     assert bytes(corpus.train.read(0, 1, 3).tolist()) != b"so", "ids of the tokenizer, not bytes"
     assert corpus.train.read(0, 0, 11)[[0, 10]].tolist() == [256, 257]
@@ -86,6 +93,31 @@ def test_a_blend_of_files_and_tokens(root):
     blend.write_text("- {source: jsonl, path: texts.jsonl, epochs: 2}\n" + indexed)
     asked = config(root, "blend", "blend.yaml", data__validation_fraction=0)
     assert open_corpus(asked).train.tokens == 11 * (2 * 20 + 20)
+
+
+def test_ids_of_another_tokenizer_are_warned_of_by_rank_0(root, caplog, monkeypatch):
+    open_corpus(config(root))
+    ours = tokens.caches(config(root))[0].find()
+    other = str(root / "other")
+    convert(open_texts("jsonl", str(root / "texts.jsonl")), Recipe(find_tokenizer("bytes")), other)
+
+    def warned(path, source="indexed", **settings):
+        caplog.clear()
+        open_corpus(config(root, source, path, **settings))
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    assert warned(ours) == [] == warned(other, data__tokenizer="bytes") == warned(other, data__tokenizer="gone")
+    (said,) = warned(other)
+    assert f"{other}.bin was made with the tokenizer bytes" in said and f"data.tokenizer has another, {root}:" in said
+    blend = root / "blend.yaml"
+    lines = [f"- {{source: indexed, path: {each}, epochs: 1}}\n" for each in (ours, other)]
+    blend.write_text("".join(lines))
+    (said,) = warned(blend.name, "blend", data__tokenizer="bytes")
+    assert f"{other}.bin was made with the tokenizer bytes" in said and f"{ours}.bin has another, {root}/" in said
+    blend.write_text(lines[1] + "- {source: jsonl, path: texts.jsonl, epochs: 1}\n")
+    assert len(warned(blend.name, "blend")) == 1
+    monkeypatch.setenv("RANK", "1")
+    assert warned(blend.name, "blend") == []
 
 
 def test_conversations_weigh_the_same_in_the_loss_of_documents(root):

@@ -143,6 +143,8 @@ def test_nsys_wraps_the_ranks(machine: Machine) -> None:
         ({"TP_SIZE": "3"}, "The 4 ranks (1 node × 4) cannot be divided by TP_SIZE × PP_SIZE = 3."),
         ({"NNODES": "2"}, "MASTER_ADDR and NODE_RANK are not both set"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),
+        ({"NNODES": "1", "NODE_RANK": "1"}, "NODE_RANK is 1, but NNODES is 1; numbers start at 0."),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "a"}, "NODE_RANK is 1, but NNODES is 1; numbers start at 0."),
         ({"GPUS_PER_NODE": "1"}, "GPUS_PER_NODE is 1, but this machine has 0 GPUs."),
         ({"ENABLE_NSYS": "1"}, "nsys is not on PATH"),
         ({"MODEL": "tiny", "CONFIG": "configs/tiny.yaml"}, "MODEL and CONFIG are both set"),

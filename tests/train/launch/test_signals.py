@@ -45,7 +45,7 @@ def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, nam
     assert machine.record.read_text().split() == ["up", "told"]
     assert script.returncode == 128 + number
     assert said[-2] == f"error: The run was stopped by {name}."
-    assert said[-1].startswith("next step: RESUME=latest goes on from the last checkpoint")
+    assert said[-1].startswith("next step: RESUME=auto goes on from the last checkpoint")
     assert not [line for line in said if "ended early" in line]
 
 

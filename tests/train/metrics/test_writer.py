@@ -1,6 +1,9 @@
+import errno
 import json
 import math
+import os
 import sys
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +67,57 @@ def test_tensorboard_has_the_same_figures_and_hides_dropped_steps(tmp_path: Path
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+
+
+def test_a_disk_that_is_full_for_a_while_is_one_warning_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.log(1, {"loss": 1.0})
+        full = Disk(room=10)  # takes a part of a line
+        for file in (writer._file, writer._board):
+            monkeypatch.setattr(file, "_file", full.shared_with(file._file))
+        writer.log(2, {"loss": 2.0})
+        writer.log(3, {"loss": 3.0})
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert f"Metrics cannot be written to {tmp_path} (No space left on device)" in caplog.text
+        assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+        full.room = 10_000
+        writer.log(4, {"loss": 4.0})
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(n, float(n)) for n in (1, 2, 3, 4)]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("loss")] == [1.0, 2.0, 3.0, 4.0]
+    assert len(caplog.records) == 1
+
+
+def test_steps_that_are_not_written_at_the_end_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        monkeypatch.setattr(writer._file, "_file", Disk(room=0).shared_with(writer._file._file))
+        writer.log(1, {"loss": 1.0})
+        writer.log(2, {"loss": 2.0})
+    assert caplog.messages[1:] == [f"{tmp_path}/metrics.jsonl lacks the last 2 steps."]
+
+
+class Disk:
+    """One of ``room`` bytes, for several files."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def shared_with(self, file: FileIO) -> SimpleNamespace:
+        def write(content: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = file.write(content[: self.room])
+            self.room -= written
+            return written
+
+        return SimpleNamespace(write=write, close=file.close)
 
 
 def test_weights_and_biases_gets_the_same_and_a_resumed_run_goes_on(

@@ -88,6 +88,16 @@ def test_measured_peaks_of_linear_layers_are_predicted(kind: str) -> None:
     assert stage.total / GIB + config.resolved_nvshmem_buffer_gb == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["te", "current", "current-weights"])
+def test_measured_peaks_of_half_of_8b_on_one_gpu_are_predicted(kind: str) -> None:
+    report = json.loads((RESULTS / "one_gpu_linears_8b_half_depth.json").read_text())
+    words = shlex.split(report["command"])
+    config = parse_run_config([*words[words.index("--") + 1 :], *KINDS[kind]])
+    (stage,) = predict_memory(config, 1, config.data.vocabulary)
+    measured = report["cells"]["pretrain 128K"]["distca"][kind]["peak_gib"]
+    assert stage.total / GIB == pytest.approx(measured, rel=0.02)
+
+
 def _copied_keys_when_recorded(config: RunConfig) -> int:
     """Bytes of keys and values that servers kept then of a document that spans ranks: what pong needed of ping's once
     more, and a copy for every second range; not made anew for backward."""

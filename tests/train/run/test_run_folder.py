@@ -58,7 +58,7 @@ def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (10, 20, 30):
         save(folder, step)
-    assert [checkpoint.step for checkpoint in folder.prune(2)] == [10]
+    assert folder.prune(2) == []
     assert [checkpoint.step for checkpoint in folder.checkpoints()] == [20, 30]
     assert not folder.checkpoint_path(10).exists()
     assert folder.prune(5) == []
@@ -167,6 +167,13 @@ def test_resume_mistakes_are_sentences(tmp_path: Path) -> None:
         resume_run_folder(config_in(tmp_path, str(folder.path)))
 
 
+def test_the_run_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    folder = create_run_folder(config_in(tmp_path))
+    save(folder, 10)
+    with pytest.raises(ConfigError, match=rf"step_000010, a checkpoint; give the folder of its run, {folder.path}\."):
+        resume_run_folder(config_in(tmp_path, str(folder.checkpoint_path(10))))
+
+
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = create_run_folder(config_in(tmp_path))
     save(folder, 10)
@@ -201,11 +208,34 @@ def test_flipped_bits_are_found_by_who_reads_that_part(tmp_path: Path) -> None:
     check_contents(path)
     (path / "weights").write_bytes(b"12355")
     check_undamaged(path)  # of the right size
-    with pytest.raises(ConfigError, match="step_000010 is damaged: weights is not what was saved, as its checksum"):
+    wrong = "step_000010 is damaged: weights is not what was saved, as its checksum"
+    with pytest.raises(ConfigError, match=wrong):
         check_contents(path)
+    with pytest.raises(ConfigError, match=wrong):
+        check_undamaged(path)  # as that was seen now
     check_contents(path, 0, 2)  # the other file, which is larger
     with pytest.raises(ConfigError, match="weights is not"):
         check_contents(path, 1, 2)
+
+
+def test_a_checkpoint_whose_checksum_was_wrong_is_not_kept_in_place_of_newer_ones(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (30, 40):
+        save(folder, step)
+    (folder.checkpoint_path(40) / "weights").write_bytes(b"12355")
+    with pytest.raises(ConfigError, match="step_000040 is damaged"):
+        check_contents(folder.checkpoint_path(40))
+    save(folder, 35)  # by a run that went on from 30
+    assert folder.prune(1) == []
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [35, 40]
+
+
+def test_what_was_just_saved_is_kept_whatever_comes_after_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (30, 35, 40):
+        save(folder, step)
+    assert folder.prune(1, newest=35) == []
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [35, 40]
 
 
 def test_a_checkpoint_of_an_early_version_has_sizes_only(tmp_path: Path) -> None:
@@ -271,7 +301,7 @@ def test_what_is_left_of_an_old_checkpoint_that_cannot_be_deleted_is_said(
         caplog.clear()
         with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
             patch.setattr(os, "unlink", refuse)
-            assert folder.prune(2) == []
+            assert folder.prune(2) == [folder.checkpoint_path(10)]
         assert f"step_000010 cannot be deleted (Permission denied); {said}." in caplog.text
         assert sorted(os.listdir(folder.checkpoint_path(10))) == files
         assert [checkpoint.step for checkpoint in folder.checkpoints()] == steps
