@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.attention import choose_kernel
 from distca.attention.select import warm_up
-from distca.cluster.agreement import Agreement
 from distca.data.batch import Document
 from distca.device.offload import Offload
 from distca.plan.receive_buffer import receive_buffer_gb
@@ -39,31 +39,33 @@ from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
-from megatron_patches.patches.gpt_forward import patch_forward
+from megatron_patches.patches.gpt_forward import check_attached, patch_forward
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
-from megatron_patches.step import Step, StepsAhead, make_step
+from megatron_patches.step import Step, make_step
 from megatron_patches.step_documents import StepDocuments, check_room, listed
+from megatron_patches.steps_ahead import AgreedSteps
 from megatron_patches.support.arguments import (
     Backward,
     Recompute,
     check_arguments,
     check_fp8_weights,
     check_gradients,
-    check_groups,
     check_offload,
 )
-from megatron_patches.support.built_model import check_model
-from megatron_patches.support.config_fields import check_config
+from megatron_patches.support.built_model import check_bare, check_model
+from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
+from megatron_patches.support.process_groups import check_groups
 from megatron_patches.te.choice import Linears, use_te
 from megatron_patches.training_step import (
     ForwardStep,
     check_wrapped,
     log_probabilities_step,
     run_schedule,
+    with_counted_tokens,
     wrap_for_data_parallel,
 )
 from megatron_patches.versions import check_version, drop_log_lines
@@ -137,8 +139,9 @@ class CAD:
     ) -> None:
         check_version()
         drop_log_lines()
-        check_groups()
+        check_groups(config)
         check_config(config)
+        check_types(config)
         check_arguments(
             tokens_per_rank=tokens_per_rank,
             tolerance=tolerance,
@@ -180,7 +183,8 @@ class CAD:
             transport=transport,
             recompute_segments=self._recompute_all and disaggregate,
         )
-        self._agreement: Agreement | None = None
+        self._ahead: AgreedSteps | None = None
+        self._single_steps = 0
         self._lengths = False
         self._vocabulary: int | None = None
         accumulate_weight_gradients_in_products()
@@ -234,8 +238,9 @@ class CAD:
         stays one.
 
         Raises:
-            SupportError: a part of the model that is not served.
+            SupportError: no GPTModel, or a part of the model that is not served.
         """
+        check_bare(model)
         check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
         self._lengths = use_position_rotary(model).needs_lengths
         self._vocabulary = model.vocab_size
@@ -264,8 +269,9 @@ class CAD:
                 reduce, rounded after every addition.
 
         Raises:
-            SupportError: other types; or FP8 weights without the distributed optimizer.
+            SupportError: a model that was not attached, other types, or FP8 weights without the distributed optimizer.
         """
+        check_attached(model)
         check_gradients(gradients, self.config.params_dtype)
         check_fp8_weights(self.config, distributed_optimizer)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
@@ -274,20 +280,43 @@ class CAD:
         return wrapped
 
     def plan_step(self, documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
-        """Plan one step and bring this rank's rows to the device.
+        """Plan one step and bring this rank's rows to the device; every rank calls it together.
 
         Args:
             documents: by micro-batch, its documents over all data-parallel ranks, the same on every rank. A document is
-                anything with a length and slices of token ids; only slices of this rank's rows are read.
+                anything with a length and slices of token ids. Of most of them only slices of this rank's rows are
+                read; 16 ids each of 8 documents are compared between ranks.
 
         Raises:
-            PlanError: on what are no documents, or cannot be laid out, homes or weights that are not one for each, or
-                micro-batches of more than ``tokens_per_rank``.
+            PlanError: on what are no documents, or cannot be laid out, homes or weights that are not one for each,
+                micro-batches or homes of more than ``tokens_per_rank``, or if another rank planned it differently, was
+                given other documents, or could not plan it.
             DataError: on token ids that the attached model does not know.
         """
-        documents = listed(documents)
+        self._single_steps += 1
+        with closing(self.plan_ahead([documents], self._single_steps)) as ahead:
+            return next(ahead)
+
+    def plan_ahead(
+        self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1
+    ) -> Generator[Step, None, None]:
+        """Steps, each planned in a background thread while the one before runs; every rank calls it together. Loops of
+        steps may be nested, and left early by all ranks after the same step.
+
+        Args:
+            steps: the documents of every step, the same on every rank, as for :meth:`plan_step`; asked in the thread.
+            first: number of the first step, for messages.
+
+        Raises:
+            PlanError, DataError: as of :meth:`plan_step`; on every rank.
+        """
+        if self._ahead is None:
+            self._ahead = AgreedSteps(self.device)
+        return self._ahead.ahead(map(self._make_step, steps), first)
+
+    def _make_step(self, given: StepDocuments | Sequence[Sequence[Document]]) -> Step:
+        documents = listed(given)
         check_room(documents, self.options.ranks, self._tokens_per_rank)
-        room = self.options.ranks * self._tokens_per_rank if self._deal else 0
         return make_step(
             documents,
             self.options,
@@ -295,27 +324,9 @@ class CAD:
             self._rank,
             self.device,
             lengths=self._lengths,
-            room=room,
+            room=self.options.ranks * self._tokens_per_rank if self._deal else 0,
             vocabulary=self._vocabulary,
         )
-
-    def plan_ahead(
-        self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1
-    ) -> Generator[Step, None, None]:
-        """Steps, each planned in a background thread while the one before runs; every rank calls it together.
-
-        Args:
-            steps: the documents of every step, the same on every rank, as for :meth:`plan_step`; asked in the thread.
-            first: number of the first step, for messages.
-
-        Raises:
-            PlanError: also if another rank planned a step differently, or could not plan it.
-        """
-        if self._agreement is None:
-            self._agreement = Agreement()
-        self._agreement.next_step = first
-        planned = self._agreement.on(map(self.plan_step, steps), lambda step: step.plan.fingerprint)
-        return iter(StepsAhead(planned, self.device))
 
     def forward_backward(
         self, step: Step, forward_step: ForwardStep, model: DistributedDataParallel, *, forward_only: bool = False
@@ -333,7 +344,8 @@ class CAD:
             forward_only: compute losses only, and keep nothing for backward.
 
         Raises:
-            SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced.
+            SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced; or the
+                loss function returns anything else.
 
         Returns:
             What was reported, by micro-batch; empty on stages without the loss.
@@ -341,12 +353,13 @@ class CAD:
         if not forward_only:
             check_wrapped(model)
             model.zero_grad_buffer()
+        counted = with_counted_tokens(forward_step)
         if self._stages > 1 and step.routes is not None:
             reports = run_ticks(
-                model, step.batches, forward_step, step.plan, step.routes, self.pool, forward_only=forward_only
+                model, step.batches, counted, step.plan, step.routes, self.pool, forward_only=forward_only
             )
         else:
-            reports = run_schedule(model, step.batches, forward_step, forward_only=forward_only)
+            reports = run_schedule(model, step.batches, counted, forward_only=forward_only)
         step.queued()
         return reports
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from distca.errors import PlanError
 from megatron_patches.step import Batch, Step
 
 
@@ -37,9 +38,24 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Args:
         batch: the rows.
-        documents: by document of the micro-batch of n tokens, [n] figures in the order of its tokens.
+        documents: by document of the micro-batch of n tokens, [n] figures in the order of its tokens. Documents are in
+            the order of ``step.documents``, in which a plan may have dealt them anew.
+
+    Raises:
+        PlanError: other documents are in the micro-batch.
     """
-    places, here = _places(batch, [len(document) for document in documents])
+    lengths, given = batch.micro_batch_lengths.tolist(), [len(document) for document in documents]
+    if given != lengths:
+        if len(given) != len(lengths):
+            differs = f"{len(given)} documents, and the micro-batch has {len(lengths)}"
+        else:
+            number = next(i for i, pair in enumerate(zip(given, lengths, strict=True)) if len(set(pair)) > 1)
+            differs = f"{given[number]} tokens for document {number}, which has {lengths[number]}"
+        raise PlanError(
+            f"rows_of was given figures of {differs}. Give one for each token, and documents in the order of "
+            "step.documents: plans deal them over micro-batches anew, unless CAD has deal=False."
+        )
+    places, here = _places(batch, lengths)
     whole = torch.cat(list(documents)).to(batch.tokens.device)
     rows = whole.new_zeros(len(here))
     rows[here] = whole[places[here]]

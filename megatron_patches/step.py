@@ -1,14 +1,9 @@
-"""A step ready to run: its plan, this rank's routes and rows on the device; made one step ahead in a background thread.
-
-Every rank knows the lengths of all documents, so every rank plans the same without talking, while the step before runs.
-The training loop only waits if planning takes longer than a step; ``Step.waited_ms`` says so.
-"""
+"""A step ready to run: its plan, this rank's routes and rows on the device."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -38,6 +33,8 @@ class Batch:
         positions: [1, rows] int64 position in the document.
         documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
         attention: how core attention of these rows runs; goes to the model in place of the attention mask.
+        micro_batch_lengths: [documents] int64 tokens of every document of the micro-batch, wherever it lives; on the
+            host.
     """
 
     tokens: torch.Tensor
@@ -46,6 +43,7 @@ class Batch:
     positions: torch.Tensor
     documents: torch.Tensor
     attention: DisaggregatedMicroBatch | PackedMicroBatch
+    micro_batch_lengths: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ def batch_on_device(
     tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
     if lengths:
         attention = replace(attention, document_lengths=upload.add(rows.lengths))
-    return Batch(tokens, labels, loss_mask, positions, numbers, attention)
+    return Batch(tokens, labels, loss_mask, positions, numbers, attention, rows.micro_batch_lengths)
 
 
 def packed_batches(
@@ -230,46 +228,3 @@ def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
         )
         for batch in batches
     ]
-
-
-class StepsAhead:
-    """Makes steps in a background thread, one ahead.
-
-    Args:
-        steps: each is made when it is asked for; asked only by the thread, in order.
-        device: the device that the thread copies to.
-    """
-
-    def __init__(self, steps: Iterable[Step], device: torch.device) -> None:
-        self._steps = iter(steps)
-        select = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else (lambda: None)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-planning", initializer=select)
-        self._next: Future[Step | None] | None = None
-
-    def __iter__(self) -> Generator[Step, None, None]:
-        """All steps."""
-        try:
-            while (step := self._take()) is not None:
-                yield step
-        finally:
-            self.close()
-
-    def start(self) -> None:
-        """Begin with the next step, unless it is being made already."""
-        if self._next is None:
-            self._next = self._thread.submit(lambda: next(self._steps, None))
-
-    def close(self) -> None:
-        """Forget what was made ahead and end the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _take(self) -> Step | None:
-        self.start()
-        assert self._next is not None
-        began = time.perf_counter()
-        step = self._next.result()
-        self._next = None
-        if step is None:
-            return None
-        # While the caller queues the step, Python's lock should not be shared with the thread that plans.
-        return replace(step, waited_ms=(time.perf_counter() - began) * 1e3, queued=self.start)

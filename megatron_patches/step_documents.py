@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 
 from distca.data.batch import Document
 from distca.errors import PlanError
+
+_SAMPLES, _SAMPLE_IDS = 8, 16
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class StepDocuments:
         homes: by micro-batch, [documents] the data-parallel rank on which each stays whole; None lets documents span
             ranks.
         note: anything the caller wants to find again at the step.
-        weights: by micro-batch, [documents] what each target of a document weighs in the loss; None weighs all alike.
+        weights: by micro-batch, [documents] what each target of a document weighs in the loss; None weighs all 1.
     """
 
     micro_batches: Sequence[Sequence[Document]]
@@ -50,18 +53,20 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
         ):
             raise PlanError(f"Micro-batch {number} has a document that is no row of token ids; give its ids alone.")
     homes, weights = (
-        None if values is None else _by_document(name, values, micro_batches)
-        for name, values in (("homes", documents.homes), ("weights", documents.weights))
+        None if values is None else _by_document(name, kinds, values, micro_batches)
+        for name, kinds, values in (("homes", "iu", documents.homes), ("weights", "iuf", documents.weights))
     )
+    if weights is not None:
+        weights = [np.ones(len(of)) if each is None else each for of, each in zip(micro_batches, weights, strict=True)]
     for number, each in enumerate(weights or ()):
-        wrong = [] if each is None else each[~(np.isfinite(each) & (each >= 0))]
+        wrong = each[~(np.isfinite(each) & (each >= 0))]
         if len(wrong):
             raise PlanError(f"A weight of micro-batch {number} is {wrong[0]:g}; weights are finite and at least 0.")
     return replace(documents, micro_batches=micro_batches, homes=homes, weights=weights)
 
 
 def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> None:
-    """Refuse micro-batches of more tokens than data-parallel ranks hold.
+    """Refuse micro-batches of more tokens than data-parallel ranks hold, and homes of more than one of them does.
 
     Raises:
         PlanError: naming the first.
@@ -74,9 +79,40 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
                 f"Micro-batch {number} has {tokens:,} tokens; {ranks} data-parallel ranks with tokens_per_rank "
                 f"{tokens_per_rank:,} hold {most:,}. Put fewer documents into it, or raise tokens_per_rank."
             )
+        homes = documents.homes[number] if documents.homes else None
+        if homes is None:
+            continue
+        if len(homes) and not (homes.min() >= 0 and homes.max() < ranks):
+            continue  # the layout names ranks that are not there
+        by_rank = np.bincount(homes, [len(document) for document in micro_batch], ranks)
+        if by_rank.max() > tokens_per_rank:
+            raise PlanError(
+                f"Homes of micro-batch {number} put {by_rank.max():,.0f} tokens on data-parallel rank "
+                f"{by_rank.argmax()}, and tokens_per_rank is {tokens_per_rank:,}. Spread them, or raise it."
+            )
 
 
-def _by_document(name: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
+def checksum(documents: StepDocuments) -> int:
+    """CRC-32 of the weights and of some token ids of some documents: ranks that read other documents, of lengths that
+    happen to be the same, rarely have it alike. To read all would be to read every rank's rows on every rank.
+
+    Args:
+        documents: from :func:`listed`.
+    """
+    value = 0
+    for weights in documents.weights or ():
+        value = zlib.crc32(np.asarray(weights, np.float64).tobytes(), value)
+    everyone = [document for micro_batch in documents.micro_batches for document in micro_batch]
+    for number in np.linspace(0, len(everyone) - 1, _SAMPLES).astype(int).tolist() if everyone else ():
+        document = everyone[number]
+        first = max(0, (len(document) - _SAMPLE_IDS) // 2)
+        ids = np.asarray(document[first : first + _SAMPLE_IDS])
+        if ids.dtype.kind in "iu":  # others are refused by the rank that has their rows
+            value = zlib.crc32(ids.astype(np.int64).tobytes(), value)
+    return value
+
+
+def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
     """By micro-batch, an array of one value per document, or None where that is given."""
     if len(given) != len(micro_batches):
         raise PlanError(f"`{name}` are those of {len(given)} micro-batches, and the step has {len(micro_batches)}.")
@@ -86,9 +122,12 @@ def _by_document(name: str, given: Sequence[Any], micro_batches: Sequence[Sequen
             array = None if values is None else np.asarray(values)
         except ValueError:  # lists of several lengths
             array = np.empty(0)
-        if array is not None and (array.shape != (len(documents),) or array.dtype.kind not in "iuf"):
+        if array is not None and not array.size:
+            array = array.astype(np.int64)
+        if array is not None and (array.shape != (len(documents),) or array.dtype.kind not in kinds):
+            each = "rank" if name == "homes" else "number"
             raise PlanError(
-                f"`{name}` of micro-batch {number} are not one number for each of its {len(documents)} documents."
+                f"`{name}` of micro-batch {number} are not one {each} for each of its {len(documents)} documents."
             )
         arrays.append(array)
     return arrays

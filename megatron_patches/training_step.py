@@ -100,6 +100,43 @@ ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[tor
 the summed loss, the number of target tokens (an int scalar) and anything to be reported."""
 
 
+def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
+    """The forward step, refused where it does not say by how many tokens gradients are to be divided: Megatron would
+    divide by micro-batches, and not over ranks.
+
+    Raises:
+        SupportError: from the step or its loss function, if these return anything else.
+    """
+
+    def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        returned = forward_step(batches, model)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
+            raise SupportError("The forward step has to return the model's output and a function of it: the loss.")
+        output, loss_function = returned
+        return output, partial(_counted, loss_function)
+
+    return checked
+
+
+def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:
+    returned = loss_function(output)
+    if not (isinstance(returned, tuple) and len(returned) == 3):
+        given = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise SupportError(
+            f"The loss function returned {given}; it has to return three: the summed loss, the number of target "
+            "tokens, by which gradients are divided, and anything to report."
+        )
+    total, tokens, _ = returned
+    if not (isinstance(total, torch.Tensor) and total.numel() == 1):
+        raise SupportError("The loss function's first value is no single number; sum the losses of its tokens.")
+    if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or tokens.is_floating_point():
+        raise SupportError(
+            "The loss function's second value is no integer tensor; return how many target tokens there are, as "
+            "loss_mask.sum().int()."
+        )
+    return returned
+
+
 def run_schedule(
     model: DistributedDataParallel, batches: Sequence[Batch], forward_step: ForwardStep, *, forward_only: bool = False
 ) -> list[Any]:

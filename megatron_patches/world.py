@@ -13,6 +13,7 @@ from distca.cluster.health import TIMEOUT, Health
 from distca.cluster.parent import end_with_torchrun
 from distca.cluster.store import own_store
 from distca.device.host_memory import keep_freed_memory
+from distca.errors import LaunchError
 from distca.transport.collective import nccl_goes_first
 
 
@@ -40,8 +41,14 @@ def join_world() -> World:
     end when it is killed.
 
     Raises:
-        LaunchError: the launcher's variables cannot be meant so, or GPUs are meant that torch cannot use.
+        LaunchError: torch.distributed is initialised already, the launcher's variables cannot be meant so, or GPUs are
+            meant that torch cannot use.
     """
+    if dist.is_initialized():
+        raise LaunchError(
+            "torch.distributed is initialised already.",
+            "call distca.join_world() in place of torch.distributed.init_process_group.",
+        )
     end_with_torchrun()
     told = launched()
     check_gpus_usable(torch.cuda.is_available(), torch.__version__)

@@ -18,7 +18,8 @@ from distca.device.host_to_device import uploading
 from distca.plan import AttentionShape, StepPlan
 from distca.plan.step import StepBalance
 from distca.train.run.builder import Trainer
-from megatron_patches.step import Step, StepsAhead, packed_batches
+from megatron_patches.step import Step, packed_batches
+from megatron_patches.steps_ahead import StepsAhead, planning_thread
 
 
 def steps_ahead(
@@ -32,7 +33,8 @@ def steps_ahead(
     documents = _documents(batches, first, mode.method != "distca", deal)
     if mode.method == "distca":
         return trainer.cad.plan_ahead(documents)
-    return iter(StepsAhead(map(_Baseline(mode, trainer, batches, groups, work).make, documents), trainer.world.device))
+    made = map(_Baseline(mode, trainer, batches, groups, work).make, documents)
+    return iter(StepsAhead(made, planning_thread(trainer.world.device)))
 
 
 def _documents(

@@ -36,6 +36,7 @@ class RankBatch:
         positions: [N] int64 positions in the document.
         lengths: [N] int64 tokens of the whole document; 0 in padding.
         nano_rows: rows of each nano-batch, padding included; their sum is N.
+        micro_batch_lengths: [documents] int64 tokens of every document of the micro-batch, wherever it lives.
     """
 
     tokens: np.ndarray
@@ -45,6 +46,7 @@ class RankBatch:
     lengths: np.ndarray
     documents: np.ndarray
     nano_rows: tuple[int, ...]
+    micro_batch_lengths: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,12 @@ def rank_batch(
             f"Rows are aligned to {align}, which is not a multiple of the {chunks} tensor-parallel ranks that share "
             "them."
         )
+    everyone = np.array([len(document) for document in documents], np.int64)
     nano_batches = [_padded(_read(documents, layout, rank, weights), align) for layout in layouts]
     columns = zip(*(rows.columns() for rows in nano_batches), strict=True)
     nano_rows = tuple(len(rows.tokens) for rows in nano_batches)
     tokens, labels, loss_mask, positions, lengths, numbers = (_interleaved(column, chunks) for column in columns)
-    return RankBatch(tokens, labels, loss_mask, positions, lengths, numbers, nano_rows)
+    return RankBatch(tokens, labels, loss_mask, positions, lengths, numbers, nano_rows, everyone)
 
 
 def _read(documents: Sequence[Document], layout: Layout, rank: int, weights: np.ndarray | None) -> _Rows:
@@ -151,7 +154,13 @@ def targets_of(document: Document, tokens: slice) -> np.ndarray:
             f"A document's `learned` gives an array of shape {np.shape(learned)} for tokens {tokens.start} to "
             f"{tokens.stop}; it is to give one for each."
         )
-    return np.asarray(learned)
+    values = np.asarray(learned)
+    if values.dtype != bool and not np.isin(values, (0, 1)).all():
+        raise DataError(
+            f"A document's `learned` gives {values[~np.isin(values, (0, 1))][0]} for one of tokens {tokens.start} to "
+            f"{tokens.stop}; it says whether each is learned, True or False."
+        )
+    return values.astype(bool)
 
 
 def _padded(rows: _Rows, align: int) -> _Rows:

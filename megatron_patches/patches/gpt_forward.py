@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 
 from distca.errors import SupportError
 from distca.ops.output_loss import VocabularyShards, log_probabilities, output_loss
+from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 
 
 class PatchedForward(GPTModel):
@@ -39,10 +40,16 @@ class PatchedForward(GPTModel):
         """See the class.
 
         Raises:
-            SupportError: without positions, or a summed loss or log-probabilities without labels or mask.
+            SupportError: without positions or a batch's attention, or a summed loss or log-probabilities without labels
+                or mask.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
+        if not isinstance(attention_mask, DisaggregatedMicroBatch | PackedMicroBatch):
+            raise SupportError(
+                f"The model was called with a {type(attention_mask).__name__} as attention_mask; pass the batch's "
+                "`attention` there."
+            )
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
             raise SupportError("summed_loss needs labels and loss_mask; pass both, or leave summed_loss out.")
         if log_probabilities and (summed_loss or kwargs.get("labels") is None):
@@ -71,6 +78,23 @@ def patch_forward(model: GPTModel) -> None:
     """Give ``model`` this forward, keeping its class's name and everything else of it."""
     own = type(model)
     model.__class__ = type(own.__name__, (PatchedForward, own), {"__module__": own.__module__})
+
+
+def check_attached(model: Any) -> None:
+    """Refuse a model without this forward, or whose gradients are reduced already.
+
+    Raises:
+        SupportError: naming what was given.
+    """
+    if not isinstance(model, PatchedForward):
+        raise SupportError(
+            f"The model is a {type(model).__module__}.{type(model).__name__} that was not attached: give "
+            "CAD.data_parallel the GPTModel that CAD.attach returned, once."
+        )
+    if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
+        raise SupportError(
+            "The model is in a DistributedDataParallel already, whose hooks would stay: call CAD.data_parallel once."
+        )
 
 
 def leave_out_padding(model: GPTModel, vocabulary: int) -> None:

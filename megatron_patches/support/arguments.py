@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
@@ -41,7 +41,12 @@ def check_arguments(
             raise SupportError(f"`{name}` is {value!r}; it can be {', '.join(served)}.")
     numbers = {"tokens_per_rank": tokens_per_rank, "tolerance": tolerance, "nvshmem_buffer_gb": nvshmem_buffer_gb}
     for name, number in numbers.items():
-        if number is not None and not (math.isfinite(number) and number >= _LEAST[name]):
+        kind, called = (Integral, "a whole number") if name == "tokens_per_rank" else (Real, "a number")
+        if number is None and name == "tolerance":
+            continue
+        if not isinstance(number, kind) or isinstance(number, bool):
+            raise SupportError(f"`{name}` is {number!r}; it must be {called}.")
+        if not (math.isfinite(number) and number >= _LEAST[name]):
             raise SupportError(f"`{name}` is {number}; it must be at least {_LEAST[name]}.")
 
 
@@ -92,17 +97,4 @@ def check_fp8_weights(config: TransformerConfig, distributed_optimizer: bool) ->
         raise SupportError(
             "fp8_param is True, but Megatron holds the main weights of FP8 weights in its distributed optimizer only: "
             "set distributed_optimizer to True, or leave fp8_param out."
-        )
-
-
-def check_groups() -> None:
-    """Refuse to begin before Megatron.
-
-    Raises:
-        SupportError: so it is.
-    """
-    if not parallel_state.model_parallel_is_initialized():
-        raise SupportError(
-            "Megatron's process groups are not there yet; call distca.join_world() and "
-            "parallel_state.initialize_model_parallel(...) before CAD(...)."
         )

@@ -47,6 +47,19 @@ ARGUMENTS = {
 }
 
 
+def check_bare(model: Any) -> None:
+    """Refuse what is no GPTModel, or one inside something else.
+
+    Raises:
+        SupportError: naming what was given.
+    """
+    if not isinstance(model, GPTModel):
+        raise SupportError(
+            f"The model is a {type(model).__module__}.{type(model).__name__}, but only a GPTModel is served: attach it "
+            "as it was built, before CAD.data_parallel, torch.compile or anything else wraps it."
+        )
+
+
 def check_model(model: GPTModel, layer: type[TransformerLayer] = SplitTransformerLayer) -> None:
     """Refuse what a model was built with, beyond its configuration, and would not get.
 

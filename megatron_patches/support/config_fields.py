@@ -288,6 +288,24 @@ def check_config(config: TransformerConfig) -> None:
         )
 
 
+def check_types(config: TransformerConfig) -> None:
+    """Refuse weights, activations and what stages pass on in several types.
+
+    Raises:
+        SupportError: naming two fields.
+    """
+    if config.bf16 != (config.params_dtype == torch.bfloat16):
+        raise SupportError(
+            f"bf16 is {config.bf16} and params_dtype is {config.params_dtype}, but kernels, layers and plans take the "
+            "type of the parameters: set bf16 to True with params_dtype torch.bfloat16, and to False with others."
+        )
+    if config.pipeline_model_parallel_size > 1 and config.pipeline_dtype != config.params_dtype:
+        raise SupportError(
+            f"pipeline_dtype is {config.pipeline_dtype} and params_dtype is {config.params_dtype}, but stages pass on "
+            "what layers return: set pipeline_dtype to the type of the parameters."
+        )
+
+
 def check_recomputation(config: TransformerConfig, recompute_segments: bool = False) -> None:
     """Refuse to recompute core attention, or MLPs twice.
 

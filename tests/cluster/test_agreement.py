@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from distca.cluster import agreement as module
-from distca.cluster.agreement import Agreement
+from distca.cluster.agreement import Agreement, Fingerprint
 from distca.plan import analytic_cost, plan_micro_batch
 from distca.plan.plan import fingerprint
 from distca.testing.ranks import run_ranks
@@ -33,9 +33,8 @@ def _steps(planned: list[int | str]) -> str:
                 raise ValueError(step)
             yield step
 
-    agreement.next_step = 6
     try:
-        list(agreement.on(plan(), lambda step: step))
+        list(agreement.on(plan(), Fingerprint, first=6))
     except ValueError as error:
         return str(error)
     return ""

@@ -49,11 +49,11 @@ def _own_model(cad: Any, config: Any, shape: Any) -> Any:
     return model
 
 
-def _train(cad: Any, model: Any, documents: Any) -> list[float]:
+def _train(cad: Any, ddp: Any, model: Any, documents: Any) -> list[float]:
     """Losses of three steps of plain gradient descent on the same documents."""
     from megatron_patches.training_step import sum_over_ranks, summed_loss_step
 
-    ddp, losses = cad.data_parallel(model, distributed_optimizer=False), []
+    losses = []
     for _ in range(3):
         step = cad.plan_step(documents)
         total, tokens = sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), CPU)
@@ -77,14 +77,55 @@ def _called(model: Any, batch: Any) -> dict[str, Any]:
             "no mask": _refused(model, *rows, **labels, summed_loss=True),
             "no labels": _refused(model, *rows, **mask, summed_loss=True),
             "no positions": _refused(model, batch.tokens, None, batch.attention, **labels),
+            "no attention": [_refused(model, *rows[:2], mask, **labels) for mask in (None, batch.loss_mask)],
             "after refusals": model(*rows, **labels),
         }
+
+
+def _losses_refused(cad: Any, ddp: Any, step: Any) -> dict[str, str]:
+    """What is said to forward steps and loss functions that return something else than they should."""
+
+    def said(*returned: Any, of_step: Any = None) -> str:
+        def forward_step(batches: Any, model: Any) -> Any:
+            batch = next(batches)
+            output = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels)
+            losses = {"sum": output.sum(), "each": output, "tokens": batch.loss_mask.sum().int()}
+            values = tuple(losses.get(value, value) for value in returned)
+            return of_step or (output, lambda _: values)
+
+        return _refused(cad.forward_backward, step, forward_step, ddp)
+
+    return {
+        "two": said("sum", "reported"),
+        "each": said("each", "tokens", None),
+        "floats": said("sum", torch.ones(()), None),
+        "no function": said(of_step=torch.ones(())),
+        "as it should be": said("sum", "tokens", None),
+    }
+
+
+def _rows_refused(cad: Any, documents: Any) -> list[str]:
+    """Figures of a step's documents in the order in which they were given, where the plan dealt them anew; then in the
+    plan's order."""
+    from distca import rows_of
+
+    step = cad.plan_step(documents)
+    for given in (documents, step.documents.micro_batches):
+        figures = [[torch.arange(len(each)) for each in micro_batch] for micro_batch in given]
+        if given is documents:
+            found = [_refused(rows_of, *each) for each in zip(step.batches, figures, strict=True)]
+            found.append(_refused(rows_of, step.batches[0], figures[0][:1]))
+    for batch, of in zip(step.batches, figures, strict=True):
+        rows = rows_of(batch, of)
+        assert torch.equal(rows, torch.where(batch.documents >= 0, batch.positions, 0))
+    return found
 
 
 def _used() -> dict[str, Any]:
     """All cases that need two data-parallel ranks."""
     small_cases.on_cpu()
     import torch.distributed as dist
+    from megatron.core.models.gpt import GPTModel
 
     from distca import CAD
     from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
@@ -103,8 +144,17 @@ def _used() -> dict[str, Any]:
     found["model"] = (model.note, model.described())
     found["not wrapped"] = [_refused(cad.forward_backward, None, None, each) for each in (model, [model])]
     found["called"] = _called(model, cad.plan_step(documents[:1]).batches[0])
-    found["trained"] = _train(cad, model, documents)
+    ddp = cad.data_parallel(model, distributed_optimizer=False)
+    found["trained"] = _train(cad, ddp, model, documents)
     found["gain"] = float(model.gain.detach())
+
+    found["losses"] = _losses_refused(cad, ddp, cad.plan_step(documents))
+    wrapped = (ddp, [model], torch.compile(model), None)
+    found["not bare"] = [_refused(cad.attach, each) for each in wrapped]
+    unattached = GPTModel(config, cad.block_spec(), case.shape.vocabulary, 0, position_embedding_type="rope")
+    found["not attached"] = [_refused(cad.data_parallel, each) for each in (unattached, *wrapped)]
+    found["wrapped twice"] = _refused(cad.data_parallel, model)
+    found["rows of others"] = _rows_refused(cad, documents)
 
     found["full"] = _refused(cad.plan_step, [[np.zeros(60, np.int64)]])
     found["too many"] = _refused(cad.plan_step, [documents[0], [np.zeros(40, np.int64), np.zeros(21, np.int64)]])
@@ -115,12 +165,19 @@ def _used() -> dict[str, Any]:
         "tokens_per_rank": 0, "tolerance": -1.0, "nvshmem_buffer_gb": float("nan"),
     }  # fmt: skip
     found["wrong"] = {name: _refused(CAD, config, **{"tokens_per_rank": 1, name: wrong[name]}) for name in wrong}
+    kinds: dict[str, Any] = {"tokens_per_rank": ("128k", 0.5, None), "tolerance": ("small",)}
+    found["kinds"] = [
+        _refused(CAD, config, **{"tokens_per_rank": 1, name: value}) for name in kinds for value in kinds[name]
+    ]
 
     other = [[np.zeros(50 + dist.get_rank(), np.int64), np.zeros(3, np.int64)]]
     ahead = cad.plan_ahead([documents, other, documents], first=7)
     assert next(ahead).plan.tokens == sum(map(sum, MICRO_BATCHES))
     found["different"] = _refused(next, ahead)
     found["again"] = len(list(cad.plan_ahead([documents, documents])))
+    found["a single one"] = [_refused(cad.plan_step, other)]
+    moved = [[(each + dist.get_rank()) % case.shape.vocabulary for each in of] for of in documents]
+    found["a single one"].append(_refused(cad.plan_step, moved))
     return found
 
 
@@ -155,6 +212,35 @@ def test_calls_that_lack_something_are_refused(used: list[dict[str, Any]]) -> No
         for case in ("no mask", "no labels"):
             assert rank["called"][case].startswith("SupportError: summed_loss needs labels and loss_mask")
         assert rank["called"]["no positions"].startswith("SupportError: The model was called without position_ids")
+        none, tensor = rank["called"]["no attention"]
+        assert none.startswith("SupportError: The model was called with a NoneType as attention_mask; pass the batch's")
+        assert tensor.startswith("SupportError: The model was called with a Tensor as attention_mask")
+
+
+def test_losses_without_their_number_of_tokens_are_refused(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        said = rank["losses"]
+        assert said["two"].startswith("SupportError: The loss function returned 2 values; it has to return three")
+        assert said["each"].startswith("SupportError: The loss function's first value is no single number")
+        assert said["floats"].startswith("SupportError: The loss function's second value is no integer tensor")
+        assert said["no function"].startswith("SupportError: The forward step has to return the model's output and a")
+        assert said["as it should be"] == ""
+
+
+def test_models_are_attached_bare_and_wrapped_once(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        for said, name in zip(rank["not bare"], ("Parallel", "list", "OptimizedModule", "NoneType"), strict=True):
+            assert said.startswith("SupportError: The model is a ") and f"{name}, but only a GPTModel is served" in said
+        assert len(rank["not attached"]) == 5 and all(
+            "that was not attached: " in said for said in rank["not attached"]
+        )
+
+
+def test_figures_of_other_documents_are_refused(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        first, second, few = rank["rows of others"]
+        assert "rows_of was given figures of " in first and "in the order of step.documents" in second
+        assert "rows_of was given figures of 1 documents, and the micro-batch has " in few
 
 
 def test_a_model_whose_gradients_nobody_reduces_is_refused(used: list[dict[str, Any]]) -> None:
@@ -174,6 +260,10 @@ def test_options_that_mean_nothing_are_refused(used: list[dict[str, Any]]) -> No
         assert said["recompute"] == "SupportError: `recompute` is 'mlp'; it can be none, all."
         assert said["tolerance"] == "SupportError: `tolerance` is -1.0; it must be at least 0."
         assert all(text.startswith(f"SupportError: `{name}` is ") for name, text in said.items()), said
+        text, part, none, small = rank["kinds"]
+        assert text == "SupportError: `tokens_per_rank` is '128k'; it must be a whole number."
+        assert "it must be a whole number" in part and "it must be a whole number" in none
+        assert small == "SupportError: `tolerance` is 'small'; it must be a number."
 
 
 def test_a_micro_batch_of_more_tokens_than_ranks_hold_is_refused(used: list[dict[str, Any]]) -> None:
@@ -190,6 +280,9 @@ def test_ranks_that_plan_differently_all_hear_of_it(used: list[dict[str, Any]]) 
     for rank in used:
         assert rank["different"].startswith("PlanError: 1 of 2 ranks (1) planned step 8 differently from rank 0")
         assert rank["again"] == 2, "the face is of use afterwards"
+        lengths, ids = rank["a single one"]
+        assert lengths.startswith("PlanError: 1 of 2 ranks (1) planned step ") and "differently" in lengths
+        assert ids.startswith("PlanError: 1 of 2 ranks (1) gave other documents to step ")
 
 
 def _in_stages() -> tuple[str, list[torch.Tensor]]:

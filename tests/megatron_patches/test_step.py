@@ -1,12 +1,9 @@
-"""A step made from documents: every token on one rank with what belongs to it, and steps made ahead in order."""
+"""A step made from documents: every token on one rank with what belongs to it."""
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
-import torch
 
 from distca.data.batch import RankBatch, rank_batch
 from distca.errors import DataError, PlanError
@@ -137,34 +134,11 @@ def test_a_document_may_be_anything_with_a_length_and_slices() -> None:
     assert len(mine) and all(each.stop - each.start < 100 for each in asked), "only a rank's own rows are read"
 
 
-def test_the_next_step_is_made_from_when_one_is_queued_and_the_steps_end() -> None:
-    from megatron_patches.step import StepsAhead, make_step
-    from megatron_patches.step_documents import StepDocuments
-
-    made: list[tuple[int, str]] = []
-    started = threading.Event()
-
-    def steps():  # type: ignore[no-untyped-def]
-        for number in range(3):
-            made.append((number, threading.current_thread().name))
-            if number == 1:
-                started.set()
-            yield make_step(StepDocuments([[[1, 2, 3]]], note=number), _options(1), 0, 0, "cpu")
-
-    notes = []
-    for step in StepsAhead(steps(), torch.device("cpu")):
-        notes.append(step.documents.note)
-        if step.documents.note == 0:
-            assert not started.wait(0.2), "nothing is made before the step is queued"
-            step.queued()
-            assert started.wait(10)
-    assert notes == [0, 1, 2] and [number for number, _ in made] == [0, 1, 2]
-    assert all(name.startswith("distca-planning") for _, name in made)
-
-
 def _rows(number: int) -> RankBatch:
     numbers = np.arange(1, number + 1)
-    return RankBatch(numbers, numbers, np.ones(number, bool), numbers, np.full(number, number), numbers, (number,))
+    return RankBatch(
+        numbers, numbers, np.ones(number, bool), numbers, np.full(number, number), numbers, (number,), numbers
+    )
 
 
 def test_padding_to_equal_rows_adds_no_loss() -> None:

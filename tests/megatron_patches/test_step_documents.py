@@ -10,7 +10,7 @@ import pytest
 
 from distca.data.batch import targets_of
 from distca.errors import DataError, PlanError
-from megatron_patches.step_documents import StepDocuments, listed
+from megatron_patches.step_documents import StepDocuments, check_room, checksum, listed
 
 IDS = np.arange(5)
 
@@ -31,6 +31,24 @@ def test_homes_and_weights_may_be_lists_and_none() -> None:
     assert found.note == "note" and found.homes is not None and found.homes[0] is None
     assert [each.tolist() for each in found.weights or ()] == [[0, 2.5], [1]]
     assert listed([[], []]).micro_batches == [[], []]
+    some = listed(_step([IDS, IDS], [], homes=[[0, 1], []], weights=[None, []])).weights
+    assert [each.tolist() for each in some or ()] == [[1, 1], []]
+
+
+def test_homes_of_more_than_a_rank_holds_are_refused() -> None:
+    check_room(listed(_step([IDS, IDS], [IDS], homes=[[0, 1], [1]])), 2, 5)
+    with pytest.raises(PlanError, match="Homes of micro-batch 1 put 10 tokens on data-parallel rank 1, and tokens_per"):
+        check_room(listed(_step([IDS], [IDS, IDS, []], homes=[None, [1, 1, 0]])), 2, 9)
+
+
+def test_other_ids_and_other_weights_are_told_from_lengths() -> None:
+    def of(first: int, weights: Any = None, dtype: Any = np.int64) -> int:
+        documents = [(first + np.arange(length)).astype(dtype) for length in (1, 40, 0, 3)]
+        return checksum(listed(_step(documents, weights=weights)))
+
+    assert of(0) == of(0, dtype=np.uint16) == checksum(listed([[[0], list(range(40)), [], [0, 1, 2]]]))
+    assert len({of(0), of(1), of(0, [[1, 1, 1, 2]]), of(0, [[1, 1, 1, 3]])}) == 4
+    assert checksum(listed([[], [[]]])) == 0
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -41,8 +59,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "text": ([["text"]], "Micro-batch 0 has a document that is no row of token ids"),
     "an object": ([[{"input_ids": [1, 2]}]], "Micro-batch 0 has a document that is no row of token ids"),
     "homes of one": (_step([IDS], [IDS], homes=[[0]]), "`homes` are those of 1 micro-batches, and the step has 2."),
-    "flat homes": (_step([IDS], homes=np.zeros(1, int)), "`homes` of micro-batch 0 are not one number for each of "),
-    "few homes": (_step([IDS, IDS], homes=[[0]]), "`homes` of micro-batch 0 are not one number for each of "),
+    "flat homes": (_step([IDS], homes=np.zeros(1, int)), "`homes` of micro-batch 0 are not one rank for each of "),
+    "few homes": (_step([IDS, IDS], homes=[[0]]), "`homes` of micro-batch 0 are not one rank for each of "),
+    "homes between ranks": (
+        _step([IDS], homes=[[0.5]]),
+        "`homes` of micro-batch 0 are not one rank for",
+    ),
     "few weights": (_step([IDS, IDS], weights=[[1.0]]), "`weights` of micro-batch 0 are not one number for each of "),
     "many weights": (_step([IDS], weights=[[1.0, 1.0]]), "`weights` of micro-batch 0 are not one number for each of "),
     "weights of tokens": (
@@ -79,5 +101,7 @@ class _Learns:
 @pytest.mark.parametrize("learned", [True, [True], np.ones(5, bool)])
 def test_a_document_says_of_each_token_whether_it_is_learned(learned: Any) -> None:
     assert targets_of(_Learns(lambda _: [1, 0]), slice(1, 3)).tolist() == [1, 0]
+    with pytest.raises(DataError, match=r"`learned` gives 0\.5 for one of tokens 1 to 3; it says whether each is lear"):
+        targets_of(_Learns(lambda _: [0.5, 1]), slice(1, 3))
     with pytest.raises(DataError, match=r"`learned` gives an array of shape .* for tokens 1 to 3; it is to give one"):
         targets_of(_Learns(lambda _: learned), slice(1, 3))

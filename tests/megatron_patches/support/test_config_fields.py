@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
-from megatron_patches.support.config_fields import LIMITS, SERVED, check_config
+from megatron_patches.support.config_fields import LIMITS, SERVED, check_config, check_types
 from tests.megatron_patches.support.cases import LLAMA, refusal
 
 FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
@@ -130,6 +130,22 @@ def test_what_would_be_lost_is_refused(field, value):
 )
 def test_fields_that_count_together(fields, said):
     refused = refusal(check_config, _changed(**fields))
+    assert (refused is None) if said is None else refused.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, None),
+        ({"bf16": True, "params_dtype": torch.bfloat16}, None),
+        ({"bf16": True}, "bf16 is True and params_dtype is torch.float32, but "),
+        ({"params_dtype": torch.bfloat16}, "bf16 is False and params_dtype is torch.bfloat16, but "),
+        ({"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}, None),
+        ({"pipeline_model_parallel_size": 2}, "pipeline_dtype is None and params_dtype is torch.float32, but "),
+    ],
+)
+def test_numbers_of_one_type_throughout(fields, said):
+    refused = refusal(check_types, _changed(**fields))
     assert (refused is None) if said is None else refused.startswith(said)
 
 

@@ -1,0 +1,51 @@
+"""Megatron's process groups: there, of the configuration's sizes, and of ranks numbered as server pools number them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+
+
+def check_groups(config: TransformerConfig) -> None:
+    """Refuse groups that a model of this configuration would not train with.
+
+    Args:
+        config: Megatron's.
+
+    Raises:
+        SupportError: there are none yet, their sizes are not the configuration's, or ranks are numbered otherwise than
+            tensor-parallel ranks first, then data-parallel ones, then stages.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        raise SupportError(
+            "Megatron's process groups are not there yet; call distca.join_world() and "
+            "parallel_state.initialize_model_parallel(...) before CAD(...)."
+        )
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    sizes = {
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": stages,
+    }
+    for name, size in sizes.items():
+        if getattr(config, name) != size:
+            raise SupportError(
+                f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
+                f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
+            )
+    strides = {
+        1: parallel_state.get_tensor_model_parallel_group(),
+        tp: parallel_state.get_data_parallel_group(),
+        tp * parallel_state.get_data_parallel_world_size(): parallel_state.get_pipeline_model_parallel_group(),
+    }
+    if any((np.diff(dist.get_process_group_ranks(group)) != stride).any() for stride, group in strides.items()):
+        raise SupportError(
+            "Megatron's process groups number ranks in an order of their own, but server pools are made of "
+            "tensor-parallel ranks first, then data-parallel ones, then stages: leave `order` of "
+            "parallel_state.initialize_model_parallel at its default."
+        )

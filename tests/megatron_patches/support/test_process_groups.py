@@ -1,0 +1,58 @@
+"""Groups that are not the configuration's, or of ranks in another order, are refused on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distca.errors import LaunchError
+from distca.testing.ranks import run_ranks
+from tests.megatron_patches import small_cases
+
+SIZES = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "context_parallel_size": 2,
+}
+
+
+def _refusals() -> dict[str, str | None]:
+    small_cases.on_cpu()
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_patches.groups import destroy_model_parallel
+    from megatron_patches.support.process_groups import check_groups
+    from megatron_patches.world import join_world
+    from tests.megatron_patches.support.cases import LLAMA, refusal
+
+    def said(config: dict[str, Any], **groups: Any) -> str | None:
+        parallel_state.initialize_model_parallel(**groups)
+        found = refusal(check_groups, TransformerConfig(**LLAMA, **config))
+        parallel_state.destroy_model_parallel()
+        return found
+
+    found = {f"groups of 2, {name}": said({}, **{name: 2}) for name in SIZES}
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_dtype": LLAMA.get("params_dtype", "float32")}
+    found["configuration of 2 stages"] = said(stages)
+    found["as configured"] = said(stages, pipeline_model_parallel_size=2)
+    found["stages first"] = said(stages, pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp")
+    found["none yet"] = refusal(check_groups, TransformerConfig(**LLAMA))
+    try:
+        join_world()
+    except LaunchError as error:
+        found["joined twice"] = f"{error} {error.next_step}"
+    destroy_model_parallel()
+    return found
+
+
+def test_groups_that_a_model_would_not_train_with_are_refused() -> None:
+    for found in run_ranks(4, _refusals):
+        assert found["as configured"] is None
+        for name in SIZES:
+            assert f"{name} is 1 in the configuration, but Megatron's process groups were made with 2" in str(
+                found[f"groups of 2, {name}"]
+            )
+        assert "pipeline_model_parallel_size is 2 in the configuration, but" in str(found["configuration of 2 stages"])
+        assert "leave `order` of parallel_state.initialize_model_parallel at its default" in str(found["stages first"])
+        assert "call distca.join_world()" in str(found["none yet"])
+        assert "in place of torch.distributed.init_process_group" in str(found["joined twice"])
