@@ -78,7 +78,7 @@ class CAD:
     Args:
         config: the model's configuration. Its ``gradient_accumulation_fusion`` is switched on, and with pipeline stages
             ``deallocate_pipeline_outputs``, with ``recompute`` "all" ``disable_parameter_transpose_cache``.
-        tokens_per_rank: most tokens of a micro-batch, over the data-parallel ranks of a stage.
+        tokens_per_rank: most tokens of a micro-batch, over the data-parallel ranks of a stage; with homes, of each.
         disaggregate: False computes every document's attention at home, on whole documents, with the same kernels and
             Megatron's own layers and schedules: the baseline.
         ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
@@ -301,11 +301,11 @@ class CAD:
         self, steps: Iterable[StepDocuments | Sequence[Sequence[Document]]], first: int = 1
     ) -> Generator[Step, None, None]:
         """Steps, each planned in a background thread while the one before runs; every rank calls it together. Loops of
-        steps may be nested, and left early by all ranks after the same step.
+        steps may be nested, and left early by all ranks after the same step; ``steps`` was then asked for one more.
 
         Args:
             steps: the documents of every step, the same on every rank, as for :meth:`plan_step`; asked in the thread.
-            first: number of the first step, for messages.
+            first: number of the first step, for messages; the same on every rank.
 
         Raises:
             PlanError, DataError: as of :meth:`plan_step`; on every rank.
@@ -344,8 +344,8 @@ class CAD:
             forward_only: compute losses only, and keep nothing for backward.
 
         Raises:
-            SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced; or the
-                loss function returns anything else.
+            SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced; or, on
+                ranks with the loss, the loss function returns anything else.
 
         Returns:
             What was reported, by micro-batch; empty on stages without the loss.

@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 
 from distca.errors import CheckpointError
 from distca.models.description import ModelDescription
-from distca.models.folder import ExportedModel, ShardWriter, clear, count_shards, finish
+from distca.models.folder import ExportedModel, ShardWriter, begin, clear, count_shards, finish
 from megatron_patches.weights import Slot, slots
 
 Values = Callable[[torch.Tensor], torch.Tensor]
@@ -39,8 +39,10 @@ def export_weights(
     Raises:
         CheckpointError: on every rank, if one cannot write.
     """
-    problem: str | None = None
     file_of: dict[str, str] = {}
+    problem = _on_first_rank(lambda: begin(folder))
+    if problem is not None:
+        raise CheckpointError(f"{folder} could not be written ({problem}).")
     if parallel_state.get_data_parallel_rank() == 0:
         problem, file_of = _write_stage(unwrap_model(model), exported, folder, values)
     else:
@@ -49,17 +51,25 @@ def export_weights(
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (problem, file_of))
     problem = next((said for said, _ in everyone if said), None)
-    if problem is None and dist.get_rank() == 0:
-        try:
-            finish(folder, {name: file for _, files in everyone for name, file in files.items()}, exported)
-        except OSError as error:
-            problem = f"rank 0: {error}"
-    said = [problem]
-    dist.broadcast_object_list(said)
-    if said[0] is not None:
+    if problem is None:
+        whole = {name: file for _, files in everyone for name, file in files.items()}
+        problem = _on_first_rank(lambda: finish(folder, whole, exported))
+    if problem is not None:
         if dist.get_rank() == 0:
-            clear(folder)  # it has to be empty to be written again
-        raise CheckpointError(f"{folder} could not be written ({said[0]}).")
+            clear(folder)  # a full disk gets its room back
+        raise CheckpointError(f"{folder} could not be written ({problem}).")
+
+
+def _on_first_rank(work: Callable[[], None]) -> str | None:
+    """What goes wrong in work that rank 0 does, on all ranks, none of which goes on before."""
+    said: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            said = [f"rank 0: {error}"]
+    dist.broadcast_object_list(said)
+    return said[0]
 
 
 def _write_stage(

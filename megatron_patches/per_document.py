@@ -42,7 +42,7 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor]) -> torch.Tensor:
             the order of ``step.documents``, in which a plan may have dealt them anew.
 
     Raises:
-        PlanError: other documents are in the micro-batch.
+        PlanError: documents of other lengths are in the micro-batch.
     """
     lengths, given = batch.micro_batch_lengths.tolist(), [len(document) for document in documents]
     if given != lengths:

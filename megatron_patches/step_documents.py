@@ -24,13 +24,13 @@ class StepDocuments:
         homes: by micro-batch, [documents] the data-parallel rank on which each stays whole; None lets documents span
             ranks.
         note: anything the caller wants to find again at the step.
-        weights: by micro-batch, [documents] what each target of a document weighs in the loss; None weighs all 1.
+        weights: by micro-batch, [documents] what each target of a document weighs in the loss; None weighs 1.
     """
 
     micro_batches: Sequence[Sequence[Document]]
     homes: Sequence[np.ndarray | None] | None = None
     note: Any = None
-    weights: Sequence[np.ndarray] | None = None
+    weights: Sequence[np.ndarray | None] | None = None
 
 
 def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments:
@@ -106,7 +106,7 @@ def checksum(documents: StepDocuments) -> int:
     for number in np.linspace(0, len(everyone) - 1, _SAMPLES).astype(int).tolist() if everyone else ():
         document = everyone[number]
         first = max(0, (len(document) - _SAMPLE_IDS) // 2)
-        ids = np.asarray(document[first : first + _SAMPLE_IDS])
+        ids = np.asarray(document[first : min(first + _SAMPLE_IDS, len(document))])
         if ids.dtype.kind in "iu":  # others are refused by the rank that has their rows
             value = zlib.crc32(ids.astype(np.int64).tobytes(), value)
     return value

@@ -6,6 +6,7 @@ The training loop only waits if planning takes longer than a step; ``Step.waited
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from distca.cluster.agreement import Agreement, Fingerprint
+from distca.errors import PlanError
 from megatron_patches.step import Step
 from megatron_patches.step_documents import checksum
 
@@ -34,7 +36,7 @@ class AgreedSteps:
 
         Args:
             steps: each is made when it is asked for.
-            first: number of the first one, for messages.
+            first: number of the first one, for messages; the same on every rank.
 
         Raises:
             PlanError: also if another rank planned a step differently, or could not plan it.
@@ -48,8 +50,21 @@ def _fingerprint(step: Step) -> Fingerprint:
 
 def planning_thread(device: torch.device) -> ThreadPoolExecutor:
     """The background thread in which steps are made, which copies to ``device``."""
-    select = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else (lambda: None)
-    return ThreadPoolExecutor(1, thread_name_prefix="distca-planning", initializer=select)
+    return ThreadPoolExecutor(1, thread_name_prefix="distca-planning", initializer=_begin, initargs=(device,))
+
+
+_here = threading.local()
+
+
+def _begin(device: torch.device) -> None:
+    _here.plans = True
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _is_planning() -> bool:
+    """Whether this is a thread that makes steps, which would wait for itself."""
+    return getattr(_here, "plans", False)
 
 
 class StepsAhead:
@@ -83,11 +98,16 @@ class StepsAhead:
 
     def close(self) -> None:
         """Wait for what was begun, because other ranks may compare theirs with it, and forget it."""
-        self._closed = True
-        if self._next is not None:
-            wait([self._next])
+        self._closed, begun, self._next = True, self._next, None
+        if begun is not None and not _is_planning():  # which collects garbage too
+            wait([begun])
 
     def _take(self) -> Step | None:
+        if _is_planning():
+            raise PlanError(
+                "The documents of a step ask for a planned step themselves, in the one thread that plans: plan it "
+                "before, or in the loop of plan_ahead."
+            )
         self.start()
         assert self._next is not None
         began = time.perf_counter()

@@ -110,7 +110,7 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         returned = forward_step(batches, model)
-        if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
+        if not (isinstance(returned, tuple | list) and len(returned) == 2 and callable(returned[1])):
             raise SupportError("The forward step has to return the model's output and a function of it: the loss.")
         output, loss_function = returned
         return output, partial(_counted, loss_function)
@@ -120,8 +120,8 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
 def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:
     returned = loss_function(output)
-    if not (isinstance(returned, tuple) and len(returned) == 3):
-        given = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+    if not (isinstance(returned, tuple | list) and len(returned) == 3):
+        given = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
         raise SupportError(
             f"The loss function returned {given}; it has to return three: the summed loss, the number of target "
             "tokens, by which gradients are divided, and anything to report."

@@ -56,7 +56,7 @@ class Agreement:
         Args:
             steps: each is planned when it is asked for.
             fingerprint: of what was planned.
-            first: number of the first one, for messages.
+            first: number of the first one, for messages; the same on every rank.
 
         Raises:
             PlanError: on every rank, if one planned otherwise, has fewer steps or is in another loop, and if another
@@ -94,11 +94,13 @@ class Agreement:
         dist.all_gather(everyone, mine, group=self._group)
         states, loops, numbers, plans, documents = torch.stack(everyone).T.tolist()
         if _FAILED in states:
-            self._tell_failure(number, states.index(_FAILED), failure)
+            failed = states.index(_FAILED)
+            self._tell_failure(numbers[failed], failed, failure)
         elif (others := _unlike_first(list(zip(loops, numbers, strict=True)))) is not None:
             raise PlanError(
                 f"{others} planned another step than rank 0, which planned step {numbers[0]}: ranks left a loop of "
-                "CAD.plan_ahead after different steps, or began with different ones. Let every rank plan the same."
+                "CAD.plan_ahead after different steps, began with different ones, or called CAD.plan_step more often. "
+                "Let every rank plan the same."
             )
         elif len(set(states)) > 1:
             raise PlanError(f"{_who(states, _ENDED)} ended before step {number}, which the others planned.")

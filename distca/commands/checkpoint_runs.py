@@ -10,10 +10,10 @@ from distca.errors import DamagedCheckpointError, OptionError, StuckCheckpointEr
 from distca.log import printer
 from distca.train.checkpoint.integrity import (
     COMPLETE,
-    DAMAGED,
     check_contents,
     check_sizes,
     check_undamaged,
+    clear_mark,
     files_of,
 )
 from distca.train.run.run_folder import Checkpoint, RunFolder, hold
@@ -37,7 +37,7 @@ def verify(path: str) -> None:
         try:
             check_sizes(checkpoint.path)
             check_contents(checkpoint.path)
-            (checkpoint.path / DAMAGED).unlink(missing_ok=True)  # somebody mended it
+            clear_mark(checkpoint.path)
         except DamagedCheckpointError as error:
             damaged += 1
             console.print(str(error), soft_wrap=True)

@@ -16,8 +16,9 @@ from distca.plan.layout import Layout
 
 
 class Document(Protocol):
-    """Anything with a length and slices of token ids: a list, an array, a memory map. Only slices of its own rank's
-    rows are asked for. One that has ``learned(slice)`` says which of them are targets: bool, or None for all."""
+    """Anything with a length and slices of token ids: a list, an array, a memory map. A rank asks for its own rows, and
+    of some documents for a few ids, which ranks compare. One that has ``learned(slice)`` says which of them are
+    targets: bool, or None for all."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, tokens: slice, /) -> Any: ...
@@ -155,10 +156,10 @@ def targets_of(document: Document, tokens: slice) -> np.ndarray:
             f"{tokens.stop}; it is to give one for each."
         )
     values = np.asarray(learned)
-    if values.dtype != bool and not np.isin(values, (0, 1)).all():
+    if values.dtype != bool and not (known := (values == 0) | (values == 1)).all():
         raise DataError(
-            f"A document's `learned` gives {values[~np.isin(values, (0, 1))][0]} for one of tokens {tokens.start} to "
-            f"{tokens.stop}; it says whether each is learned, True or False."
+            f"A document's `learned` gives {values[~known][0]} for one of tokens {tokens.start} to {tokens.stop}; it "
+            "says whether each is learned, True or False."
         )
     return values.astype(bool)
 

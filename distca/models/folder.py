@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,32 +39,41 @@ COMPANIONS = (
 """Tokenizer, chat templates and generation settings; code that may lie beside them stays behind."""
 
 
+PARTIAL = ".partial"
+"""Of a folder, where its files are until all of them are written."""
+
+
 def check_empty(folder: Path, setting: str) -> None:
-    """Refuse a folder that holds something, or that cannot be made; one that is missing is made.
+    """Refuse a folder that holds something, or that cannot be made; one that is missing is made. What a killed writer
+    left is nothing: :func:`begin` deletes it, and what was in place is written again.
 
     Raises:
         ConfigError: naming ``setting``.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        full = any(folder.iterdir())
+        full = not (folder / PARTIAL).is_dir() and any(folder.iterdir())
     except OSError as error:
         raise ConfigError(f"{setting} is {folder}, which cannot be made or read ({system_words(error)}).") from None
     if full:
         raise ConfigError(f"{setting} is {folder}, which is not empty; name an empty folder, or one that is not there.")
 
 
-def is_written(folder: Path) -> bool:
-    """Whether the folder is whole: :func:`finish` writes its config.json last."""
-    return (folder / CONFIG).is_file()
+def is_written(folder: Path, after: Path) -> bool:
+    """Whether the folder is whole, and no older than a file: :func:`finish` puts its config.json in place last."""
+    last = folder / CONFIG
+    return last.is_file() and last.stat().st_mtime >= after.stat().st_mtime
+
+
+def begin(folder: Path) -> None:
+    """Make room for what :func:`finish` will put in place; OSError where that fails."""
+    clear(folder)
+    (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
 
 
 def clear(folder: Path) -> None:
-    """Delete what could be written of a folder; what it has beside that stays."""
-    for name in ("*.safetensors", INDEX, CONFIG, *COMPANIONS):
-        for file in folder.glob(name):
-            with suppress(OSError):
-                file.unlink()
+    """Delete what was written of a folder and not put in place."""
+    shutil.rmtree(folder / PARTIAL, ignore_errors=True)
 
 
 def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,13 +169,13 @@ class ShardWriter:
     """Writes tensors into numbered files, each as soon as it is full.
 
     Args:
-        folder: where to.
+        folder: for which :func:`begin` made room.
         first: number of the first file.
         files: how many there are in all, by all writers.
     """
 
     def __init__(self, folder: Path, first: int, files: int) -> None:
-        self._folder, self._number, self._files = folder, first, files
+        self._folder, self._number, self._files = folder / PARTIAL, first, files
         self._held: dict[str, torch.Tensor] = {}
         self._bytes = 0
         self.file_of: dict[str, str] = {}
@@ -210,20 +218,26 @@ def count_shards(exported: ExportedModel, names: Iterable[str]) -> int:
 
 
 def finish(folder: Path, file_of: Mapping[str, str], exported: ExportedModel) -> None:
-    """Write everything but tensors, config.json last, without which a folder is none.
+    """Write everything but tensors and put all in place, config.json last, without which a folder is none.
 
     Args:
         folder: with the files of tensors.
         file_of: by tensor, its file.
         exported: what the folder is to be.
     """
-    if set(file_of.values()) != {SINGLE}:
+    partial, names = folder / PARTIAL, sorted(set(file_of.values()))
+    if names != [SINGLE]:
         values = sum(math.prod(shape) for shape in expected_shapes(exported.model).values())
         index = {
             "metadata": {"total_size": values * VALUE_BYTES[exported.dtype]},
             "weight_map": dict(sorted(file_of.items())),
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        names.append(INDEX)
     if exported.source is not None:
-        copy_companions(exported.source, folder)
-    (folder / CONFIG).write_text(json.dumps(exported.fields, indent=2) + "\n", encoding="utf-8")
+        names += copy_companions(exported.source, partial)
+    (partial / CONFIG).write_text(json.dumps(exported.fields, indent=2) + "\n", encoding="utf-8")
+    for name in (*names, CONFIG):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (partial / name).replace(folder / name)
+    clear(folder)

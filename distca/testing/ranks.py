@@ -43,7 +43,7 @@ class RankFailure(RuntimeError):
 
 
 def run_ranks(
-    ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0, gpus: bool = False
+    ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0, gpus: bool = False
 ) -> list[Any]:
     """Call ``function(*arguments)`` in ``ranks`` processes that form one world.
 

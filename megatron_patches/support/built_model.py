@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from distca.errors import SupportError
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.patches.gpt_forward import PatchedForward
 from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.patches.rms_norm import RMSNorm
 from megatron_patches.support.config_fields import LIMITS, Limit, check_config, check_limit
@@ -48,7 +49,7 @@ ARGUMENTS = {
 
 
 def check_bare(model: Any) -> None:
-    """Refuse what is no GPTModel, or one inside something else.
+    """Refuse what is no GPTModel as it was built.
 
     Raises:
         SupportError: naming what was given.
@@ -58,6 +59,8 @@ def check_bare(model: Any) -> None:
             f"The model is a {type(model).__module__}.{type(model).__name__}, but only a GPTModel is served: attach it "
             "as it was built, before CAD.data_parallel, torch.compile or anything else wraps it."
         )
+    if isinstance(model, PatchedForward):
+        raise SupportError("The model is attached already: call CAD.attach once.")
 
 
 def check_model(model: GPTModel, layer: type[TransformerLayer] = SplitTransformerLayer) -> None:

@@ -38,7 +38,7 @@ def check_groups(config: TransformerConfig) -> None:
                 f"{name} is {getattr(config, name)} in the configuration, but Megatron's process groups were made with "
                 f"{size}: give the configuration and parallel_state.initialize_model_parallel the same {name}."
             )
-    strides = {
+    strides = {  # where two are the same, the groups of the first have one rank each
         1: parallel_state.get_tensor_model_parallel_group(),
         tp: parallel_state.get_data_parallel_group(),
         tp * parallel_state.get_data_parallel_world_size(): parallel_state.get_pipeline_model_parallel_group(),

@@ -51,6 +51,12 @@ def test_a_checkpoint_that_was_mended_counts_again(run: RunFolder, capsys: pytes
     weights.write_bytes(b"12345")
     main(["checkpoint", "verify", str(run.path)])
     assert newest_intact(run) == Checkpoint(30, run.checkpoint_path(30))
+    mark = run.checkpoint_path(20) / "DAMAGED"
+    mark.mkdir()  # which no unlink deletes
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "verify", str(run.path)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"is what was saved, but {mark} cannot be deleted (" in said and said.count("is what was saved: ") == 2
 
 
 def test_list_shows_the_state_of_each(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

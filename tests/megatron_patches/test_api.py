@@ -153,7 +153,7 @@ def _used() -> dict[str, Any]:
     found["not bare"] = [_refused(cad.attach, each) for each in wrapped]
     unattached = GPTModel(config, cad.block_spec(), case.shape.vocabulary, 0, position_embedding_type="rope")
     found["not attached"] = [_refused(cad.data_parallel, each) for each in (unattached, *wrapped)]
-    found["wrapped twice"] = _refused(cad.data_parallel, model)
+    found["wrapped twice"], found["attached twice"] = _refused(cad.data_parallel, model), _refused(cad.attach, model)
     found["rows of others"] = _rows_refused(cad, documents)
 
     found["full"] = _refused(cad.plan_step, [[np.zeros(60, np.int64)]])
@@ -231,9 +231,10 @@ def test_models_are_attached_bare_and_wrapped_once(used: list[dict[str, Any]]) -
     for rank in used:
         for said, name in zip(rank["not bare"], ("Parallel", "list", "OptimizedModule", "NoneType"), strict=True):
             assert said.startswith("SupportError: The model is a ") and f"{name}, but only a GPTModel is served" in said
-        assert len(rank["not attached"]) == 5 and all(
-            "that was not attached: " in said for said in rank["not attached"]
-        )
+        assert len(rank["not attached"]) == 5
+        assert all("that was not attached: " in said for said in rank["not attached"])
+        assert rank["wrapped twice"].startswith("SupportError: The model is in a DistributedDataParallel already")
+        assert rank["attached twice"] == "SupportError: The model is attached already: call CAD.attach once."
 
 
 def test_figures_of_other_documents_are_refused(used: list[dict[str, Any]]) -> None:
@@ -300,7 +301,7 @@ def _in_stages() -> tuple[str, list[torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def stages() -> list[tuple[str, list[torch.Tensor]]]:
-    return run_ranks(2, _in_stages, timeout=60)
+    return run_ranks(2, _in_stages)
 
 
 def test_megatrons_pipeline_schedule_is_refused_by_every_stage(stages: list[tuple[str, list[torch.Tensor]]]) -> None:

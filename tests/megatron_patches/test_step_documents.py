@@ -51,6 +51,31 @@ def test_other_ids_and_other_weights_are_told_from_lengths() -> None:
     assert checksum(listed([[], [[]]])) == 0
 
 
+class _Guarded:
+    """Says what it was asked for; nothing behind its end may be."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.asked = length, list[int]()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, tokens: slice) -> np.ndarray:
+        assert 0 <= tokens.start <= tokens.stop <= self.length
+        self.asked.append(tokens.stop - tokens.start)
+        return np.arange(tokens.start, tokens.stop)
+
+
+def test_few_ids_of_few_documents_are_compared() -> None:
+    documents = [_Guarded(length) for length in (1, 5, 17, 100_000, *range(200))]
+    checksum(listed([documents[:50], documents[50:]]))
+    asked = [each.asked for each in documents if each.asked]
+    assert len(asked) == 8 and max(map(max, asked)) == 16
+    few = [_Guarded(5), _Guarded(1)]
+    checksum(listed([few]))
+    assert max(few[0].asked) == 5 and max(few[1].asked) == 1
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": (None, "A step is a list of micro-batches, and each a list of documents"),
     "one document": (IDS, "A step is a list of micro-batches"),

@@ -93,9 +93,18 @@ def _loops() -> dict[str, Any]:
     next(held).queued()
     found["beside one that is held"] = [loop(9, 1, 2), [step.documents.note for step in held]]
 
-    dropped = next(agreed.ahead(steps(5, 6), 1))
+    made: list[int] = []
+
+    def counted() -> Iterator[Any]:
+        for length in (5, 6):
+            made.append(length)
+            yield _step([length, 3])
+
+    dropped = next(agreed.ahead(counted(), 1))
     dropped.queued()
-    found["after one that was dropped"] = loop(9, 4)
+    found["after one that was dropped"] = [loop(9, 4), made]
+
+    found["one inside another"] = _said(next, agreed.ahead((next(agreed.ahead(steps(1), 1)) for _ in range(1)), 1))
 
     with closing(agreed.ahead(map(_step, [[9, 9]], [rank]), 1)) as ahead:
         found["other ids"] = _said(next, ahead)
@@ -109,11 +118,12 @@ def _loops() -> dict[str, Any]:
 
 
 def test_loops_may_be_nested_and_left_early() -> None:
-    for found in run_ranks(2, _loops, timeout=60):
+    for found in run_ranks(2, _loops):
         assert found["left early"] == [[5, 6], [1, 2]]
         assert found["nested"] == [[10, 1, 2], [20, 1], [30, 1, 2]]
         assert found["beside one that is held"] == [[1, 2], [6, 7]]
-        assert found["after one that was dropped"] == [4]
+        assert found["after one that was dropped"] == [[4], [5]], "nobody takes the next step"
+        assert found["one inside another"].startswith("The documents of a step ask for a planned step themselves")
         assert found["other ids"].startswith("1 of 2 ranks (1) gave other documents to step 1 than rank 0, of the same")
         assert found["other lengths"].startswith("1 of 2 ranks (1) planned step 4 differently from rank 0")
         assert found["another loop"].startswith("1 of 2 ranks (1) planned another step than rank 0, which planned step")

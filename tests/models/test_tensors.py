@@ -9,7 +9,17 @@ from safetensors.torch import load_file, save_file
 
 from distca.errors import ConfigError, ModelError
 from distca.models.description import describe_folder
-from distca.models.folder import ExportedModel, ShardWriter, check_empty, clear, copy_companions, count_shards, finish
+from distca.models.folder import (
+    PARTIAL,
+    ExportedModel,
+    ShardWriter,
+    begin,
+    check_empty,
+    clear,
+    copy_companions,
+    count_shards,
+    finish,
+)
 from distca.models.layout import expected_shapes
 from distca.models.tensors import INDEX, SINGLE, TensorFiles
 from tests.models.folders import write_folder
@@ -137,11 +147,17 @@ def test_code_stays_behind(tmp_path: Path) -> None:
     assert sorted(there) == sorted(ours)
 
 
-def test_what_was_not_written_to_its_end_is_deleted_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("model-00001-of-00002.safetensors", "tokenizer.json", "NOTES.md"):
-        (tmp_path / name).write_text("1")
-    clear(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["NOTES.md"]
+def test_what_was_not_written_to_its_end_is_nothing(tmp_path: Path) -> None:
+    target, notes = tmp_path / "target", tmp_path / "target" / "NOTES.md"
+    check_empty(target, "--output")
+    begin(target)
+    (target / PARTIAL / "model-00001-of-00002.safetensors").write_text("1")
+    check_empty(target, "--output")
+    begin(target)
+    assert not any((target / PARTIAL).iterdir())
+    notes.write_text("mine")
+    clear(target)
+    assert list(target.iterdir()) == [notes]
     clear(tmp_path / "missing")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distca.errors import DamagedCheckpointError, ModelError, OptionError
 from distca.models.description import ModelDescription, describe_folder
-from distca.models.folder import VALUE_BYTES, ShardWriter, check_empty, count_shards, finish
+from distca.models.folder import VALUE_BYTES, ShardWriter, begin, check_empty, count_shards, finish
 from distca.models.layout import EMBEDDING, expected_shapes
 from distca.models.tensors import TensorFiles
 from distca.train.checkpoint.export import exported
@@ -83,6 +83,7 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
         from megatron_patches.checkpoint.whole_weights import SavedWeights
 
         weights = SavedWeights(path, model.model)
+        begin(target)
         writer = ShardWriter(target, 1, count_shards(model, weights.names()))
         with _progress(f"writing {output}", model.model, model.dtype) as advance:
             for name, tensor in weights.tensors():

@@ -14,9 +14,10 @@ from distca.models.description import describe_folder
 from distca.models.folder import check_empty, is_written
 from distca.models.layout import EMBEDDING
 from distca.models.tensors import TensorFiles
+from distca.train.checkpoint.integrity import COMPLETE
 from distca.train.config.initial import description_of
 from distca.train.config.schema import RunConfig
-from distca.train.run.run_folder import resume_run_folder
+from distca.train.run.run_folder import Checkpoint, resume_run_folder
 from distca.words import format_bytes
 
 if TYPE_CHECKING:
@@ -47,9 +48,15 @@ def check_folders(config: RunConfig) -> None:
         TensorFiles(folder, "numpy").check(described)
     if settings.export:
         description_of(config, 1)
-        finished = resumed is not None and resumed[1].step >= config.train.steps
-        if not (finished and is_written(Path(settings.export))):  # by the start before, of the same command
+        if resumed is None or resumed[1].step < config.train.steps or lacks_export(config, resumed[1]):
             check_empty(Path(settings.export), "checkpoint.export")
+
+
+def lacks_export(config: RunConfig, checkpoint: Checkpoint) -> bool:
+    """Whether checkpoint.export is still to be written from the last checkpoint of a run: nobody did since it was
+    saved, such as an earlier start of the same command."""
+    export = config.checkpoint.export
+    return bool(export) and not is_written(Path(str(export)), after=checkpoint.path / COMPLETE)
 
 
 def load_initial_weights(gpt: GPTModel, folder: Path) -> None:

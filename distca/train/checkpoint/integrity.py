@@ -67,8 +67,8 @@ def check_undamaged(checkpoint: Path) -> None:
     Raises:
         DamagedCheckpointError: naming the first file that differs, or what a checksum has shown before.
     """
-    with suppress(OSError):
-        raise damaged(checkpoint, (checkpoint / DAMAGED).read_text(encoding="utf-8"))
+    with suppress(OSError):  # a full disk may have left it empty
+        raise damaged(checkpoint, (checkpoint / DAMAGED).read_text(encoding="utf-8") or "a checksum was wrong")
     check_sizes(checkpoint)
 
 
@@ -112,6 +112,24 @@ def check_contents(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
             with suppress(OSError):
                 (checkpoint / DAMAGED).write_text(said, encoding="utf-8")
             raise damaged(checkpoint, said)
+
+
+def clear_mark(checkpoint: Path) -> None:
+    """Forget what a checksum has shown of a checkpoint that somebody mended.
+
+    Raises:
+        DamagedCheckpointError: its mark cannot be deleted.
+    """
+    mark = checkpoint / DAMAGED
+    if not mark.exists():
+        return
+    try:
+        mark.unlink()
+    except OSError as error:
+        raise DamagedCheckpointError(
+            f"{checkpoint} is what was saved, but {mark} cannot be deleted ({system_words(error)}), and no run goes "
+            "on from a marked one. Delete the mark."
+        ) from None
 
 
 def _saved_facts(checkpoint: Path) -> dict[str, FileFacts]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,14 +184,22 @@ def warn_of_tokenizers(config: RunConfig, sources: Sequence[DocumentSource]) -> 
     No error: a tokenizer that was saved again, or got more tokens, has another digest and the same ids.
     """
     made = [(f"{each.prefix}.bin", *each.tokenizer) for each in sources if isinstance(each, Indexed) and each.tokenizer]
+    if not made or os.environ.get("RANK", "0") != "0":
+        return
     known = [*_own_tokenizer(config.data.tokenizer), *made]
-    for file, name, digest in made if os.environ.get("RANK", "0") == "0" else []:
+    for file, name, digest in made:
         if digest != known[0][2]:
-            logger.warning(
-                "%s was made with the tokenizer %s, but %s has another, %s: the same id may mean other text. "
-                "Convert again with one tokenizer, unless you know that their ids are the same.",
-                *(file, name, known[0][0], known[0][1]),
-            )
+            _warn_of_tokenizer(file, name, *known[0][:2])
+
+
+@cache
+def _warn_of_tokenizer(file: str, name: str, where: str, other: str) -> None:
+    """Once: a run opens its documents to check them, and to train."""
+    logger.warning(
+        "%s was made with the tokenizer %s, but %s has another, %s: the same id may mean other text. "
+        "Convert again with one tokenizer, unless you know that their ids are the same.",
+        *(file, name, where, other),
+    )
 
 
 def _own_tokenizer(name: str) -> list[tuple[str, str, str]]:

@@ -96,6 +96,8 @@ class MetricsWriter:
         self._flush()
         if lines := self._file.waiting.count(b"\n"):
             logger.warning("%s lacks the last %s.", self.path, count(lines, "step"))
+        elif self._board is not None and self._board.waiting:
+            logger.warning("%s lacks the last steps.", self.path.parent / "tensorboard")
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish()

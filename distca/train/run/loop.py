@@ -82,7 +82,6 @@ class _Loop:
             if not self._config.train.evaluate:
                 self._sampler.load_state_dict(self._sampler_state)
         self._recorder = StepRecorder(trainer, self._first + 1)
-        self._stopping = Stopping(self._config, trainer.world)
         self._saver = Saver(trainer, folder)
         self._profiler = ProfilerWindow(self._config.log.profile_steps, folder.profile, trainer.world.rank)
         self._drawn: list[Path] = []
@@ -95,6 +94,7 @@ class _Loop:
     def run(self) -> None:
         """All steps, then validation, the last checkpoint and the summary."""
         steps, log = self._config.train.steps, self._config.log
+        self._stopping = Stopping(self._config, self._trainer.world)
         if log.timeline_steps and log.timeline_steps[0] > steps:
             logger.info("No timeline: log.timeline_steps %s begins after the last step, %d.", log.timeline_steps, steps)
         validation = None

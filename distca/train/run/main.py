@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from distca.data.corpus import Corpus
@@ -203,6 +202,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in _run
         from distca.train.checkpoint.checkpoints import changes_since, with_saved_warmup
+        from distca.train.checkpoint.folders import lacks_export
         from distca.train.run.builder import build_trainer
         from distca.train.run.consistency import check_same_start
         from distca.train.run.loop import evaluate, export_only, train
@@ -216,8 +216,11 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
             folder, newest = resumed
             checkpoint = _intact(folder, newest, world)
             finished = checkpoint.step >= config.train.steps and not config.train.evaluate
-            if finished and not _decided(world.rank, lambda: _lacks_export(config)):
-                logger.info("%s has all of its %d steps: nothing is left to do.", folder.path, config.train.steps)
+            if finished and not _decided(world.rank, lambda: lacks_export(config, checkpoint)):
+                written = f", and {config.checkpoint.export} is written" if config.checkpoint.export else ""
+                logger.info(
+                    "%s has all of its %d steps%s: nothing is left to do.", folder.path, config.train.steps, written
+                )
                 return folder
             config = with_saved_warmup(config, checkpoint.path)
             changes = changes_since(folder, checkpoint, config, world.size)
@@ -254,12 +257,6 @@ def _decided(rank: int, decide: Callable[[], T]) -> T:
     if isinstance(said[0], ConfigError):
         raise said[0]
     return cast("T", said[0])
-
-
-def _lacks_export(config: RunConfig) -> bool:
-    from distca.models.folder import is_written
-
-    return bool(config.checkpoint.export) and not is_written(Path(str(config.checkpoint.export)))
 
 
 def _hold_new(config: RunConfig, held: ExitStack) -> RunFolder:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from distca.errors import LaunchError
 from distca.testing.ranks import run_ranks
 from tests.megatron_patches import small_cases
@@ -32,7 +34,7 @@ def _refusals() -> dict[str, str | None]:
         return found
 
     found = {f"groups of 2, {name}": said({}, **{name: 2}) for name in SIZES}
-    stages = {"pipeline_model_parallel_size": 2, "pipeline_dtype": LLAMA.get("params_dtype", "float32")}
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
     found["configuration of 2 stages"] = said(stages)
     found["as configured"] = said(stages, pipeline_model_parallel_size=2)
     found["stages first"] = said(stages, pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp")
