@@ -53,6 +53,7 @@ def test_a_checkpoint_that_was_mended_counts_again(run: RunFolder, capsys: pytes
     assert newest_intact(run) == Checkpoint(30, run.checkpoint_path(30))
     mark = run.checkpoint_path(20) / "DAMAGED"
     mark.mkdir()  # which no unlink deletes
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["checkpoint", "verify", str(run.path)])
     said = " ".join(capsys.readouterr().out.split())

@@ -103,7 +103,9 @@ def test_ids_of_another_tokenizer_are_warned_of_by_rank_0(root, caplog, monkeypa
 
     def warned(path, source="indexed", **settings):
         caplog.clear()
-        open_corpus(config(root, source, path, **settings))
+        tokens._warn_of_tokenizer.cache_clear()
+        for _ in range(2):  # to check the documents, and to train
+            open_corpus(config(root, source, path, **settings))
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
     assert warned(ours) == [] == warned(other, data__tokenizer="bytes") == warned(other, data__tokenizer="gone")
