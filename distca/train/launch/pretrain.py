@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from distca.errors import LaunchError
@@ -21,7 +22,9 @@ from distca.train.launch.say import leave, report, say
 from distca.words import count
 
 _WITH_PACKAGES = ("parquet", "arrow", "blend")
-"""Values of DATA_SOURCE whose files need packages."""
+"""Values of DATA_SOURCE, or data.source, whose files need packages."""
+
+_FOLDERS = ("--checkpoint.init_from", "--checkpoint.export")
 
 
 def launch(arguments: list[str]) -> int:
@@ -34,7 +37,7 @@ def launch(arguments: list[str]) -> int:
     options = [*_configuration(values, machines.gpus, arguments), *environment.settings(Launcher.TRAINING, values)]
     profiler = _profiler(values, machines)
     dry, script = values.get("DRY_RUN") == "1", str(ROOT / "pretrain_llama.py")
-    python = _python(values, machines, dry)
+    python = _python(values, machines, arguments, dry)
     if python and not {"-h", "--help"}.isdisjoint(arguments):
         sys.stdout.write(environment.help_text(Launcher.TRAINING) + "\n\n")
         sys.stdout.flush()
@@ -61,16 +64,28 @@ def _refuse_contradiction(values: Mapping[str, str]) -> None:
         )
 
 
-def _python(values: Mapping[str, str], machines: Machines, dry: bool) -> str | None:
+def _python(values: Mapping[str, str], machines: Machines, arguments: list[str], dry: bool) -> str | None:
     """A Python with all that the run needs, which is installed where it is missing; None in a dry run without."""
-    needs = {"models": "INIT_FROM" in values, "data": values.get("DATA_SOURCE") in _WITH_PACKAGES}
-    extra = ",".join(name for name, needed in needs.items() if needed)
+    extra = extras(values, arguments)
     python = find_python(extra)
     if python or not dry:
         return python or install(machines.gpus > 0, extra)
     venv = ROOT / ".venv"
     say(f"DistCA's dependencies are missing; a run would install them into {venv} first, and check the settings.")
     return None
+
+
+def extras(values: Mapping[str, str], arguments: list[str]) -> str:
+    """Extras of pyproject.toml that a run needs as its variables and arguments name them, divided by commas."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    given = dict(pairwise(words))
+    needs = {
+        "models": "INIT_FROM" in values
+        or not given.keys().isdisjoint(("--checkpoint.init_from", "--checkpoint.export")),
+        "data": values.get("DATA_SOURCE", given.get("--data.source")) in _WITH_PACKAGES
+        or given.get("--data.tokenizer", "bytes") != "bytes",
+    }
+    return ",".join(name for name, needed in needs.items() if needed)
 
 
 def _with_requeued(values: dict[str, str], arguments: list[str]) -> dict[str, str]:

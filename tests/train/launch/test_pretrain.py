@@ -3,6 +3,7 @@
 import pytest
 
 from distca.train.config.cli import known_settings
+from distca.train.launch.pretrain import extras
 from tests.train.launch.machine import RECORDER, ROOT, Machine, has_pair
 
 
@@ -36,6 +37,23 @@ def test_a_folder_to_begin_with_says_the_shape(machine: Machine) -> None:
     assert has_pair(machine.dry(INIT_FROM="folder"), "--config", str(ROOT / "configs" / "from-folder.yaml"))
     argument = machine.dry("--checkpoint.init_from", "folder")
     assert has_pair(argument, "--config", str(ROOT / "configs" / "from-folder.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "needed"),
+    [
+        ({}, "", ""),
+        ({"INIT_FROM": "folder"}, "", "models"),
+        ({}, "--checkpoint.init_from folder", "models"),
+        ({}, "--checkpoint.export=folder --data.tokenizer bytes", "models"),
+        ({"DATA_SOURCE": "parquet"}, "", "data"),
+        ({"DATA_SOURCE": "jsonl"}, "--data.tokenizer tokenizer.json", "data"),
+        ({"DATA_SOURCE": "jsonl"}, "--data.tokenizer=bytes --train.steps 3", ""),
+        ({"INIT_FROM": "folder"}, "--data.source blend", "models,data"),
+    ],
+)
+def test_packages_that_a_run_needs_are_installed_with_it(values: dict[str, str], words: str, needed: str) -> None:
+    assert extras(values, words.split()) == needed
 
 
 @pytest.mark.parametrize(
