@@ -312,7 +312,7 @@ class CAD:
         """
         if self._ahead is None:
             self._ahead = AgreedSteps(self.device)
-        return self._ahead.ahead(map(self._make_step, steps), first)
+        return self._ahead.ahead((self._make_step(each) for each in steps), first)
 
     def _make_step(self, given: StepDocuments | Sequence[Sequence[Document]]) -> Step:
         documents = listed(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -33,18 +34,25 @@ def gather_documents(step: Step, values: Sequence[torch.Tensor]) -> list[list[to
     return gathered
 
 
-def rows_of(batch: Batch, documents: Sequence[torch.Tensor]) -> torch.Tensor:
+def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequence[float]]) -> torch.Tensor:
     """[1, rows] figures of a rank's rows; 0 in padding.
 
     Args:
         batch: the rows.
-        documents: by document of the micro-batch of n tokens, [n] figures in the order of its tokens. Documents are in
-            the order of ``step.documents``, in which a plan may have dealt them anew.
+        documents: by document of the micro-batch of n tokens, [n] figures in the order of its tokens, on any device.
+            Documents are in the order of ``step.documents``, in which a plan may have dealt them anew.
 
     Raises:
-        PlanError: documents of other lengths are in the micro-batch.
+        PlanError: documents of other lengths are in the micro-batch, or something else was given than a row of figures
+            for each.
     """
-    lengths, given = batch.micro_batch_lengths.tolist(), [len(document) for document in documents]
+    try:
+        figures = [torch.as_tensor(document, device=batch.tokens.device) for document in documents]
+    except (TypeError, ValueError, RuntimeError):  # words, lists of several lengths
+        figures = []
+    if len(figures) != len(documents) or any(each.ndim != 1 for each in figures):
+        raise PlanError("rows_of takes a list with a row of figures for each document, one for each of its tokens.")
+    lengths, given = batch.micro_batch_lengths.tolist(), [len(each) for each in figures]
     if given != lengths:
         if len(given) != len(lengths):
             differs = f"{len(given)} documents, and the micro-batch has {len(lengths)}"
@@ -56,7 +64,7 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor]) -> torch.Tensor:
             "step.documents: plans deal them over micro-batches anew, unless CAD has deal=False."
         )
     places, here = _places(batch, lengths)
-    whole = torch.cat(list(documents)).to(batch.tokens.device)
+    whole = torch.cat(figures) if figures else torch.zeros(0, device=batch.tokens.device)
     rows = whole.new_zeros(len(here))
     rows[here] = whole[places[here]]
     return rows[None]

@@ -46,15 +46,11 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
     except TypeError as error:
         raise PlanError(f"A step is a list of micro-batches, and each a list of documents ({error}).") from None
     for number, micro_batch in enumerate(micro_batches):
-        if any(not hasattr(document, "__len__") or getattr(document, "ndim", 1) == 0 for document in micro_batch):
-            raise PlanError(f"Micro-batch {number} has numbers in place of documents; give each as a list of them.")
-        if any(
-            isinstance(document, Mapping | str | bytes) or getattr(document, "ndim", 1) > 1 for document in micro_batch
-        ):
-            raise PlanError(f"Micro-batch {number} has a document that is no row of token ids; give its ids alone.")
+        for place, document in enumerate(micro_batch):
+            _check_row(f"Document {place} of micro-batch {number}", document)
     homes, weights = (
         None if values is None else _by_document(name, kinds, values, micro_batches)
-        for name, kinds, values in (("homes", "iu", documents.homes), ("weights", "iuf", documents.weights))
+        for name, kinds, values in (("homes", "iu", documents.homes), ("weights", "biuf", documents.weights))
     )
     if weights is not None:
         weights = [np.ones(len(of)) if each is None else each for of, each in zip(micro_batches, weights, strict=True)]
@@ -66,7 +62,8 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
 
 
 def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> None:
-    """Refuse micro-batches of more tokens than data-parallel ranks hold, and homes of more than one of them does.
+    """Refuse micro-batches of more tokens than data-parallel ranks hold, homes of more than one of them does, and homes
+    that are no such rank.
 
     Raises:
         PlanError: naming the first.
@@ -82,14 +79,29 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
         homes = documents.homes[number] if documents.homes else None
         if homes is None:
             continue
-        if len(homes) and not (homes.min() >= 0 and homes.max() < ranks):
-            continue  # the layout names ranks that are not there
+        outside = homes[(homes < 0) | (homes >= ranks)]
+        if len(outside):
+            raise PlanError(
+                f"Homes of micro-batch {number} name data-parallel rank {outside[0]}; they are 0 to {ranks - 1}."
+            )
         by_rank = np.bincount(homes, [len(document) for document in micro_batch], ranks)
         if by_rank.max() > tokens_per_rank:
             raise PlanError(
                 f"Homes of micro-batch {number} put {by_rank.max():,.0f} tokens on data-parallel rank "
                 f"{by_rank.argmax()}, and tokens_per_rank is {tokens_per_rank:,}. Spread them, or raise it."
             )
+
+
+def _check_row(name: str, document: Any) -> None:
+    if not hasattr(document, "__len__") or isinstance(document, Mapping | str | bytes):
+        found = f"a {type(document).__name__}"
+    elif getattr(document, "ndim", 1) != 1:
+        found = f"an array of {document.ndim} dimensions"
+    else:
+        return
+    raise PlanError(
+        f"{name} is {found}; a step is a list of micro-batches, each a list of documents, each a row of token ids."
+    )
 
 
 def checksum(documents: StepDocuments) -> int:

@@ -110,7 +110,8 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         returned = forward_step(batches, model)
-        if not (isinstance(returned, tuple | list) and len(returned) == 2 and callable(returned[1])):
+        pair = isinstance(returned, tuple | list) and len(returned) == 2
+        if not pair or (not callable(returned[1]) and parallel_state.is_pipeline_last_stage()):
             raise SupportError("The forward step has to return the model's output and a function of it: the loss.")
         output, loss_function = returned
         return output, partial(_counted, loss_function)
@@ -126,7 +127,7 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             f"The loss function returned {given}; it has to return three: the summed loss, the number of target "
             "tokens, by which gradients are divided, and anything to report."
         )
-    total, tokens, _ = returned
+    total, tokens, report = returned
     if not (isinstance(total, torch.Tensor) and total.numel() == 1):
         raise SupportError("The loss function's first value is no single number; sum the losses of its tokens.")
     if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or tokens.is_floating_point():
@@ -134,7 +135,7 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             "The loss function's second value is no integer tensor; return how many target tokens there are, as "
             "loss_mask.sum().int()."
         )
-    return returned
+    return total.reshape(()), tokens.reshape(()), report
 
 
 def run_schedule(

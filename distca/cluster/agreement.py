@@ -98,17 +98,18 @@ class Agreement:
             self._tell_failure(numbers[failed], failed, failure)
         elif (others := _unlike_first(list(zip(loops, numbers, strict=True)))) is not None:
             raise PlanError(
-                f"{others} planned another step than rank 0, which planned step {numbers[0]}: ranks left a loop of "
-                "CAD.plan_ahead after different steps, began with different ones, or called CAD.plan_step more often. "
-                "Let every rank plan the same."
+                f"{others} planned another step than rank 0: ranks left a loop of CAD.plan_ahead after different "
+                "steps, began with different ones, or called CAD.plan_step more often. End the run, and let every "
+                "rank plan the same."
             )
         elif len(set(states)) > 1:
             raise PlanError(f"{_who(states, _ENDED)} ended before step {number}, which the others planned.")
         elif (others := _unlike_first(plans)) is not None:
             raise PlanError(
-                f"{others} planned step {number} differently from rank 0, so nothing of it was sent. They were started "
-                "with other settings, have other versions of distca or numpy, or another kind of processor: compare "
-                "their settings and `distca doctor` on their nodes."
+                f"{others} planned step {number} differently from rank 0, so nothing of it was sent. They have "
+                "documents of other lengths, other settings, other versions of distca or numpy, or another kind of "
+                "processor: give every rank the documents of all ranks, and compare settings and `distca doctor` on "
+                "their nodes."
             )
         elif (others := _unlike_first(documents)) is not None:
             raise PlanError(

@@ -23,9 +23,16 @@ def _refused(function: Any, *arguments: Any, **options: Any) -> str:
     """What is said; empty if nothing is."""
     try:
         function(*arguments, **options)
-    except (SupportError, PlanError) as error:
+    except (SupportError, PlanError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class _Stops:
+    """A document that reads from an iterator which is at its end."""
+
+    def __len__(self) -> int:
+        raise StopIteration
 
 
 def _own_model(cad: Any, config: Any, shape: Any) -> Any:
@@ -90,6 +97,7 @@ def _losses_refused(cad: Any, ddp: Any, step: Any) -> dict[str, str]:
             batch = next(batches)
             output = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels)
             losses = {"sum": output.sum(), "each": output, "tokens": batch.loss_mask.sum().int()}
+            losses |= {"sum [1]": losses["sum"].reshape(1), "tokens [1, 1]": losses["tokens"].reshape(1, 1)}
             values = tuple(losses.get(value, value) for value in returned)
             return of_step or (output, lambda _: values)
 
@@ -101,6 +109,7 @@ def _losses_refused(cad: Any, ddp: Any, step: Any) -> dict[str, str]:
         "floats": said("sum", torch.ones(()), None),
         "no function": said(of_step=torch.ones(())),
         "as it should be": said("sum", "tokens", None),
+        "of one element": said("sum [1]", "tokens [1, 1]", None),
     }
 
 
@@ -114,10 +123,15 @@ def _rows_refused(cad: Any, documents: Any) -> list[str]:
         figures = [[torch.arange(len(each)) for each in micro_batch] for micro_batch in given]
         if given is documents:
             found = [_refused(rows_of, *each) for each in zip(step.batches, figures, strict=True)]
-            found.append(_refused(rows_of, step.batches[0], figures[0][:1]))
+            of: list[Any] = [figures[0][:1], torch.zeros(70), [0.5], [["a"]], [[[0.5, 0.5], [0.5]]]]
+            found += [_refused(rows_of, step.batches[0], each) for each in of]
     for batch, of in zip(step.batches, figures, strict=True):
         rows = rows_of(batch, of)
         assert torch.equal(rows, torch.where(batch.documents >= 0, batch.positions, 0))
+        assert torch.equal(rows_of(batch, [each.numpy() for each in of]), rows)
+        assert torch.equal(rows_of(batch, [each.tolist() for each in of]), rows)
+    empty = cad.plan_step([[]]).batches[0]
+    assert rows_of(empty, []).shape == empty.tokens.shape
     return found
 
 
@@ -127,7 +141,7 @@ def _used() -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core.models.gpt import GPTModel
 
-    from distca import CAD
+    from distca import CAD, StepDocuments
     from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
     from megatron_patches.model import transformer_config
     from megatron_patches.parity import harness
@@ -159,6 +173,8 @@ def _used() -> dict[str, Any]:
     found["full"] = _refused(cad.plan_step, [[np.zeros(60, np.int64)]])
     found["too many"] = _refused(cad.plan_step, [documents[0], [np.zeros(40, np.int64), np.zeros(21, np.int64)]])
 
+    found["no such home"] = _refused(cad.plan_step, StepDocuments([[np.zeros(3, np.int64)] * 2], [[0, 2]]))
+    found["stops"] = _refused(list, cad.plan_ahead([documents, [[_Stops()]], documents]))
     found["flat"] = [_refused(cad.plan_step, [each]) for each in (np.zeros(5, np.int64), torch.zeros(5).long())]
     wrong: dict[str, Any] = {
         "backward": "back", "recompute": "mlp", "level": "tim", "linears": "tee",
@@ -224,7 +240,7 @@ def test_losses_without_their_number_of_tokens_are_refused(used: list[dict[str, 
         assert said["each"].startswith("SupportError: The loss function's first value is no single number")
         assert said["floats"].startswith("SupportError: The loss function's second value is no integer tensor")
         assert said["no function"].startswith("SupportError: The forward step has to return the model's output and a")
-        assert said["as it should be"] == ""
+        assert said["as it should be"] == said["of one element"] == ""
 
 
 def test_models_are_attached_bare_and_wrapped_once(used: list[dict[str, Any]]) -> None:
@@ -239,9 +255,11 @@ def test_models_are_attached_bare_and_wrapped_once(used: list[dict[str, Any]]) -
 
 def test_figures_of_other_documents_are_refused(used: list[dict[str, Any]]) -> None:
     for rank in used:
-        first, second, few = rank["rows of others"]
+        first, second, few, *no_rows = rank["rows of others"]
         assert "rows_of was given figures of " in first and "in the order of step.documents" in second
         assert "rows_of was given figures of 1 documents, and the micro-batch has " in few
+        assert len(no_rows) == 4
+        assert all(each.startswith("PlanError: rows_of takes a list with a row of figures") for each in no_rows)
 
 
 def test_a_model_whose_gradients_nobody_reduces_is_refused(used: list[dict[str, Any]]) -> None:
@@ -270,11 +288,19 @@ def test_options_that_mean_nothing_are_refused(used: list[dict[str, Any]]) -> No
 def test_a_micro_batch_of_more_tokens_than_ranks_hold_is_refused(used: list[dict[str, Any]]) -> None:
     for rank in used:
         assert rank["full"] == ""
-        assert rank["flat"] == 2 * [
-            "PlanError: Micro-batch 0 has numbers in place of documents; give each as a list of them."
+        assert rank["flat"] == [
+            f"PlanError: Document 0 of micro-batch 0 is {found}; a step is a list of micro-batches, each a list of "
+            "documents, each a row of token ids."
+            for found in ("a int64", "an array of 0 dimensions")
         ]
+        assert rank["no such home"] == "PlanError: Homes of micro-batch 0 name data-parallel rank 2; they are 0 to 1."
         assert rank["too many"].startswith("PlanError: Micro-batch 1 has 61 tokens; 2 data-parallel ranks with")
         assert "tokens_per_rank 30 hold 60" in rank["too many"]
+
+
+def test_a_loop_does_not_end_where_a_document_fails(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        assert rank["stops"] == "RuntimeError: generator raised StopIteration"
 
 
 def test_ranks_that_plan_differently_all_hear_of_it(used: list[dict[str, Any]]) -> None:
@@ -287,14 +313,21 @@ def test_ranks_that_plan_differently_all_hear_of_it(used: list[dict[str, Any]]) 
 
 
 def _in_stages() -> tuple[str, list[torch.Tensor]]:
+    """What Megatron's schedule is told, and gradients of a forward step with a loss where there is one."""
     small_cases.on_cpu()
+    from megatron.core import parallel_state
+
     from megatron_patches.parity.harness import ParityCase
     from megatron_patches.training_step import run_schedule, summed_loss_step
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        output, loss = summed_loss_step(batches, model)
+        return output, loss if parallel_state.is_pipeline_last_stage() else None
 
     case, gradients = ParityCase(micro_batches=MICRO_BATCHES, pp=2), []
     for frozen in ((), ("embedding", "layers")):
         cad, model, step = small_cases.ready(case, frozen=frozen)
-        cad.forward_backward(step, summed_loss_step, model)
+        cad.forward_backward(step, forward_step, model)
         gradients += [each.main_grad.clone() for name, each in model.named_parameters() if "output" in name]
     return _refused(run_schedule, model, step.batches, summed_loss_step), gradients
 

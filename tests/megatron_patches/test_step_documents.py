@@ -76,13 +76,18 @@ def test_few_ids_of_few_documents_are_compared() -> None:
     assert max(few[0].asked) == 5 and max(few[1].asked) == 1
 
 
+def test_weights_may_say_which_documents_count() -> None:
+    assert [each.tolist() for each in listed(_step([IDS, IDS], weights=[[True, False]])).weights or ()] == [[1, 0]]
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": (None, "A step is a list of micro-batches, and each a list of documents"),
     "one document": (IDS, "A step is a list of micro-batches"),
-    "documents": ([IDS, IDS], "Micro-batch 0 has numbers in place of documents; give each as a list of them."),
-    "a row too many": ([[IDS], [IDS[None]]], "Micro-batch 1 has a document that is no row of token ids"),
-    "text": ([["text"]], "Micro-batch 0 has a document that is no row of token ids"),
-    "an object": ([[{"input_ids": [1, 2]}]], "Micro-batch 0 has a document that is no row of token ids"),
+    "documents": ([IDS, IDS], "Document 0 of micro-batch 0 is a int64; a step is a list of micro-batches"),
+    "a row too many": ([[IDS], [IDS[None]]], "Document 0 of micro-batch 1 is an array of 2 dimensions; "),
+    "text": ([["text"]], "Document 0 of micro-batch 0 is a str; "),
+    "an object": ([[{"input_ids": [1, 2]}]], "Document 0 of micro-batch 0 is a dict; "),
+    "nothing beside a document": ([[IDS, None]], "Document 1 of micro-batch 0 is a NoneType; "),
     "homes of one": (_step([IDS], [IDS], homes=[[0]]), "`homes` are those of 1 micro-batches, and the step has 2."),
     "flat homes": (_step([IDS], homes=np.zeros(1, int)), "`homes` of micro-batch 0 are not one rank for each of "),
     "few homes": (_step([IDS, IDS], homes=[[0]]), "`homes` of micro-batch 0 are not one rank for each of "),

@@ -126,4 +126,4 @@ def test_loops_may_be_nested_and_left_early() -> None:
         assert found["one inside another"].startswith("The documents of a step ask for a planned step themselves")
         assert found["other ids"].startswith("1 of 2 ranks (1) gave other documents to step 1 than rank 0, of the same")
         assert found["other lengths"].startswith("1 of 2 ranks (1) planned step 4 differently from rank 0")
-        assert found["another loop"].startswith("1 of 2 ranks (1) planned another step than rank 0, which planned step")
+        assert found["another loop"].startswith("1 of 2 ranks (1) planned another step than rank 0: ranks left a loop")
