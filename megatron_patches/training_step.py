@@ -135,7 +135,8 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
             "The loss function's second value is no integer tensor; return how many target tokens there are, as "
             "loss_mask.sum().int()."
         )
-    return total.reshape(()), tokens.reshape(()), report
+    # No views: Megatron's 1F1B frees what a stage returned.
+    return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
 
 
 def run_schedule(

@@ -329,7 +329,23 @@ def _in_stages() -> tuple[str, list[torch.Tensor]]:
         cad, model, step = small_cases.ready(case, frozen=frozen)
         cad.forward_backward(step, forward_step, model)
         gradients += [each.main_grad.clone() for name, each in model.named_parameters() if "output" in name]
-    return _refused(run_schedule, model, step.batches, summed_loss_step), gradients
+    said = _refused(run_schedule, model, step.batches, summed_loss_step)
+
+    def of_one_element(batches: Any, model: Any) -> Any:
+        output, loss_function = summed_loss_step(batches, model)
+
+        def with_an_axis(output: torch.Tensor) -> tuple[Any, ...]:
+            total, *others = loss_function(output)
+            return total[None], *others
+
+        return output, with_an_axis
+
+    # On whole documents the stages run Megatron's 1F1B, which frees what a stage returned.
+    cad, model, step = small_cases.ready(case, disaggregate=False)
+    for each_step in (summed_loss_step, of_one_element):
+        cad.forward_backward(step, each_step, model)
+        gradients += [each.main_grad.clone() for name, each in model.named_parameters() if "output" in name]
+    return said, gradients
 
 
 @pytest.fixture(scope="module")
@@ -343,5 +359,10 @@ def test_megatrons_pipeline_schedule_is_refused_by_every_stage(stages: list[tupl
 
 
 def test_a_stage_of_frozen_weights_takes_part_in_backward(stages: list[tuple[str, list[torch.Tensor]]]) -> None:
-    (_, first), (_, (learned, with_frozen)) = stages
+    (_, first), (_, (learned, with_frozen, *_)) = stages
     assert not first and learned.norm() > 0 and torch.equal(learned, with_frozen)
+
+
+def test_a_stage_may_return_a_loss_of_one_element(stages: list[tuple[str, list[torch.Tensor]]]) -> None:
+    *_, scalar, one_element = stages[1][1]
+    assert scalar.norm() > 0 and torch.equal(scalar, one_element)

@@ -1,0 +1,59 @@
+"""A training loop of one's own on GPUs: steps planned ahead, with one for validation planned after each, are those that
+are planned one by one."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+import distca
+from distca.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {"num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "num_query_groups": 2}
+STEPS = 4
+
+
+def _losses(ahead: bool, dtype: torch.dtype = torch.bfloat16) -> list[float]:
+    """Of every training step and of the same documents after it."""
+    warnings.filterwarnings("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from examples import own_training_loop as example
+    from megatron_patches.training_step import sum_over_ranks
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1234)
+    distca.CAD = partial(distca.CAD, deterministic=True)  # type: ignore[misc, assignment]
+    cad, model = example.build(example.config_of(1, 1, dtype, **SHAPE))
+    on_gpu = dtype == torch.bfloat16
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, bf16=on_gpu, params_dtype=dtype), [model]
+    )
+    held, *given = example.documents(STEPS + 1, cad.options.ranks)
+
+    def loss(step: object, forward_only: bool) -> float:
+        reports = cad.forward_backward(step, example.forward_step, model, forward_only=forward_only)
+        total, tokens = sum_over_ranks(reports, cad.device)
+        return float(total / tokens)
+
+    found = []
+    for step in cad.plan_ahead(given) if ahead else map(cad.plan_step, given):
+        found.append(loss(step, False))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss(cad.plan_step(held), True))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_planned_ahead_are_those_planned_one_by_one(ranks: int) -> None:
+    one_by_one, ahead = (run_ranks(ranks, _losses, ahead, gpus=True) for ahead in (False, True))
+    assert ahead == one_by_one
+    assert len(set(ahead[0])) == 2 * STEPS, "the weights stay as they are"
