@@ -58,14 +58,15 @@ class CachedTokens:
         content = _digest([self.texts.digest(), self.recipe.identity()])
         prefix, named = self._prefix(content), self._by_files()
         if not Path(f"{prefix}.idx").is_file():
-            convert(self.texts, self.recipe, prefix, processes=processes, advanced=advanced)
+            convert(self.texts, self.recipe, prefix, processes=processes, advanced=advanced, elsewhere="set `cache`")
         try:
             named.parent.mkdir(exist_ok=True)
             fresh = named.with_suffix(".new")
             fresh.write_text(json.dumps({"content": content}), encoding="utf-8")
             fresh.replace(named)
         except OSError as error:
-            raise DataError(f"{named} cannot be written ({system_words(error)}); make room, or set `cache`.") from None
+            said = f"{named} cannot be written ({system_words(error)})"
+            raise DataError(f"{said}; set `cache` or make room for it.") from None
         return prefix
 
     def look(self) -> int:

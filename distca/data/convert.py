@@ -32,6 +32,7 @@ from distca.words import count
 
 _SAVE_S = 10.0
 """Between two notes of what is done; so much is done again after an interruption."""
+_ELSEWHERE = "choose another output"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def convert(
     *,
     processes: int = 1,
     advanced: Callable[[int], None] = lambda _: None,
+    elsewhere: str = _ELSEWHERE,
 ) -> Converted:
     """Tokenize every document into OUTPUT.bin and OUTPUT.idx.
 
@@ -72,17 +74,18 @@ def convert(
         output: path of the files, without suffix; .bin or .idx at its end is taken off.
         processes: that tokenize; with one it is this process.
         advanced: called with the number of bytes of the files that were done since the last call.
+        elsewhere: for messages, how to have the files written to another place.
 
     Raises:
         DataError: if an output file exists or cannot be written, a document cannot be read or tokenized, or no token
             comes out.
         VersionError: a package is missing.
     """
-    prefix = check_output(output)
+    prefix = check_output(output, elsewhere)
     encoder = recipe.open()
     sources = {"texts": texts.state(), "recipe": recipe.identity()}
     try:
-        with _Partial.held(prefix, encoder.vocabulary, sources) as partial:
+        with _Partial.held(prefix, encoder.vocabulary, sources, elsewhere) as partial:
             advanced(partial.read)
             blocks = islice(texts.blocks(recipe.field, recipe.beside), partial.blocks, None)
             for block, tokens in encoded_blocks(blocks, recipe, encoder, processes):
@@ -90,10 +93,10 @@ def convert(
                 advanced(block.read)
             return partial.finish(recipe, encoder.vocabulary)
     except OSError as error:
-        raise _unwritable(prefix, error) from None
+        raise _unwritable(prefix, error, elsewhere) from None
 
 
-def check_output(output: str) -> str:
+def check_output(output: str, elsewhere: str = _ELSEWHERE) -> str:
     """The path of the files that ``output`` names, without suffix, once it is clear that they can be written.
 
     The folder they go to is made where it is missing.
@@ -105,12 +108,12 @@ def check_output(output: str) -> str:
     if os.path.basename(prefix) in ("", ".", ".."):
         raise DataError(f"The output {output!r} names no file; give the path of the files to write, without suffix.")
     try:
-        _refuse_existing(prefix)
+        _refuse_existing(prefix, elsewhere)
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(prefix=Path(prefix).name, dir=Path(prefix).parent):
             pass
     except OSError as error:
-        raise _unwritable(prefix, error) from None
+        raise _unwritable(prefix, error, elsewhere) from None
     return prefix
 
 
@@ -130,7 +133,7 @@ class _Partial:
 
     @staticmethod
     @contextmanager
-    def held(prefix: str, vocabulary: int, sources: dict[str, Any]) -> Iterator[_Partial]:
+    def held(prefix: str, vocabulary: int, sources: dict[str, Any], elsewhere: str) -> Iterator[_Partial]:
         """Held by this process; gone after an error, but not after an interruption.
 
         Raises:
@@ -143,7 +146,7 @@ class _Partial:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise DataError(
-                    f"Another process is writing {prefix}.bin; wait until it is done, or choose another output."
+                    f"Another process is writing {prefix}.bin; wait until it is done, or {elsewhere}."
                 ) from None
             except OSError:
                 pass  # a file system without locks
@@ -226,16 +229,14 @@ def _files(prefix: str) -> dict[str, Path]:
     }
 
 
-def _refuse_existing(prefix: str) -> None:
+def _refuse_existing(prefix: str, elsewhere: str = _ELSEWHERE) -> None:
     for file in _files(prefix).values():
         if file.exists():
-            raise DataError(f"{file} exists already; delete it or choose another output.")
+            raise DataError(f"{file} exists already; delete it or {elsewhere}.")
 
 
-def _unwritable(prefix: str, error: OSError) -> DataError:
-    return DataError(
-        f"{prefix}.bin cannot be written ({system_words(error)}); choose another output or make room for it."
-    )
+def _unwritable(prefix: str, error: OSError, elsewhere: str) -> DataError:
+    return DataError(f"{prefix}.bin cannot be written ({system_words(error)}); {elsewhere} or make room for it.")
 
 
 def _dtype(vocabulary: int) -> type[np.integer]:

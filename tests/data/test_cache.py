@@ -67,3 +67,9 @@ def test_a_look_finds_what_would_fail_at_once(tmp_path, text):
     assert not (tmp_path / "cache").exists()
     with pytest.raises(DataError, match='line 1: this JSON object has no "body!"'):
         cached(tmp_path, text, Recipe(TokenizerFiles("bytes"), "body!")).look()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, text):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(DataError, match=r"tokens\.bin cannot be written \(.+\); set `cache` or make room for it\.$"):
+        cached(tmp_path, text).make(1)

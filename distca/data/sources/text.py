@@ -79,9 +79,6 @@ def open_stdlib(path: str | None = None) -> FileBytes:
     return FileBytes(files, f"The standard library ({folder})")
 
 
-logger = logging.getLogger(__name__)
-
-
 class FileBytes:
     """A byte-level source over files; empty files are left out and counted in a log line.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,6 +17,9 @@ from distca.data.texts.blocks import BLOCK_BYTES, Block, FilesBlock
 from distca.data.texts.lines import PACKED, line_blocks
 from distca.data.texts.tables import saved_files, table_blocks
 from distca.errors import DataError, system_words
+from distca.words import count
+
+logger = logging.getLogger(__name__)
 
 TextKind = Literal["stdlib", "text", "jsonl", "parquet", "arrow"]
 TEXT_KINDS: tuple[str, ...] = get_args(TextKind)
@@ -103,8 +108,16 @@ def open_texts(kind: str, path: str | None) -> Texts:
 
 
 def _parquet_files(folder: Path) -> list[Path]:
-    walk(folder, lambda name: False)  # says what cannot be read, which glob passes over
+    # The walk says what cannot be read, which glob passes over; it passes over links.
+    if left := sum(file.suffix != ".parquet" for file in walk(folder, lambda name: False)):
+        _say_left_out(folder, count(left, "file"))
     return sorted(folder.glob("**/*.parquet"))
+
+
+@cache
+def _say_left_out(folder: Path, left: str) -> None:
+    """Once, as files are looked for several times."""
+    logger.info("%s: left out %s; only .parquet files are taken", folder, left)
 
 
 def _state_of(file: Path) -> tuple[str, int, int]:

@@ -110,6 +110,16 @@ def test_a_damaged_file_is_a_sentence(tmp_path, suffix, harm):
         documents(open_texts("jsonl", str(file)))
 
 
+def test_files_beside_tables_are_counted_once(tmp_path, caplog):
+    write_tables(tmp_path)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "a.parquet").rename(tmp_path / "more" / "a.parquet")
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert [file.name for file in open_texts("parquet", str(tmp_path)).files] == ["a.parquet"]
+    assert caplog.text.count("left out 2 files; only .parquet files are taken") == 1
+
+
 def test_a_damaged_table_is_a_sentence(tmp_path):
     write_tables(tmp_path)
     for kind, path in (("parquet", "a.parquet"), ("arrow", "saved/data-00000-of-00001.arrow")):
