@@ -51,7 +51,7 @@ def forward_step(batches, model):
 
 def loss(loss_mask, total):
     """What Megatron's schedules want: the sum, how many tokens it is of, and what to report."""
-    tokens = loss_mask.sum().int()
+    tokens = (loss_mask > 0).sum().int()
     return total, tokens, torch.stack((total.detach().double(), tokens.double()))
 
 

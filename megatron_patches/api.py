@@ -33,6 +33,7 @@ from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
+from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.full_recompute import recompute_layers
 from megatron_patches.groups import server_pool_group
@@ -62,10 +63,9 @@ from megatron_patches.support.process_groups import check_groups
 from megatron_patches.te.choice import Linears, use_te
 from megatron_patches.training_step import (
     ForwardStep,
-    check_wrapped,
     log_probabilities_step,
+    made_ready,
     run_schedule,
-    with_counted_tokens,
     wrap_for_data_parallel,
 )
 from megatron_patches.versions import check_version, drop_log_lines
@@ -244,7 +244,7 @@ class CAD:
         check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
         self._lengths = use_position_rotary(model).needs_lengths
         self._vocabulary = model.vocab_size
-        patch_forward(model)
+        patch_forward(model, DisaggregatedMicroBatch if self._disaggregate else PackedMicroBatch)
         fuse_swiglu(model)
         if self._disaggregate:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -344,16 +344,14 @@ class CAD:
             forward_only: compute losses only, and keep nothing for backward.
 
         Raises:
-            SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced; or, on
+            SupportError: the model is not from :meth:`data_parallel`, so its gradients would not be reduced; its
+                weights differ between data-parallel ranks; the step is of a CAD with another ``disaggregate``; or, on
                 ranks with the loss, the loss function returns anything else.
 
         Returns:
             What was reported, by micro-batch; empty on stages without the loss.
         """
-        if not forward_only:
-            check_wrapped(model)
-            model.zero_grad_buffer()
-        counted = with_counted_tokens(forward_step)
+        counted = made_ready(model, step, forward_step, forward_only)
         if self._stages > 1 and step.routes is not None:
             reports = run_ticks(
                 model, step.batches, counted, step.plan, step.routes, self.pool, forward_only=forward_only

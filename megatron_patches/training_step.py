@@ -17,11 +17,14 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 
 from distca.errors import SupportError
-from megatron_patches.step import Batch
+from megatron_patches.block import refuse_other_schedule
+from megatron_patches.patches.gpt_forward import PatchedForward
+from megatron_patches.step import Batch, Step
 from megatron_patches.te import quantization
-from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
+from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights, is_fp8
 
 # Gradients of one reduction. The same for every number of ranks, so that the distributed optimizer's checkpoints, whose
 # shards are those of the buckets, are cut alike.
@@ -53,7 +56,69 @@ def wrap_for_data_parallel(
     config.finalize_model_grads_func = finalize_gradients
     config.no_sync_func = wrapped.no_sync
     broadcast_weights(wrapped)
+    _note_gathering(wrapped)
     return wrapped
+
+
+def _note_gathering(wrapped: DistributedDataParallel) -> None:
+    """Note in ``weights_gathered`` whether somebody gathered weights, as Megatron's distributed optimizer does."""
+    gather = wrapped.start_param_sync
+
+    def noted(*args: Any, **options: Any) -> None:
+        wrapped.weights_gathered = True
+        gather(*args, **options)
+
+    wrapped.weights_gathered = not wrapped.ddp_config.use_distributed_optimizer
+    wrapped.start_param_sync = noted
+
+
+def made_ready(model: Any, step: Step, forward_step: ForwardStep, forward_only: bool) -> ForwardStep:
+    """Check model and step, and make the model's configuration and gradients ready for it; every rank calls it.
+
+    Returns:
+        The forward step, whose results are checked.
+
+    Raises:
+        SupportError: they cannot run.
+    """
+    if not forward_only:
+        check_wrapped(model)
+        _check_replicas(model)
+        model.zero_grad_buffer()
+    gpt = unwrap_model(model)
+    if not isinstance(gpt, PatchedForward):
+        raise SupportError(f"The model is a {type(gpt).__name__} that was not attached: run what CAD.attach returned.")
+    if not isinstance(step.batches[0].attention, gpt.takes):
+        raise SupportError(
+            "The step was planned by a CAD whose `disaggregate` is not that of the model's: plan it with the CAD that "
+            "attached the model."
+        )
+    if isinstance(model, DistributedDataParallel):  # another model may share the configuration
+        in_ticks = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
+        model.config.no_sync_func = refuse_other_schedule if in_ticks else model.no_sync
+    return with_counted_tokens(forward_step)
+
+
+def _check_replicas(model: Any) -> None:
+    """Refuse to go on where an optimizer updated weights that ranks hold shards of the gradients of, and gathered none.
+
+    Raises:
+        SupportError: on all data-parallel ranks.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if getattr(model, "weights_gathered", True) or group.size() == 1:
+        return
+    sums = torch.stack(
+        [weight.detach().sum(dtype=torch.float64) for weight in model.parameters() if not is_fp8(weight)]
+    )
+    most = torch.stack((sums, -sums))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    if not torch.equal(most[0], -most[1]):
+        raise SupportError(
+            "Weights differ between data-parallel ranks: the optimizer updates all of them, but each rank has reduced "
+            "gradients of its shard alone. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "
+            "distributed_optimizer=False in CAD.data_parallel."
+        )
 
 
 def check_wrapped(model: Any) -> None:
@@ -133,7 +198,7 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
     if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or tokens.is_floating_point():
         raise SupportError(
             "The loss function's second value is no integer tensor; return how many target tokens there are, as "
-            "loss_mask.sum().int()."
+            "(loss_mask > 0).sum().int()."
         )
     # No views: Megatron's 1F1B frees what a stage returned.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report

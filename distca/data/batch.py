@@ -147,6 +147,11 @@ def targets_of(document: Document, tokens: slice) -> np.ndarray:
         DataError: the document does not say it of each.
     """
     asked = getattr(document, "learned", None)
+    if asked is not None and not callable(asked):
+        raise DataError(
+            f"A document's `learned` is a {type(asked).__name__}; it is to be a function, which says of a slice which "
+            "tokens are learned."
+        )
     learned = None if asked is None else asked(tokens)
     if learned is None:
         return np.ones(tokens.stop - tokens.start, bool)

@@ -26,6 +26,7 @@ class PatchedForward(GPTModel):
 
     _returns: Literal["", "summed_loss", "log_probabilities"] = ""
     vocabulary: int | None = None
+    takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]
 
     def forward(  # type: ignore[override]
         self,
@@ -41,19 +42,24 @@ class PatchedForward(GPTModel):
 
         Raises:
             SupportError: without positions or a batch's attention, or a summed loss or log-probabilities without labels
-                or mask.
+                or mask, or of a model with its own way from hidden states to losses.
         """
         if position_ids is None:
             raise SupportError("The model was called without position_ids; pass the batch's positions.")
-        if not isinstance(attention_mask, DisaggregatedMicroBatch | PackedMicroBatch):
+        if not isinstance(attention_mask, self.takes):
             raise SupportError(
-                f"The model was called with a {type(attention_mask).__name__} as attention_mask; pass the batch's "
-                "`attention` there."
+                f"The model was called with a {type(attention_mask).__name__} as attention_mask; pass the `attention` "
+                "of a batch that its own CAD planned."
             )
         if summed_loss and (kwargs.get("labels") is None or kwargs.get("loss_mask") is None):
             raise SupportError("summed_loss needs labels and loss_mask; pass both, or leave summed_loss out.")
         if log_probabilities and (summed_loss or kwargs.get("labels") is None):
             raise SupportError("log_probabilities needs labels, and no summed_loss beside it; pass the batch's labels.")
+        if (summed_loss or log_probabilities) and (own := _own_output(self)):
+            raise SupportError(
+                f"The model has {own}, which summed_loss and log_probabilities would pass over, as they compute the "
+                "output layer by themselves: leave them out, and sum the losses of tokens that the model returns."
+            )
         lengths = getattr(attention_mask, "document_lengths", None)
         self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)
         self._returns = "summed_loss" if summed_loss else "log_probabilities" if log_probabilities else ""
@@ -74,10 +80,28 @@ class PatchedForward(GPTModel):
         return output_loss(hidden, weight, labels, kwargs["loss_mask"].flatten(), shards)
 
 
-def patch_forward(model: GPTModel) -> None:
-    """Give ``model`` this forward, keeping its class's name and everything else of it."""
+def patch_forward(model: GPTModel, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
+    """Give ``model`` this forward, keeping its class's name and everything else of it.
+
+    Args:
+        model: as built.
+        takes: what its layers read in place of the attention mask.
+    """
     own = type(model)
     model.__class__ = type(own.__name__, (PatchedForward, own), {"__module__": own.__module__})
+    model.takes = takes
+
+
+def _own_output(model: PatchedForward) -> str:
+    """What a user's model does between hidden states and losses beside GPTModel; empty if nothing."""
+    for name in ("_postprocess", "compute_language_model_loss"):
+        # The class after this one is the user's.
+        if getattr(super(PatchedForward, model), name).__func__ is not getattr(GPTModel, name):
+            return f"a {name} of its own"
+    layer = model.output_layer if model.post_process else None
+    hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()] if layer is not None else []
+    foreign = [hook for hook in hooks if getattr(hook, "func", None) is not _mask_padding]
+    return "hooks on its output layer" if foreign else ""
 
 
 def check_attached(model: Any) -> None:

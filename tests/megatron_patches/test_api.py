@@ -229,7 +229,7 @@ def test_calls_that_lack_something_are_refused(used: list[dict[str, Any]]) -> No
             assert rank["called"][case].startswith("SupportError: summed_loss needs labels and loss_mask")
         assert rank["called"]["no positions"].startswith("SupportError: The model was called without position_ids")
         none, tensor = rank["called"]["no attention"]
-        assert none.startswith("SupportError: The model was called with a NoneType as attention_mask; pass the batch's")
+        assert none.startswith("SupportError: The model was called with a NoneType as attention_mask; pass the `a")
         assert tensor.startswith("SupportError: The model was called with a Tensor as attention_mask")
 
 

@@ -135,3 +135,10 @@ def test_a_document_says_of_each_token_whether_it_is_learned(learned: Any) -> No
         targets_of(_Learns(lambda _: [0.5, 1]), slice(1, 3))
     with pytest.raises(DataError, match=r"`learned` gives an array of shape .* for tokens 1 to 3; it is to give one"):
         targets_of(_Learns(lambda _: learned), slice(1, 3))
+
+
+def test_learned_is_a_function() -> None:
+    document = _Learns(lambda _: None)
+    document.learned = np.ones(5, bool)  # type: ignore[assignment]
+    with pytest.raises(DataError, match="`learned` is a ndarray; it is to be a function"):
+        targets_of(document, slice(1, 3))
