@@ -106,6 +106,31 @@ def test_a_tensor_of_another_shape_or_type(folder: Path, tensor: torch.Tensor, s
         _check(folder)
 
 
+def _add(folder: Path, *names: str) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    save_file({name: torch.zeros(2) for name in names}, folder / "more.safetensors")
+    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_tensors_that_the_model_does_not_have(folder: Path) -> None:
+    _add(folder, "model.layers.0.self_attn.rotary_emb.inv_freq")
+    _check(folder)
+    _add(folder, "model.layers.0.self_attn.q_proj.bias")
+    with pytest.raises(ModelError, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, which a model of its"):
+        _check(folder)
+    _add(folder, *(f"model.layers.{number}.mlp.up_proj.weight" for number in range(5, 9)))
+    said = r"has model\.layers\.0\..*, model\.layers\.5\..*, model\.layers\.6\..* and 2 others, which a model of its"
+    with pytest.raises(ModelError, match=said):
+        _check(folder)
+
+
+def test_an_output_layer_that_is_the_embedding_may_be_there(tmp_path: Path) -> None:
+    write_folder("qwen2, tied", tmp_path)
+    _add(tmp_path, "lm_head.weight")
+    _check(tmp_path)
+
+
 def test_a_folder_of_pickles_only(folder: Path) -> None:
     for file in (*folder.glob("*.safetensors"), folder / INDEX):
         file.unlink()
