@@ -188,9 +188,19 @@ def test_what_was_not_written_to_its_end_is_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_to_write_is_empty(tmp_path: Path) -> None:
     check_empty(tmp_path / "new" / "folder", "--output")
-    assert (tmp_path / "new" / "folder").is_dir()
+    assert (tmp_path / "new" / "folder").is_dir() and not any((tmp_path / "new" / "folder").iterdir())
     with pytest.raises(ConfigError, match=r"--output is .*, which is not empty"):
         check_empty(tmp_path, "--output")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made or read"):
         check_empty(tmp_path / "file", "--output")
+
+
+def test_a_folder_to_write_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(dir: Path) -> None:
+        raise OSError(30, "Read-only file system", str(dir / "tmp"))
+
+    monkeypatch.setattr("distca.models.folder.TemporaryFile", refuse)
+    said = r"checkpoint\.export is .*, but nothing can be written into it \(Read-only file system\); let this user"
+    with pytest.raises(ConfigError, match=said):
+        check_empty(tmp_path, "checkpoint.export")
