@@ -57,15 +57,15 @@ class ConfigError(DistcaError):
 
     next_step = "change the setting that is named and start again."
 
+    def __init__(self, message: str, next_step: str | None = None) -> None:
+        super().__init__(message)
+        self.next_step = next_step or self.next_step
+
 
 class LaunchError(ConfigError):
     """An environment, a machine or a Slurm job that a launcher cannot start ranks with."""
 
     next_step = "change it and start again; docs/environment.md lists every variable."
-
-    def __init__(self, message: str, next_step: str | None = None) -> None:
-        super().__init__(message)
-        self.next_step = next_step or self.next_step
 
 
 class OptionError(DistcaError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from distca.commands.options import check_least
@@ -20,6 +21,8 @@ from distca.train.run.run_folder import Checkpoint, RunFolder, hold
 from distca.words import count, format_bytes
 
 __all__ = ["list_checkpoints", "prune", "verify"]
+
+_GO_ON = "delete the folders that are named as damaged; a run that resumes takes the newest intact checkpoint."
 
 
 def verify(path: str) -> None:
@@ -45,7 +48,10 @@ def verify(path: str) -> None:
         size, seconds = format_bytes(_size(checkpoint.path)), time.perf_counter() - began
         console.print(f"{checkpoint.path} is what was saved: {size}, read in {seconds:.1f} s", soft_wrap=True)
     if damaged:
-        raise DamagedCheckpointError(f"{damaged} of {count(len(checkpoints), 'checkpoint')} of {path} cannot be used.")
+        raise DamagedCheckpointError(
+            f"{damaged} of {count(len(checkpoints), 'checkpoint')} of {path} cannot be used.",
+            _GO_ON if damaged < len(checkpoints) or _has_others(checkpoints) else None,
+        )
 
 
 def list_checkpoints(path: str) -> None:
@@ -111,6 +117,17 @@ def _checkpoints(path: str) -> list[Checkpoint]:
     if not found:
         raise OptionError(f"path is {path}, of which no checkpoint was finished; give another run.")
     return found
+
+
+def _has_others(looked_at: list[Checkpoint]) -> bool:
+    """Whether the run has checkpoints that were not looked at and are not known to be damaged."""
+    known = {each.path.resolve() for each in looked_at}
+    for other in RunFolder(looked_at[0].path.resolve().parent.parent).checkpoints():
+        if other.path.resolve() not in known:
+            with suppress(DamagedCheckpointError):
+                check_undamaged(other.path)
+                return True
+    return False
 
 
 def _size(folder: Path) -> int:

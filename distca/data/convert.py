@@ -1,6 +1,7 @@
 """Conversion: texts to Megatron's .bin/.idx, tokenized in several processes, with a sidecar that names the vocabulary.
 
 PREFIX.bin, PREFIX.idx   the tokens, and where documents begin
+PREFIX.mask              of conversations, which tokens are to be learned
 PREFIX.json              how they were made
 PREFIX.partial/          what is done so far, while it is being made; one that was interrupted goes on from there
 """
@@ -181,11 +182,12 @@ class _Partial:
             )
         Index.of_documents(lengths.tolist(), self._dtype).write(self._folder / "idx")
         done = Converted(recipe.tokenizer.name, vocabulary, len(lengths), int(lengths.sum(dtype=np.int64)), self.empty)
-        written = json.dumps(asdict(done) | recipe.identity(), indent=2)
+        mask = {"mask": (self._folder / "mask").stat().st_size > 0}
+        written = json.dumps(asdict(done) | recipe.identity() | mask, indent=2)
         (self._folder / "json").write_text(written + "\n", encoding="utf-8")
         _refuse_existing(self._prefix)
         for name, file in _files(self._prefix).items():
-            if name != "mask" or (self._folder / name).stat().st_size:
+            if name != "mask" or mask["mask"]:
                 (self._folder / name).rename(file)
         return done
 

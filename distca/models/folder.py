@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from distca.errors import ConfigError, VersionError, system_words
@@ -44,8 +45,8 @@ PARTIAL = ".partial"
 
 
 def check_empty(folder: Path, setting: str) -> None:
-    """Refuse a folder that holds something, or that cannot be made; one that is missing is made. What a killed writer
-    left is nothing: :func:`begin` deletes it, and what was in place is written again.
+    """Refuse a folder that holds something, or that cannot be made or written; one that is missing is made. What a
+    killed writer left is nothing: :func:`begin` deletes it, and what was in place is written again.
 
     Raises:
         ConfigError: naming ``setting``.
@@ -57,6 +58,14 @@ def check_empty(folder: Path, setting: str) -> None:
         raise ConfigError(f"{setting} is {folder}, which cannot be made or read ({system_words(error)}).") from None
     if full:
         raise ConfigError(f"{setting} is {folder}, which is not empty; name an empty folder, or one that is not there.")
+    try:
+        with TemporaryFile(dir=folder):  # permissions alone do not say it
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} is {folder}, but nothing can be written into it ({system_words(error)}); let this user write "
+            "there, or name another folder."
+        ) from None
 
 
 def is_written(folder: Path, after: Path) -> bool:

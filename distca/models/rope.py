@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+_TAKEN = {
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_length"),
+    "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+"""Fields that have an effect, by kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,30 @@ class RopeScaling:
                 f"beta_slow is {self.beta_slow:g}; it must be above 0 and not above beta_fast {self.beta_fast:g}."
             )
         return found
+
+    def unused(self, first: RopeScaling) -> list[str]:
+        """What was set and does nothing, in words, each beginning with the field's name.
+
+        Args:
+            first: what was there before anything was set; the defaults, or what a folder brought.
+        """
+        default = RopeScaling()
+        found = [
+            f"{name} is {_shown(value)}, but kind is {self.kind}, which has none; set kind, or leave {name} out."
+            for name, value in asdict(self).items()
+            if name not in ("kind", *_TAKEN[self.kind]) and value not in (getattr(default, name), getattr(first, name))
+        ]
+        if self._is_idle() and (self.kind, self.factor) != (first.kind, first.factor):
+            found.append(f"factor is 1, with which kind {self.kind} stretches nothing; raise it, or set kind to none.")
+        return found
+
+    def _is_idle(self) -> bool:
+        """Whether positions turn as without; dynamic goes by the length of a document too."""
+        return self.kind not in ("none", "dynamic") and self.factor == 1 and self.resolved_attention_factor == 1
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from distca.errors import ModelError, VersionError, system_words
 from distca.models.description import ModelDescription
-from distca.models.layout import expected_shapes
+from distca.models.layout import OUTPUT, expected_shapes
+from distca.words import count
 
 if TYPE_CHECKING:
     import torch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_COMPUTED = ".rotary_emb.inv_freq"
+"""Frequencies that older versions of transformers saved, though config.json says all of them."""
+_NAMED = 3
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
@@ -44,7 +48,8 @@ class TensorFiles:
         """Refuse tensors that are not those of a model.
 
         Raises:
-            ModelError: a tensor is missing, has another shape or a type of quantised weights, or a file is cut short.
+            ModelError: a tensor is missing or too many, has another shape or a type of quantised weights, or a file is
+                cut short.
         """
         for name, shape in expected_shapes(model).items():
             found = tuple(self._slice(name).get_shape())
@@ -53,6 +58,19 @@ class TensorFiles:
                     f"{self.folder} has {name} of shape {list(found)}, but by config.json it must be {list(shape)}."
                 )
             self.dtype(name)
+        self._refuse_others(model)
+
+    def _refuse_others(self, model: ModelDescription) -> None:
+        """Refuse tensors that the model does not have, without which another one would be trained."""
+        known = {*expected_shapes(model), OUTPUT}  # which a folder may hold though it is the embedding
+        others = [name for name in self._file_of if name not in known and not name.endswith(_COMPUTED)]
+        if others:
+            left = len(others) - _NAMED
+            more = f" and {count(left, 'other')}" if left > 0 else ""
+            raise ModelError(
+                f"{self.folder} has {', '.join(sorted(others)[:_NAMED])}{more}, which a model of its config.json does "
+                "not have."
+            )
 
     def dtype(self, name: str) -> str:
         """Type of a tensor, as torch calls it.

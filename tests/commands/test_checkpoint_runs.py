@@ -43,6 +43,19 @@ def test_verify_reads_every_file(run: RunFolder, capsys: pytest.CaptureFixture[s
     assert [path.name for path in run.checkpoint_folders()] == ["step_000030"]
 
 
+def test_the_next_step_after_damage_goes_by_what_is_intact(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    go_on = "next step: delete the folders that are named as damaged; a run that resumes takes the newest intact"
+    for step in (20, 30):
+        (run.checkpoint_path(step) / "weights").write_bytes(b"12355")
+        assert go_on in _refused(capsys, "verify", run.path)
+        assert go_on in _refused(capsys, "verify", run.checkpoint_path(step))
+    (run.checkpoint_path(10) / "weights").write_bytes(b"12355")
+    assert "next step: resume an older run, or start anew." in _refused(capsys, "verify", run.path)
+    assert "next step: resume an older run, or start anew." in _refused(capsys, "verify", run.checkpoint_path(20))
+    alone = run.checkpoint_path(20).rename(run.path.parent / "alone")
+    assert "next step: resume an older run, or start anew." in _refused(capsys, "verify", alone)
+
+
 def test_a_checkpoint_that_was_mended_counts_again(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     weights = run.checkpoint_path(30) / "weights"
     weights.write_bytes(b"12355")

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from distca.data import chat
+from distca.data import chat, open_source
 from distca.data.chat import ChatTemplate, chat_recipe
+from distca.data.convert import convert
 from distca.data.recipe import Recipe
 from distca.data.texts import Row, open_texts
 from distca.data.tokenizer import find_tokenizer
@@ -252,3 +253,15 @@ def test_a_template_gets_tokens_that_only_the_special_tokens_map_names(tmp_path)
     (tmp_path / "tokenizer_config.json").rename(tmp_path / "special_tokens_map.json")
     recipe = chat_recipe(Recipe(find_tokenizer(str(tmp_path))))
     assert dict(recipe.tokens) == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+def test_converted_conversations_need_their_mask(tmp_path):
+    pytest.importorskip("tokenizers")
+    write_tokenizer(tmp_path)
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    recipe = chat_recipe(Recipe(find_tokenizer(str(tmp_path)), "messages"))
+    convert(open_texts("jsonl", str(tmp_path / "talks.jsonl")), recipe, str(tmp_path / "out"))
+    assert json.loads((tmp_path / "out.json").read_text())["mask"] and open_source("indexed", f"{tmp_path}/out").masked
+    (tmp_path / "out.mask").unlink()
+    with pytest.raises(DataError, match=r"out\.mask is missing"):
+        open_source("indexed", f"{tmp_path}/out")

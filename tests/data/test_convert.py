@@ -70,6 +70,7 @@ def test_what_is_written_reads_back(tmp_path, folder):
         "documents": 3,
         "tokens": 24,
         "empty": 0,
+        "mask": False,
         "begin_token": None,
         "end_token": None,
         "field": "text",

@@ -106,6 +106,31 @@ def test_a_tensor_of_another_shape_or_type(folder: Path, tensor: torch.Tensor, s
         _check(folder)
 
 
+def _add(folder: Path, *names: str) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    save_file({name: torch.zeros(2) for name in names}, folder / "more.safetensors")
+    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_tensors_that_the_model_does_not_have(folder: Path) -> None:
+    _add(folder, "model.layers.0.self_attn.rotary_emb.inv_freq")
+    _check(folder)
+    _add(folder, "model.layers.0.self_attn.q_proj.bias")
+    with pytest.raises(ModelError, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, which a model of its"):
+        _check(folder)
+    _add(folder, *(f"model.layers.{number}.mlp.up_proj.weight" for number in range(5, 9)))
+    said = r"has model\.layers\.0\..*, model\.layers\.5\..*, model\.layers\.6\..* and 2 others, which a model of its"
+    with pytest.raises(ModelError, match=said):
+        _check(folder)
+
+
+def test_an_output_layer_that_is_the_embedding_may_be_there(tmp_path: Path) -> None:
+    write_folder("qwen2, tied", tmp_path)
+    _add(tmp_path, "lm_head.weight")
+    _check(tmp_path)
+
+
 def test_a_folder_of_pickles_only(folder: Path) -> None:
     for file in (*folder.glob("*.safetensors"), folder / INDEX):
         file.unlink()
@@ -163,9 +188,19 @@ def test_what_was_not_written_to_its_end_is_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_to_write_is_empty(tmp_path: Path) -> None:
     check_empty(tmp_path / "new" / "folder", "--output")
-    assert (tmp_path / "new" / "folder").is_dir()
+    assert (tmp_path / "new" / "folder").is_dir() and not any((tmp_path / "new" / "folder").iterdir())
     with pytest.raises(ConfigError, match=r"--output is .*, which is not empty"):
         check_empty(tmp_path, "--output")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made or read"):
         check_empty(tmp_path / "file", "--output")
+
+
+def test_a_folder_to_write_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(dir: Path) -> None:
+        raise OSError(30, "Read-only file system", str(dir / "tmp"))
+
+    monkeypatch.setattr("distca.models.folder.TemporaryFile", refuse)
+    said = r"checkpoint\.export is .*, but nothing can be written into it \(Read-only file system\); let this user"
+    with pytest.raises(ConfigError, match=said):
+        check_empty(tmp_path, "checkpoint.export")

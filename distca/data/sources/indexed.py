@@ -52,7 +52,7 @@ class Indexed:
             logger.info("%s: left out %s", self.prefix, count(len(lengths) - len(kept), "empty document"))
         self.lengths = lengths[kept]
         self._document_start = borders[:-1][kept]
-        self._mask = _open_mask(self.prefix, int(self._sequence_start[-1]))
+        self._mask = _open_mask(self.prefix, recorded, int(self._sequence_start[-1]))
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """[stop - start] int64 tokens of one document, which may consist of several sequences.
@@ -137,13 +137,23 @@ def _open_tokens(prefix: str, index: Index) -> np.memmap:
     return np.memmap(tokens, np.uint8, mode="r")
 
 
-def _open_mask(prefix: str, tokens: int) -> np.memmap | None:
+def _open_mask(prefix: str, recorded: dict[str, Any], tokens: int) -> np.memmap | None:
     file = mask_file(prefix)
     if not file.is_file():
+        if _has_mask(recorded):
+            raise DataError(
+                f"{file} is missing, which says what is learned of the conversations in {prefix}.bin; copy it beside "
+                "the others, or convert again."
+            )
         return None
     if file.stat().st_size != tokens:
         raise DataError(f"{file} has {file.stat().st_size:,} bytes instead of {tokens:,}; copy or convert again.")
     return np.memmap(file, np.uint8, mode="r")
+
+
+def _has_mask(recorded: dict[str, Any]) -> bool:
+    """Whether a mask was written; sidecars of earlier versions say only how conversations became ids."""
+    return bool(recorded.get("mask", "chat_template" in recorded))
 
 
 def _recorded(prefix: str) -> dict[str, Any]:

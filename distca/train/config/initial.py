@@ -8,6 +8,7 @@ from typing import Any
 
 from distca.errors import ConfigError, ModelError
 from distca.models.description import ModelDescription, describe_folder, family_of
+from distca.models.rope import RopeScaling
 from distca.train.config.schema import ModelConfig, RunConfig
 
 _MAY_DIFFER = ("model.rope_base", "model.rope_scaling.", "data.")
@@ -55,6 +56,14 @@ def check_same_shape(config: RunConfig, brought: dict[str, Any]) -> None:
                 f"{setting} is {given}, but the model in checkpoint.init_from {config.checkpoint.init_from} has "
                 f"{value}; leave out {setting}, or begin without checkpoint.init_from."
             )
+
+
+def first_scaling(config: RunConfig) -> RopeScaling:
+    """How positions were stretched before any setting said so; what the settings say where the folder is gone."""
+    if config.checkpoint.init_from is None:
+        return RopeScaling()
+    first = _first(config)
+    return config.model.rope_scaling if first is None else first.rope_scaling
 
 
 def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:

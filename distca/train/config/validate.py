@@ -10,6 +10,7 @@ from pathlib import Path
 from distca.errors import ConfigError
 from distca.plan.fp8_shapes import unfit_widths
 from distca.train.config.cli import changed, known_settings, value_of
+from distca.train.config.initial import first_scaling
 from distca.train.config.names import with_settings
 from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
 from distca.train.config.validate_data import data_problems
@@ -132,7 +133,8 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
     for name, size in sizes.items():
         if size % tp:
             problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
-    return problems + [f"model.rope_scaling.{problem}" for problem in model.rope_scaling.problems()]
+    scaling = model.rope_scaling.problems() + model.rope_scaling.unused(first_scaling(config))
+    return problems + [f"model.rope_scaling.{problem}" for problem in scaling]
 
 
 def _heads(model: ModelConfig) -> list[str]:

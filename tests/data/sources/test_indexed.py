@@ -128,6 +128,19 @@ def test_files_of_another_corpus_are_sentences(tmp_path):
             open_source("indexed", prefix)
 
 
+def test_a_mask_that_is_missing_is_a_sentence(tmp_path):
+    prefix, (sidecar, mask) = build(tmp_path / "d"), (tmp_path / "d.json", tmp_path / "d.mask")
+    for said in ({"mask": True}, {"chat_template": "x"}, {"mask": True, "chat_template": "", "tool_use": "x"}):
+        sidecar.write_text(json.dumps({"vocabulary": 10} | said))
+        with pytest.raises(DataError, match=r"d\.mask is missing, .*; copy it beside the others, or convert again"):
+            open_source("indexed", prefix)
+        mask.write_bytes(bytes([0, 1, 1, 1, 1, 0, 0, 1, 1]))
+        assert open_source("indexed", prefix).learned(1, 0, 4).tolist() == [False, False, True, True]
+        mask.unlink()
+    sidecar.write_text(json.dumps({"vocabulary": 10, "mask": False}))
+    assert not open_source("indexed", prefix).masked
+
+
 def test_a_pair_without_tokens_is_a_sentence(tmp_path):
     with pytest.raises(DataError, match="holds no document with tokens"):
         open_source("indexed", build(tmp_path / "d", documents=[[]]))

@@ -1,9 +1,10 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from distca.errors import ConfigError
-from distca.train.config.cli import parse_run_config
+from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.config.validate import validate
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -47,6 +48,27 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
             "--model.rope_scaling.kind linear --model.rope_scaling.factor 0.5",
             4,
             "model.rope_scaling.factor is 0.5; it must be at least 1.",
+        ),
+        (
+            "--model.rope_scaling.factor 4",
+            4,
+            "model.rope_scaling.factor is 4, but kind is none, which has none; set kind, or leave factor out.",
+        ),
+        (
+            "--model.rope_scaling.original_length 8192",
+            4,
+            "model.rope_scaling.original_length is 8192, but kind is none",
+        ),
+        ("--model.rope_scaling.truncate false", 4, "model.rope_scaling.truncate is false, but kind is none, which"),
+        (
+            "--model.rope_scaling.kind linear --model.rope_scaling.factor 1",
+            4,
+            "model.rope_scaling.factor is 1, with which kind linear stretches nothing; raise it, or set kind to none.",
+        ),
+        (
+            "--model.rope_scaling.kind linear --model.rope_scaling.factor 2 --model.rope_scaling.attention_factor 1.5",
+            4,
+            "model.rope_scaling.attention_factor is 1.5, but kind is linear, which has none;",
         ),
         ("--model.hidden 129 --model.head_dim 32 --parallel.tp 2", 8, "model.hidden 129 is not divisible"),
         ("--model.vocabulary 200", 4, "model.vocabulary is 200, but the data uses 256 tokens"),
@@ -180,10 +202,37 @@ def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str
         "--log.timeline_steps [5,61]",
         "--model.head_dim 64",
         "--log.timeline_steps [60,60]",
+        "--model.rope_scaling.kind dynamic --model.rope_scaling.original_length 1024",
+        "--model.rope_scaling.kind linear --model.rope_scaling.factor 2 --model.rope_scaling.beta_fast 32",
     ],
 )
 def test_unusual_settings_that_work_are_accepted(arguments: str) -> None:
     validate(parse_run_config(arguments.split()), 4, vocabulary=256)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"rope_type": "linear", "factor": 1.0, "attention_factor": 1.5},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "low_freq_factor": 2.0},
+    ],
+)
+@pytest.mark.parametrize("more", ["", "--model.rope_scaling.kind none", "--checkpoint.resume auto"])
+def test_what_a_folder_says_of_positions_is_accepted(tmp_path: Path, scaling: object, more: str) -> None:
+    folder, written = tmp_path / "folder", tmp_path / "config.yaml"
+    folder.mkdir()
+    described = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 256) | {"model_type": "llama"}
+    described |= {"num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5, "rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps(described))
+    config = parse_run_config(["--checkpoint.init_from", str(folder), "--output", str(tmp_path), *more.split()])
+    validate(config, 4, vocabulary=256)
+    written.write_text(to_yaml(config))
+    validate(parse_run_config(["--config", str(written)]), 4, vocabulary=256)
+    if "resume" in more:
+        (folder / "config.json").unlink()
+        folder.rmdir()
+        validate(parse_run_config(["--config", str(written)]), 4, vocabulary=256)
 
 
 @pytest.mark.parametrize(
