@@ -45,13 +45,14 @@ PARTIAL = ".partial"
 
 
 def check_empty(folder: Path, setting: str) -> None:
-    """Refuse a folder that holds something, or that cannot be made or written; one that is missing is made. What a
+    """Refuse a folder that holds something, or that cannot be made or written; one that is missing stays so. What a
     killed writer left is nothing: :func:`begin` deletes it, and what was in place is written again.
 
     Raises:
         ConfigError: naming ``setting``.
     """
     try:
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         full = not (folder / PARTIAL).is_dir() and any(folder.iterdir())
     except OSError as error:
@@ -66,6 +67,8 @@ def check_empty(folder: Path, setting: str) -> None:
             f"{setting} is {folder}, but nothing can be written into it ({system_words(error)}); let this user write "
             "there, or name another folder."
         ) from None
+    for each in missing:
+        each.rmdir()
 
 
 def is_written(folder: Path, after: Path) -> bool:

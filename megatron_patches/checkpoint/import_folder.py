@@ -52,7 +52,9 @@ def _alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         initialize_model_parallel(1, 1, seed=1)
-        yield
-        destroy_model_parallel()
+        try:
+            yield
+        finally:
+            destroy_model_parallel()
     finally:
         dist.destroy_process_group()

@@ -188,7 +188,8 @@ def test_what_was_not_written_to_its_end_is_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_to_write_is_empty(tmp_path: Path) -> None:
     check_empty(tmp_path / "new" / "folder", "--output")
-    assert (tmp_path / "new" / "folder").is_dir() and not any((tmp_path / "new" / "folder").iterdir())
+    assert not any(tmp_path.iterdir()), "a look leaves nothing behind"
+    (tmp_path / "other").mkdir()
     with pytest.raises(ConfigError, match=r"--output is .*, which is not empty"):
         check_empty(tmp_path, "--output")
     (tmp_path / "file").write_text("")

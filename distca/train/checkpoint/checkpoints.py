@@ -92,9 +92,14 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
     before = {name: saved.get(name, _EARLIER.get(name)) for name in own}
     differing = [f"{name} was {before[name]}, now {own[name]}" for name in own if before[name] != own[name]]
     if differing:
+        first = config.checkpoint.init_from
+        gone = (
+            f" checkpoint.init_from is {first}, which is gone, and with it the model's shape and the tokenizer: put it "
+            "back, or start with --config and the config.yaml of the run, and data.tokenizer where there is text."
+        )
         raise ConfigError(
             f"{checkpoint} does not fit this run: {'; '.join(differing)}. Restore what was, or start without "
-            "checkpoint.resume."
+            f"checkpoint.resume.{gone if first and not Path(first).is_dir() else ''}"
         )
     try:
         if sampler is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from distca.errors import DamagedCheckpointError, ModelError, OptionError
+from distca.errors import DamagedCheckpointError, ModelError, OptionError, system_words
 from distca.models.description import ModelDescription, describe_folder
 from distca.models.folder import VALUE_BYTES, ShardWriter, begin, check_empty, count_shards, finish
 from distca.models.layout import EMBEDDING, expected_shapes
@@ -43,7 +44,12 @@ def import_weights(folder: str, *, output: str) -> None:
     files.check(described)
     stored = files.dtype(EMBEDDING)
     config = parse_run_config(["--checkpoint.init_from", folder])
-    config = replace(config, train=replace(config.train, precision="bf16" if stored == "bfloat16" else "fp32"))
+    config = replace(
+        config,
+        train=replace(config.train, precision="bf16" if stored == "bfloat16" else "fp32"),
+        # Nothing is trained on longer documents, so an export has the folder's longest context.
+        data=replace(config.data, context_length=min(config.data.context_length, described.positions)),
+    )
     check_empty(target, "--output")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, of what is not installed
@@ -52,9 +58,11 @@ def import_weights(folder: str, *, output: str) -> None:
         from megatron_patches.checkpoint.import_folder import import_folder
 
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        with _progress(f"reading {folder}", described, stored) as advance:
+        target.mkdir(parents=True, exist_ok=True)
+        with _writing(target), _progress(f"reading {folder}", described, stored) as advance:
             import_folder(files, described, config.model, dtype, target, advance)
-    (target / _CONFIG).write_text(to_yaml(config), encoding="utf-8")
+    with _writing(target):
+        (target / _CONFIG).write_text(to_yaml(config), encoding="utf-8")
 
 
 def export_weights(run: str, *, output: str, step: int | None = None) -> None:
@@ -83,15 +91,40 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
         from megatron_patches.checkpoint.whole_weights import SavedWeights
 
         weights = SavedWeights(path, model.model)
-        begin(target)
-        writer = ShardWriter(target, 1, count_shards(model, weights.names()))
-        with _progress(f"writing {output}", model.model, model.dtype) as advance:
+        with _writing(target), _progress(f"writing {output}", model.model, model.dtype) as advance:
+            begin(target)
+            writer = ShardWriter(target, 1, count_shards(model, weights.names()))
             for name, tensor in weights.tensors():
                 tensor = tensor.to(getattr(torch, model.dtype))
                 writer.add(name, tensor)
                 advance(tensor.numel() * tensor.element_size())
             writer.flush()
-    finish(target, writer.file_of, model)
+            finish(target, writer.file_of, model)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Into a folder that was empty, and is again where it cannot all be written.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):  # no Exception, and hundreds of lines
+            cause, _ = next(iter(error.failures.values()))
+        with suppress(OSError):
+            for written in folder.iterdir():
+                shutil.rmtree(written) if written.is_dir() else written.unlink()
+        said = system_words(cause) if isinstance(cause, OSError) else str(cause).splitlines()[0]
+        raise OptionError(
+            f"--output is {folder}, which could not be written ({said}); make room for it, or name another folder."
+        ) from None
 
 
 def _checkpoint_of(root: Path, step: int | None) -> Path:

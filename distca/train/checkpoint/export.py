@@ -33,7 +33,11 @@ def exported(config: RunConfig, vocabulary: int) -> ExportedModel:
     """
     source = Path(config.checkpoint.init_from) if config.checkpoint.init_from else None
     if source is not None and not source.is_dir():
-        logger.warning("%s is gone, so no tokenizer comes along.", source)
+        logger.warning(
+            "%s is gone, so no tokenizer comes along, and type, longest context and special tokens of config.json are "
+            "those of this run.",
+            source,
+        )
         source = None
     dtype = "bfloat16" if config.train.precision == "bf16" else "float32"
     first: dict[str, Any] = {}

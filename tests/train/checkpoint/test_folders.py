@@ -1,6 +1,7 @@
 """Runs that begin with a Hugging Face folder and leave one behind, through the real loop on gloo ranks."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -171,6 +172,11 @@ def test_commands_write_the_same(root: Path, tmp_path: Path, run: str) -> None:
     assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
     assert (tmp_path / "e" / "tokenizer.json").read_bytes() == (root / "first" / "tokenizer.json").read_bytes()
     assert folders.loaded(tmp_path / "e").config.vocab_size == VOCABULARY
+    positions = [
+        json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+        for folder in (root / "e1", tmp_path / "e")
+    ]
+    assert positions[0] == positions[1]
 
 
 def test_what_was_imported_loads_on_other_ranks(root: Path, tmp_path: Path) -> None:
@@ -222,6 +228,24 @@ def test_mistakes_of_the_command(
     assert said.format(root=root) in " ".join(capfd.readouterr().err.split())
 
 
+@pytest.mark.parametrize(("command", "source"), [("import", "first"), ("export", "runs/whole")])
+def test_a_folder_that_cannot_be_written_is_a_sentence(
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str, source: str
+) -> None:
+    line = ["checkpoint", command, str(root / source), "--output", str(tmp_path / "e")]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # bytes of a file, as if the disk were full
+    try:
+        with pytest.raises(SystemExit) as ended:
+            distca(line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = " ".join(capfd.readouterr().err.split())
+    assert ended.value.code == 2 and f"--output is {tmp_path / 'e'}, which could not be written (" in said
+    assert "make room for it, or name another folder." in said and "Traceback" not in said
+    distca(line)
+
+
 def test_a_damaged_checkpoint_is_not_exported(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(root / "runs" / "whole", tmp_path / "whole")
     shard = tmp_path / "whole" / "checkpoints" / "step_000004" / "__1_0.distcp"
@@ -232,7 +256,7 @@ def test_a_damaged_checkpoint_is_not_exported(root: Path, tmp_path: Path, capfd:
         distca(["checkpoint", "export", str(tmp_path / "whole"), "--output", str(tmp_path / "e")])
     said = " ".join(capfd.readouterr().err.split())
     assert ended.value.code == 2 and "__1_0.distcp is not what was saved" in said and "with --step." in said
-    assert not any((tmp_path / "e").iterdir())
+    assert not (tmp_path / "e").exists()
 
 
 def _checked(first: Path, **settings: object) -> None:
