@@ -39,15 +39,15 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
 
     Args:
         batch: the rows.
-        documents: by document of the micro-batch of n tokens, [n] figures in the order of its tokens, on any device.
-            Documents are in the order of ``step.documents``, in which a plan may have dealt them anew.
+        documents: by document of the micro-batch of n tokens, [n] figures in the order of its tokens, all on one
+            device. Documents are in the order of ``step.documents``, in which a plan may have dealt them anew.
 
     Raises:
         PlanError: documents of other lengths are in the micro-batch, or something else was given than a row of figures
             for each.
     """
     try:
-        figures = [torch.as_tensor(document, device=batch.tokens.device) for document in documents]
+        figures = [torch.as_tensor(document) for document in documents]
     except (TypeError, ValueError, RuntimeError):  # words, lists of several lengths
         figures = []
     if len(figures) != len(documents) or any(each.ndim != 1 for each in figures):
@@ -64,7 +64,7 @@ def rows_of(batch: Batch, documents: Sequence[torch.Tensor | np.ndarray | Sequen
             "step.documents: plans deal them over micro-batches anew, unless CAD has deal=False."
         )
     places, here = _places(batch, lengths)
-    whole = torch.cat(figures) if figures else torch.zeros(0, device=batch.tokens.device)
+    whole = (torch.cat(figures) if figures else torch.zeros(0)).to(batch.tokens.device)  # one copy for all
     rows = whole.new_zeros(len(here))
     rows[here] = whole[places[here]]
     return rows[None]
