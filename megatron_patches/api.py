@@ -40,7 +40,7 @@ from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
-from megatron_patches.patches.gpt_forward import check_attached, patch_forward
+from megatron_patches.patches.gpt_forward import check_attached, check_unwrapped, patch_forward
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
@@ -272,6 +272,7 @@ class CAD:
             SupportError: a model that was not attached, other types, or FP8 weights without the distributed optimizer.
         """
         check_attached(model)
+        check_unwrapped(model)
         check_gradients(gradients, self.config.params_dtype)
         check_fp8_weights(self.config, distributed_optimizer)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)

@@ -58,7 +58,7 @@ def server_pool_group() -> dist.ProcessGroup:
     )
     if pp == 1:
         return parallel_state.get_data_parallel_group()
-    if (tp, pp) not in _pools:
+    if _pools.get((tp, pp)) not in dist.distributed_c10d._world.pg_map:  # none yet, or closed with its world
         # megatron numbers tensor-parallel ranks fastest, then data-parallel ones, then stages.
         for first in range(tp):
             ranks = list(range(first, dist.get_world_size(), tp))

@@ -21,7 +21,7 @@ from megatron.core.utils import unwrap_model
 
 from distca.errors import SupportError
 from megatron_patches.block import refuse_other_schedule
-from megatron_patches.patches.gpt_forward import PatchedForward
+from megatron_patches.patches.gpt_forward import check_attached
 from megatron_patches.step import Batch, Step
 from megatron_patches.te import quantization
 from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights, is_fp8
@@ -86,8 +86,7 @@ def made_ready(model: Any, step: Step, forward_step: ForwardStep, forward_only: 
         _check_replicas(model)
         model.zero_grad_buffer()
     gpt = unwrap_model(model)
-    if not isinstance(gpt, PatchedForward):
-        raise SupportError(f"The model is a {type(gpt).__name__} that was not attached: run what CAD.attach returned.")
+    check_attached(gpt)
     if not isinstance(step.batches[0].attention, gpt.takes):
         raise SupportError(
             "The step was planned by a CAD whose `disaggregate` is not that of the model's: plan it with the CAD that "

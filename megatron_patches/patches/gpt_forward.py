@@ -105,16 +105,24 @@ def _own_output(model: PatchedForward) -> str:
 
 
 def check_attached(model: Any) -> None:
-    """Refuse a model without this forward, or whose gradients are reduced already.
+    """Refuse a model without this forward.
 
     Raises:
         SupportError: naming what was given.
     """
     if not isinstance(model, PatchedForward):
         raise SupportError(
-            f"The model is a {type(model).__module__}.{type(model).__name__} that was not attached: give "
-            "CAD.data_parallel the GPTModel that CAD.attach returned, once."
+            f"The model is a {type(model).__module__}.{type(model).__name__} that was not attached: take the GPTModel "
+            "that CAD.attach returned."
         )
+
+
+def check_unwrapped(model: PatchedForward) -> None:
+    """Refuse a model whose gradients are reduced already.
+
+    Raises:
+        SupportError: always then.
+    """
     if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
         raise SupportError(
             "The model is in a DistributedDataParallel already, whose hooks would stay: call CAD.data_parallel once."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,3 +61,29 @@ def test_groups_that_come_again_are_new_and_seeded_alike() -> None:
     drawn = "model-parallel-rng"
     one, two = (rank[0]["states"][drawn] for rank in ranks)
     assert not torch.equal(one, two), "no two stages draw the same weights"
+
+
+def _pool_of_a_second_world(meeting_point: str) -> bool:
+    """Whether it is a group of that world, where megatron's own functions closed the groups of a world before."""
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_patches.groups import initialize_model_parallel, server_pool_group
+
+    rank = dist.get_rank()
+    initialize_model_parallel(1, 2, 0)
+    server_pool_group()
+    dist.barrier()  # a rank that is still connecting to the last group would find it closed
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2)
+    initialize_model_parallel(1, 2, 0)
+    return server_pool_group() in dist.distributed_c10d._world.pg_map
+
+
+def test_a_pool_ends_with_its_world(tmp_path: Path) -> None:
+    assert run_ranks(2, _pool_of_a_second_world, str(tmp_path / "ranks")) == [True, True]
