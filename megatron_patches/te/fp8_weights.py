@@ -9,6 +9,7 @@ these products and dropped after it, so that a weight takes one byte a parameter
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,8 +31,25 @@ def keep_rows_only(weight: Any) -> None:
     """Let a weight be held by rows only, and be held so after it is quantised anew."""
     weight._quantizer.set_usage(rowwise=True, columnwise=False)
     forget_columns(weight)
+    _cast_parts_by_rows()
     # Megatron would make the columns of all weights after every update.
     fp8_utils.te_post_all_gather_processing = forget_columns
+
+
+@cache
+def _cast_parts_by_rows() -> None:
+    """Cast main weights to a part of a weight, which is one long row, without a transposed copy of that row: with
+    current scaling Transformer Engine asks for one, by a kernel that takes 70 ms for a billion weights."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    cast = Float8Quantizer.update_quantized
+
+    def update_quantized(self: Any, src: torch.Tensor, dst: Any, **options: Any) -> Any:
+        if dst.ndim == 1:
+            self.set_usage(columnwise=False)
+        return cast(self, src, dst, **options)
+
+    Float8Quantizer.update_quantized = update_quantized
 
 
 def forget_columns(weights: Any) -> None:
