@@ -94,7 +94,12 @@ class StepsAhead:
     def start(self) -> None:
         """Begin with the next step, unless it is being made already or nobody will take it."""
         if self._next is None and not self._closed:
-            self._next = self._thread.submit(lambda: next(self._steps, None))
+            stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+            self._next = self._thread.submit(self._make, stream)
+
+    def _make(self, stream: torch.cuda.Stream | None) -> Step | None:
+        with torch.cuda.stream(stream):  # that of the caller, who reads what is copied
+            return next(self._steps, None)
 
     def close(self) -> None:
         """Wait for what was begun, because other ranks may compare theirs with it, and forget it."""

@@ -57,3 +57,27 @@ def test_steps_planned_ahead_are_those_planned_one_by_one(ranks: int) -> None:
     one_by_one, ahead = (run_ranks(ranks, _losses, ahead, gpus=True) for ahead in (False, True))
     assert ahead == one_by_one
     assert len(set(ahead[0])) == 2 * STEPS, "the weights stay as they are"
+
+
+def _copied_for_the_callers_stream() -> bool:
+    """Whether a stream of the caller's reads the rows that were planned, while the device's own stream is busy."""
+    warnings.filterwarnings("ignore")
+    from megatron.core import parallel_state
+
+    from examples import own_training_loop as example
+
+    parallel_state.initialize_model_parallel()
+    cad = distca.CAD(example.config_of(1, 1, torch.bfloat16, **SHAPE), tokens_per_rank=example.TOKENS_PER_RANK)
+    (documents,) = example.documents(1, cad.options.ranks)
+    cad.plan_step(documents)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    with torch.cuda.stream(torch.cuda.Stream()):
+        rows = cad.plan_step(documents).batches[0].tokens
+        read = rows.clone()
+    torch.cuda.synchronize()
+    return torch.equal(read, rows)
+
+
+def test_rows_are_copied_for_the_callers_stream() -> None:
+    assert all(run_ranks(1, _copied_for_the_callers_stream, gpus=True))
