@@ -240,11 +240,13 @@ def install() -> None:
     import transformer_engine.pytorch.ops
     import transformer_engine.pytorch.quantization
     import transformer_engine.pytorch.tensor as tensors
+    import transformer_engine.pytorch.tensor.float8_tensor as float8
     import transformer_engine.pytorch.tensor.utils as utils
 
     transformer_engine.__version__ = "2.11.0"
     te.Linear, te.fp8_autocast, te.fp8_model_init = Linear, fp8_autocast, fp8_model_init
     tensors.QuantizedTensor = fp8_tensor.Float8Tensor
+    float8.Float8Quantizer = fp8_tensor.Float8Quantizer
     for function in (
         fp8_tensor.replace_raw_data,
         fp8_tensor.cast_master_weights_to_fp8,

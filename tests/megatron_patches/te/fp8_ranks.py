@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron_patches.te import double
+from tests.megatron_patches.te.fp8_tensor import Float8Quantizer
 
 STEPS, SAVED_AFTER = 4, 2
 
@@ -130,6 +131,7 @@ class _Runs:
         return {
             "fp8": len(fp8) / sum("linear_" in name for name, _ in self._trainer.model.named_parameters()),
             "columns before updates": columns,
+            "rows transposed": Float8Quantizer.rows_transposed,
             "main": sorted({str(each.dtype) for each in main}),
         }
 

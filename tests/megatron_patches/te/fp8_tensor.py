@@ -4,7 +4,7 @@ transposed copy where it is asked for, which nothing but :meth:`Float8Tensor.upd
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,29 @@ import torch.distributed as dist
 
 class Quantizer:
     def __init__(self, rowwise: bool = True, columnwise: bool = True) -> None:
-        self.set_usage(rowwise=rowwise, columnwise=columnwise)
-
-    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
     def copy(self) -> Quantizer:
         return Quantizer(self.rowwise_usage, self.columnwise_usage)
+
+
+class Float8Quantizer(Quantizer):
+    """With a scale that is given, and both copies unless told otherwise."""
+
+    rows_transposed: ClassVar[int] = 0
+    """How often a single row, a part of a weight, was cast with a transposed copy."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def update_quantized(self, src: torch.Tensor, dst: Float8Tensor) -> None:
+        dst._data.copy_((src.float() * self.scale).to(torch.float8_e4m3fn).view(torch.uint8))
+        Float8Quantizer.rows_transposed += dst.ndim == 1 and self.columnwise_usage
 
 
 def scale_of(largest: torch.Tensor) -> torch.Tensor:
@@ -126,8 +142,9 @@ def cast_master_weights_to_fp8(
         weight._scale_inv.copy_(1 / scale)
         if main is not None:
             assert start is not None
-            numbers = (rounded.float() * scale).to(torch.float8_e4m3fn).view(torch.uint8)
-            weight._data.view(-1)[start : start + main.numel()].copy_(numbers)
+            numbers, quantizer = weight._data.view(-1)[start : start + main.numel()], Float8Quantizer(scale)
+            part = Float8Tensor(numbers, weight._scale_inv, weight.dtype, quantizer)
+            quantizer.update_quantized(rounded, part)
 
 
 def post_all_gather_processing(weights: list[Float8Tensor]) -> None:
