@@ -8,7 +8,8 @@ these products and dropped after it, so that a weight takes one byte a parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,19 @@ def keep_rows_only(weight: Any) -> None:
     _cast_parts_by_rows()
     # Megatron would make the columns of all weights after every update.
     fp8_utils.te_post_all_gather_processing = forget_columns
+
+
+def let_go_of_itself(weight: Any) -> None:
+    """Let a weight, and its main weight, which it names, go with their last user. Transformer Engine binds two methods
+    to a weight that it holds itself, and such a circle is found only when garbage is collected, if it ever is."""
+    here = weakref.ref(weight)
+
+    def bound(method: Any) -> Callable[[], Any]:
+        return lambda: method(here())
+
+    for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
+        if hasattr(weight, name):  # not of a model that is built without gradients
+            setattr(weight, name, bound(getattr(weight, name).__func__))
 
 
 @cache

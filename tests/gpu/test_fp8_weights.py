@@ -15,6 +15,7 @@ import math
 import shutil
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -137,9 +138,11 @@ def _run(folder: Path, name: str, runs: list[Settings], sets: bool = False) -> N
     finally:
         builder.build_trainer, models.build_gpt = build_trainer, build_gpt
         OptimizerAndSchedule.step = step  # type: ignore[method-assign]
+    weights = [weakref.ref(weight) for trainer in trainers for weight in _linear_weights(trainer.model)]
     trainers.clear()
     before.clear()
     gc.collect()
+    found["left"] = sum(weight() is not None for weight in weights)
     torch.cuda.empty_cache()
     found["seconds"] = time.perf_counter() - began
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -247,6 +250,7 @@ def test_weights_are_fp8_and_change(folder: Path, name: str) -> None:
     assert found["changed"] > 0
     assert found["columns before updates"] == 0, "columns are dropped after each product"
     assert found["main"] == ["torch.float32"]
+    assert found["left"] == 0, "the next model would have less memory"
     assert name in LIKE or _of(folder, f"{name} bf16")["fp8"] == 0
 
 

@@ -13,7 +13,7 @@ import importlib.machinery
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -113,6 +113,15 @@ def current_scale(x: torch.Tensor) -> torch.Tensor:
     return fp8_tensor.scale_of(x.detach().abs().max())
 
 
+def get_high_precision_init_val(weight: Any) -> Any:
+    return getattr(weight, "_high_precision_init_val", None)
+
+
+def clear_high_precision_init_val(weight: Any) -> None:
+    if hasattr(weight, "_high_precision_init_val"):
+        del weight._high_precision_init_val
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor, used: torch.Tensor, first: bool, fuse: bool) -> Any:
@@ -167,8 +176,8 @@ class Linear(torch.nn.Module):
             drawn = self.weight.detach()
             self.weight = torch.nn.Parameter(fp8_tensor.Float8Tensor.of(drawn))
             self.weight._high_precision_init_val = drawn  # type: ignore[attr-defined]
-            self.weight.get_high_precision_init_val = lambda: drawn  # type: ignore[attr-defined]
-            self.weight.clear_high_precision_init_val = lambda: None  # type: ignore[attr-defined]
+            for method in (get_high_precision_init_val, clear_high_precision_init_val):
+                setattr(self.weight, method.__name__, MethodType(method, self.weight))
         self._fp8_workspaces: dict[str, torch.Tensor] = {}
         self.fp8_meta: dict[str, Any] = {}
         self.scale, self.largest, self.fp8_group = torch.ones(()), torch.zeros(()), None

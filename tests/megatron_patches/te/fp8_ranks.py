@@ -7,11 +7,13 @@ A process of its own, as :mod:`tests.megatron_patches.te.rank` is. Runs leave wh
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import shutil
 import sys
 import warnings
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -115,8 +117,9 @@ class _Runs:
             "checkpoint__save_every": SAVED_AFTER,
         }
         train_all([arguments(name=name, **own | settings)])
+        found = self._found() | {"left": self._left()}
         if dist.get_rank() == 0:
-            (self._folder / name / "found.json").write_text(json.dumps(self._found()))
+            (self._folder / name / "found.json").write_text(json.dumps(found))
 
     def _fp8_weights(self) -> list[Any]:
         from megatron_patches.te.fp8_weights import is_fp8
@@ -134,6 +137,13 @@ class _Runs:
             "rows transposed": Float8Quantizer.rows_transposed,
             "main": sorted({str(each.dtype) for each in main}),
         }
+
+    def _left(self) -> int:
+        """FP8 weights that are still there when their model is gone and garbage was collected once."""
+        weights = [weakref.ref(weight) for weight in self._fp8_weights()]
+        self._trainer = None
+        gc.collect()
+        return sum(weight() is not None for weight in weights)
 
 
 if __name__ == "__main__":
