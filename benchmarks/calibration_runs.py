@@ -57,6 +57,7 @@ _FROM_FOLDER = {
     "data.validation_fraction": "0.2",
 }
 NOT_EXPRESSED = {
+    "linears_8b_2_gpus_fp8_weights.json": "what weights that are FP8 alone take more is not known",
     "training_8b_cut_64k.json": "before the output layer and its loss were one operation, which took twice as long",
     "training_8b_cut_64k_spanning.json": "as training_8b_cut_64k.json",
     "pipeline_8b_cut_64k.json": "as training_8b_cut_64k.json",
@@ -263,7 +264,8 @@ def _from_folder(path: Path) -> Iterator[Run]:
 def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[str, Any]) -> Iterator[Run]:
     """Of ``modes`` by kind of linear layers. What FP8 takes is not known for all shapes, nor what weights that are FP8
     alone take more."""
-    config, ranks = _config(content), _gpus(content)
+    config = _config(content)
+    ranks = _gpus(content) // config.parallel.tp
     warm_up, batches = (int(_option(content["command"], name, default)) for name, default in _COUNTS.items())
     drawn = draw_batches(
         where,
@@ -275,7 +277,7 @@ def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[s
         seed=config.data.seed,
     )
     measured = [Workload(each, drawn.bins) for each in drawn.global_batches[warm_up:]]
-    linear = h200_cost(_described(content, config).shape(1)).linear
+    linear = h200_cost(_described(content, config).shape(config.parallel.tp)).linear
     assert linear is not None
     for mode, kinds in modes.items():
         for kind, figures in kinds.items():
@@ -300,6 +302,7 @@ def _run(
         _gpus(content),
         parse_mode(mode),
         {"links": None, "link_channels": None},
+        tp=config.parallel.tp,
         tokens_per_rank=config.data.tokens_per_rank,
         micro_batches=config.train.micro_batches,
         recompute="none" if recompute == "auto" else recompute,  # older files do not say that auto took none
