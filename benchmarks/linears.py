@@ -95,14 +95,18 @@ def compare_kinds(every: Mapping[str, Settings], world: World, command: str) -> 
         world: this process's place.
         command: for the result files.
     """
-    from benchmarks.throughput.session import Session
+    from benchmarks.throughput.session import Measured, Session
 
     reports: dict[str, dict[str, Any]] = {}
+    machine: dict[str, Measured] = {}  # what it can do, by numbers that products are in
     for kind, settings in every.items():
         logger.info("Linear layers: %s", kind)
         own = replace(settings, output=settings.output / kind)
         session = Session(own, world, command, lambda *_: lambda _: None)
-        for apart in session.run():
+        numbers = own.config.train.fp8
+        if numbers not in machine:
+            machine[numbers] = session.measure_machine()
+        for apart in session.run(machine[numbers]):
             logger.warning("%s: losses or gradients differ from the first mode's: %s", kind, apart)
         reports[kind] = session.report
         if world.rank == 0:  # after each, so that a time limit leaves the others
@@ -120,8 +124,8 @@ def write(output: Path, command: str, reports: dict[str, dict[str, Any]]) -> Non
 
 
 def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By workload, mode and kind: tokens/s, over those of the first kind, peak memory, measured and predicted, seconds
-    of every step, and losses."""
+    """By workload, mode and kind: tokens/s, over those of the first kind, memory, its peak also predicted, seconds of
+    every step, and losses."""
     first = next(iter(reports))
     cells: dict[str, Any] = {}
     for kind, report in reports.items():
@@ -136,6 +140,8 @@ def compare(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
                     "share_of_ceiling": made["share_of_ceiling"],
                     "peak_gib": made["memory_gib"]["max"] if made["memory_gib"] else None,
                     "predicted_gib": made["predicted_gib"],
+                    "reserved_gib": made["reserved_gib"],
+                    "outside_torch_gib": made["outside_torch_gib"],
                     "recompute": made["recompute"],
                     "steps_s": made["steps_s"],
                     "losses": made["losses"],
