@@ -248,7 +248,7 @@ def _world(config: RunConfig, world_size: int) -> list[str]:
 
 
 def _servers(config: RunConfig, world_size: int) -> list[str]:
-    """Their nodes, and the table that says what they take."""
+    """Their nodes, the buffer for their rows, and the table that says what they take."""
     cad, problems = config.cad, []
     servers = world_size // config.parallel.tp
     if cad.ranks_per_node and servers % cad.ranks_per_node:
@@ -256,6 +256,11 @@ def _servers(config: RunConfig, world_size: int) -> list[str]:
             f"cad.ranks_per_node is {cad.ranks_per_node}, which does not divide the "
             f"{count(servers, 'attention server')} ({count(world_size, 'rank')}, parallel.tp {config.parallel.tp}); "
             "give a divisor, or 0 for those of one machine."
+        )
+    if cad.enabled and cad.nvshmem_buffer_gb and cad.transport in ("nccl", "gloo"):
+        problems.append(
+            f"cad.nvshmem_buffer_gb is {cad.nvshmem_buffer_gb:g}, but cad.transport is {cad.transport}, which has no "
+            "such buffer; set cad.transport to auto or nvshmem, or leave the buffer out."
         )
     # Rank 0's is everyone's.
     if cad.cost_table and os.environ.get("RANK", "0") == "0" and not Path(cad.cost_table).is_file():
@@ -307,6 +312,11 @@ def _steps(config: RunConfig) -> list[str]:
         problems.append(
             f"optimizer.decay_steps is {optimizer.decay_steps}, but optimizer.schedule is {optimizer.schedule}, which "
             "has none; leave it out, or set optimizer.schedule to wsd."
+        )
+    if train.validate_every and not config.data.validation_fraction and not train.evaluate:
+        problems.append(
+            f"train.validate_every is {train.validate_every}, but data.validation_fraction is 0, which holds no "
+            "document back to validate on; raise the second, or leave the first out."
         )
     if train.evaluate and not (config.checkpoint.init_from or config.checkpoint.resume):
         problems.append(
