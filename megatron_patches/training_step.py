@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -54,10 +55,22 @@ def wrap_for_data_parallel(
     )
     wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
     config.finalize_model_grads_func = finalize_gradients
-    config.no_sync_func = wrapped.no_sync
+    config.no_sync_func = _no_sync_of(wrapped)
     broadcast_weights(wrapped)
     _note_gathering(wrapped)
     return wrapped
+
+
+def _no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
+    """Its ``no_sync`` for a configuration, which may be held for longer than the model and is not to keep it."""
+    here = weakref.ref(wrapped)
+
+    def no_sync() -> Any:
+        model = here()
+        assert model is not None, "a step runs on it"
+        return model.no_sync()
+
+    return no_sync
 
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
@@ -94,7 +107,7 @@ def made_ready(model: Any, step: Step, forward_step: ForwardStep, forward_only: 
         )
     if isinstance(model, DistributedDataParallel):  # another model may share the configuration
         in_ticks = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
-        model.config.no_sync_func = refuse_other_schedule if in_ticks else model.no_sync
+        model.config.no_sync_func = refuse_other_schedule if in_ticks else _no_sync_of(model)
     return with_counted_tokens(forward_step)
 
 

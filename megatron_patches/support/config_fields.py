@@ -39,7 +39,7 @@ _SERVED_BY = {
         inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
         inference_moe_token_dispatcher_type moe_pad_experts_for_cuda_graph_inference symmetric_ar_type""",
     "Transformer Engine's linear layers": """
-        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad tp_only_amax_red
+        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo tp_only_amax_red
         fp8_param disable_parameter_transpose_cache""",
     "Transformer Engine's linear layers, while tp_comm_overlap is off": """
         tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
@@ -176,6 +176,7 @@ LIMITS = {
         ("delayed", "tensorwise", "blockwise"),
         "fp8_quantizer_factory",
     ),
+    "fp8_wgrad": Limit("Transformer Engine computes weight gradients in FP8 in any case", (True,)),
     "fp8_dot_product_attention": Limit("core attention is computed in bfloat16", (False,)),
     "fp8_multi_head_attention": Limit("core attention is computed in bfloat16", (False,)),
     "fp8_output_proj": Limit("the output layer is computed together with the loss", (False,)),

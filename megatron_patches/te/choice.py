@@ -96,6 +96,11 @@ def _check_fp8(config: TransformerConfig, device: torch.device) -> None:
             "fp8_param is True, but use_cpu_initialization draws weights after they are quantised, and main weights "
             "would be made of others: set use_cpu_initialization to False."
         )
+    if config.fp8_param and config.tp_only_amax_red and fp8 == "delayed":
+        raise SupportError(
+            "tp_only_amax_red is True, but with fp8_param each data-parallel rank casts a part of a weight, and "
+            "scales of delayed scaling have to be the same on all of them: set tp_only_amax_red to False."
+        )
     assert config.ffn_hidden_size is not None and config.num_query_groups is not None
     assert config.kv_channels is not None
     tp = parallel_state.get_tensor_model_parallel_world_size()

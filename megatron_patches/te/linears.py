@@ -81,13 +81,18 @@ class _Linear:
         meta = self.fp8_meta  # type: ignore[attr-defined]
         meta["recipe"], meta["num_gemms"] = self._recipe, 1
         self.init_fp8_meta_tensors(self._recipe)  # type: ignore[attr-defined]
-        for part, key in _HISTORY.items():
-            for name in ("scale", "amax_history"):
-                held, loaded = getattr(meta[key], name), state[f"{part}_{name}"]
-                if held.shape != loaded.shape:
-                    logger.warning("The history of scales is of another length than in the checkpoint and begins anew.")
-                    return
-                held.copy_(loaded)
+        pairs = [
+            (getattr(meta[key], name), state[f"{part}_{name}"])
+            for part, key in _HISTORY.items()
+            for name in ("scale", "amax_history")
+        ]
+        if any(held.shape != loaded.shape for held, loaded in pairs):
+            logger.warning(
+                "Scales and their history begin anew: the history has another length than in the checkpoint."
+            )
+            return
+        for held, loaded in pairs:
+            held.copy_(loaded)
 
 
 class ColumnLinear(_Linear, TEColumnParallelLinear):  # type: ignore[misc]

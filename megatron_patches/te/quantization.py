@@ -25,7 +25,8 @@ _FIELDS: dict[Fp8, dict[str, Any]] = {
     "delayed": {
         "fp8": "hybrid",
         "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 1024,  # steps, or micro-batches where Megatron's own layers run
+        # Of steps; where Megatron's own layers run, of micro-batches, and of every product where they are recomputed.
+        "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
     },
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -120,6 +122,21 @@ def _at_home(documents: Any) -> Any:
     return StepDocuments(documents, [np.arange(len(each)) % 2 for each in documents])
 
 
+def _left_of_a_model() -> int:
+    """Weights of a model that was trained, when it is gone and its CAD is not."""
+    from megatron_patches.training_step import summed_loss_step
+
+    cad, model, _, shape = _policy()
+    ddp = cad.data_parallel(model, distributed_optimizer=False)
+    cad.forward_backward(
+        cad.plan_step([[np.arange(length) % shape.vocabulary for length in LENGTHS]]), summed_loss_step, ddp
+    )
+    weights = [weakref.ref(weight) for weight in model.parameters()]
+    del model, ddp
+    gc.collect()
+    return sum(weight() is not None for weight in weights)
+
+
 def _all() -> dict[str, Any]:
     small_cases.on_cpu()
     from megatron_patches.groups import initialize_model_parallel
@@ -130,6 +147,7 @@ def _all() -> dict[str, Any]:
         "beside": _gradients(beside=True),
         "optimizers": {both: _drift(*both) for both in ((True, False), (True, True), (False, False))},
         "mixed up": _mixed_up(),
+        "left": _left_of_a_model(),
     }
 
 
@@ -166,3 +184,7 @@ def test_steps_and_models_that_do_not_fit_are_sentences(found: list[dict[str, An
         assert said["own hook"].startswith("The model has hooks on its output layer, which summed_loss")
         assert "GPTModel that was not attached" in said["not attached"]
         assert said["as it should be"] == ""
+
+
+def test_a_model_goes_though_its_cad_stays(found: list[dict[str, Any]]) -> None:
+    assert [rank["left"] for rank in found] == [0, 0]

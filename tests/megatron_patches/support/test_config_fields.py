@@ -97,6 +97,7 @@ def test_defaults_of_limited_fields_are_served_where_a_llama_has_them():
         ("mtp_num_layers", 1),
         ("fp8_recipe", "mxfp8"),
         ("fp8_multi_head_attention", True),
+        ("fp8_wgrad", False),
         ("first_last_layers_bf16", True),
         ("tp_comm_overlap", True),
         ("fp4", "e2m1"),

@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def found() -> dict[str, Any]:
     for fp8 in ("none", "current", "delayed"):
         for recompute in RECOMPUTED:
             results[f"{fp8} {recompute}"] = train("te", fp8, recompute)
+    results["history"] = history()
     results["packed"] = train("te", "current", "none", disaggregate=False)
     return results
 
@@ -56,6 +58,35 @@ def spec() -> list[str]:
     given = get_gpt_layer_with_transformer_engine_spec()
     check_layer_spec(given)
     return [str(has_te_linears(given)), given.submodules.self_attention.submodules.linear_qkv.__name__]
+
+
+def history() -> dict[str, list[float]]:
+    """Scales of a layer, forward and backward, and its history's sum, after it took the state of another whose history
+    is as long, and of one whose history is longer."""
+    from megatron_patches.te.linears import _Linear
+
+    class Layer(_Linear):
+        _recipe = double.DelayedScaling()
+
+        def __init__(self, scale: float, rows: int) -> None:
+            self.fp8_meta: dict[str, Any] = {
+                key: SimpleNamespace(scale=torch.full((3,), scale), amax_history=torch.full((rows, 3), scale))
+                for key in ("scaling_fwd", "scaling_bwd")
+            }
+
+        def init_fp8_meta_tensors(self, recipe: Any) -> None:
+            assert recipe is self._recipe
+
+        def says(self) -> list[float]:
+            held = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+            return [float(each.scale.mean()) for each in held] + [float(held[1].amax_history.sum())]
+
+    found = {}
+    for name, rows in (("as long", 4), ("longer", 5)):
+        layer = Layer(1.0, 4)
+        layer.set_extra_state(Layer(2.0, rows).get_extra_state())
+        found[name] = layer.says()
+    return found
 
 
 def train(linears: str, fp8: str, recompute: str, disaggregate: bool = True) -> dict[str, Any]:

@@ -61,3 +61,7 @@ def test_delayed_scales_move_on_once_a_step(found: dict[str, Any]) -> None:
 
 def test_transformer_engines_own_layer_spec_is_served(found: dict[str, Any]) -> None:
     assert found["spec"] == ["True", "TELayerNormColumnParallelLinear"]
+
+
+def test_a_history_of_another_length_begins_anew_with_its_scales(found: dict[str, Any]) -> None:
+    assert found["history"] == {"as long": [2.0, 2.0, 24.0], "longer": [1.0, 1.0, 12.0]}
