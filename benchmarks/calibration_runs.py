@@ -265,12 +265,11 @@ def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[s
     """Of ``modes`` by kind of linear layers. What FP8 takes is not known for all shapes, nor what weights that are FP8
     alone take more."""
     config = _config(content)
-    ranks = _gpus(content) // config.parallel.tp
     warm_up, batches = (int(_option(content["command"], name, default)) for name, default in _COUNTS.items())
     drawn = draw_batches(
         where,
         warm_up + batches,
-        ranks=ranks,
+        ranks=_gpus(content) // config.parallel.tp,
         tokens_per_rank=config.data.tokens_per_rank,
         micro_batches=config.train.micro_batches,
         vocabulary=config.data.vocabulary or 2,

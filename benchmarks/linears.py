@@ -98,15 +98,15 @@ def compare_kinds(every: Mapping[str, Settings], world: World, command: str) -> 
     from benchmarks.throughput.session import Measured, Session
 
     reports: dict[str, dict[str, Any]] = {}
-    machine: dict[str, Measured] = {}  # what it can do, by numbers that products are in
+    machine: dict[str, Measured] = {}  # by train.fp8: the same products have the same ceilings
     for kind, settings in every.items():
         logger.info("Linear layers: %s", kind)
         own = replace(settings, output=settings.output / kind)
         session = Session(own, world, command, lambda *_: lambda _: None)
-        numbers = own.config.train.fp8
-        if numbers not in machine:
-            machine[numbers] = session.measure_machine()
-        for apart in session.run(machine[numbers]):
+        fp8 = own.config.train.fp8
+        if fp8 not in machine:
+            machine[fp8] = session.measure_machine()
+        for apart in session.run(machine[fp8]):
             logger.warning("%s: losses or gradients differ from the first mode's: %s", kind, apart)
         reports[kind] = session.report
         if world.rank == 0:  # after each, so that a time limit leaves the others

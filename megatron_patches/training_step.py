@@ -62,7 +62,7 @@ def wrap_for_data_parallel(
 
 
 def _no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
-    """Its ``no_sync`` for a configuration, which may be held for longer than the model and is not to keep it."""
+    """Its ``no_sync`` by a weak reference, for a configuration, which may be in use for longer than the model."""
     here = weakref.ref(wrapped)
 
     def no_sync() -> Any:

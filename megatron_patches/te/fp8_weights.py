@@ -37,9 +37,9 @@ def keep_rows_only(weight: Any) -> None:
     fp8_utils.te_post_all_gather_processing = forget_columns
 
 
-def let_go_of_itself(weight: Any) -> None:
-    """Let a weight, and its main weight, which it names, go with their last user. Transformer Engine binds two methods
-    to a weight that it holds itself, and such a circle is found only when garbage is collected, if it ever is."""
+def break_reference_cycle(weight: Any) -> None:
+    """Let a weight, and the main weight that it refers to, be freed with their last user. Transformer Engine gives a
+    weight two methods that are bound to it, and a tensor in such a cycle is freed late or never."""
     here = weakref.ref(weight)
 
     def bound(method: Any) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-from megatron_patches.te.fp8_weights import forget_columns, is_fp8, keep_rows_only, let_go_of_itself
+from megatron_patches.te.fp8_weights import break_reference_cycle, forget_columns, is_fp8, keep_rows_only
 from megatron_patches.te.quantization import in_fp8, make_recipe
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class _Linear:
         self._is_fp8 = is_fp8(self.weight)  # type: ignore[attr-defined]
         if self._is_fp8:
             keep_rows_only(self.weight)  # type: ignore[attr-defined]
-            let_go_of_itself(self.weight)  # type: ignore[attr-defined]
+            break_reference_cycle(self.weight)  # type: ignore[attr-defined]
 
     def _apply(self, function: Any, recurse: bool = True) -> Any:
         """FP8 weights are on their GPU, as bfloat16 ones by their dtype; a conversion would quantise them once more."""
