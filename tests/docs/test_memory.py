@@ -1,4 +1,4 @@
-"""docs/tuning.md: its predicted contexts are what the trainer lets through."""
+"""docs/memory.md: its predicted contexts are what the trainer lets through."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distca.train.run.memory import GIB, predict_memory
 from distca.train.run.memory_fit import HostMemory, check_host_memory, check_memory
 from tests.docs.pages import ROOT
 
-PAGE = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 CONFIG = str(ROOT / "configs" / "llama-8b-2-gpus.yaml")
 H200, VOCABULARY = int(139.8 * GIB), 128_256
 WAYS = {
