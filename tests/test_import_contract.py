@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -39,16 +40,19 @@ def package_of(module: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "distca" else parts[0]
 
 
-def imports_of(path: Path, module: str) -> Iterator[str]:
-    """Full names of the modules that a file imports; the name of a package's member may be among them."""
+def imports_of(path: Path, root: Path) -> Iterator[str]:
+    """Full names of the modules that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} has a relative import"
-            # `from distca import plan` imports distca.plan.
-            whole = node.module == "distca"
-            yield from (f"distca.{alias.name}" if whole else str(node.module) for alias in node.names)
+            assert node.level == 0, f"{path} has a relative import"
+            for alias in node.names:
+                member = f"{node.module}.{alias.name}"
+                file = root.joinpath(*member.split("."))
+                # `from distca import plan` imports distca.plan.
+                is_module = file.is_dir() or file.with_suffix(".py").exists() or node.module == "distca"
+                yield member if is_module else str(node.module)
 
 
 def all_imports(root: Path = ROOT) -> list[tuple[str, str]]:
@@ -58,7 +62,7 @@ def all_imports(root: Path = ROOT) -> list[tuple[str, str]]:
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found += [(module, imported) for imported in imports_of(path, module)]
+            found += [(module, imported) for imported in imports_of(path, root)]
     return [each for each in found if each[0] != "distca" or each[1] not in FACE]
 
 
@@ -86,6 +90,29 @@ def test_every_package_has_its_place() -> None:
 
 def test_imports_lead_down() -> None:
     assert not_downward(all_imports()) == []
+
+
+def circle(imports: list[tuple[str, str]]) -> list[str]:
+    """Files that import each other, the first one again at the end; none where there are none."""
+    graph: dict[str, set[str]] = {}
+    for module, imported in imports:
+        graph.setdefault(module, set()).add(imported)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_files_import_each_other() -> None:
+    assert circle(all_imports()) == []
+
+
+def test_files_that_import_each_other_are_found(tmp_path: Path) -> None:
+    (tmp_path / "distca" / "plan").mkdir(parents=True)
+    (tmp_path / "distca" / "plan" / "x.py").write_text("if TYPE_CHECKING:\n    from distca.plan.y import Y\n")
+    (tmp_path / "distca" / "plan" / "y.py").write_text("def later():\n    from distca.plan.x import X\n")
+    assert set(circle(all_imports(tmp_path))) == {"distca.plan.x", "distca.plan.y"}
 
 
 def test_megatron_is_imported_only_where_it_is_known() -> None:

@@ -10,16 +10,13 @@ over readers as homes are spread, and rows keep to links between ranks of one nu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from distca.plan.layout import Shards, overlaps
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
-
-if TYPE_CHECKING:
-    from distca.plan.plan import Tasks
+from distca.plan.tasks import Tasks
 
 
 @dataclass(frozen=True)

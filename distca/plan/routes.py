@@ -20,9 +20,10 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.hops import Reads
 from distca.plan.layout import Shards
-from distca.plan.plan import Contexts, Plan, Tasks
+from distca.plan.plan import Contexts, Plan
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
+from distca.plan.tasks import Tasks
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,6 @@ def test_at_home_every_row_is_computed_where_it_lives(found: tuple[Layout, ...])
         assert np.array_equal(rows, layout.q_rows)
 
 
-def test_touching_ranges_on_one_server_are_joined() -> None:
-    tasks = Tasks.sorted(*np.array([[0, 0, 0, 1], [4, 0, 6, 0], [6, 4, 9, 3], [1, 1, 0, 1]]))
-    assert tasks.document.tolist() == [0, 0, 1]
-    assert tasks.start.tolist() == [6, 0, 0]
-    assert tasks.stop.tolist() == [9, 6, 3]
-    assert tasks.server.tolist() == [0, 1, 1]
-
-
 @pytest.mark.parametrize(
     "start, stop, server",
     [

@@ -17,11 +17,12 @@ from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import server_seconds
-from distca.plan.plan import Plan, Tasks, plan_at_home
+from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler.balancer import ENOUGH, Balancer
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.range_split import Timer
 from distca.plan.scheduler.state import SchedulerState
+from distca.plan.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.metrics import traffic
-from distca.plan.plan import Plan, Tasks
+from distca.plan.plan import Plan
 from distca.plan.scheduler.network_cost import HeldRows, Links
 from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.sorting import order_by
+from distca.plan.tasks import Tasks
 
 _MOST_KEPT, _FEW_KEPT = 1.5, 6
 """k,v rows that a server should read at most: over the mean of servers at home, and, where that is more, over the query

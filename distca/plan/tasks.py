@@ -1,0 +1,55 @@
+"""CA-tasks: the units of core attention that servers compute.
+
+A CA-task is a query range [start, stop) of one document with its full causal context, keys and values [0, stop). It is
+never split along the keys, so no partial softmax is ever merged (arXiv 2510.18121, section 4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.sorting import order_by
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """CA-tasks, sorted by (server, document, start). Array legend: T tasks; all arrays are int64.
+
+    Attributes:
+        document: [T] index of the document in the micro-batch.
+        start: [T] first query position.
+        stop: [T] one past the last query position; also the number of k,v rows the task reads.
+        server: [T] rank that computes the task.
+    """
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    server: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def take(self, chosen: np.ndarray) -> Tasks:
+        """Those of a mask or of indices."""
+        return Tasks(self.document[chosen], self.start[chosen], self.stop[chosen], self.server[chosen])
+
+    @property
+    def last_on_server(self) -> np.ndarray:
+        """[T] bool: the last task of its document on its server, which reads all k,v rows that the others read."""
+        differs = (self.document[1:] != self.document[:-1]) | (self.server[1:] != self.server[:-1])
+        return np.append(differs, True)[: len(self)]
+
+    @staticmethod
+    def sorted(document: np.ndarray, start: np.ndarray, stop: np.ndarray, server: np.ndarray) -> Tasks:
+        """Sort by (server, document, start) and join ranges of one document that touch on one server."""
+        order = order_by(server, document, start)
+        document, start, stop, server = (np.asarray(x, np.int64)[order] for x in (document, start, stop, server))
+        if len(document) == 0:
+            return Tasks(document, start, stop, server)
+        joins = (document[1:] == document[:-1]) & (server[1:] == server[:-1]) & (start[1:] == stop[:-1])
+        heads = np.flatnonzero(np.append(True, ~joins))
+        tails = np.append(heads[1:], len(document)) - 1
+        return Tasks(document[heads], start[heads], stop[tails], server[heads])
