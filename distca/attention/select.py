@@ -58,7 +58,12 @@ def choose_kernel(
         )
     chosen = name if name != "auto" else next(n for n in ("flash4", "torch", "reference") if reasons[n] is None)
     skipped = "; ".join(f"not {n}: {why}" for n, why in reasons.items() if why and name == "auto")
-    logger.info("Core attention kernel: %s%s", chosen, f" ({skipped})" if skipped else "")
+    slow = chosen == "reference" and name == "auto" and device.type == "cuda"
+    logger.log(
+        logging.WARNING if slow else logging.INFO,
+        "Core attention kernel: %s%s%s",
+        *(chosen, ", which is slow" if slow else "", f" ({skipped})" if skipped else ""),
+    )
     if chosen == "flash4":
         return Flash4Kernel(deterministic)
     return TorchFlashKernel() if chosen == "torch" else ReferenceKernel()

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
-"""CopyPolicy for rows to travel, and "auto" for the best that works."""
+"""How rows can travel, and "auto" for the best way that works."""
 NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
 
@@ -33,7 +33,8 @@ BETWEEN_NODES = (
 )
 
 # NVSHMEM starts once per process, and exchanges are numbered from its start: one transport per process.
-_started: dict[tuple[int, ...], OneSidedTransport] = {}
+_started: dict[tuple[int, ...], tuple[OneSidedTransport, float]] = {}
+"""By ranks, with the GiB of its memory."""
 _failed: list[str] = []
 """Why it did not start; it is not tried again."""
 _ALONE_S = 3.0
@@ -58,9 +59,7 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
     collective = CollectiveTransport(group)
     fallback = collective if name == "auto" else None
     if name in ("auto", "nvshmem") and ranks in _started:
-        # Its memory stays as it is; the group and the name may be others now.
-        _started[ranks].use_fallback(fallback)
-        return _started[ranks]
+        return _started_before(ranks, buffer_gb, fallback)
     reason = None
     if name in ("auto", "nvshmem"):
         reason = why_not_nvshmem_together(group, between_nodes=name == "nvshmem")
@@ -89,6 +88,19 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
         f" (not nvshmem: {reason})" if reason and torch.cuda.is_available() else "",
     )
     return collective
+
+
+def _started_before(ranks: tuple[int, ...], buffer_gb: float, fallback: Transport | None) -> OneSidedTransport:
+    """NVSHMEM's transport of this process. Its memory stays as it is; group and name may be others now."""
+    transport, has_gb = _started[ranks]
+    if buffer_gb > has_gb:
+        logger.warning(
+            "NVSHMEM has %.3g GiB of symmetric memory per rank since it started, and %.3g are asked for now; it cannot "
+            "have more in this process. Exchanges that do not fit %s. Ask for the larger one first, or start anew.",
+            *(has_gb, buffer_gb, f"go by {fallback.name}" if fallback else "are refused"),
+        )
+    transport.use_fallback(fallback)
+    return transport
 
 
 def why_not_nvshmem() -> str | None:
@@ -189,7 +201,7 @@ def _start_nvshmem(group: dist.ProcessGroup, buffer_gb: float, fallback: Transpo
             _failed.append(f"on rank {rank}, it does not start: {reason}")
             return _failed[-1]
     assert transport is not None
-    _started[tuple(ranks)] = transport
+    _started[tuple(ranks)] = transport, buffer_gb
     return transport
 
 

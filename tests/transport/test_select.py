@@ -1,5 +1,8 @@
 """What speaks against NVSHMEM is said in a sentence, the same on every rank, and rows go another way."""
 
+import logging
+import logging.handlers
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,3 +121,32 @@ def test_a_rank_that_fails_alone_does_not_wait_for_those_who_wait_for_it():
         "NVSHMEM does not start on rank 1: no memory; and ranks that wait for it there cannot take another transport "
         "any more. Set `transport` to nccl."
     )
+
+
+class _Started:
+    """In place of NVSHMEM's transport."""
+
+    name, ranks = "nvshmem", 2
+
+    def use_fallback(self, fallback):
+        self.fallback = fallback
+
+
+def _twice(name):
+    """Warnings when a process asks for as much memory again, and then for more."""
+    select.why_not_nvshmem_together = lambda group, between_nodes: None
+    select._nvshmem_transport = lambda *_: _Started()
+    handler = logging.handlers.BufferingHandler(99)
+    logging.getLogger("distca.transport.select").addHandler(handler)
+    first, *others = [select.choose_transport(name, dist.group.WORLD, gb) for gb in (0.5, 0.5, 2.0)]
+    assert all(other is first for other in others)
+    return [record.getMessage() for record in handler.buffer if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("name, others", [("auto", "go by gloo"), ("nvshmem", "are refused")])
+def test_more_memory_than_a_process_has_is_warned_of(name, others):
+    said = (
+        "NVSHMEM has 0.5 GiB of symmetric memory per rank since it started, and 2 are asked for now; it cannot have "
+        f"more in this process. Exchanges that do not fit {others}. Ask for the larger one first, or start anew."
+    )
+    assert run_ranks(2, _twice, name) == [[said]] * 2

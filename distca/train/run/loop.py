@@ -115,6 +115,7 @@ class _Loop:
             else:
                 if self._config.checkpoint.export:
                     self.export()
+            self._write_timeline()  # of a run that stopped while it was recorded
             self._profiler.finish()
             self._saver.finish()
             self._saver.close()
@@ -235,10 +236,13 @@ class _Loop:
         """Write the file right after the last of log.timeline_steps that this run does, before it validates."""
         wanted = self._config.log.timeline_steps
         last = None if wanted is None else min(wanted[1], self._config.train.steps)
-        if step == last and self._trainer.cad.pool.timeline.recording:
+        if step == last:
             self._write_timeline()
 
     def _write_timeline(self) -> None:
+        """Of all ranks, if one is being recorded."""
+        if not self._trainer.cad.pool.timeline.recording:
+            return
         world = self._trainer.world
         mine = self._trainer.cad.pool.timeline.take(world.rank)
         gathered: list[Any] = [None] * world.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not(tmp_path: 
     line = [*line, "--train.steps", "12"]
     whole = arguments(name="whole", output=tmp_path, data__path=tmp_path / "texts", train__steps=12)
     run_ranks(2, train_all, [whole])
-    told = run_with_fault(tmp_path, "told", *line, "--checkpoint.save_every", "1")
+    told = run_with_fault(tmp_path, "told", *line, "--checkpoint.save_every", "1", "--log.timeline_steps", "[2,12]")
     assert told.code == 0, told.said
     assert "Ended by SIGTERM after step" in told.said[0] and "of 12; RESUME=auto" in told.said[0]
     _, saved = RunFolder(tmp_path / "told").checkpoints()
@@ -48,5 +49,8 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not(tmp_path: 
     run_ranks(2, train_all, [[*line, "--train.time_limit", "1e-6"], line, line], timeout=100)
     assert [each.step for each in RunFolder(tmp_path / "told").checkpoints()] == [saved.step + 1, 12]
     assert not (tmp_path / "told-2").exists()
+    recorded = json.loads((tmp_path / "told" / "timeline.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in recorded if event["name"].startswith("step ")}
+    assert steps == {"step 2", "step 3", "step 4"}, "what it has of them"
     for key in ("loss", "grad_norm", "lr"):
         assert steps_of(tmp_path / "told", key) == steps_of(tmp_path / "whole", key)

@@ -1,0 +1,32 @@
+"""Which kernel is taken, and that a slow one is warned of."""
+
+import logging
+
+import pytest
+import torch
+
+from distca.attention import choose_kernel, select
+from distca.attention.reference import ReferenceKernel
+
+
+def test_cpu_ranks_take_the_reference_kernel_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "distca.attention.select"):
+        chosen = choose_kernel("auto", device="cpu", dtype=torch.float32, head_dim=64)
+    assert isinstance(chosen, ReferenceKernel)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_a_gpu_left_with_the_reference_kernel_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """flash-attn-4 is not there, and torch's kernel is not deterministic."""
+    monkeypatch.setattr(select, "_installed", lambda module: False)
+    with caplog.at_level(logging.INFO, "distca.attention.select"):
+        chosen = choose_kernel("auto", device="cuda", dtype=torch.bfloat16, head_dim=64, deterministic=True)
+    assert isinstance(chosen, ReferenceKernel)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "Core attention kernel: reference, which is slow (not flash4: flash-attn-4 is not installed; not torch: its "
+        "backward is not deterministic)"
+    )
