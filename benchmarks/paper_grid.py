@@ -63,6 +63,7 @@ PAPER = {
 }
 """Speed-ups that the paper measured."""
 Kernel = Literal["flash4", "flash2"]
+KERNELS: dict[Kernel, str] = {"flash4": "flash-attn-4", "flash2": "310 TFLOP/s"}
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
         ticks: list[str] = []
         for color, (kernel, base) in zip(
             ("#2b6cb0", "#90b8de", "#d1662f", "#edb893"),
-            product(("flash4", "flash2"), (BEST, BEST_HIDDEN)),
+            product(KERNELS, (BEST, BEST_HIDDEN)),
             strict=True,
         ):
             chosen = [
@@ -259,12 +260,13 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
             ticks = [f"{cell['context']}K\n{cell['gpus']}" for cell in chosen]
             values = [cell["modes"][base].get("distca_over_it", np.nan) for cell in chosen]
             exposed = "exposed" if base == BEST else "hidden"
-            axes.plot(range(len(values)), values, "o", color=color, label=f"{kernel}, gathers {exposed}")
+            axes.plot(range(len(values)), values, "o", color=color, label=f"{KERNELS[kernel]}, gathers {exposed}")
         axes.set_xticks(range(len(ticks)), ticks, fontsize=7)
-        axes.set(title=f"{kind}, {model}, {mix}", ylim=(0.9, None))
+        axes.set(title=f"{kind}, {model.upper()}, {mix}", ylim=(0.9, None))
         if row == column == 0:
             axes.legend(fontsize=7)
             axes.set_ylabel("speed-up")
+            axes.set_xlabel("longest document, GPUs", fontsize=7)
     figure.savefig(path, dpi=110)
 
 
