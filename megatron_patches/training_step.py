@@ -75,14 +75,17 @@ def _no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
 
 def _note_gathering(wrapped: DistributedDataParallel) -> None:
     """Note in ``weights_gathered`` whether somebody gathered weights, as Megatron's distributed optimizer does."""
-    gather = wrapped.start_param_sync
 
-    def noted(*args: Any, **options: Any) -> None:
-        wrapped.weights_gathered = True
-        gather(*args, **options)
+    def noting(gather: Callable[..., None]) -> Callable[..., None]:
+        def noted(*args: Any, **options: Any) -> None:
+            wrapped.weights_gathered = True
+            gather(*args, **options)
+
+        return noted
 
     wrapped.weights_gathered = not wrapped.ddp_config.use_distributed_optimizer
-    wrapped.start_param_sync = noted
+    for group in wrapped.bucket_groups:  # newer Megatron-Core goes by these alone
+        group.start_param_sync = noting(group.start_param_sync)
 
 
 def made_ready(model: Any, step: Step, forward_step: ForwardStep, forward_only: bool) -> ForwardStep:
@@ -125,7 +128,8 @@ def _check_replicas(model: Any) -> None:
     )
     most = torch.stack((sums, -sums))
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    if not torch.equal(most[0], -most[1]):
+    differ = most[0] != -most[1]
+    if (differ & most.isfinite().all(0)).any():  # of others nothing is known, and a loss says so
         raise SupportError(
             "Weights differ between data-parallel ranks: the optimizer updates all of them, but each rank has reduced "
             "gradients of its shard alone. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from typing import Any
 
@@ -69,8 +70,9 @@ def _wrapped(cad: Any, config: Any, shape: Any) -> Any:
     return cad.data_parallel(_attached(cad, config, shape), distributed_optimizer=False)
 
 
-def _drift(in_ddp: bool, in_optimizer: bool) -> str:
-    """What is said of three steps of an optimizer."""
+def _drift(in_ddp: bool, in_optimizer: bool, broken: bool = False) -> tuple[str, bool]:
+    """What is said of three steps of an optimizer, with weights that are no numbers or others; and whether it was noted
+    that weights were gathered."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from megatron_patches.training_step import summed_loss_step
@@ -80,12 +82,15 @@ def _drift(in_ddp: bool, in_optimizer: bool) -> str:
     settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=in_optimizer, params_dtype=torch.float32)
     optimizer = get_megatron_optimizer(settings, [ddp])
     step = cad.plan_step([[np.arange(length) % shape.vocabulary for length in LENGTHS]])
+    if broken:
+        for weight in model.parameters():
+            weight.data.fill_(math.nan)
     for _ in range(3):
         if said := _said(cad.forward_backward, step, summed_loss_step, ddp):
-            return said
+            return said, ddp.weights_gathered
         optimizer.step()
         optimizer.zero_grad()
-    return ""
+    return "", ddp.weights_gathered
 
 
 def _mixed_up() -> dict[str, str]:
@@ -146,6 +151,7 @@ def _all() -> dict[str, Any]:
         "alone": _gradients(beside=False),
         "beside": _gradients(beside=True),
         "optimizers": {both: _drift(*both) for both in ((True, False), (True, True), (False, False))},
+        "broken": _drift(True, False, broken=True),
         "mixed up": _mixed_up(),
         "left": _left_of_a_model(),
     }
@@ -165,12 +171,14 @@ def test_gradients_are_reduced_whichever_model_was_wrapped_last(found: list[dict
 
 def test_an_optimizer_without_shards_is_refused_where_gradients_have_some(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        said = rank["optimizers"]
-        assert (
-            said[True, False].startswith("Weights differ between data-parallel ranks")
-            and "use_dist" in said[True, False]
-        )
-        assert said[True, True] == said[False, False] == ""
+        said, gathered = rank["optimizers"][True, False]
+        assert said.startswith("Weights differ between data-parallel ranks") and "use_dist" in said
+        assert not gathered
+        assert rank["optimizers"][True, True] == rank["optimizers"][False, False] == ("", True)
+
+
+def test_weights_that_are_no_numbers_are_not_said_to_differ(found: list[dict[str, Any]]) -> None:
+    assert [rank["broken"] for rank in found] == [("", False)] * 2
 
 
 def test_steps_and_models_that_do_not_fit_are_sentences(found: list[dict[str, Any]]) -> None:

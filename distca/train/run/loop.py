@@ -107,10 +107,11 @@ class _Loop:
                 self._show(step, values)
                 self._save(step, decided)
                 if decided.stop and step < steps:
-                    logger.warning(
-                        "Ended by %s after step %d of %d; RESUME=auto (checkpoint.resume auto) goes on from there.",
-                        *(decided.stop, step, steps),
-                    )
+                    if self._speaks:
+                        logger.warning(
+                            "Ended by %s after step %d of %d; RESUME=auto (checkpoint.resume auto) goes on from there.",
+                            *(decided.stop, step, steps),
+                        )
                     break
             else:
                 if self._config.checkpoint.export:

@@ -44,6 +44,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not(tmp_path: 
     told = run_with_fault(tmp_path, "told", *line, "--checkpoint.save_every", "1", "--log.timeline_steps", "[2,12]")
     assert told.code == 0, told.said
     assert "Ended by SIGTERM after step" in told.said[0] and "of 12; RESUME=auto" in told.said[0]
+    assert "Ended by" not in told.said[1], "once for all ranks"
     _, saved = RunFolder(tmp_path / "told").checkpoints()
     assert saved.step == 4, "the step during which it came, and the one in which ranks told each other"
     run_ranks(2, train_all, [[*line, "--train.time_limit", "1e-6"], line, line], timeout=100)
