@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ def parity(output: str | None = None, max_ranks: int = 4) -> None:
     _show(rows)
     if output is not None:
         _write(Path(output), rows, f"{most} × {torch.cuda.get_device_name()}" if gpus else f"{most} gloo ranks on CPU")
-    if any(row["worst"] > row["limit"] for row in rows):
+    if not _agree(rows):
         sys.exit(1)
 
 
@@ -79,9 +81,18 @@ def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
             for detail in ("shape", "micro_batches", "changed_document", "seed"):
                 del settings[detail]
             rows.append(
-                {"suite": name, "ranks": ranks, **settings, **figures, "worst": max(figures.values()), "limit": limit}
+                {"suite": name, "ranks": ranks, **settings, **figures, "worst": _worst(figures), "limit": limit}
             )
     return rows
+
+
+def _worst(figures: Mapping[str, float]) -> float:
+    """The largest; infinite if one is no number."""
+    return max(math.inf if math.isnan(each) else each for each in figures.values())
+
+
+def _agree(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return all(row["worst"] <= row["limit"] for row in rows)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -96,7 +107,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for key in sorted({(row["suite"], row["ranks"], row["tp"]) for row in rows}):
         same = [row for row in rows if (row["suite"], row["ranks"], row["tp"]) == key]
         worst, limit = max(row["worst"] for row in same), same[0]["limit"]
-        verdict = Text("agrees", "green") if worst <= limit else Text("differs", "bold red")
+        verdict = Text("agrees", "green") if _agree(same) else Text("differs", "bold red")
         table.add_row(key[0], str(key[1]), str(key[2]), str(len(same)), f"{worst:.3g}", f"{limit:g}", verdict)
     console().print(table)
 

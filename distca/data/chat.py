@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from distca.errors import DataError, VersionError
 
 _OPEN, _SHUT, _APART = "\U0010fffc", "\U0010fffd", "\U0010fffb"
 """Characters that no text has: around what a template marks as generated, and inside control tokens of contents."""
+_CLOCK, _TODAY = "strftime_now", date(2024, 7, 26)
+"""By the first, templates ask for today's date: they get the second, which LLaMA's take where they cannot ask, so that
+tokens do not depend on the day."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class ChatRecipe(Recipe):
     def identity(self) -> dict[str, Any]:
         said = {"chat_template": self.template, "special_tokens": dict(self.tokens), "field": self.field}
         said |= {"beside": list(self.beside)} | ({"tool_use": self.tool_use} if self.tool_use else {})
+        if _CLOCK in self.template + self.tool_use:
+            said["date"] = _TODAY.isoformat()
         return {"tokenizer_digest": self.tokenizer.digest()} | said
 
 
@@ -189,7 +194,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        environment.globals |= {"raise_exception": _refuse, _CLOCK: _TODAY.strftime}
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateError as error:
@@ -295,7 +300,3 @@ def _to_json(value: Any, **options: Any) -> str:
 
 def _refuse(message: str) -> None:
     raise ValueError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -34,6 +34,8 @@ from distca.words import count
 _SAVE_S = 10.0
 """Between two notes of what is done; so much is done again after an interruption."""
 _ELSEWHERE = "choose another output"
+_PLACING = "placing"
+"""A file in PREFIX.partial while the finished files are moved: what is not there any more is where it belongs."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class _Partial:
     def __init__(self, prefix: str, vocabulary: int, sources: dict[str, Any]) -> None:
         self._prefix, self._folder = prefix, _folder_of(prefix)
         self._dtype = _dtype(vocabulary)
+        self._take_back()
         self._sources = json.loads(json.dumps(sources))
         done = self._noted()
         self.blocks, self.read, self.empty = (done.get(name, 0) for name in ("blocks", "read", "empty"))
@@ -156,6 +159,9 @@ class _Partial:
                 yield partial
             except Exception:
                 partial.close()
+                for file in _placed(prefix).values():
+                    file.unlink(missing_ok=True)
+                (folder / _PLACING).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             finally:
@@ -186,6 +192,7 @@ class _Partial:
         written = json.dumps(asdict(done) | recipe.identity() | mask, indent=2)
         (self._folder / "json").write_text(written + "\n", encoding="utf-8")
         _refuse_existing(self._prefix)
+        (self._folder / _PLACING).touch()
         for name, file in _files(self._prefix).items():
             if name != "mask" or mask["mask"]:
                 (self._folder / name).rename(file)
@@ -194,6 +201,13 @@ class _Partial:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+    def _take_back(self) -> None:
+        """Files of a conversion that was killed while it moved them."""
+        for name, file in _placed(self._prefix).items():
+            if file.exists():
+                file.rename(self._folder / name)
+        (self._folder / _PLACING).unlink(missing_ok=True)
 
     def _save(self) -> None:
         """Note what is done, once it is on disk."""
@@ -231,9 +245,18 @@ def _files(prefix: str) -> dict[str, Path]:
     }
 
 
+def _placed(prefix: str) -> dict[str, Path]:
+    """The files that a conversion has moved to where they belong, by name; none once all are there."""
+    folder = _folder_of(prefix)
+    if not (folder / _PLACING).exists() or not (folder / "idx").exists():
+        return {}
+    return {name: file for name, file in _files(prefix).items() if not (folder / name).exists()}
+
+
 def _refuse_existing(prefix: str, elsewhere: str = _ELSEWHERE) -> None:
-    for file in _files(prefix).values():
-        if file.exists():
+    unfinished = _placed(prefix)
+    for name, file in _files(prefix).items():
+        if file.exists() and name not in unfinished:
             raise DataError(f"{file} exists already; delete it or {elsewhere}.")
 
 

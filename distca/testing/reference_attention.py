@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,9 +35,9 @@ def packed_attention(
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖ in float64; 0 when both are zero, infinite for NaN."""
+    """‖actual − expected‖ / ‖expected‖ in float64; 0 when both are zero, infinite where either is no finite number."""
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     difference, norm = (actual - expected).norm().item(), expected.norm().item()
-    if difference != difference:
-        return float("inf")
-    return difference / norm if norm else (0.0 if difference == 0 else float("inf"))
+    if not (math.isfinite(difference) and math.isfinite(norm)):
+        return math.inf
+    return difference / norm if norm else (0.0 if difference == 0 else math.inf)

@@ -9,22 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
-from torch.distributed.checkpoint.api import CheckpointException
 
 from distca.errors import VersionError
 from megatron_patches.checkpoint.adam_state import inner_adams, set_step
 from megatron_patches.checkpoint.optimizer_state import distributed_parts, keep_parts, without_fp8
 from megatron_patches.checkpoint.staging import HostStaging
-from megatron_patches.checkpoint.unpickling import check_small_files, only_data
+from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
 from megatron_patches.te.fp8_weights import has_fp8_weights, is_fp8, quantise_main_weights
@@ -85,22 +82,11 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
     return extra
 
 
-class UnreadableError(Exception):
-    """A checkpoint that cannot be read; says in a few words what is wrong."""
-
-
 def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
-    try:
+    with readable():
         check_small_files(path)  # of a bad one torch logs two traces
-        with only_data():
-            state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
-            return state
-    except CheckpointException as error:  # no Exception, and hundreds of lines
-        cause: BaseException = next(iter(error.failures.values()))[0]
-    except (UnpicklingError, OSError, EOFError, CheckpointingException) as error:
-        cause = error
-    words = str(cause).splitlines()
-    raise UnreadableError(words[0] if words else type(cause).__name__) from None
+        state: dict[str, Any] = dist_checkpointing.load(sharded, str(path))
+        return state
 
 
 def _check_readable(path: Path) -> None:

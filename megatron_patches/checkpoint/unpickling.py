@@ -16,10 +16,12 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 _CLASSES_OF = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -32,6 +34,10 @@ _ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
 }
+
+
+class UnreadableError(Exception):
+    """A checkpoint that cannot be read; says in a few words what is wrong."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -60,7 +66,7 @@ def check_small_files(checkpoint: Path) -> None:
     Raises:
         pickle.UnpicklingError: it cannot be read, or is more than data.
     """
-    for name, read in ((".metadata", _load), ("common.pt", _load_tensors), ("metadata.json", _load_format)):
+    for name, read in ((".metadata", _load_metadata), ("common.pt", _load_tensors), ("metadata.json", _load_format)):
         if name != ".metadata" and not (checkpoint / name).exists():
             continue  # newer versions of megatron write less
         try:
@@ -72,6 +78,25 @@ def check_small_files(checkpoint: Path) -> None:
         except Exception as error:
             words = str(error).splitlines() or [type(error).__name__]
             raise pickle.UnpicklingError(f"{name} cannot be read ({words[0]})") from None
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Whatever torch reads of checkpoints inside is data, and what cannot be read is one error.
+
+    Raises:
+        UnreadableError: it is not what was saved, or holds more than data, of which nothing was run.
+    """
+    try:
+        with only_data():
+            yield
+        return
+    except CheckpointException as error:  # no Exception, and hundreds of lines
+        cause: BaseException = next(iter(error.failures.values()))[0]
+    except (pickle.UnpicklingError, OSError, EOFError, CheckpointingException) as error:
+        cause = error
+    words = str(cause).splitlines()
+    raise UnreadableError(words[0] if words else type(cause).__name__) from None
 
 
 @contextmanager
@@ -88,6 +113,13 @@ def only_data() -> Iterator[None]:
 
 def _load(file: BinaryIO) -> Any:
     return MetadataUnpickler(file).load()
+
+
+def _load_metadata(file: BinaryIO) -> Metadata:
+    found = _load(file)
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError("it is no metadata of a checkpoint")
+    return found
 
 
 def _load_format(file: BinaryIO) -> CheckpointingConfig:

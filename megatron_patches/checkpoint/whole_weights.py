@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from distca.errors import ModelError
 from distca.models.description import ModelDescription
+from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
 from megatron_patches.weights import Slot, slot_of
 
@@ -60,15 +61,14 @@ class SavedWeights:
         model: what it is of.
 
     Raises:
-        ModelError: it cannot be read.
+        UnreadableError: it is not what was saved, or holds more than data, of which nothing was run.
     """
 
     def __init__(self, path: Path, model: ModelDescription) -> None:
         self._path, self._model = path, model
-        try:
+        with readable():
+            check_small_files(path)
             self._metadata = checkpoint.FileSystemReader(path).read_metadata()
-        except Exception as error:  # a pickle of torch's: whatever a damaged one raises
-            raise ModelError(f"{path} is no checkpoint that can be read ({error}).") from None
 
     def names(self) -> list[str]:
         """Of the folder's tensors, in the order in which :meth:`tensors` gives them."""
@@ -79,6 +79,7 @@ class SavedWeights:
 
         Raises:
             ModelError: one is missing.
+            UnreadableError: one cannot be read.
         """
         for key, layer, slot in self._parts():
             yield from zip(slot.names, slot.tensors([self._read(key, layer)]), strict=True)
@@ -104,9 +105,9 @@ class SavedWeights:
         tensor = torch.empty(size, dtype=stored.properties.dtype)
         begin = [0] * len(size) if layer is None else [layer, *[0] * (len(size) - 1)]
         planner = _PartPlanner(key, stored, begin)
-        checkpoint.load(
-            {key: tensor}, storage_reader=checkpoint.FileSystemReader(self._path), planner=planner, no_dist=True
-        )
+        reader = checkpoint.FileSystemReader(self._path)
+        with readable():
+            checkpoint.load({key: tensor}, storage_reader=reader, planner=planner, no_dist=True)
         return tensor if layer is None else tensor[0]
 
 

@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 
 from distca.attention import TaskBatch
 from distca.data.batch import rank_batch
+from distca.testing.reference_attention import relative_error
 from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.parity.harness import (
     ParityCase,
@@ -44,17 +45,14 @@ class BlockOutcome:
     weight_gradients: dict[str, torch.Tensor]
 
     def error(self, reference: BlockOutcome) -> dict[str, float]:
-        """Relative norms of the differences: output, input gradient, worst weight gradient."""
-
-        def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-            return float((a.double() - b.double()).norm() / b.double().norm())
-
+        """Relative norms of the differences, infinite for what is no number: output, input gradient, worst weight
+        gradient."""
         return {
-            "output": relative(self.output, reference.output),
-            "input_gradient": relative(self.input_gradient, reference.input_gradient),
+            "output": relative_error(self.output, reference.output),
+            "input_gradient": relative_error(self.input_gradient, reference.input_gradient),
             "weight_gradient": max(
-                relative(self.weight_gradients[name], reference.weight_gradients[name])
-                for name in self.weight_gradients
+                relative_error(self.weight_gradients[name], expected)
+                for name, expected in reference.weight_gradients.items()
             ),
         }
 

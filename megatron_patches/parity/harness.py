@@ -26,6 +26,7 @@ from distca.data.batch import rank_batch
 from distca.models.rope import RopeScaling
 from distca.plan import Direction, Layout, Plan, lay_out
 from distca.testing.plans import random_plan
+from distca.testing.reference_attention import relative_error
 from megatron_patches.api import CAD
 from megatron_patches.groups import initialize_model_parallel, server_pool_group
 from megatron_patches.model import build_gpt, transformer_config
@@ -119,7 +120,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a candidate is from the reference: relative norms.
+    """How far a candidate is from the reference: relative norms, infinite for what is no number.
 
     Attributes:
         loss: of the loss.
@@ -135,11 +136,11 @@ class Difference:
 def difference(candidate: Outcome, reference: Outcome) -> Difference:
     """Compare loss and every parameter's gradient."""
     errors = {
-        name: float((candidate.gradients[name] - expected).norm() / expected.norm())
-        for name, expected in reference.gradients.items()
+        name: relative_error(candidate.gradients[name], expected) for name, expected in reference.gradients.items()
     }
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    return Difference(abs(candidate.loss - reference.loss) / abs(reference.loss), errors[worst], worst)
+    worst = max(errors, key=errors.__getitem__)
+    losses = (torch.tensor(each.loss, dtype=torch.float64) for each in (candidate, reference))
+    return Difference(relative_error(*losses), errors[worst], worst)
 
 
 def case_documents(case: ParityCase) -> list[list[np.ndarray]]:

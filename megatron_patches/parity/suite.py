@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -128,5 +129,10 @@ def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[E
     results = []
     for case, full, reference, theirs in zip(cases, weights, exact, stock, strict=True):
         ours = block.block_disaggregated(case, torch.bfloat16, device, "auto", full).error(reference)
-        results.append({f"{name}_ratio": ours[name] / theirs[name] for name in theirs})
+        results.append({f"{name}_ratio": ratio for name, ratio in ratios(ours, theirs).items()})
     return results
+
+
+def ratios(ours: Errors, theirs: Errors) -> Errors:
+    """Errors over other errors; infinite where those are zero or no number, as nothing is said then."""
+    return {name: ours[name] / error if 0 < error < inf else inf for name, error in theirs.items()}

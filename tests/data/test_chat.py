@@ -255,6 +255,31 @@ def test_a_template_gets_tokens_that_only_the_special_tokens_map_names(tmp_path)
     assert dict(recipe.tokens) == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 
 
+DATED = (
+    "{% if not date_string is defined %}{% if strftime_now is defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') %}{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    "{% endif %}Today Date: {{ date_string }}<|end|>"
+)
+"""As LLaMA 3.2's template."""
+
+
+def test_tokens_do_not_depend_on_the_day(tmp_path):
+    _, plain, _ = learned(tmp_path, PLAIN)
+    _, text, _ = learned(tmp_path, DATED + PLAIN)
+    assert text == f"Today Date: 26 Jul 2024<|end|>{plain}"
+
+
+def test_the_date_of_a_template_is_recorded_and_other_templates_have_none(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    for name, template in (("plain", PLAIN), ("dated", DATED + PLAIN)):
+        write_tokenizer(tmp_path, template)
+        recipe = chat_recipe(Recipe(find_tokenizer(str(tmp_path)), "messages"))
+        convert(open_texts("jsonl", str(tmp_path / "talks.jsonl")), recipe, str(tmp_path / name))
+        date = json.loads((tmp_path / f"{name}.json").read_text()).get("date")
+        assert date == recipe.identity().get("date") == ("2024-07-26" if name == "dated" else None)
+
+
 def test_converted_conversations_need_their_mask(tmp_path):
     pytest.importorskip("tokenizers")
     write_tokenizer(tmp_path)

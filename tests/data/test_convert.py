@@ -10,6 +10,7 @@ import pytest
 
 from distca.data import convert as module
 from distca.data import open_source
+from distca.data.cache import CachedTokens
 from distca.data.convert import check_output, convert
 from distca.data.recipe import Recipe, TextEncoder
 from distca.data.texts import lines, open_texts
@@ -232,6 +233,102 @@ def test_what_was_interrupted_goes_on_where_it_was(tmp_path, many):
     assert rest.bytes[0] == sum(broken_off.bytes), "the first part is not done again"
     assert sum(rest.bytes) == many.bytes
     assert not (tmp_path / "out.partial").exists()
+
+
+@dataclass(frozen=True)
+class Masked(With):
+    """Every second token is to be learned."""
+
+    def open(self):
+        return MaskedEncoder(self.made)
+
+
+class MaskedEncoder(TextEncoder):
+    def encode(self, values):
+        return [(ids, np.arange(len(ids)) % 2 == 0) for ids, _ in super().encode(values)]
+
+
+def killed_after_renames(patch, count):
+    """Nothing is done any more once so many files are where they belong."""
+    rename, moved = Path.rename, []
+
+    def renamed(file, target):
+        if len(moved) == count:
+            raise KeyboardInterrupt
+        moved.append(file)
+        return rename(file, target)
+
+    patch.setattr(Path, "rename", renamed)
+
+
+MASKED = Masked(made=Words())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count"), [(WORDS, 0), (WORDS, 1), (WORDS, 2), *((MASKED, count) for count in range(4))]
+)
+def test_what_is_killed_while_files_are_moved_goes_on(tmp_path, many, monkeypatch, recipe, count):
+    convert(many, recipe, str(tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        killed_after_renames(patch, count)
+        with pytest.raises(KeyboardInterrupt):
+            convert(many, recipe, str(tmp_path / "out"))
+    placed = {file.suffix for file in tmp_path.glob("out.*")} - {".partial"}
+    assert len(placed) == count and ".idx" not in placed
+    rest = Interrupt(10**9)
+    convert(many, recipe, str(tmp_path / "out"), advanced=rest)
+    assert rest.bytes == [many.bytes], "nothing is done again"
+    assert written(tmp_path / "out") == written(tmp_path / "whole")
+    masks = [file.read_bytes() for file in sorted(tmp_path.glob("*.mask"))]
+    assert len(masks) == (2 if recipe is MASKED else 0) and len(set(masks)) < 2
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_after_a_kill_the_same_is_found_in_a_cache_and_a_finished_corpus_is_kept(tmp_path, many, monkeypatch):
+    cached = CachedTokens(tmp_path / "cache", many, WORDS)
+    with monkeypatch.context() as patch:
+        killed_after_renames(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            cached.make(1)
+    prefix = cached.make(1)
+    convert(many, WORDS, str(tmp_path / "whole"))
+    assert written(prefix) == written(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *_, **__: Interrupt(0)(1))
+        with pytest.raises(KeyboardInterrupt):
+            convert(many, WORDS, str(tmp_path / "out"))
+    with pytest.raises(DataError, match=r"out\.json exists already"):
+        convert(many, WORDS, str(tmp_path / "out"))
+    assert written(tmp_path / "out") == written(tmp_path / "whole")
+
+
+def test_after_a_kill_only_its_own_files_are_overwritten(tmp_path, many, monkeypatch):
+    with monkeypatch.context() as patch:
+        killed_after_renames(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            convert(many, WORDS, str(tmp_path / "out"))
+    (tmp_path / "out.bin").write_text("precious")
+    with pytest.raises(DataError, match=r"out\.bin exists already"):
+        convert(many, WORDS, str(tmp_path / "out"))
+    (tmp_path / "out.bin").unlink()
+    many.files[0].write_text('{"text": "something new"}')
+    convert(many, WORDS, str(tmp_path / "out"))
+    convert(many, WORDS, str(tmp_path / "whole"))
+    assert written(tmp_path / "out") == written(tmp_path / "whole")
+
+
+def test_files_that_cannot_be_moved_leave_nothing(tmp_path, folder, monkeypatch):
+    rename = Path.rename
+
+    def full(file, target):
+        if file.name == "bin":
+            raise OSError(28, "No space left on device")
+        return rename(file, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(DataError, match=r"out\.bin cannot be written \(No space left on device\)"):
+        convert(open_texts("text", folder), WORDS, str(tmp_path / "out"))
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("change", ["text", "tokenizer"])

@@ -56,6 +56,7 @@ def subjects(folder: Path) -> list[Subject]:
     return [
         Subject("checkpoint", 8, run.damage, run.resume),
         Subject("checkpoint with new checksums", 4, run.forge, run.resume_forged),
+        Subject("checkpoint to export", 4, run.forge, run.export_forged),
         Subject("idx", 3, _one_of(pair, pair[:1], mutations.BINARY), _indexed),
         Subject("bin", 1, _one_of(pair, pair[1:], mutations.BINARY), _indexed),
         Subject("jsonl", 3, _one_of([lines], [lines], mutations.TEXT), _json_lines),
@@ -167,6 +168,13 @@ class _Resumed:
     def resume_forged(self, scratch: Path) -> str:
         """Go on as a run does; the values are what the file says."""
         return f"step {self._resume(scratch / 'saved')}"
+
+    def export_forged(self, scratch: Path) -> str:
+        """Export it as a command does."""
+        from distca.train.checkpoint.command import export_weights
+
+        export_weights(str(scratch / "saved"), output=str(scratch / "exported"))
+        return f"{len(list((scratch / 'exported').iterdir()))} files"
 
     def _files(self, run: Path) -> list[Path]:
         newest = max((run / "checkpoints").iterdir())

@@ -86,7 +86,7 @@ def _gradients(case: Any, device: torch.device, weights: dict[str, torch.Tensor]
 
 
 def _distances(case: Any, device: torch.device) -> dict[str, dict[str, float]]:
-    from megatron_patches.parity import block
+    from megatron_patches.parity import block, suite
     from megatron_patches.te.quantization import config_fields
 
     weights, results = block.rounded_weights(case, torch.bfloat16), {}
@@ -95,7 +95,7 @@ def _distances(case: Any, device: torch.device) -> dict[str, dict[str, float]]:
         asked = replace(case, config=config_fields(fp8))
         packed = block.block_packed(asked, torch.bfloat16, device, "auto", weights).error(exact)
         ours = block.block_disaggregated(asked, torch.bfloat16, device, "auto", weights).error(exact)
-        results[fp8] = {name: ours[name] / packed[name] for name in packed}
+        results[fp8] = suite.ratios(ours, packed)
     return results
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
+from distca.testing.reference_attention import relative_error
 from tests.models import folders
 
 TOLERANCE = 1e-5
@@ -63,12 +64,12 @@ def _case_errors(path, tp, pp, disaggregate):
             theirs = reference[documents.index(document)][rows.positions[mine]]
             ours = whole[: len(mine)][mine, : folders.VOCABULARY]
             if len(ours):
-                errors.append(float((ours - theirs).norm() / theirs.norm()))
+                errors.append(relative_error(ours, theirs))
     for documents_of, found in zip(step.documents.micro_batches, cad.log_probabilities(step, ddp), strict=False):
         for document, ours in zip(documents_of, found, strict=True):
             each = reference[documents.index(document)].log_softmax(-1)[:-1]
             theirs = each.gather(1, torch.tensor(document[1:])[:, None])[:, 0]
-            errors.append(float((ours - theirs).norm() / theirs.norm()))
+            errors.append(relative_error(ours, theirs))
     errors.append(
         _loss_error(sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), cad.device)[0], reference)
     )
@@ -129,7 +130,13 @@ def _loss_error(ours, logits):
         for each, document in zip(logits, folders.documents(), strict=True)
     ]
     theirs = 2 * sum(losses)
-    return float(abs(ours - theirs) / theirs)
+    return relative_error(ours, theirs)
+
+
+def test_a_loss_that_is_no_number_is_no_small_error():
+    logits = [torch.zeros(length, folders.VOCABULARY) for length in folders.LENGTHS]
+    expected = 2 * sum(length - 1 for length in folders.LENGTHS) * np.log(folders.VOCABULARY)
+    assert _loss_error(torch.tensor(expected), logits) <= TOLERANCE < _loss_error(torch.tensor(np.nan), logits)
 
 
 @pytest.fixture(scope="module")

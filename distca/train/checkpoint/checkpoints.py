@@ -62,7 +62,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: it is not what was saved, or is more than data, of which nothing was run.
     """
-    from megatron_patches.checkpoint.save_load import UnreadableError, load_checkpoint
+    from megatron_patches.checkpoint.save_load import load_checkpoint
+    from megatron_patches.checkpoint.unpickling import UnreadableError
 
     try:
         extra = load_checkpoint(checkpoint.path, trainer.model, trainer.optimizer)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from distca.models.folder import VALUE_BYTES, ShardWriter, begin, check_empty, c
 from distca.models.layout import EMBEDDING, expected_shapes
 from distca.models.tensors import TensorFiles
 from distca.train.checkpoint.export import exported
-from distca.train.checkpoint.integrity import COMPLETE, check_contents, check_undamaged, files_of
+from distca.train.checkpoint.integrity import COMPLETE, check_contents, check_undamaged, damaged, files_of
 from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.config.schema import RunConfig
 from distca.train.run.run_folder import RunFolder
@@ -88,18 +88,22 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
         warnings.simplefilter("ignore")
         import torch
 
+        from megatron_patches.checkpoint.unpickling import UnreadableError
         from megatron_patches.checkpoint.whole_weights import SavedWeights
 
-        weights = SavedWeights(path, model.model)
-        with _writing(target), _progress(f"writing {output}", model.model, model.dtype) as advance:
-            begin(target)
-            writer = ShardWriter(target, 1, count_shards(model, weights.names()))
-            for name, tensor in weights.tensors():
-                tensor = tensor.to(getattr(torch, model.dtype))
-                writer.add(name, tensor)
-                advance(tensor.numel() * tensor.element_size())
-            writer.flush()
-            finish(target, writer.file_of, model)
+        try:
+            weights = SavedWeights(path, model.model)
+            with _writing(target), _progress(f"writing {output}", model.model, model.dtype) as advance:
+                begin(target)
+                writer = ShardWriter(target, 1, count_shards(model, weights.names()))
+                for name, tensor in weights.tensors():
+                    tensor = tensor.to(getattr(torch, model.dtype))
+                    writer.add(name, tensor)
+                    advance(tensor.numel() * tensor.element_size())
+                writer.flush()
+                finish(target, writer.file_of, model)
+        except UnreadableError as error:
+            raise _unusable(path, damaged(path, str(error))) from None
 
 
 @contextmanager
@@ -114,13 +118,15 @@ def _writing(folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, SafetensorError, CheckpointException) as error:
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):  # no Exception, and hundreds of lines
-            cause, _ = next(iter(error.failures.values()))
+    except (Exception, CheckpointException) as error:
         with suppress(OSError):
             for written in folder.iterdir():
                 shutil.rmtree(written) if written.is_dir() else written.unlink()
+        if not isinstance(error, OSError | SafetensorError | CheckpointException):
+            raise
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):  # no Exception, and hundreds of lines
+            cause, _ = next(iter(error.failures.values()))
         said = system_words(cause) if isinstance(cause, OSError) else str(cause).splitlines()[0]
         raise OptionError(
             f"--output is {folder}, which could not be written ({said}); make room for it, or name another folder."
@@ -152,7 +158,12 @@ def _check(path: Path) -> None:
         for part in track(range(parts), f"checking {path}", console=console(), transient=True):
             check_contents(path, part, parts)
     except DamagedCheckpointError as error:
-        raise OptionError(f"{error} Or name another checkpoint of the run with --step.") from None
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: DamagedCheckpointError) -> OptionError:
+    of_a_run = (path / COMPLETE).exists()
+    return OptionError(f"{error} Or name another checkpoint of the run with --step." if of_a_run else str(error))
 
 
 def _vocabulary(path: Path, config: RunConfig) -> int:

@@ -49,7 +49,7 @@ def test_a_command_in_the_metadata_is_not_run(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists(), "without it the file was made: this test shows something"
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04K\x01", None])
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04K\x01", pickle.dumps(1), None])
 def test_metadata_that_is_garbage_is_one_error(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / ".metadata").write_bytes(content)
@@ -67,7 +67,7 @@ def test_metadata_that_is_garbage_is_one_error(tmp_path: Path, content: bytes | 
     ],
 )
 def test_other_small_files_that_are_garbage_are_one_error(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(torch.Size([1])))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({})))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(pickle.UnpicklingError, match=f"^{name}"):
         check_small_files(tmp_path)

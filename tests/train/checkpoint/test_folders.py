@@ -1,6 +1,8 @@
 """Runs that begin with a Hugging Face folder and leave one behind, through the real loop on gloo ranks."""
 
 import json
+import os
+import pickle
 import resource
 import shutil
 from pathlib import Path
@@ -15,6 +17,7 @@ from distca.errors import ConfigError, DistcaError, ModelError
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.run.main import _check
+from distca.train.run.run_folder import RunFolder
 from tests.models import folders
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
@@ -257,6 +260,38 @@ def test_a_damaged_checkpoint_is_not_exported(root: Path, tmp_path: Path, capfd:
     said = " ".join(capfd.readouterr().err.split())
     assert ended.value.code == 2 and "__1_0.distcp is not what was saved" in said and "with --step." in said
     assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["of a run", "imported"])
+def test_code_in_a_checkpoint_is_not_run_by_an_export(
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], checksums: bool
+) -> None:
+    run = tmp_path / "whole"
+    shutil.copytree(root / "runs" / "whole", run)
+    checkpoint = run / "checkpoints" / "step_000004"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(_Touches(tmp_path / "ran")))
+    if checksums:
+        RunFolder(run).mark_complete(4)  # which fit
+    else:
+        shutil.copy(run / "config.yaml", checkpoint)
+        (checkpoint / "COMPLETE").unlink()
+    with pytest.raises(SystemExit) as ended:
+        distca(["checkpoint", "export", str(run if checksums else checkpoint), "--output", str(tmp_path / "e")])
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "e").exists()
+    said = " ".join(capfd.readouterr().err.split())
+    assert ended.value.code == 2 and "Traceback" not in said
+    assert "step_000004 is damaged: it names posix.system, which is no part of a checkpoint and was not run." in said
+    assert ("with --step." in said) == checksums
+
+
+class _Touches:
+    """What makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
 
 
 def _checked(first: Path, **settings: object) -> None:

@@ -1,0 +1,72 @@
+"""What cannot be read of a checkpoint's weights, and what is never run; what can is tested with folders."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+from distca.models.description import ModelDescription, describe_folder
+from megatron_patches.checkpoint.unpickling import UnreadableError
+from megatron_patches.checkpoint.whole_weights import SavedWeights
+from tests.models import folders
+
+NAME = "embedding.word_embeddings.weight"
+
+
+class _Runs:
+    """Runs a shell command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, ModelDescription]:
+    """A checkpoint that has the embedding, and what it is of."""
+    folders.write_folder("llama", tmp_path / "first")
+    tensors = {NAME: torch.ones(folders.VOCABULARY, 32)}
+    save(tensors, storage_writer=FileSystemWriter(tmp_path / "saved"), no_dist=True)
+    return tmp_path / "saved", describe_folder(tmp_path / "first")
+
+
+def test_a_command_is_not_run_when_the_checkpoint_is_opened(
+    tmp_path: Path, saved: tuple[Path, ModelDescription]
+) -> None:
+    path, model = saved
+    (path / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
+    with pytest.raises(UnreadableError, match=r"^it names posix\.system, which is no part of a checkpoint"):
+        SavedWeights(path, model)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("what", ["the metadata", "a shard"])
+def test_a_command_is_not_run_when_a_tensor_is_read(
+    tmp_path: Path, saved: tuple[Path, ModelDescription], what: str
+) -> None:
+    path, model = saved
+    weights = SavedWeights(path, model).tensors()
+    if what == "the metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
+    else:
+        torch.save(_Runs(tmp_path / "ran"), next(path.glob("*.distcp")))
+    with pytest.raises(UnreadableError):
+        next(weights)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_shard_that_is_cut_off_is_unreadable(saved: tuple[Path, ModelDescription]) -> None:
+    path, model = saved
+    (name, tensor) = next(SavedWeights(path, model).tensors())
+    assert name == "model.embed_tokens.weight" and torch.equal(tensor, torch.ones(folders.VOCABULARY, 32))
+    shard = next(path.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:500])
+    with pytest.raises(UnreadableError):
+        next(SavedWeights(path, model).tensors())
