@@ -65,11 +65,6 @@ class Offload:
         self._coming: dict[int, tuple[torch.Tensor, Event | None]] = {}
         self._parked = 0
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that was taken so far."""
-        return self._memory.size
-
     def park(self, tensor: torch.Tensor) -> Parked:
         """Begin to copy a tensor out. It is not changed from then on. What was parked just before, also as a part of
         another tensor, is not copied again.
