@@ -29,7 +29,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distca.train.metrics.idle_share import idle_shares
 from distca.versions import command_line, header, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,6 +139,8 @@ def _train(arguments: argparse.Namespace, world: Any, case: dict[str, Any], mode
 
 
 def _figures(run: Path, warm_up: int, stages: int) -> dict[str, Any]:
+    from benchmarks.idle_share import idle_shares
+
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     counted = lines[warm_up:]
     idle = idle_shares(json.loads((run / "timeline.json").read_text())["traceEvents"])

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+NANO_NAMES = ("ping", "pong")
+"""What the nano-batches of a micro-batch are called."""
+
 
 def count(number: int, noun: str) -> str:
     """A number and its noun: "1 step", "2,000 steps"."""

@@ -60,7 +60,7 @@ from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.process_groups import check_groups
-from megatron_patches.te.choice import Linears, use_te
+from megatron_patches.te.choice import Linears, refuse_te_spec, use_te
 from megatron_patches.training_step import (
     ForwardStep,
     log_probabilities_step,
@@ -221,17 +221,16 @@ class CAD:
 
         Args:
             layer: Megatron's spec of a dense layer, the local one or Transformer Engine's; None takes the local one of
-                the configuration. Of its modules only the kind of the linear layers is taken over.
+                the configuration. Its linear layers are of the kind that ``linears`` chose, whichever it names.
 
         Raises:
-            SupportError: a spec of other layers, or Transformer Engine's where it cannot be used.
+            SupportError: a spec of other layers, or Transformer Engine's where ``linears`` chose Megatron's own.
         """
-        te = self._te
         if layer is not None:
             check_layer_spec(layer)
-            if has_te_linears(layer) and not te:
-                te = use_te("te", self.config, self.device)
-        return block_spec(self.config, layer, disaggregate=self._disaggregate, te=te)
+            if has_te_linears(layer) and not self._te:
+                refuse_te_spec(self.config, self.device)
+        return block_spec(self.config, layer, disaggregate=self._disaggregate, te=self._te)
 
     def attach(self, model: GPTModel) -> GPTModel:
         """Let a model that was built with :meth:`block_spec` run disaggregated; returns it. A subclass of GPTModel

@@ -13,13 +13,13 @@ from megatron.core import parallel_state
 
 from benchmarks.baselines.groups import CpGroups
 from benchmarks.baselines.prepare import prepare
-from benchmarks.baselines.rows import expand
 from distca import CAD
 from distca.attention import Kernel
 from distca.baselines.mode import Mode
 from distca.data.batch import rank_batch
 from distca.device.host_to_device import uploading
 from distca.plan import AttentionShape
+from distca.plan.sorting import expand
 from distca.testing.reference_attention import packed_attention, relative_error
 from megatron_patches.groups import initialize_model_parallel
 from megatron_patches.parity.harness import (

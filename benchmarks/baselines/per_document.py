@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.baselines.groups import CpGroup
-from benchmarks.baselines.rows import Picked, expand
+from benchmarks.baselines.rows import Picked
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
 from distca.baselines.layouts import Pieces
 from distca.device.host_to_device import Destination
+from distca.plan.sorting import expand
 from megatron_patches.batch_context import PackedMicroBatch
 
 

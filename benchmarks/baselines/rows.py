@@ -1,4 +1,4 @@
-"""Row numbers of ranges, and rows picked out of a tensor and put back."""
+"""Rows picked out of a tensor and put back."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import numpy as np
 import torch
 
 from distca.device.host_to_device import Destination, to_device
-
-
-def expand(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """All numbers of the ranges [begin, begin + count), one range after the other."""
-    ends = np.cumsum(count)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(begin - (ends - count), count)
+from distca.plan.sorting import expand
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from distca.baselines.dealing import dealt_anew
 from distca.data.batch import rank_batch
 from distca.data.sampler import MicroBatch
 from distca.device.host_to_device import uploading
-from distca.plan import AttentionShape, StepPlan
+from distca.plan import StepPlan
 from distca.plan.step import StepBalance
 from distca.train.run.builder import Trainer
 from megatron_patches.step import Step, packed_batches
@@ -57,7 +57,7 @@ class _Baseline:
         self._mode, self._cad, self._work = mode, trainer.cad, work
         self._bins, self._room = batches.bins, trainer.config.data.tokens_per_rank
         self._group = groups.of(mode.degree) if mode.degree > 1 else None
-        self._shape = shape_of(trainer)
+        self._shape = trainer.config.attention_shape
 
     def make(self, documents: StepDocuments) -> Step:
         """Deal, lay out and load a global batch."""
@@ -82,13 +82,6 @@ class _Baseline:
         plan = StepPlan(options, tuple(lengths), tuple(documents.homes), tuple(layouts), (), (), drawn=())
         balance = StepBalance(unplanned, unplanned, unplanned, bytes_moved)
         return Step(documents, plan, balance, None, ready, planning_ms)
-
-
-def shape_of(trainer: Trainer) -> AttentionShape:
-    """Attention heads of one tensor-parallel rank."""
-    model, tp = trainer.config.model, trainer.config.parallel.tp
-    value_bytes = 2 if trainer.config.train.precision == "bf16" else 4
-    return AttentionShape(model.heads // tp, model.kv_heads // tp, model.resolved_head_dim, value_bytes)
 
 
 def check_fits(mode: Mode, batches: Batches, ranks: int, room: int, work: Work) -> None:

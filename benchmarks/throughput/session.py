@@ -24,7 +24,6 @@ from benchmarks.throughput.sweep import plot
 from benchmarks.throughput.table import links
 from distca.attention import choose_kernel
 from distca.errors import ConfigError
-from distca.plan import AttentionShape
 from distca.versions import header
 from megatron_patches.world import World
 
@@ -62,11 +61,7 @@ class Session:
         self._settings, self._world, self._progress = settings, world, progress
         config = settings.config
         self._ranks = config.parallel.data_parallel(world.size)
-        value_bytes = 2 if config.train.precision == "bf16" else 4
-        tp = config.parallel.tp
-        self._shape = AttentionShape(
-            config.model.heads // tp, config.model.kv_heads // tp, config.model.resolved_head_dim, value_bytes
-        )
+        self._shape = config.attention_shape
         self._groups: CpGroups | None = None
         self._report: dict[str, Any] = {
             **header(command, world.size),
@@ -77,7 +72,7 @@ class Session:
             "socket_nodes": settings.socket_nodes,
             "deal": config.cad.deal,
             "model": asdict(config.model),
-            "parallel": {"tp": tp, "pp": config.parallel.pp, "data_parallel_times_cp": self._ranks},
+            "parallel": {"tp": config.parallel.tp, "pp": config.parallel.pp, "data_parallel_times_cp": self._ranks},
             "tokens_per_rank": config.data.tokens_per_rank,
             "micro_batches": config.train.micro_batches,
             "recompute": config.resolved_recompute,

@@ -1,7 +1,7 @@
 """flash-attn-4 (CuTe DSL) on Hopper and Blackwell: float16 and bfloat16.
 
 Its public functions are autograd functions; a CA-task's forward and backward can run on different ranks, so the
-stateless pair beneath them is called. setup.py pins the version this was run with.
+stateless pair beneath them is called. pyproject.toml pins the version this was run with.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distca.log import MISTAKE
+
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
 _BEAT_S = 5.0
 _PREFIX = "distca/health"
-MISTAKE = 2
-"""Exit code of a user's mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)

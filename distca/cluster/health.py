@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from distca.cluster.board import MISTAKE, Board, Failure
+from distca.cluster.board import Board, Failure
 from distca.cluster.process import Process
 from distca.cluster.waits import Stuck, Wait, Waits
 from distca.errors import DistcaError
-from distca.log import console, say_mistake
+from distca.log import MISTAKE, console, say_mistake
 
 logger = logging.getLogger(__name__)
 

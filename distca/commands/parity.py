@@ -14,11 +14,11 @@ from distca.commands.options import check_least, check_writable
 
 
 def parity(output: str | None = None, max_ranks: int = 4) -> None:
-    """Compare losses and gradients with stock megatron-core's, case by case.
+    """Compare losses and gradients with unmodified megatron-core's, case by case.
 
     Without GPUs: over gloo, in float32 the whole training path and in float64 the transformer block, absolute
-    agreement. With GPUs: over NCCL in bfloat16, the block's distance from float64 relative to stock megatron-core's own
-    distance with the same kernel. Ends with exit code 1 if a case is out of its tolerance.
+    agreement. With GPUs: over NCCL in bfloat16, the block's distance from float64 relative to unmodified
+    megatron-core's own distance with the same kernel. Ends with exit code 1 if a case is out of its tolerance.
 
     Args:
         output: JSON file to write the figures to.

@@ -17,11 +17,11 @@ import torch
 from distca.device.event import Event
 from distca.device.host_memory import free_host_memory
 from distca.device.page_lock import page_lock, page_unlock
+from distca.device.sizes import PARKED_TENSORS, STAYING_HALVES
 from distca.errors import SupportError
 
-WINDOW, AHEAD = 10, 5
-"""Tensors that stay on the GPU after they were parked, and that come back ahead: a half of a micro-batch has five in
-every layer."""
+WINDOW, AHEAD = STAYING_HALVES * PARKED_TENSORS, PARKED_TENSORS
+"""Tensors that stay on the GPU after they were parked, and that come back ahead."""
 CHUNK_BYTES = 1 << 30
 """Host memory is taken in pieces of this size."""
 _ALIGNMENT = 128
@@ -64,11 +64,6 @@ class Offload:
         self._leaving: dict[int, tuple[torch.Tensor, Event | None]] = {}  # by number, in the order of parking
         self._coming: dict[int, tuple[torch.Tensor, Event | None]] = {}
         self._parked = 0
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that was taken so far."""
-        return self._memory.size
 
     def park(self, tensor: torch.Tensor) -> Parked:
         """Begin to copy a tensor out. It is not changed from then on. What was parked just before, also as a part of

@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from distca.device.sizes import LOGITS_BYTES
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics, wide
-
-# Of one chunk on one rank. The weight's float32 gradient is read and written once per chunk, so chunks are not small.
-LOGITS_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import Traffic, server_seconds, traffic
@@ -89,23 +88,13 @@ def cheaper(
         planned: forward and backward plan of a layout.
         price: of all nano-batches' plans.
         whole: no document has more work than a rank, so that both together may move nothing.
-
-    Raises:
-        PlanError: neither can be planned.
     """
-    try:
-        halves = by_half()
-        before = price([planned(layout) for layout in halves])
-    except PlanError:
-        # A memory cap that one placement cannot keep the other may.
-        return together()
+    halves = by_half()
+    before = price([planned(layout) for layout in halves])
     if not before.bytes or not (before.exposed or whole):
         return halves
     both = together()
-    try:
-        after = price([planned(layout) for layout in both])
-    except PlanError:
-        return halves
+    after = price([planned(layout) for layout in both])
     return both if after.beats(before) else halves
 
 

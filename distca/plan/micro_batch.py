@@ -163,7 +163,7 @@ def plan_micro_batch(
         options: see :class:`distca.plan.step.PlanOptions`.
 
     Raises:
-        PlanError: on lengths that cannot be laid out, or a memory cap that cannot be met.
+        PlanError: on lengths that cannot be laid out.
     """
     began = time.perf_counter()
     step = plan_step([lengths], PlanOptions(ranks, cost, tolerance=tolerance, **options), [rank_of])

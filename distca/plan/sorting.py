@@ -1,4 +1,4 @@
-"""Sorting by several keys at once, and what is sorted already."""
+"""Sorting by several keys at once, what is sorted already, and ranges as their numbers."""
 
 from __future__ import annotations
 
@@ -28,3 +28,10 @@ def merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """[N] values of two ascending arrays, each once: as np.unique of both, in a fraction of its time."""
     both = np.sort(np.concatenate((first, second)), kind="stable")
     return both[np.append(True, both[1:] != both[:-1])[: len(both)]]
+
+
+def expand(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """All numbers of the ranges [begin, begin + count), one range after the other."""
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(begin - (ends - count), count)

@@ -66,7 +66,6 @@ class PlanOptions:
         disaggregate: False computes every document at home.
         tolerance: how far above the mean the busiest server may be; None takes the one for the size of the pool.
         links: which servers share a node.
-        max_received_bytes: most bytes of q, k and v rows that a server may receive for a nano-batch; None for any.
         non_attention: levels a phase's linear layers and attention together; None levels attention alone.
         scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
 
@@ -84,7 +83,6 @@ class PlanOptions:
     disaggregate: bool = True
     tolerance: float | None = None
     links: Links = field(default_factory=Links)
-    max_received_bytes: int | None = None
     non_attention: NonAttention | None = None
     scheduler: Scheduler | None = None
 
@@ -349,7 +347,6 @@ def _scheduler(options: PlanOptions) -> Scheduler:
             resend=options.resend,
             tolerance=tolerance,
             links=options.links,
-            max_received_bytes=options.max_received_bytes,
             other_seconds=None if options.non_attention is None else other_seconds(options, layout, direction),
         )
 

@@ -16,8 +16,7 @@ import torch
 from distca.device.clock import Clock, Instant
 from distca.transport import Handle
 from distca.transport.collective import CollectiveHandle
-
-NANO_NAMES = ("ping", "pong")
+from distca.words import NANO_NAMES
 
 
 @dataclass

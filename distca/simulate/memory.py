@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from distca.device.sizes import LOGITS_BYTES
 from distca.simulate.job import VALUE, WIDE, Job, Recompute
-
-_LOGITS = 2 << 30
-"""Bytes of the output layer's chunk of logits (distca/ops/output_loss.py)."""
 
 
 def static_bytes(job: Job) -> int:
@@ -53,7 +51,7 @@ def layer_at_work(job: Job, rows: np.ndarray, again: np.ndarray | int = 0) -> np
 def loss_at_work(job: Job, rows: np.ndarray, last: np.ndarray | bool) -> np.ndarray:
     """[R] bytes of the loss of ``rows`` [R] home rows of a micro-batch, on the ``last`` stage."""
     table = job.model.vocabulary * job.model.hidden // job.tp
-    loss = _LOGITS + WIDE * table + 3 * VALUE * rows * (job.model.hidden // job.tp)
+    loss = LOGITS_BYTES + WIDE * table + 3 * VALUE * rows * (job.model.hidden // job.tp)
     return np.asarray(np.where(last, loss, 0))
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.simulate.fabric import Exchange, Fabric
-
-NANO_NAMES = ("ping", "pong")
+from distca.words import NANO_NAMES
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 
 from distca.device.host_to_device import Destination, to_device
 from distca.plan import RowExchange
+from distca.plan.sorting import expand
 from distca.transport.gather_scatter import move_rows, sum_rows
 
 
@@ -83,10 +84,10 @@ class RowMoves:
             adds: what comes back is added to what is there, as if that had been kept.
         """
         send, receive, keep = exchange.send, exchange.receive, exchange.keep
-        home_rows, kept_rows = _rows(send.source, send.rows), _rows(keep.source, keep.rows)
+        home_rows, kept_rows = expand(send.source, send.rows), expand(keep.source, keep.rows)
         sent, kept = to_device(home_rows, device), to_device(kept_rows, device)
-        received = to_device(_rows(receive.destination, receive.rows), device)
-        placed = to_device(_rows(keep.destination, keep.rows), device)
+        received = to_device(expand(receive.destination, receive.rows), device)
+        placed = to_device(expand(keep.destination, keep.rows), device)
         send_counts, receive_counts = send.per_peer(ranks).tolist(), receive.per_peer(ranks).tolist()
         to_server = RowMoves(
             exchange.source_rows,
@@ -192,13 +193,6 @@ class Reduction:
         """Add ``packed`` into ``destination``, which holds the kept rows and zeros elsewhere."""
         move_rows(packed, self.single, destination, self.single_home)
         sum_rows(packed, self.copies, self.borders, self.rounds, destination, self.shared_home)
-
-
-def _rows(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """All rows of the ranges [begin, begin + count), one after the other."""
-    ends = np.cumsum(count)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(begin - (ends - count), count)
 
 
 def _apart(begin: np.ndarray, count: np.ndarray) -> bool:

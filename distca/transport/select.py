@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TransportName = Literal["auto", "nvshmem", "nccl", "gloo"]
-"""How rows can travel, and "auto" for the best way that works."""
+"""Ways for rows to travel, and "auto" for the best that works."""
 NAMES: tuple[str, ...] = get_args(TransportName)
 DEFAULT_BUFFER_GB = 2.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from megatron.core import parallel_state
@@ -47,6 +47,19 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
     if fp8 != "none":
         _check_fp8(config, device)
     return reason is None
+
+
+def refuse_te_spec(config: TransformerConfig, device: torch.device) -> NoReturn:
+    """Say why a layer spec with Transformer Engine's linear layers is refused where Megatron's own were chosen.
+
+    Raises:
+        SupportError: always.
+    """
+    reason = why_not_te(device, config.params_dtype) or "`linears` is local, and neither auto nor te"
+    raise SupportError(
+        f"the layer spec has Transformer Engine's linear layers, but {reason}: give the spec of megatron's "
+        "get_gpt_layer_local_spec(normalization='RMSNorm')."
+    )
 
 
 def check_moments(moments: torch.dtype, device: torch.device) -> None:

@@ -72,7 +72,7 @@ def test_a_tensor_that_is_parked_twice_is_copied_once() -> None:
     parking = Offload(CPU, window=2, ahead=0, chunk_bytes=128)
     whole = _tensor(1, rows=6)
     parked = [parking.park(each) for each in (whole, whole.view(3, 10), whole[2:5], whole.detach())]
-    assert parking.host_bytes == 128
+    assert parking._memory.size == 128
     last, whole = whole[2:5].clone(), whole.clone()
     parking.park(_tensor(2)), parking.park(_tensor(3))
     assert parked[0]._entry.here is None
@@ -102,7 +102,7 @@ def test_host_memory_is_used_again_when_nothing_is_parked(taking: bool) -> None:
             if taking:
                 assert torch.equal(parked[number].take(), _tensor(number))
             parked.pop()
-        sizes.append(parking.host_bytes)
+        sizes.append(parking._memory.size)
     assert sizes == [5 * 128] * 3
     assert taking == (not parking._leaving)
 
@@ -114,7 +114,7 @@ def test_autograd_parks_what_it_saves() -> None:
     with parking.saved_tensors():
         z = x.exp() * y
     z.sum().backward()
-    assert torch.equal(x.grad, x.exp() * y) and torch.equal(y.grad, x.exp()) and parking.host_bytes
+    assert torch.equal(x.grad, x.exp() * y) and torch.equal(y.grad, x.exp()) and parking._memory.size
 
 
 def test_too_little_host_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

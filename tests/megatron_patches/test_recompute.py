@@ -78,7 +78,7 @@ def _offloaded():
         model.train()
         parking, counts = cad.pool.offload, {}
         if parking is not None:
-            counts["in evaluation"] = parking.host_bytes
+            counts["in evaluation"] = parking._memory.size
             copy = parking._copy
 
             def counted(entry, out, copy=copy, counts=counts):

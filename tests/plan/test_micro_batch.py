@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.data.mixes import sample_lengths
-from distca.errors import PlanError
 from distca.plan import (
     Links,
     MicroBatchPlan,
@@ -107,5 +106,3 @@ def test_options_reach_the_scheduler() -> None:
     (layout,) = lay_out(documents, 4, rank_of=homes)
     assert np.array_equal(*(plan.tasks.stop for plan in (made.plans[0], schedule(layout, LLAMA_8B, **options))))
     assert not np.array_equal(made.plans[0].tasks.stop, schedule(layout, LLAMA_8B).tasks.stop)
-    with pytest.raises(PlanError, match="max_received_bytes allows 5"):
-        plan_micro_batch([100, 100, 100], 2, LLAMA_8B, max_received_bytes=5)

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.plan.sorting import merged, order_by
+from distca.plan.sorting import expand, merged, order_by
 
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 60), st.sampled_from((3, 1000, 2**40, 2**60)))
@@ -19,3 +19,9 @@ def test_sorts_like_lexsort_also_where_keys_do_not_fit_into_one_number(
 def test_merging_two_sorted_lists_keeps_every_value_once(first: list[int], second: list[int]) -> None:
     found = merged(*(np.array(sorted(each), np.int64) for each in (first, second)))
     assert found.tolist() == sorted({*first, *second})
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9))))
+def test_ranges_become_their_numbers(ranges: list[tuple[int, int]]) -> None:
+    begin, count = np.array(ranges, np.int64).reshape(-1, 2).T
+    assert expand(begin, count).tolist() == [number for first, rows in ranges for number in range(first, first + rows)]

@@ -70,7 +70,7 @@ def _counted(cases, layers, qk_norm):
         with live:
             loss, _ = summed_loss_step(iter([batch]), model)
         parking = cad.pool.offload
-        found.append((live.now(), 0) if parking is None else (live.now() - parking.host_bytes, parking._memory._used))
+        found.append((live.now(), 0) if parking is None else (live.now() - parking._memory.size, parking._memory._used))
         del loss
     return found
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.idle_share import idle_shares
 from distca.testing.ranks import run_ranks
 from distca.train.config.schema import (
     CadConfig,
@@ -18,7 +19,6 @@ from distca.train.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from distca.train.metrics.idle_share import idle_shares
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 def split_and_rotate(
     mixed_NF: torch.Tensor, cos_NE: torch.Tensor, sin_NE: torch.Tensor, groups: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`megatron_patches.rotary.split_and_rotate`."""
+    """See :func:`distca.ops.rotary.split_and_rotate`."""
     q_NHD, kv_N2GD = _SplitAndRotate.apply(mixed_NF, cos_NE, sin_NE, groups)  # type: ignore[no-untyped-call]
     return q_NHD, kv_N2GD
 

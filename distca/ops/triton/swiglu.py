@@ -8,7 +8,7 @@ _BLOCK = 2048
 
 
 def swiglu(x_NF2: torch.Tensor, out_NF: torch.Tensor) -> None:
-    """See :func:`megatron_patches.swiglu.swiglu`; writes into ``out_NF``."""
+    """See :func:`distca.ops.swiglu.swiglu`; writes into ``out_NF``."""
     assert x_NF2.is_contiguous() and out_NF.is_contiguous()
     rows, width = out_NF.shape
     if out_NF.numel():

@@ -151,8 +151,6 @@ class Balancer:
             theirs = self.state.pieces_of(receiver)
             change = pieces.seconds[:, :, None] - theirs.seconds[:, None, :]
             fits = ((change >= need[:, None, None]) & (change <= room[:, receiver, None, None])).all(axis=0)
-            fits &= (self._most_arriving(pieces) <= self.state.free_bytes(np.array([receiver])))[:, None]
-            fits &= self._most_arriving(theirs) <= self.state.free_bytes(np.array([sender]))
             if fits.any():
                 rows = pieces.rows[:, None] + theirs.rows
                 mine, other = divmod(int(np.where(fits, rows, rows.max() + 1).argmin()), rows.shape[1])
@@ -161,23 +159,14 @@ class Balancer:
         return False
 
     def _hand_over(self, sender: int, pieces: Pieces, chosen: np.ndarray, receiver: int) -> bool:
-        part = pieces.take(chosen)
-        if self.state.cap is not None:
-            most = self.state.free_bytes(np.array([receiver]))
-            chosen = chosen[np.cumsum(self._most_arriving(part)) <= most]
-            part = pieces.take(chosen)
         if not len(chosen) or receiver == sender:
             return False
+        part = pieces.take(chosen)
         document, start, stop = part.place.tolist()
         moved = MovedRanges(document, start, stop, [receiver] * len(chosen), part.seconds.tolist())
         lost = [sum(seconds) for seconds in moved.seconds]
         self.state.move(sender, chosen.tolist(), part.take(np.zeros(0, np.int64)), lost, moved)
         return True
-
-    def _most_arriving(self, part: Pieces) -> np.ndarray:
-        """[P] most bytes of q, k and v rows that can arrive with each piece."""
-        shape = self.state.shape
-        return part.rows * shape.q_bytes + part.place[2] * shape.kv_bytes
 
     def _falling(self, worth: np.ndarray) -> np.ndarray:
         """[N] ranks with a ``worth`` [R] above 0, by falling worth, equals in the state's order."""
@@ -224,13 +213,8 @@ class Balancer:
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
         """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""
         state, network = self.state, self.state.links.network_price
-        usable, most_rows = free > _LEAST_ROOM, None
-        if state.cap is not None:
-            free_memory = state.cap - state.received - stop * state.shape.kv_bytes
-            most_rows = free_memory // state.shape.q_bytes
-            usable &= most_rows >= self.timer.cost.block
         distant, q_price, squared = self._prices_from(int(state.node[sender]))
-        worth = np.where(usable, free, 0.0) / squared
+        worth = np.where(free > _LEAST_ROOM, free, 0.0) / squared
         sharing, had = state.sharers(document)
         worth[sharing] /= (1.0 - _KV_SHARE * np.minimum(1.0, had / stop)) ** 2
         # Bytes per second fall with the root of the room: the order of worth is that of price / sqrt(room), reversed.
@@ -244,13 +228,7 @@ class Balancer:
             of_keys = self.kv_bytes * state.kv_rows(document, to, ends, network)
             return np.asarray(ends @ rises - low * each[0] + of_keys)
 
-        return Receivers(
-            ranks,
-            room.take(ranks, axis=1),
-            None if most_rows is None else most_rows[ranks],
-            distant.take(ranks),
-            price,
-        )
+        return Receivers(ranks, room.take(ranks, axis=1), distant.take(ranks), price)
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of every rank [R]: 1 if it is on another node, else 0; what a query row costs to there; a byte, squared."""

@@ -90,7 +90,6 @@ class Receivers(NamedTuple):
     Attributes:
         rank: [C].
         room: [K, C] seconds they may still gain.
-        most_rows: [C] query rows they may get, for their memory; None without a cap.
         distant: [C] float64, 1 where not on the sender's node, else 0.
         price: (low [G], ends [G, N], indices [N]) -> [G] price of moving consecutive ranges, which begin at ``low`` and
             end at ``ends``: of their query rows, and of the k,v rows that they still need.
@@ -98,7 +97,6 @@ class Receivers(NamedTuple):
 
     rank: np.ndarray
     room: np.ndarray
-    most_rows: np.ndarray | None
     distant: np.ndarray
     price: Callable[[np.ndarray, np.ndarray, list[int]], np.ndarray]
 
@@ -150,11 +148,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     """The cheapest ranges that relieve the sender of its excess and fit the receivers; None when no cut pays."""
     whole = area(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
-    # The lowest place of a range has fewest pairs a row: no place holds more rows for that many pairs.
-    most = None if receivers.most_rows is None else area(excess.start, excess.start + receivers.most_rows)
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
-    if most is not None:
-        size = np.minimum(size, most)
     chosen, sizes = _choose(size, wanted, receivers.distant)
     low = _place(excess, receivers, chosen, sizes, whole, timer)
     room = receivers.room.take(chosen, axis=1).tolist()
@@ -163,12 +157,11 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
     for _ in range(1 if len(chosen) <= _FEW else 3):
         relief = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
         relieved = all(own >= need for own, need in zip(relief, excess.need, strict=True))
-        if relieved and len(split.chosen) == 1 and not any(_over(receivers, split)):
+        if relieved and len(split.chosen) == 1 and not any(_over(split)):
             break
         got = [area(float(start), float(stop)) for start, stop in pairwise(split.cuts)]
         for at, pairs, fit in zip(split.chosen, got, split.fit, strict=True):
-            filled = pairs * fit * 0.999
-            size[at] = filled if most is None else min(filled, most[at])
+            size[at] = pairs * fit * 0.999
         missing = max(need / max(own, 1e-300) for need, own in zip(excess.need, relief, strict=True))
         wanted = min(max(sum(got) * missing, least), whole)
         sizes = size.take(chosen).tolist()
@@ -178,7 +171,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
             low = _place(excess, receivers, chosen, sizes, whole, timer)
             room = receivers.room.take(chosen, axis=1).tolist()
         split = _timed(excess, chosen, room, _on_blocks(excess, low, sizes, block), timer)
-    return _without_misfits(excess, receivers, split, timer, block)
+    return _without_misfits(excess, split, timer, block)
 
 
 def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
@@ -272,16 +265,14 @@ def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: lis
     return RangeSplit(chosen, room, cuts, [each[1:-1] for each in seconds], [[each[0], each[-1]] for each in seconds])
 
 
-def _without_misfits(
-    excess: Excess, receivers: Receivers, split: RangeSplit, timer: Timer, block: int
-) -> RangeSplit | None:
+def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int) -> RangeSplit | None:
     """Shorten ranges that exceed their room, then give up those that still do or do not pay."""
-    over = _over(receivers, split)
+    over = _over(split)
     for _ in range(3):
         if not any(over):
             break
-        split = _shortened(excess, receivers, split, over, timer, block)
-        over = _over(receivers, split)
+        split = _shortened(excess, split, over, timer, block)
+        over = _over(split)
     while split.chosen:
         bad = over
         if min(split.rows) < _NEVER_WASTEFUL * timer.cost.block:
@@ -293,21 +284,16 @@ def _without_misfits(
         kept = slice(at + 1, None) if at < len(bad) / 2 else slice(0, at)
         cuts = split.cuts[at + 1 :] if at < len(bad) / 2 else split.cuts[: at + 1]
         split = _timed(excess, split.chosen[kept], [each[kept] for each in split.room], cuts, timer)
-        over = _over(receivers, split)
+        over = _over(split)
     return None
 
 
-def _shortened(
-    excess: Excess, receivers: Receivers, split: RangeSplit, over: list[bool], timer: Timer, block: int
-) -> RangeSplit:
+def _shortened(excess: Excess, split: RangeSplit, over: list[bool], timer: Timer, block: int) -> RangeSplit:
     """The same with the ranges that are ``over`` cut to what fits; the others slide into the place that leaves."""
     rows = split.rows
     for at, fit in enumerate(split.fit):
         if over[at]:
-            most = rows[at] * fit * 0.999
-            if receivers.most_rows is not None:
-                most = min(most, receivers.most_rows[split.chosen[at]])
-            rows[at] = int(most // block) * block
+            rows[at] = int(rows[at] * fit * 0.999 // block) * block
     # They slide away from the side where the sender keeps rows anyway.
     if split.cuts[0] == excess.start and split.cuts[-1] < excess.stop:
         cuts = list(accumulate(rows, initial=split.cuts[0]))
@@ -316,14 +302,11 @@ def _shortened(
     return _timed(excess, split.chosen, split.room, cuts, timer)
 
 
-def _over(receivers: Receivers, split: RangeSplit) -> list[bool]:
-    """[N] ranges that exceed their receiver's time or memory."""
+def _over(split: RangeSplit) -> list[bool]:
+    """[N] ranges that exceed their receiver's time."""
     over = [False] * len(split.chosen)
     for room, moved in zip(split.room, split.moved, strict=True):
         over = [was or own > most * (1 + 1e-9) for was, own, most in zip(over, moved, room, strict=True)]
-    if receivers.most_rows is not None:
-        most_rows = receivers.most_rows[split.chosen].tolist()
-        over = [was or own > most for was, own, most in zip(over, split.rows, most_rows, strict=True)]
     return over
 
 

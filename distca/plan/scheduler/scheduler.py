@@ -61,28 +61,25 @@ def schedule(
     resend: bool = False,
     links: Links | None = None,
     other_seconds: Sequence[float] | np.ndarray | None = None,
-    max_received_bytes: int | None = None,
 ) -> Plan:
     """Plan one nano-batch.
 
     Args:
         layout: where the rows live.
         cost: seconds per CA-task.
-        tolerance: no server may be more than this fraction above its fair share of the time, where the documents, the
-            shortest worthwhile shards and the memory cap allow it.
+        tolerance: no server may be more than this fraction above its fair share of the time, where the documents and
+            the shortest worthwhile shards allow it.
         direction: balance the forward, the backward, or each of them with one common set of tasks.
         resend: whether backward resends q, k, v, o (changes what a moved row costs).
         links: prices of bytes between ranks; None prices all pairs alike.
         other_seconds: [R] seconds of work other than attention on every server, in the one direction that is planned:
             a server with less of it gets more attention, so that all are done at the same time. None means all alike.
-        max_received_bytes: most bytes of q, k and v rows one server may receive from other ranks for this nano-batch.
 
     Returns:
         A plan that computes every query row once; the same for the same arguments.
 
     Raises:
-        PlanError: on a negative tolerance, unusable ``other_seconds``, or a memory cap that even the plan at home
-            exceeds.
+        PlanError: on a negative tolerance, or unusable ``other_seconds``.
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
@@ -90,7 +87,7 @@ def schedule(
         raise PlanError("other_seconds differ in forward and backward: plan each direction by itself, not both.")
     home = plan_at_home(layout)
     least = _least_imbalance(home, cost, direction) if other_seconds is None else 0.0
-    search = _Search(home, cost, direction, resend, links or Links(), other_seconds, max_received_bytes)
+    search = _Search(home, cost, direction, resend, links or Links(), other_seconds)
     while not search.run(tolerance, least) and tolerance > _FINEST_TOLERANCE:
         # One direction lost more than the other gained: a finer plan may be better for both.
         tolerance = max(tolerance / 2, _FINEST_TOLERANCE)
@@ -103,7 +100,7 @@ class _Search:
 
     Attributes:
         home: the plan that computes everything at home.
-        cost, direction, resend, links, other_seconds, max_received_bytes: as of :func:`schedule`.
+        cost, direction, resend, links, other_seconds: as of :func:`schedule`.
         best: tasks of the fastest plan so far.
         lowest: its slowest server's load over the mean one.
         before: [K] slowest at home.
@@ -115,7 +112,6 @@ class _Search:
     resend: bool
     links: Links
     other_seconds: Sequence[float] | np.ndarray | None
-    max_received_bytes: int | None
     best: Tasks = field(init=False)
     lowest: float = np.inf
     before: np.ndarray = field(init=False)
@@ -152,7 +148,6 @@ class _Search:
                 tolerance=aim,
                 other_seconds=self.other_seconds,
                 links=self.links,
-                max_received_bytes=self.max_received_bytes,
             )
             unit = np.maximum(state.mean, 1e-300)
             if start is self.home:

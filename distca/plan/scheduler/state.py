@@ -1,4 +1,4 @@
-"""The state of scheduling: every server's load, pieces, received rows and the k,v rows it already has."""
+"""The state of scheduling: every server's load, its pieces and the k,v rows it already has."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.errors import PlanError
-from distca.plan.cost.model import AttentionShape, CostModel, Direction
-from distca.plan.metrics import traffic
+from distca.plan.cost.model import CostModel, Direction
 from distca.plan.plan import Plan
 from distca.plan.scheduler.network_cost import HeldRows, Links
 from distca.plan.scheduler.target_load import TargetLoad
@@ -63,7 +61,6 @@ class SchedulerState:
         order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so
             that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
-        received: [R] bytes of q, k and v rows that arrive at every server; ``cap`` is the most it may be, or None.
         kept: [R] k,v rows that every server reads; ``most_kept`` is how many it should at most.
         grew_by_joining: whether a server takes longer since :meth:`joined`.
     """
@@ -77,10 +74,9 @@ class SchedulerState:
         tolerance: float,
         other_seconds: Sequence[float] | np.ndarray | None,
         links: Links,
-        max_received_bytes: int | None,
     ) -> None:
         layout = self.layout = home.layout
-        self.links, self.shape = links, cost.shape
+        self.links = links
         self._cost, self._direction, self.grew_by_joining = cost, direction, False
         tasks = self._home = home.tasks
         self._place = np.array((tasks.document, tasks.start, tasks.stop))
@@ -91,8 +87,6 @@ class SchedulerState:
         self._tolerance = tolerance
         self.mean = self.load.sum(axis=1) / layout.ranks
         self.order = _canonical_order(tasks, self._bounds)
-        self.cap = max_received_bytes
-        self.received = _received_at_home(home, cost.shape, max_received_bytes)
         self.node = links.nodes(layout.ranks)
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
@@ -128,10 +122,6 @@ class SchedulerState:
         """The same of the server that is furthest above."""
         return float(((self.load - self.target) / np.maximum(self.mean, 1e-300)[:, None]).max())
 
-    def free_bytes(self, ranks: np.ndarray) -> np.ndarray:
-        """[N] bytes that ``ranks`` may still receive; infinite without a cap."""
-        return np.full(len(ranks), np.inf) if self.cap is None else self.cap - self.received[ranks]
-
     def pieces_of(self, rank: int) -> Pieces:
         """What ``rank`` still computes of its home rows."""
         if rank not in self._pieces:
@@ -156,7 +146,7 @@ class SchedulerState:
         homes = self._homes.get(document)
         return None if homes is None else np.array(homes)
 
-    def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float = 1.0) -> np.ndarray:
+    def kv_rows(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float) -> np.ndarray:
         """[G] k,v rows that must still travel when ``ranks`` [N] read ``document`` up to ``stops`` [G, N]; those from
         other nodes count ``between_nodes``. What they hold as home ranks or have fetched already is free."""
         readers = self._readers.get(document, {})
@@ -183,11 +173,8 @@ class SchedulerState:
         self._pieces[sender] = both.take([at for at, rows in enumerate(both.rows.tolist()) if rows and at not in gone])
         for column, new in zip(self._moved, moved[:4], strict=True):
             column += new
-        for document, start, stop, receiver in zip(*moved[:4], strict=True):
+        for document, stop, receiver in zip(moved.document, moved.stop, moved.receiver, strict=True):
             readers = self._readers.setdefault(document, {})
-            if self.cap is not None:
-                rows = int(self.kv_rows(document, np.array([receiver]), np.array([[stop]]))[0])
-                self.received[receiver] += (stop - start) * self.shape.q_bytes + rows * self.shape.kv_bytes
             self.kept[receiver] += max(stop - readers.get(receiver, 0), 0)
             readers[receiver] = max(readers.get(receiver, 0), stop)
 
@@ -219,22 +206,6 @@ def _canonical_order(tasks: Tasks, bounds: np.ndarray) -> np.ndarray:
     some = np.flatnonzero(~empty)
     first = bounds[some]
     return np.concatenate((some[order_by(tasks.document[first], tasks.start[first])], np.flatnonzero(empty)))
-
-
-def _received_at_home(home: Plan, shape: AttentionShape, cap: int | None) -> np.ndarray:
-    """[R] bytes every server receives before anything moves: k,v rows of documents that span ranks."""
-    if cap is None:
-        return np.zeros(home.layout.ranks, np.int64)
-    moved = traffic(home)
-    received: np.ndarray = moved.kv.received * shape.kv_bytes + moved.q.received * shape.q_bytes
-    if received.max(initial=0) > cap:
-        rank = int(received.argmax())
-        raise PlanError(
-            f"Rank {rank} must receive {int(received[rank]):,} bytes of k,v rows for documents that began on other "
-            f"ranks, before any balancing; max_received_bytes allows {cap:,}. "
-            "Raise it or keep documents from spanning ranks."
-        )
-    return received
 
 
 def _readers_of_cut_documents(last: Tasks) -> dict[int, dict[int, int]]:

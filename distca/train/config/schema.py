@@ -357,14 +357,19 @@ class RunConfig:
         return self.data.cache or f"{self.output}/tokens"
 
     @property
+    def attention_shape(self) -> AttentionShape:
+        """Attention heads of one tensor-parallel rank."""
+        model, tp = self.model, self.parallel.tp
+        value_bytes = 2 if self.train.precision == "bf16" else 4
+        return AttentionShape(model.heads // tp, model.kv_heads // tp, model.resolved_head_dim, value_bytes)
+
+    @property
     def resolved_nvshmem_buffer_gb(self) -> float:
         """cad.nvshmem_buffer_gb, with 0 resolved."""
         if self.cad.nvshmem_buffer_gb:
             return self.cad.nvshmem_buffer_gb
-        model, tp = self.model, self.parallel.tp
-        value_bytes = 2 if self.train.precision == "bf16" else 4
-        shape = AttentionShape(model.heads // tp, model.kv_heads // tp, model.resolved_head_dim, value_bytes)
-        return receive_buffer_gb(shape, self.data.tokens_per_rank, resend=self.resolved_backward == "resend")
+        resend = self.resolved_backward == "resend"
+        return receive_buffer_gb(self.attention_shape, self.data.tokens_per_rank, resend=resend)
 
     @property
     def resolved_warmup_steps(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.plan.cost.model import layer_weights
 from distca.train.config.schema import ModelConfig
 
 # Dense peaks without sparsity, FLOP/s per device, in bfloat16 and in FP8 (0: it has none), from the vendor's data
@@ -47,9 +48,8 @@ class ModelFlops:
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Weights of all layers that multiply tokens: q, k, v and output projections, gate, up and down. No embedding."""
-    query = model.heads * model.resolved_head_dim
-    key_value = model.kv_heads * model.resolved_head_dim
-    return model.layers * model.hidden * (2 * query + 2 * key_value + 3 * model.ffn)
+    one = layer_weights(model.hidden, model.ffn, model.heads, model.kv_heads, model.resolved_head_dim)
+    return model.layers * one
 
 
 def model_flops(model: ModelConfig, vocabulary: int, lengths: Sequence[int] | np.ndarray) -> ModelFlops:

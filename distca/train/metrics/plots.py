@@ -86,8 +86,7 @@ def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> Non
     Args:
         path: file to write.
         events: dicts of ``rank`` (int), ``track`` (str), ``name`` (str), ``start_us`` and ``duration_us`` (float,
-            microseconds, one clock for all ranks). Optional: ``args`` (dict, shown on click) and ``flow`` (an id:
-            events with the same one are joined by arrows in order of start).
+            microseconds, one clock for all ranks). Optional: ``args`` (dict, shown on click).
     """
     spans = sorted(events, key=lambda event: event["start_us"])
     origin = spans[0]["start_us"] if spans else 0.0
@@ -105,28 +104,11 @@ def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> Non
         place = {"pid": int(span["rank"]), "tid": order[span["track"]], "ts": round(span["start_us"] - origin, 3)}
         event = {"ph": "X", "cat": span["track"], "name": span["name"], "dur": round(span["duration_us"], 3)}
         trace.append(event | place | ({"args": dict(span["args"])} if span.get("args") else {}))
-    trace += _arrows(spans, origin, order)
     Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": trace}), encoding="utf-8")
 
 
 def _name(kind: str, rank: int, track: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": args}
-
-
-def _arrows(spans: list[Mapping[str, Any]], origin: float, order: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Flow events: each joins one span to the next of the same id, from inside the one to the start of the other."""
-    chains: dict[Any, list[Mapping[str, Any]]] = {}
-    for span in spans:
-        if span.get("flow") is not None:
-            chains.setdefault(span["flow"], []).append(span)
-    arrows = []
-    for number, chain in enumerate(chain for chain in chains.values() if len(chain) > 1):
-        for position, span in enumerate(chain):
-            phase = "s" if position == 0 else ("f" if position == len(chain) - 1 else "t")
-            arrow = {"ph": phase, "cat": "flow", "name": "flow", "id": number, "pid": int(span["rank"])}
-            arrow |= {"tid": order[span["track"]], "ts": round(span["start_us"] - origin, 3)}
-            arrows.append(arrow | ({"bp": "e"} if phase == "f" else {}))
-    return arrows
 
 
 _NAMES = {"at_home": "at home, planned", "planned": "disaggregated, planned", "measured": "measured"}

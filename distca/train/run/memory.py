@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distca.device.sizes import LOGITS_BYTES, STAYING_HALVES
 from distca.train.config.schema import RunConfig
 from distca.train.run.model_bytes import ModelBytes, model_bytes
 from distca.words import format_bytes
 
 GIB = 2**30
-_LOGITS_BYTES = 2 << 30
-"""Of one chunk of the output layer's logits (distca/ops/output_loss.py)."""
 BUSY_SERVER_Q, BUSY_SERVER_KV, BUSY_SERVER_OTHERS = 1.33, 2.16, 0.17
 """Rows of queries (of one half), of keys, each once, and of queries that live elsewhere at a busy server, over its home
 rows. Plans level seconds, not rows, and a task brings its whole context: the mean of what
@@ -32,10 +31,6 @@ REGIONS_KV = 2.3, {1: 1.05, 2: 1.75}
 the server of its end has all keys, of two halves all in the second; the first half's end, half of them, is computed
 elsewhere. A second range of the same document has a copy of its keys. Plans have up to 2.2, and more where a shorter
 document shares the pool."""
-
-STAYING_HALVES = 2
-"""Halves of a layer whose rows are on the device at most, where they are kept in host memory; the window of
-distca/device/offload.py."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +294,7 @@ class _Stage:
         gradient of that."""
         if not self._last:
             return 0
-        logits = min(_LOGITS_BYTES, self._rows * self._embedding // self._config.model.hidden * self._value)
+        logits = min(LOGITS_BYTES, self._rows * self._embedding // self._config.model.hidden * self._value)
         return logits + 4 * self._embedding + 3 * self._value * self._rows * self._hidden
 
     def _transfers(self) -> int:

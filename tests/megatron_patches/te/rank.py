@@ -49,15 +49,29 @@ def found() -> dict[str, Any]:
     return results
 
 
-def spec() -> list[str]:
-    """Linear layers of a block whose spec is Transformer Engine's own."""
+def spec() -> dict[str, list[str]]:
+    """By what ``linears`` asks for: whether layers get Transformer Engine's, and which linear layer a block has whose
+    spec is Transformer Engine's own, or what is said."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
+    from distca.errors import SupportError
+    from megatron_patches import api
+    from megatron_patches.groups import initialize_model_parallel
+    from megatron_patches.model import transformer_config
+    from megatron_patches.parity.harness import ParityShape
 
-    given = get_gpt_layer_with_transformer_engine_spec()
-    check_layer_spec(given)
-    return [str(has_te_linears(given)), given.submodules.self_attention.submodules.linear_qkv.__name__]
+    initialize_model_parallel(1, 1, 1)
+    config = transformer_config(ParityShape(hidden=64, ffn=96, heads=4, kv_heads=2), torch.float32)
+    answers = {}
+    for linears in ("auto", "te", "local"):
+        cad = api.CAD(config, tokens_per_rank=64, kernel="reference", linears=linears)
+        try:
+            (layer,) = cad.block_spec(get_gpt_layer_with_transformer_engine_spec()).layer_specs[:1]
+            said = layer.submodules.self_attention.submodules.linear_qkv.__name__
+        except SupportError as error:
+            said = str(error)
+        answers[linears] = [str(cad.te_linears), said]
+    return answers
 
 
 def history() -> dict[str, list[float]]:

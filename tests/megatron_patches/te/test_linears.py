@@ -60,7 +60,13 @@ def test_delayed_scales_move_on_once_a_step(found: dict[str, Any]) -> None:
 
 
 def test_transformer_engines_own_layer_spec_is_served(found: dict[str, Any]) -> None:
-    assert found["spec"] == ["True", "TELayerNormColumnParallelLinear"]
+    assert found["spec"]["auto"] == found["spec"]["te"] == ["True", "ColumnLinear"]
+
+
+def test_its_spec_is_refused_where_linear_layers_are_to_be_local(found: dict[str, Any]) -> None:
+    te, said = found["spec"]["local"]
+    assert te == "False"
+    assert said.startswith("the layer spec has Transformer Engine's linear layers, but `linears` is local,")
 
 
 def test_a_history_of_another_length_begins_anew_with_its_scales(found: dict[str, Any]) -> None:

@@ -115,33 +115,6 @@ def test_renaming_ranks_renames_the_servers(data: st.DataObject, ranks: int) -> 
     assert np.array_equal(tasks.stop, wanted.stop[order])
 
 
-@given(layouts(), costs, st.integers(0, 400), st.sampled_from((None, Links(2))))
-def test_no_server_receives_more_than_its_cap(
-    found: tuple[Layout, ...], cost: CostModel, rows: int, links: Links | None
-) -> None:
-    shape = cost.shape
-    cap = rows * shape.kv_bytes
-    for layout in found:
-        at_home = traffic(plan_at_home(layout)).kv.received * shape.kv_bytes
-        if at_home.max() > cap:
-            with pytest.raises(PlanError, match=f"max_received_bytes allows {cap:,}"):
-                schedule(layout, cost, max_received_bytes=cap, links=links)
-            continue
-        plan = schedule(layout, cost, max_received_bytes=cap, links=links)
-        plan.check()
-        moved = traffic(plan)
-        assert (moved.q.received * shape.q_bytes + moved.kv.received * shape.kv_bytes <= cap).all()
-
-
-def test_a_cap_costs_balance_but_not_all_of_it() -> None:
-    (layout,) = lay_out(sample_lengths("pretrain", 16 * 131072, 0), 16)
-    free = schedule(layout, LLAMA_8B)
-    most = int((traffic(free).q.received * 8192 + traffic(free).kv.received * 4096).max())
-    capped = schedule(layout, LLAMA_8B, max_received_bytes=int(0.8 * most))
-    home, loose, tight = (both_imbalances(p, LLAMA_8B) for p in (plan_at_home(layout), free, capped))
-    assert loose <= tight < home
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])
 @pytest.mark.parametrize("mix", ["pretrain", "prolong"])
 def test_real_mixes_are_balanced(mix: str, direction: str) -> None:

@@ -19,9 +19,7 @@ def test_loads_count_ranges_that_met_on_a_server_as_one() -> None:
     cost = dear_when_long()
     (layout,) = lay_out([1024, 512], 2, rank_of=[0, 1])
     home = plan_at_home(layout)
-    state = SchedulerState(
-        home, cost, "both", tolerance=0.02, other_seconds=None, links=Links(), max_received_bytes=None
-    )
+    state = SchedulerState(home, cost, "both", tolerance=0.02, other_seconds=None, links=Links())
     for start, stop in ((256, 512), (512, 768)):
         pieces = state.pieces_of(0)
         piece = int(np.flatnonzero((pieces.place[1] <= start) & (pieces.place[2] >= stop))[0])

@@ -62,23 +62,6 @@ def test_timeline_names_ranks_and_tracks_and_starts_at_zero(tmp_path: Path) -> N
     assert threads[spans["q,k,v"]["pid"], spans["q,k,v"]["tid"]] == "transfers"
 
 
-def test_arrows_join_events_of_one_flow_in_time_order(tmp_path: Path) -> None:
-    events = [
-        event(1, "transfers", "arrive", 20.0, flow="x"),
-        event(0, "transfers", "send", 10.0, flow="x"),
-        event(1, "compute ping", "serve", 30.0, flow="x"),
-        event(0, "compute ping", "alone", 30.0, flow="y"),
-    ]
-    write_timeline(tmp_path / "t.json", events)
-    arrows = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e.get("cat") == "flow"]
-    assert [(arrow["ph"], arrow["pid"], arrow["ts"]) for arrow in arrows] == [
-        ("s", 0, 0.0),
-        ("t", 1, 10.0),
-        ("f", 1, 20.0),
-    ]
-    assert len({arrow["id"] for arrow in arrows}) == 1
-
-
 def test_empty_timeline_is_valid(tmp_path: Path) -> None:
     write_timeline(tmp_path / "t.json", [])
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == []

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks.linears import KINDS
-from distca.ops import output_loss
 from distca.plan import lay_out
 from distca.train.config.cli import parse_run_config
 from distca.train.config.schema import RunConfig
@@ -237,10 +236,6 @@ def test_settings_that_save_memory_are_predicted_to() -> None:
     assert max(_predicted(*plain, "--cad.enabled", "false")) < worst, "1F1B holds fewer micro-batches"
     assert max(_predicted(*plain, "--optimizer.distributed", "false")) > worst
     assert max(_predicted(*plain, ranks=16)) < worst, "more ranks share the optimizer's state"
-
-
-def test_logits_are_counted_in_the_chunks_that_the_output_layer_makes() -> None:
-    assert memory._LOGITS_BYTES == output_loss.LOGITS_BYTES
 
 
 def test_micro_batches_in_flight_by_stage() -> None:

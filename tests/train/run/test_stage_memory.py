@@ -85,7 +85,7 @@ def _measure(config: RunConfig) -> dict[str, Any]:
     stage = run.trainer.cad.stage
     predicted = memory.predict_memory(config, run.world.size, 64)[stage]
     parking = run.trainer.cad.pool.offload
-    host = parking.host_bytes if parking is not None else 0
+    host = parking._memory.size if parking is not None else 0
     run.close()
     return {"starts": max(starts) - host, "peak": live.peak - host, "predicted": predicted, "stage": stage}
 

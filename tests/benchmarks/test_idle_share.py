@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distca.train.metrics.idle_share import idle_shares
+from benchmarks.idle_share import idle_shares
 from distca.train.metrics.plots import write_timeline
 
 
