@@ -175,7 +175,7 @@ def test_settings_that_would_do_nothing_are_refused_together():
 def test_settings_that_modes_use_and_those_of_a_file_are_taken(tmp_path):
     file = tmp_path / "shared.yaml"
     file.write_text("data: {source: mix, path: pretrain, context_length: 256}\nlog: {every: 5}\ntrain: {steps: 9}\n")
-    used = ("--data.tokens_per_rank=96", "--data.vocabulary=64", "--cad.tolerance=0.1", "--train.recompute=mlp")
+    used = ("--data.tokens_per_rank=48", "--data.vocabulary=64", "--cad.tolerance=0.1", "--train.recompute=mlp")
     used += ("--optimizer.clip_grad=0", f"--config={file}")
     result = run(RUN_3D, *used, REAL_PYTHON="1", CONTEXT_LENGTH="128", RECOMPUTE="")
     assert result.returncode == 0, result.stderr
