@@ -34,6 +34,7 @@ from rich.table import Table
 
 from benchmarks.calibration_runs import batches_of, model_of
 from benchmarks.throughput.settings import parse
+from benchmarks.throughput.unused import CONTEXT, STAGES, refuse_unused
 from distca.baselines import parse_mode
 from distca.errors import DistcaError, LaunchError
 from distca.log import die
@@ -95,6 +96,7 @@ def _check(megabits: list[int], others: list[str]) -> None:
         )
     if len(os.sched_getaffinity(0)) < NODES:
         raise LaunchError(f"There is one core for {NODES} nodes.", "run it on a machine with more.")
+    refuse_unused(others[others.index("--") :] if "--" in others else [], used=(STAGES, CONTEXT))
     model = parse(["--output", "checked", *others], NODES, on_cpus=True).config.model
     if find_table("cpu", "reference", model.heads, model.kv_heads, model.resolved_head_dim) is None:
         raise LaunchError(

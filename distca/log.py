@@ -6,7 +6,10 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from logging.handlers import MemoryHandler
 from typing import NoReturn
 
 from rich.console import Console
@@ -42,7 +45,8 @@ def setup_logging(rank: int) -> None:
     """
     root = logging.getLogger()
     for earlier in list(root.handlers):
-        root.removeHandler(earlier)
+        if not isinstance(earlier, MemoryHandler):  # it keeps lines for a file
+            root.removeHandler(earlier)
     message = "%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"
     handler: logging.Handler
     if console().is_terminal:
@@ -57,6 +61,27 @@ def setup_logging(rank: int) -> None:
     root.setLevel(logging.WARNING)
     for name in ("distca", "megatron_patches"):
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+@contextmanager
+def early_lines() -> Iterator[None]:
+    """Keep what is logged inside until :func:`hand_over_early_lines` has a place for it."""
+    kept = MemoryHandler(0, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    logging.getLogger().addHandler(kept)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(kept)
+        kept.close()
+
+
+def hand_over_early_lines(file: logging.Handler) -> None:
+    """Give a handler what was kept for it, and keep no more."""
+    root = logging.getLogger()
+    for kept in [each for each in root.handlers if isinstance(each, MemoryHandler)]:
+        root.removeHandler(kept)
+        kept.setTarget(file)
+        kept.flush()
 
 
 def die(error: BaseException | str, next_step: str | None = None, everywhere: bool = False) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def read_yaml(path: Path, refused: type[DistcaError]) -> Any:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Of two entries of one name YAML silently keeps the last; here they are refused."""
+    """Of two entries of one name YAML silently keeps the last; here they are refused. Numbers such as 1e12, which are
+    text in YAML 1.1, are read as jsonargparse reads them in configuration files."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         given = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
@@ -40,3 +42,8 @@ class _OnceLoader(yaml.SafeLoader):
                 again = key.start_mark.line + 1
                 raise yaml.YAMLError(f"{name} is there twice, again in line {again}; put both together")
         return super().construct_mapping(node, deep)
+
+
+_OnceLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)

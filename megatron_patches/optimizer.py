@@ -87,9 +87,11 @@ def build_optimizer(
         SupportError: there is no such Adam here.
     """
     check_moments(moments, next(model.parameters()).device)
+    # The schedule constant never reads it, but megatron refuses one above the rate itself.
+    min_lr = settings.lr if settings.schedule == "constant" else settings.min_lr
     config = OptimizerConfig(
         lr=settings.lr,
-        min_lr=settings.min_lr,
+        min_lr=min_lr,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
@@ -109,7 +111,7 @@ def build_optimizer(
         # The first step already moves: megatron's warm-up counts from step 0, where the rate would be 0.
         init_lr=settings.lr / max(warmup_steps, 1),
         max_lr=settings.lr,
-        min_lr=settings.min_lr,
+        min_lr=min_lr,
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=max(steps, warmup_steps + 1),
         lr_decay_style="WSD" if settings.schedule == "wsd" else settings.schedule,

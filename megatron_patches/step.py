@@ -115,7 +115,7 @@ def make_step(
             )
         ]
         if vocabulary is not None:
-            _check_ids(rows, vocabulary)
+            _check_ids(rows, vocabulary, plan.drawn)
         if routes is None:
             batches = packed_batches(
                 rows,
@@ -134,13 +134,15 @@ def make_step(
     return Step(documents, plan, plan.balance(), routes, batches, planning_ms)
 
 
-def _check_ids(batches: Sequence[RankBatch], vocabulary: int) -> None:
-    """Ranks that share an embedding take a token that none of them has for zeros, and say nothing."""
-    for batch in batches:
+def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
+    """Ranks that share an embedding take a token that none of them has for zeros, and say nothing. ``drawn`` says where
+    documents were before they were dealt anew."""
+    for batch, origin in zip(batches, drawn, strict=True):
         wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
         if len(wrong):
+            micro_batch, place = origin[batch.documents[wrong[0]]]
             raise DataError(
-                f"Document {batch.documents[wrong[0]]} of a micro-batch has token {batch.tokens[wrong[0]]}, but the "
+                f"Document {place} of micro-batch {micro_batch} has token {batch.tokens[wrong[0]]}, but the "
                 f"model knows 0 to {vocabulary - 1}: correct the data, or build the model with more."
             )
 

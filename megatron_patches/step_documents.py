@@ -62,15 +62,20 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
 
 
 def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> None:
-    """Refuse micro-batches of more tokens than data-parallel ranks hold, homes of more than one of them does, and homes
-    that are no such rank.
+    """Refuse documents without tokens, micro-batches of more tokens than data-parallel ranks hold, homes of more than
+    one of them does, and homes that are no such rank.
 
     Raises:
         PlanError: naming the first.
     """
     most = ranks * tokens_per_rank
     for number, micro_batch in enumerate(documents.micro_batches):
-        tokens = sum(len(document) for document in micro_batch)
+        lengths = [len(document) for document in micro_batch]
+        if 0 in lengths:
+            raise PlanError(
+                f"Document {lengths.index(0)} of micro-batch {number} has 0 tokens; it needs at least 1: leave it out."
+            )
+        tokens = sum(lengths)
         if tokens > most:
             raise PlanError(
                 f"Micro-batch {number} has {tokens:,} tokens; {ranks} data-parallel ranks with tokens_per_rank "
@@ -84,7 +89,7 @@ def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> No
             raise PlanError(
                 f"Homes of micro-batch {number} name data-parallel rank {outside[0]}; they are 0 to {ranks - 1}."
             )
-        by_rank = np.bincount(homes, [len(document) for document in micro_batch], ranks)
+        by_rank = np.bincount(homes, lengths, ranks)
         if by_rank.max() > tokens_per_rank:
             raise PlanError(
                 f"Homes of micro-batch {number} put {by_rank.max():,.0f} tokens on data-parallel rank "

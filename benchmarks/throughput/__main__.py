@@ -14,7 +14,8 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 from benchmarks.throughput.settings import Settings, parse
-from distca.errors import DistcaError
+from benchmarks.throughput.unused import CONTEXT, STAGES, refuse_unused
+from distca.errors import ConfigError, DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.names import with_settings
 from distca.train.launch.check import read_check
@@ -32,9 +33,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # megatron-core's, torch's and the kernels', from every rank
     try:
         if check := read_check(sys.argv[1:]):
-            parse(check.settings, check.world_size, check.on_cpus)
+            _asked(check.settings, check.world_size, check.on_cpus)
             return
-        settings = parse(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
+        settings = _asked(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
         if settings.link_channels:
             from benchmarks.throughput.links import limit_links
 
@@ -51,6 +52,11 @@ def main() -> None:
         raise SystemExit(1)
 
 
+def _asked(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
+    refuse_unused(argv[argv.index("--") :] if "--" in argv else [], used=(STAGES, CONTEXT))
+    return parse(argv, world_size, on_cpus)
+
+
 def _run(settings: Settings) -> list[str]:
     from megatron_patches.world import join_world, leave_world
 
@@ -60,7 +66,11 @@ def _run(settings: Settings) -> list[str]:
         from benchmarks.throughput.session import Session
 
         with _progress(world.rank) as bar:
-            return Session(settings, world, command_line("torchrun ... -m benchmarks.throughput"), bar).run()
+            session = Session(settings, world, command_line("torchrun ... -m benchmarks.throughput"), bar)
+            apart = session.run()
+        if session.nothing_ran:
+            raise ConfigError(" ".join(["No mode ran, so no file was written.", *session.nothing_ran]))
+        return apart
     finally:
         leave_world()
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.throughput.unused import STAGES, refuse_unused
 from distca.errors import LaunchError
 from distca.train.config import environment
 from distca.train.config.variables import Launcher
@@ -35,6 +36,7 @@ def launch(launcher: Launcher, arguments: list[str]) -> int:
     """Check everything, run the benchmark, draw the table over all runs; the exit code."""
     given = environment.read(launcher, os.environ)
     environment.refuse_twice(launcher, given, arguments)
+    refuse_unused(arguments, used=() if launcher is Launcher.RUN_3D else (STAGES,))
     machines = find_machines(launcher, given, os.environ)
     values = _defaults(launcher, machines.gpus) | given
     sizes: dict[str, int] = {name: int(values[name]) for name in ("TP_SIZE", "PP_SIZE") if name in values}

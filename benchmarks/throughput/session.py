@@ -95,7 +95,7 @@ class Session:
         ceilings = measured.held, measured.burst
         for cell, mode in self._order():
             self._run_mode(cell, mode, *ceilings)
-        if self._world.rank == 0:
+        if self._world.rank == 0 and not self.nothing_ran:
             plot([self._report], self._settings.output / "plot.png")
             logger.info("Wrote benchmark.json, table.md and plot.png into %s", self._settings.output)
         compared = {name: cell.get("compared", {}) for name, cell in self._report["cells"].items()}
@@ -203,6 +203,14 @@ class Session:
         if self._groups is None:
             self._groups = CpGroups(parallel_state.get_data_parallel_group())
         return self._groups
+
+    @property
+    def nothing_ran(self) -> list[str]:
+        """Why nothing was measured and no file written; empty where some mode ran."""
+        cells = self._report["cells"].values()
+        if any(cell["modes"] for cell in cells):
+            return []
+        return list(dict.fromkeys(why for cell in cells for why in cell["not_run"].values()))
 
     @property
     def report(self) -> dict[str, Any]:

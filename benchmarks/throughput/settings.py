@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
-from distca.baselines.dealing import ranks_of_document
+from benchmarks.throughput.unused import CONTEXT
+from distca.baselines.dealing import check_holds, ranks_of_document
 from distca.baselines.errors import BaselineError
 from distca.baselines.mode import Mode, every_mode, parse_mode
 from distca.data.mixes import Mix
 from distca.errors import ConfigError
 from distca.train.config.cli import parse_run_config
+from distca.train.config.environment import settings_among
 from distca.train.config.schema import RunConfig
 from distca.train.config.validate import validate
 
@@ -112,6 +115,9 @@ def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
     if config.model.vocabulary < 1:
         raise ConfigError("model.vocabulary is 0, but random tokens need one; set it behind --.")
     config = replace(config, output=str(arguments.output))
+    if f"--{CONTEXT}" not in settings_among(rest):  # contexts are those of cells, which are checked below
+        fits = min(config.data.context_length, max(config.data.tokens_per_rank, 2))
+        config = replace(config, data=replace(config.data, context_length=fits))
     if arguments.socket_nodes:
         config = replace(config, cad=replace(config.cad, ranks_per_node=1))
     validate(config, world_size, config.model.vocabulary, on_cpus)
@@ -119,6 +125,7 @@ def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
     for cell in cells:
         cell.ranks_per_document(config.parallel.data_parallel(world_size), config.data.tokens_per_rank)
     modes, left_out = _modes(arguments, config, world_size)
+    _check_some_run(modes, cells, config.parallel.data_parallel(world_size), config.data.tokens_per_rank)
     steps = arguments.warm_up + arguments.batches + arguments.traced + 2
     optimizer = replace(config.optimizer, lr=_LEARNING_RATE, min_lr=_LEARNING_RATE, warmup_steps=0)
     return Settings(
@@ -156,6 +163,19 @@ def _modes(
             except BaselineError as error:
                 left_out[mode.name] = str(error)
     return tuple(runnable), left_out
+
+
+def _check_some_run(modes: tuple[Mode, ...], cells: tuple[Cell, ...], ranks: int, room: int) -> None:
+    """Refuse a run of which every mode would be skipped on every workload."""
+    why: dict[str, None] = {}
+    for cell, mode in product(cells, modes):
+        try:
+            check_holds(mode, ranks // cell.ranks_per_document(ranks, room), ranks, room)
+        except BaselineError as error:
+            why[str(error)] = None
+        else:
+            return
+    raise ConfigError(" ".join(["No mode can run.", *why]))
 
 
 def _parser() -> argparse.ArgumentParser:

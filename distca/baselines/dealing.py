@@ -50,22 +50,38 @@ def groups_of(
                 f"of {longest:,} tokens, or the sum of all, does not fit. Raise the tokens per rank."
             )
         return dealt
-    if groups > bins:
-        needs = f"this context needs {count(ranks // bins, 'rank')}"
-        if mode.method in ("packed", "packed-dealt"):
-            raise BaselineError(
-                f"{mode.name} keeps a document on one rank of {room:,} tokens, but {needs}; shorten the context, "
-                f"take context parallelism over {ranks // bins} ranks or more, or raise the tokens per rank."
-            )
-        raise BaselineError(
-            f"{mode.name} keeps a document on {mode.degree} × {room:,} tokens, but {needs}; choose a degree of "
-            f"{ranks // bins} or more, or raise the tokens per rank."
-        )
+    check_holds(mode, bins, ranks, room)
     as_sampled = bin_of // (bins // groups)
     if mode.method in ("packed", "packed-dealt"):
         return as_sampled
     dealt = deal(lengths, groups, work, mode.degree * room)
     return as_sampled if dealt is None else dealt
+
+
+def check_holds(mode: Mode, bins: int, ranks: int, room: int) -> None:
+    """Refuse a mode whose groups cannot hold the longest document; of "variable" that depends on all documents.
+
+    Args:
+        mode: how to train.
+        bins: equal shares of the ranks, each the fewest that hold the longest document.
+        ranks: data-parallel ranks.
+        room: tokens of a rank.
+
+    Raises:
+        BaselineError: in a sentence.
+    """
+    if mode.method in ("distca", "variable") or ranks // mode.degree <= bins:
+        return
+    needs = f"this context needs {count(ranks // bins, 'rank')}"
+    if mode.method in ("packed", "packed-dealt"):
+        raise BaselineError(
+            f"{mode.name} keeps a document on one rank of {room:,} tokens, but {needs}; shorten the context, "
+            f"take context parallelism over {ranks // bins} ranks or more, or raise the tokens per rank."
+        )
+    raise BaselineError(
+        f"{mode.name} keeps a document on {mode.degree} × {room:,} tokens, but {needs}; choose a degree of "
+        f"{ranks // bins} or more, or raise the tokens per rank."
+    )
 
 
 def dealt_anew(micro_batches: Sequence[MicroBatch], ranks: int, room: int, work: Work) -> tuple[MicroBatch, ...]:

@@ -17,6 +17,7 @@ from distca.transport import cuda_ops
 from distca.transport.collective import CollectiveTransport
 from distca.transport.interface import Transport
 from distca.transport.nvshmem.transport import OneSidedTransport
+from distca.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,9 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
             started = _start_nvshmem(group, buffer_gb, fallback)
             if not isinstance(started, str):
                 logger.info(
-                    "Transport: nvshmem over %d ranks, %.3g GiB of symmetric memory each", started.ranks, buffer_gb
+                    "Transport: nvshmem over %s, %.3g GiB of symmetric memory each",
+                    count(started.ranks, "rank"),
+                    buffer_gb,
                 )
                 return started
             reason = started
@@ -82,9 +85,9 @@ def choose_transport(name: str, group: dist.ProcessGroup, buffer_gb: float = DEF
             f"`transport` {name} cannot be used here: the ranks talk over {collective.name}. Set `transport` to auto."
         )
     logger.info(
-        "Transport: %s over %d ranks%s",
+        "Transport: %s over %s%s",
         collective.name,
-        collective.ranks,
+        count(collective.ranks, "rank"),
         f" (not nvshmem: {reason})" if reason and torch.cuda.is_available() else "",
     )
     return collective

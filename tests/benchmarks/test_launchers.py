@@ -156,6 +156,32 @@ def test_mistakes_are_sentences(variables, said):
     assert said in result.stderr and "next step:" in result.stderr
 
 
+def test_settings_that_would_do_nothing_are_refused_together():
+    for arguments, named, instead in (
+        (("--data.source", "jsonl", "--data.path=X"), "by data.path, data.source.", "use MIX (--mixes) in place of"),
+        (("--cad.enabled", "false", "--train.steps", "3"), "by cad.enabled, train.steps.", "use MODE (--modes)"),
+        (("--data.context_length", "256"), "by data.context_length.", "use CONTEXT_LENGTH (--contexts) in place of"),
+        (("--log.wandb=p", "--checkpoint.export", "X"), "export, log.wandb.", "leave out checkpoint.export, log.wandb"),
+        (("--name", "foo", "--data.longer", "error"), "data.longer, name.", "of name; leave out data.longer."),
+        (("--parallel.pp", "2"), "by parallel.pp.", "use benchmarks/example-4d-parallel/run4d.sh in place"),
+        (("--optimizer.lr", "1"), "by optimizer.lr.", "leave out optimizer.lr."),
+    ):
+        result = run(RUN_3D, *arguments)
+        assert result.returncode == 2 and result.stdout == ""
+        error, step = result.stderr.splitlines()
+        assert named in error and instead in step
+
+
+def test_settings_that_modes_use_and_those_of_a_file_are_taken(tmp_path):
+    file = tmp_path / "shared.yaml"
+    file.write_text("data: {source: mix, path: pretrain, context_length: 256}\nlog: {every: 5}\ntrain: {steps: 9}\n")
+    used = ("--data.tokens_per_rank=48", "--data.vocabulary=64", "--cad.tolerance=0.1", "--train.recompute=mlp")
+    used += ("--optimizer.clip_grad=0", f"--config={file}")
+    result = run(RUN_3D, *used, REAL_PYTHON="1", CONTEXT_LENGTH="128", RECOMPUTE="")
+    assert result.returncode == 0, result.stderr
+    assert run(RUN_4D, "--parallel.pp", "4", REAL_PYTHON="1", LAYERS="4").returncode == 0
+
+
 def test_settings_are_checked_before_any_rank_is_started():
     for script, variables, arguments, said in (
         (RUN_3D, {"MODE": "cp3"}, ("--cad.ping_pong", "false"), "cp3 needs groups of 3 ranks"),

@@ -55,6 +55,17 @@ def test_every_mode_trains_the_same_batches(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
+def test_a_run_of_which_every_mode_is_skipped_fails(tmp_path):
+    # What variable can do is known once documents are drawn.
+    arguments = ("--modes", "variable", "--mixes", "pretrain", "--contexts", "384", "--batches", "2", "--warm-up", "0")
+    words = ["-m", "benchmarks.throughput", "--output", str(tmp_path), *arguments, "--", *MODEL]
+    result = programs.torchrun(3, *words)
+    assert result.returncode != 0
+    assert "error: No mode ran, so no file was written. variable keeps documents whole" in result.stderr
+    assert "Wrote" not in result.stderr and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("device,links,last", [("cuda", None, True), ("cuda", 2, False), ("cpu", None, False)])
 def test_nvshmem_memory_never_stands_beside_a_baseline(device, links, last):
     from types import SimpleNamespace
@@ -157,6 +168,7 @@ def test_wrong_settings_are_sentences(tmp_path):
         (["--modes", "ulysses3"], [], "key/value heads"),
         (["--batches", "0"], [], "--batches"),
         (["--contexts", "128", "1024"], [], "1,024 tokens does not fit into 6 data-parallel ranks of 128"),
+        (["--modes", "packed", "--contexts", "256"], [], "No mode can run. packed keeps a document on one rank of 128"),
         (["--link-channels", "3"], [], "--link-channels is 3"),
         (["--link-channels", "0"], [], "--link-channels is 0"),
         ([], ["--model.vocabulary", "0"], "model.vocabulary is 0"),

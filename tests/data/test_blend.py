@@ -6,6 +6,7 @@ import pytest
 from distca.data import Corpus
 from distca.data.blend import Blend, Ingredient, read_blend
 from distca.errors import DataError
+from distca.train.config.cli import parse_run_config
 from tests.data.conftest import CountingSource
 
 
@@ -81,6 +82,14 @@ def test_a_file_is_read(tmp_path):
         Ingredient("jsonl", str(tmp_path / "a.jsonl"), None, "weight", 3),
         Ingredient("parquet", "/web", "body", "weight", 7, 65536, 0.6),
     ]
+
+
+@pytest.mark.parametrize("written", ["1e12", "1E+12", "1.e12", "1.0e+12", "+1_0e11", "1000000000000"])
+def test_numbers_are_read_as_in_configuration_files(tmp_path, written):
+    (tmp_path / "blend.yaml").write_text(f"- {{source: stdlib, weight: {written}}}\n")
+    (ingredient,) = read_blend(str(tmp_path / "blend.yaml"))
+    (tmp_path / "run.yaml").write_text(f"model: {{rope_base: {written}}}\n")
+    assert ingredient.value == parse_run_config(["--config", str(tmp_path / "run.yaml")]).model.rope_base == 1e12
 
 
 @pytest.mark.parametrize(

@@ -131,3 +131,17 @@ def _check(found: Any, before: list[torch.Tensor], by_hand: _ByHand, figures: tu
     for start, ours, theirs in zip(before, weights, by_hand.weights, strict=True):
         # Of the way from the start, to which float32 weights of about 1 add their own rounding.
         assert float((ours - theirs).norm() / (theirs - start).norm()) < 1e-5
+
+
+def _constant() -> list[float]:
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    model, optimizer = _optimizer(1, replace(FIRST, schedule="constant", lr=1e-3, min_lr=2e-3), STEPS, WARMUP)
+    return [_step(model, optimizer, step)[1] for step in range(STEPS)]
+
+
+def test_a_constant_rate_needs_no_lower_one() -> None:
+    (rates,) = run_ranks(1, _constant)
+    assert rates == pytest.approx([5e-4, 7.5e-4] + [1e-3] * 4)

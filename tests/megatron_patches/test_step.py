@@ -52,6 +52,16 @@ def test_tokens_that_the_model_does_not_know_are_refused() -> None:
             make_step(StepDocuments([[np.array([token] * 40)]]), _options(1), 0, 0, "cpu", vocabulary=vocabulary)
 
 
+@pytest.mark.parametrize("room", [0, 100])
+def test_a_document_with_such_a_token_is_named_as_it_was_given(room: int) -> None:
+    from megatron_patches.step import make_step
+    from megatron_patches.step_documents import StepDocuments
+
+    documents = [[np.zeros(3, int), np.zeros(2, int)], [np.zeros(4, int), np.full(60, 9)], [np.zeros(50, int)]]
+    with pytest.raises(DataError, match=r"^Document 1 of micro-batch 1 has token 9, but the model knows 0 to 8"):
+        make_step(StepDocuments(documents), _options(1), 0, 0, "cpu", room=room, vocabulary=9)
+
+
 @pytest.mark.parametrize("stages,disaggregate", [(1, True), (1, False), (2, True), (2, False)])
 def test_every_token_is_on_one_rank_with_what_belongs_to_it(stages: int, disaggregate: bool) -> None:
     from megatron_patches.step import make_step

@@ -38,7 +38,14 @@ def test_homes_and_weights_may_be_lists_and_none() -> None:
 def test_homes_of_more_than_a_rank_holds_are_refused() -> None:
     check_room(listed(_step([IDS, IDS], [IDS], homes=[[0, 1], [1]])), 2, 5)
     with pytest.raises(PlanError, match="Homes of micro-batch 1 put 10 tokens on data-parallel rank 1, and tokens_per"):
-        check_room(listed(_step([IDS], [IDS, IDS, []], homes=[None, [1, 1, 0]])), 2, 9)
+        check_room(listed(_step([IDS], [IDS, IDS, IDS[:1]], homes=[None, [1, 1, 0]])), 2, 9)
+
+
+def test_a_document_without_tokens_is_named() -> None:
+    with pytest.raises(
+        PlanError, match=r"^Document 1 of micro-batch 2 has 0 tokens; it needs at least 1: leave it out"
+    ):
+        check_room(listed([[IDS], [], [IDS, []]]), 2, 5)
 
 
 def test_other_ids_and_other_weights_are_told_from_lengths() -> None:

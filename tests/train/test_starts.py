@@ -97,7 +97,9 @@ def test_a_run_leaves_everything_it_promises(started: tuple[Path, subprocess.Com
     assert start_of_it["ranks"] == 2 == sum(start_of_it["hosts"].values()) and start_of_it["versions"]["torch"]
     assert "--checkpoint.save_every" in start_of_it["command"]
     last = next(line for line in done.stderr.splitlines() if "step 6/6" in line)
-    assert last.split("INFO ")[1] in (run / "console.log").read_text()
+    said = [line.split("INFO ")[1] for line in done.stderr.splitlines() if "INFO " in line]
+    assert said == [line.split("INFO ")[1] for line in (run / "console.log").read_text().splitlines()]
+    assert any(line.startswith("Transport: gloo over 2 ranks") for line in said[: said.index(f"Run folder: {run}")])
     assert " perplexity " in last and " gradient " in last and " tokens " in last and "ETA" not in last
 
 
@@ -155,6 +157,18 @@ def test_config_yaml_starts_the_same_run_again_and_resumes_it(
     assert steps_of(copy) == steps_of(run)
     assert (copy / "config-from-step-000004.yaml").exists()
     assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["step_000004", "step_000006"]
+
+
+def test_what_happens_before_the_folder_is_there_is_in_its_log_too(folder: Path) -> None:
+    line = arguments(name="early", output=folder, data__path=folder / "texts", train__steps=3, cad__enabled="false")
+    line += ["--cad.backward", "resend"]
+    for more in ([], ["--checkpoint.resume", str(folder / "early"), "--train.steps=4", "--optimizer.clip_grad=2"]):
+        done = start(*line, *more, ranks=1)
+        assert done.returncode == 0, done.stderr
+    log = (folder / "early" / "console.log").read_text()
+    assert log.count("INFO Transport: gloo over 1 rank\n") == log.count("INFO Model: ") == 2
+    assert log.count("INFO Without effect, because cad.enabled is false: cad.backward resend\n") == 2
+    assert log.count("WARNING Not as in the part before step 4: optimizer.clip_grad") == 1
 
 
 def test_flipped_bits_are_not_resumed_from_but_the_checkpoint_before(

@@ -187,7 +187,7 @@ class OptimizerConfig:
         schedule: after the warm-up: cosine and linear go down to min_lr, constant stays; wsd stays and goes down
             linearly in the last decay_steps.
         decay_steps: steps in which wsd goes down; null takes a tenth of train.steps.
-        min_lr: learning rate that a step after the last one would have.
+        min_lr: learning rate that a step after the last one would have; without effect with schedule constant.
         warmup_steps: steps before lr is reached, the first with lr / warmup_steps; null takes a sixth of train.steps,
             at most 100, and in a resumed run what the run had before.
         weight_decay: decoupled weight decay.

@@ -7,7 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from distca.errors import ConfigError
+from distca.errors import ConfigError, PlanError
+from distca.plan.cost.table_file import load_table, open_table
 from distca.plan.fp8_shapes import unfit_widths
 from distca.train.config.cli import changed, known_settings, value_of
 from distca.train.config.initial import first_scaling
@@ -262,13 +263,25 @@ def _servers(config: RunConfig, world_size: int) -> list[str]:
             f"cad.nvshmem_buffer_gb is {cad.nvshmem_buffer_gb:g}, but cad.transport is {cad.transport}, which has no "
             "such buffer; set cad.transport to auto or nvshmem, or leave the buffer out."
         )
-    # Rank 0's is everyone's.
-    if cad.cost_table and os.environ.get("RANK", "0") == "0" and not Path(cad.cost_table).is_file():
-        problems.append(
-            f"cad.cost_table is {cad.cost_table}, which is not a file; give one that `distca profile` wrote, or leave "
-            "it out."
-        )
-    return problems
+    return problems + _cost_table(config)
+
+
+def _cost_table(config: RunConfig) -> list[str]:
+    """What is wrong with it, for the heads of a tensor-parallel rank."""
+    given, model, tp = config.cad.cost_table, config.model, config.parallel.tp
+    if not given or os.environ.get("RANK", "0") != "0":  # rank 0's is everyone's
+        return []
+    if not Path(given).is_file():
+        return [
+            f"cad.cost_table is {given}, which is not a file; give one that `distca profile` wrote, or leave it out."
+        ]
+    try:
+        load_table(given)
+        if not (model.heads % tp or model.kv_heads % tp):  # which is said elsewhere
+            open_table(given, model.heads // tp, model.kv_heads // tp, model.resolved_head_dim)
+    except PlanError as error:
+        return [f"cad.cost_table is {given}, which cannot be used: {error}"]
+    return []
 
 
 def _stages(config: RunConfig) -> list[str]:
@@ -328,7 +341,7 @@ def _steps(config: RunConfig) -> list[str]:
             f"train.evaluate is true, but checkpoint.export is {config.checkpoint.export}, and only a run that trains "
             "writes it; leave one out. `distca checkpoint export` writes what a run saved."
         )
-    if optimizer.min_lr > optimizer.lr:
+    if optimizer.min_lr > optimizer.lr and optimizer.schedule != "constant":  # which has no use for it
         problems.append(f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}; lower it.")
     for name in ("timeline_steps", "profile_steps"):
         first, last = getattr(config.log, name) or (1, 1)

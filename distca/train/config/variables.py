@@ -251,7 +251,7 @@ VARIABLES: tuple[Variable, ...] = (
         default=f"{_CONFIGURATION}; benchmarks: 131072, on CPUs 512",
         meaning="tokens per data-parallel rank and micro-batch",
         training=("data.tokens_per_rank",),
-        benchmarks=("data.tokens_per_rank", "data.context_length"),
+        benchmarks=("data.tokens_per_rank",),
         also=("NUM_TOKENS", "TOKENS", "TOKENS_PER_GPU"),
     ),
     Variable(

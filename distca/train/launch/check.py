@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from distca.errors import ConfigError
+from distca.train.config.variables import COUNT
 from distca.train.launch.machines import Machines
 
 _CHECK, _CPU = "--check", "cpu"
@@ -31,8 +34,15 @@ def check_words(machines: Machines) -> list[str]:
 
 
 def read_check(arguments: Sequence[str]) -> Check | None:
-    """The check that a command line begins with; None where it asks for none."""
+    """The check that a command line begins with; None where it asks for none.
+
+    Raises:
+        ConfigError: it does not say for how many ranks.
+    """
     if list(arguments[:1]) != [_CHECK]:
         return None
+    ranks = "".join(arguments[1:2])
+    if not re.fullmatch(COUNT.pattern, ranks):
+        raise ConfigError(f"{_CHECK} is followed by {ranks!r}; it needs the number of ranks, {COUNT.words}.")
     on_cpus = list(arguments[2:3]) == [_CPU]
-    return Check(int(arguments[1]), on_cpus, list(arguments[3 if on_cpus else 2 :]))
+    return Check(int(ranks), on_cpus, list(arguments[3 if on_cpus else 2 :]))

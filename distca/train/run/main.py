@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from distca.data.corpus import Corpus
 from distca.errors import ConfigError, DamagedCheckpointError, DataError, DistcaError
-from distca.log import die, setup_logging
+from distca.log import die, early_lines, setup_logging
 from distca.train.config.cli import files_first, parse_run_config
 from distca.train.config.names import settings_named, with_settings
 from distca.train.config.schema import RESUME_OR_START, RunConfig
 from distca.train.config.validate import validate
+from distca.train.config.without_effect import without_effect
 from distca.train.launch.check import read_check
 from distca.train.metrics.writer import check_wandb
 from distca.train.run.run_folder import (
@@ -52,7 +53,8 @@ def main(argv: list[str] | None = None) -> None:
         if check := read_check(arguments):
             _check(parse_run_config(files_first(check.settings)), check.world_size, check.on_cpus)
         else:
-            _run(parse_run_config(files_first(arguments)))
+            with early_lines():
+                _run(parse_run_config(files_first(arguments)))
     except DistcaError as error:
         _die(error)
 
@@ -209,6 +211,8 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         from distca.train.run.record import rank_log, record_start
 
     check_same_start(config, corpus, world)
+    if world.rank == 0 and (said := without_effect(config)):
+        logger.info("%s", said)
     finished = False
     with ExitStack() as held:
         resumed = _decided(world.rank, lambda: _hold_resumed(config, held)) if config.checkpoint.resume else None

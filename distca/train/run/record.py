@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distca.log import hand_over_early_lines
 from distca.train.run.run_folder import RunFolder
 from distca.versions import hardware, versions
 
@@ -72,17 +73,19 @@ def commit_of(project: Path) -> str | None:
 
 @contextmanager
 def rank_log(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Keep what this rank logs inside in a file too: rank 0's in console.log, that of others, who say less on the
-    console, in one of their own."""
+    """Keep what this rank logs inside, and before in :func:`distca.log.early_lines`, in a file too: rank 0's in
+    console.log, that of others, who say less on the console, in one of their own."""
     file = folder.log_of(rank)
     try:
         file.parent.mkdir(exist_ok=True)
         handler = _LogFile(file, encoding="utf-8")
     except OSError as error:
         logger.warning("%s cannot be written (%s).", file, error.strerror)
+        hand_over_early_lines(logging.NullHandler())
         yield
         return
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    hand_over_early_lines(handler)
     logging.getLogger().addHandler(handler)
     try:
         yield

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from distca.errors import ConfigError
+from distca.plan.cost.table_file import TABLES
 from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.config.validate import validate
 
@@ -199,6 +200,29 @@ def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str
     assert "\n" not in str(caught.value), "one mistake is one sentence"
 
 
+def _table(folder: Path, **changes: object) -> str:
+    content = json.loads((TABLES / "h200_flash4_32x8x128.json").read_text()) | changes
+    path = folder / f"table{len(list(folder.iterdir()))}.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_a_cost_table_is_read_before_anything_starts(tmp_path: Path) -> None:
+    shape = ["--model.heads", "8", "--model.kv_heads", "2", "--model.head_dim", "128"]
+    for more, table, said in (
+        ([], str(CONFIGS / "tiny.yaml"), "tiny.yaml is not JSON ("),
+        ([], _table(tmp_path), "was measured for 32 query heads, 8 key/value heads and head size 128, but a rank of"),
+        (shape, _table(tmp_path, heads="many"), "has something else where numbers should be ("),
+        (shape, _table(tmp_path, q_rows=[]), "q_rows must be positive and increasing, not []."),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            validate(parse_run_config(["--cad.cost_table", table, *more]), 4, vocabulary=256)
+        assert str(caught.value).startswith(f"cad.cost_table is {table}, which cannot be used: The cost table")
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+    validate(parse_run_config(["--cad.cost_table", _table(tmp_path), *shape]), 4, vocabulary=256)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -211,6 +235,7 @@ def test_each_problem_is_one_sentence(arguments: str, world_size: int, said: str
         "--train.evaluate true --train.validate_every 5 --data.validation_fraction 0 --checkpoint.resume latest",
         "--data.whole_documents true --data.context_length 1024",
         "--train.steps 1 --optimizer.warmup_steps 0",
+        "--optimizer.schedule constant --optimizer.lr 1e-5",
         "--train.steps 1",
         "--log.timeline_steps [5,61]",
         "--model.head_dim 64",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from distca.errors import ConfigError
 from distca.train.launch.check import check_words, read_check
 from distca.train.launch.machines import Machines
 from tests.train.launch.machine import Machine
@@ -18,6 +19,14 @@ def test_what_is_written_is_read(gpus: int) -> None:
         ["--name", "cpu"],
     )
     assert read_check(["--name", "cpu"]) is None
+
+
+@pytest.mark.parametrize("words", [[], ["x"], ["0"], ["-1"], ["4.0"], ["--name", "a"], ["1" * 5000]])
+def test_a_check_needs_a_number_of_ranks(words: list[str]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--check is followed by '.*'; it needs the number of ranks, a whole number"
+    ):
+        read_check(["--check", *words])
 
 
 def test_cpu_ranks_are_not_started_with_what_needs_gpus(machine: Machine) -> None:
