@@ -1,6 +1,6 @@
 """DistCA: long-context LLM training by core attention disaggregation. Importing it needs numpy only.
 
-``CAD``, ``StepDocuments``, ``rows_of``, ``join_world`` and ``leave_world`` are the public face; they load torch and
+``CAD``, ``StepDocuments``, ``rows_of``, ``join_world`` and ``leave_world`` are the public API; they load torch and
 megatron-core when they are first asked for.
 """
 

@@ -1,4 +1,4 @@
-"""Core attention disaggregation in a training loop of one's own: Megatron-Core and distca's public face, nothing else.
+"""Core attention disaggregation in a training loop of one's own: Megatron-Core and distca's public API, nothing else.
 
 torchrun --nproc-per-node 4 examples/own_training_loop.py --tp 2     # CPU ranks, or one GPU per rank
 """

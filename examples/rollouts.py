@@ -1,4 +1,4 @@
-"""Policy gradients on made-up rollouts of very unequal lengths, through distca's public face: log-probabilities of
+"""Policy gradients on made-up rollouts of very unequal lengths, through distca's public API: log-probabilities of
 every token forward only, then with gradients.
 
 torchrun --nproc-per-node 4 examples/rollouts.py

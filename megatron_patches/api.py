@@ -1,4 +1,4 @@
-"""The public face: core attention disaggregation in anybody's Megatron-Core training script.
+"""The public API: core attention disaggregation in anybody's Megatron-Core training script.
 
     distca.join_world()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)

@@ -38,7 +38,7 @@ class DisaggregatedMicroBatch:
 class PackedMicroBatch:
     """A micro-batch of whole documents whose core attention stays at home.
 
-    Another way of computing core attention under stock layers is a subclass with its own :meth:`attend`.
+    Another way of computing core attention under unmodified layers is a subclass with its own :meth:`attend`.
 
     Attributes:
         batch: borders of this rank's tasks.

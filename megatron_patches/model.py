@@ -65,7 +65,7 @@ def transformer_config(
         shape: the model's sizes.
         dtype: of parameters and activations.
         sequence_parallel: shard activations between tensor-parallel blocks by tokens.
-        recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in stock and in
+        recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in unmodified and in
             disaggregated blocks.
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
         fp8: how Transformer Engine's linear layers scale their products' tensors to FP8.
@@ -95,7 +95,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         # The loss is summed over tokens and divided once by the tokens of the whole global batch.
         calculate_per_token_loss=True,
-        # megatron's stock attention needs it where packed documents are masked; ours has its own precision.
+        # megatron's own attention needs it where packed documents are masked; ours has its own precision.
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

@@ -1,6 +1,6 @@
 """Core attention over whole packed documents, as a megatron module: what runs where attention stays at home.
 
-megatron's own DotProductAttention refuses packed documents. With this in its place and nothing else changed, stock
+megatron's own DotProductAttention refuses packed documents. With this in its place and nothing else changed, unmodified
 megatron-core trains on packed documents: the baseline, with the same kernels.
 """
 

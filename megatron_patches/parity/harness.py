@@ -2,7 +2,7 @@
 
 The reference is unmodified Megatron-Core on one rank: its local spec untouched, all documents in one sequence under a
 dense mask that hides other documents; only the rotary angles are set by position in the document. The candidate is the
-public face, as a training script uses it: CAD, its block spec and schedule, Megatron's DDP.
+public API, as a training script uses it: CAD, its block spec and schedule, Megatron's DDP.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def run_disaggregated(
     linears: Linears = "auto",
     gradients: torch.dtype = torch.float32,
 ) -> Outcome:
-    """The candidate, over all ranks, through the public face; every rank calls it and gets the same outcome.
+    """The candidate, over all ranks, through the public API; every rank calls it and gets the same outcome.
 
     Args:
         case: what to compare.
@@ -244,7 +244,7 @@ def outcome_of(
 
     Args:
         case: the case.
-        cad: the face.
+        cad: the case's.
         model: this rank's part, with the gradients of the step.
         reports: [summed loss, target tokens] of every micro-batch on the last stage.
         weights: of the whole model, for names and shapes.
@@ -289,7 +289,7 @@ def attached(
     reduced: bool = True,
     linears: Linears = "auto",
 ) -> tuple[CAD, GPTModel]:
-    """The case's face and this rank's part of its model, with its shares of the weights; every rank calls it.
+    """The case's CAD and this rank's part of its model, with its shares of the weights; every rank calls it.
 
     Args:
         case: the case.

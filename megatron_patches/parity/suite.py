@@ -122,12 +122,12 @@ def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[E
     """Our block's distance from float64, over that of megatron-core with the same kernel and tensor parallelism."""
     cases = [replace(case, shape=GPU_SHAPE) for case in cases]
     weights = [block.rounded_weights(case, torch.bfloat16) for case in cases]
-    exact, stock = [], []
+    exact, unmodified = [], []
     for case, full in zip(cases, weights, strict=True):
         exact.append(block.block_unmodified(case, torch.float64, device, full))
-        stock.append(block.block_packed(case, torch.bfloat16, device, "auto", full).error(exact[-1]))
+        unmodified.append(block.block_packed(case, torch.bfloat16, device, "auto", full).error(exact[-1]))
     results = []
-    for case, full, reference, theirs in zip(cases, weights, exact, stock, strict=True):
+    for case, full, reference, theirs in zip(cases, weights, exact, unmodified, strict=True):
         ours = block.block_disaggregated(case, torch.bfloat16, device, "auto", full).error(reference)
         results.append({f"{name}_ratio": ratio for name, ratio in ratios(ours, theirs).items()})
     return results

@@ -35,7 +35,7 @@ class PositionRotary(torch.nn.Module):
         by_length: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
-        # No buffer: checkpoints keep stock megatron's keys, and a cast of the model leaves it as it is.
+        # No buffer: checkpoints keep unmodified megatron's keys, and a cast of the model leaves it as it is.
         self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
         self._angles: torch.Tensor | None = None
 

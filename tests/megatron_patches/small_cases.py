@@ -1,4 +1,4 @@
-"""Parity cases set up through the public face, on the gloo ranks that call this."""
+"""Parity cases set up through the public API, on the gloo ranks that call this."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ready(
     disaggregate: bool = True,
     frozen: tuple[str, ...] = (),
 ) -> tuple[CAD, DistributedDataParallel, Step]:
-    """The case's face, its model in Megatron's DDP in float32, and its step. ``frozen``: parts of parameters' names."""
+    """The case's CAD, its model in Megatron's DDP in float32, and its step. ``frozen``: parts of parameters' names."""
     import torch
 
     from megatron_patches.parity import harness

@@ -1,4 +1,4 @@
-"""The public face from a user's training script: their own model, losses of tokens or their sum, and what is refused
+"""The public API from a user's training script: their own model, losses of tokens or their sum, and what is refused
 in a sentence before anything waits."""
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def test_a_loop_does_not_end_where_a_document_fails(used: list[dict[str, Any]]) 
 def test_ranks_that_plan_differently_all_hear_of_it(used: list[dict[str, Any]]) -> None:
     for rank in used:
         assert rank["different"].startswith("PlanError: 1 of 2 ranks (1) planned step 8 differently from rank 0")
-        assert rank["again"] == 2, "the face is of use afterwards"
+        assert rank["again"] == 2, "the CAD is of use afterwards"
         lengths, ids = rank["a single one"]
         assert lengths.startswith("PlanError: 1 of 2 ranks (1) planned step ") and "differently" in lengths
         assert ids.startswith("PlanError: 1 of 2 ranks (1) gave other documents to step ")
