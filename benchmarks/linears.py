@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 from benchmarks.throughput.settings import Settings, parse
+from benchmarks.throughput.unused import CONTEXT, STAGES, refuse_unused
 from distca.errors import ConfigError, DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.names import with_settings
@@ -76,6 +77,7 @@ def _run(kinds: list[str], argv: list[str]) -> None:
 
     if "--" not in argv:
         argv = [*argv, "--"]
+    refuse_unused(argv[argv.index("--") :], used=(STAGES, CONTEXT))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     every = {kind: parse([*argv, *KINDS[kind]], size) for kind in kinds}
     world = join_world()

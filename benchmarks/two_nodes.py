@@ -38,6 +38,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import numpy as np
 
 from benchmarks.throughput.settings import Settings, parse
+from benchmarks.throughput.unused import CONTEXT, STAGES, refuse_unused
 from distca.errors import ConfigError, DistcaError
 from distca.log import die, setup_logging
 from distca.train.config.names import with_settings
@@ -88,6 +89,7 @@ def _settings(argv: list[str], ranks: int) -> dict[str, Settings]:
     """By the name of its folder, what every run is asked for."""
     runs, argv = _runs(argv)
     split = argv.index("--") if "--" in argv else len(argv)
+    refuse_unused(argv[split:], used=(STAGES, CONTEXT))
     found = {}
     for micro_batches, batches in runs:
         own = [*argv[:split], "--socket-nodes", "--short-warm-up", "--batches", str(batches)]

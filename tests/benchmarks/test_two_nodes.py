@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.two_nodes import _MOVED, _runs, _settings
-from distca.errors import ConfigError
+from distca.errors import ConfigError, LaunchError
 
 ARGUMENTS = ["--output", "logs", "--modes", "distca", "packed-dealt", "--mixes", "pretrain", "--contexts", "128"]
 ARGUMENTS += ["--", "--data.context_length", "128", "--data.tokens_per_rank", "128", "--model.vocabulary", "64"]
@@ -19,6 +19,11 @@ def test_runs_of_several_numbers_of_micro_batches_take_every_rank_for_a_node() -
     for wrong in (["--output", "logs"], ["--runs", "--output"], ["--runs", "0x3"], ["--runs", "4"]):
         with pytest.raises(ConfigError, match="4x2 1x3"):
             _runs(wrong)
+
+
+def test_settings_that_do_nothing_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"what is given by cad.enabled, train.steps\."):
+        _settings(["--runs", "1x1", "--output", "x", "--", "--cad.enabled", "false", "--train.steps", "3"], 2)
 
 
 def test_bytes_of_a_checkout_are_those_of_its_planner(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
+_SIZES = ("heads", "kv_heads", "head_dim")
 _SIDES = ("forward", "backward")
 
 
@@ -117,6 +118,12 @@ def _read(path: Path) -> dict[str, Any]:
     missing = [key for key in _WANTED if key not in content]
     if missing:
         raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
+    for key in _SIZES:
+        if type(content[key]) is not int or content[key] < 1:
+            raise PlanError(
+                f"The cost table {path} has {key} {content[key]!r}, which must be a whole number of at least 1; "
+                "measure it again with `distca profile`."
+            )
     return content
 
 

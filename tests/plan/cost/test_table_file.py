@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -84,6 +85,18 @@ def test_incomplete_tables_are_refused(tmp_path):
         find_table("NVIDIA H200", "flash4", 32, 8, 128, folder=tmp_path)
     path.write_text("{")
     with pytest.raises(PlanError, match="is not JSON"):
+        find_table("NVIDIA H200", "flash4", 32, 8, 128, folder=tmp_path)
+
+
+@pytest.mark.parametrize("key", ["heads", "kv_heads", "head_dim"])
+@pytest.mark.parametrize("wrong", [0, -8, 1.5, "32", True, None])
+def test_sizes_that_are_none_are_refused(tmp_path, key, wrong):
+    path = write(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: wrong}))
+    said = f"has {key} {wrong!r}, which must be a whole number of at least 1"
+    with pytest.raises(PlanError, match=re.escape(said)):
+        load_table(path)
+    with pytest.raises(PlanError, match=re.escape(said)):
         find_table("NVIDIA H200", "flash4", 32, 8, 128, folder=tmp_path)
 
 
