@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distca.data.mixes import Mix, sample_long_context
+from distca.plan import AttentionKind
 from distca.plan.cost.analytic import analytic_cost
 from distca.plan.micro_batch import plan_micro_batch
 from distca.runtime import NanoRoutes
@@ -61,9 +62,10 @@ def planned(mix: Mix, tokens: int) -> tuple[Part, ...]:
     """q and k,v of a planned nano-batch on their way to the attention servers, as in training."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cost = analytic_cost(HEADS, KV_HEADS, HEAD_DIM)
+    kinds_of_layers = [AttentionKind(HEAD_DIM**-0.5)]
     lengths = sample_long_context(mix, tokens * ranks, tokens, seed=1)
     nano = plan_micro_batch(lengths, ranks, cost).nano_batches[0]
-    routes = NanoRoutes.of(nano.forward, nano.backward, rank, "cuda").forward
+    routes = NanoRoutes.of(nano.forward, nano.backward, rank, kinds_of_layers, "cuda").forward
     kinds = ((routes.q_to_server, (HEADS, HEAD_DIM)), (routes.kv_to_server, (2, KV_HEADS, HEAD_DIM)))
     return tuple(
         Part(

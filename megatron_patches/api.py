@@ -38,6 +38,7 @@ from megatron_patches.block import block_spec, disaggregate_block, refuse_other_
 from megatron_patches.full_recompute import recompute_layers
 from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.layer_kinds import LayerKinds
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
 from megatron_patches.patches.gpt_forward import check_attached, check_unwrapped, patch_forward
@@ -171,6 +172,7 @@ class CAD:
         self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb, offload)
         self.options = plan_options(
             config,
+            LayerKinds.of(config),
             self.pool.kernel,
             self.device,
             disaggregate=disaggregate,

@@ -13,6 +13,7 @@ import torch
 
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer, core_attention
+from distca.plan import AttentionKind
 from distca.runtime import LayerRoutes
 
 
@@ -21,14 +22,14 @@ class DisaggregatedMicroBatch:
     """A micro-batch whose core attention is disaggregated.
 
     Attributes:
-        routes: this rank's, the same for all layers.
+        routes: this rank's, by layer of its stage.
         nano_rows: padded home rows of each nano-batch.
         chunks: tensor-parallel ranks that share the sequence; the micro-batch's rows are ordered so that each of their
             contiguous shares holds its part of every nano-batch.
         document_lengths: [rows] int64 tokens of each row's document, where the model's positions need them.
     """
 
-    routes: LayerRoutes
+    routes: Sequence[LayerRoutes]
     nano_rows: Sequence[int]
     chunks: int
     document_lengths: torch.Tensor | None = field(default=None, kw_only=True)
@@ -56,22 +57,24 @@ class PackedMicroBatch:
         q_NHD: torch.Tensor,
         k_NGD: torch.Tensor,
         v_NGD: torch.Tensor,
-        scale: float,
+        kind: AttentionKind,
         timer: Timer,
+        sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """o_NHD of this rank's rows, differentiable with respect to q, k and v.
+        """o_NHD of this rank's rows, differentiable with respect to q, k, v and the sinks.
 
         Args:
             kernel: computes a batch of tasks.
             q_NHD: [rows, heads, head_dim].
             k_NGD: [rows, kv_heads, head_dim].
             v_NGD: [rows, kv_heads, head_dim].
-            scale: factor on the attention scores.
+            kind: of the layer.
             timer: gives contexts in which the kernel runs, "forward" and "backward".
+            sink_H: [heads] of a layer with sinks.
         """
         if not self.rows:
             return q_NHD * 0
-        return core_attention(q_NHD, k_NGD, v_NGD, self.batch, kernel, scale, timer)
+        return core_attention(q_NHD, k_NGD, v_NGD, self.batch, kernel, kind, timer, sink_H)
 
 
 def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> list[torch.Tensor]:

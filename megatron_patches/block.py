@@ -41,11 +41,8 @@ class _BoundLayer:
     rotations: Sequence[Rotation]
 
     @property
-    def scale(self) -> float:
-        config = self.layer.config
-        if config.softmax_scale is not None:
-            return config.softmax_scale
-        return (config.kv_channels or 0) ** -0.5
+    def sink(self) -> torch.Tensor | None:
+        return self.layer.self_attention.core_attention.softmax_offset
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer.pre(hidden, self.rotations[nano])
@@ -92,7 +89,7 @@ class DisaggregatedBlock(TransformerBlock):
         outputs = run_layers(
             [_BoundLayer(layer, rotations) for layer in self.layers],
             halves,
-            [micro_batch.routes] * len(self.layers),
+            micro_batch.routes,
             self.pool,
             partial(_checkpoint, self.pool.offload) if recompute else None,
         )

@@ -109,7 +109,6 @@ class _Stage:
             self._config.kv_channels,
             self._config.params_dtype,
             device,
-            self._config.softmax_scale or self._config.kv_channels**-0.5,
         )
 
     @contextmanager
@@ -145,7 +144,7 @@ class _Stage:
             output = self._forward(micro_batch, received, forward_only)
         served = self._routes.served_forward[number]
         if served is not None:
-            serve_forward(self._pool, served, self._layers, self._empty)
+            serve_forward(self._pool, served, self._empty)
         incoming = self._number > 0 and running[self._number - 1] is not None
         sent = output if self._number < self._last else None
         self._activations = self._neighbours.start(
@@ -161,7 +160,7 @@ class _Stage:
         received, sent = self._gradients.wait(), None
         served = self._routes.served_backward[number]
         if served is not None:
-            serve_backward(self._pool, served, self._layers, self._empty)
+            serve_backward(self._pool, served, self._empty)
         if micro_batch is not None:
             gradient = self._backward(micro_batch, received)
             sent = gradient if self._number else None

@@ -18,7 +18,7 @@ from distca.attention import Kernel
 from distca.baselines.mode import Mode
 from distca.data.batch import rank_batch
 from distca.device.host_to_device import uploading
-from distca.plan import AttentionShape
+from distca.plan import AttentionKind, AttentionShape
 from distca.plan.sorting import expand
 from distca.testing.reference_attention import packed_attention, relative_error
 from megatron_patches.groups import initialize_model_parallel
@@ -105,7 +105,7 @@ def attention_errors(
     # Rounded first, so that every precision starts from the same numbers.
     q, k, v, do = (torch.randn(tokens, count, shape.head_dim, generator=generator).to(device, dtype) for count in heads)
     exact = [x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v)]
-    scale = shape.head_dim**-0.5
+    kind = AttentionKind(shape.head_dim**-0.5)
     expected = packed_attention(exact[0], exact[1], exact[2], lengths)
     expected.backward(do.double())
     wanted = [expected.detach(), *(x.grad for x in exact)]
@@ -120,7 +120,7 @@ def attention_errors(
         mine = made.layout.q.on_rank(rank)
         number = torch.from_numpy(expand(first[mine.document] + mine.start, mine.stop - mine.start)).to(device)
         own = [x[number].requires_grad_() for x in (q, k, v)]
-        o = made.attention.attend(kernel, own[0], own[1], own[2], scale, lambda _: nullcontext())
+        o = made.attention.attend(kernel, own[0], own[1], own[2], kind, lambda _: nullcontext())
         o.backward(do[number])
         found = []
         for part, like in zip((o, *(x.grad for x in own)), wanted, strict=True):

@@ -21,8 +21,10 @@ from benchmarks.baselines.groups import CpGroup
 from benchmarks.baselines.rows import Picked
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
+from distca.attention.sink import sink_gradient, with_sink
 from distca.baselines.layouts import Pieces
 from distca.device.host_to_device import Destination
+from distca.plan import AttentionKind
 from distca.plan.sorting import expand
 from megatron_patches.batch_context import PackedMicroBatch
 
@@ -51,12 +53,13 @@ class GatheredMicroBatch(PackedMicroBatch):
         q_NHD: torch.Tensor,
         k_NGD: torch.Tensor,
         v_NGD: torch.Tensor,
-        scale: float,
+        kind: AttentionKind,
         timer: Timer,
+        sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not self.most:
             return q_NHD * 0
-        return _Gathered.apply(q_NHD, k_NGD, v_NGD, self, kernel, scale, timer)
+        return _Gathered.apply(q_NHD, k_NGD, v_NGD, sink_H, self, kernel, kind, timer)
 
     @staticmethod
     def of(pieces: Pieces, lengths: np.ndarray, group: CpGroup, device: Destination, keep: bool) -> GatheredMicroBatch:
@@ -121,34 +124,38 @@ class _Gathered(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sink: torch.Tensor | None,
         micro_batch: GatheredMicroBatch,
         kernel: Kernel,
-        scale: float,
+        kind: AttentionKind,
         timer: Timer,
     ) -> torch.Tensor:
         kv = micro_batch.gather(k, v)
-        ctx.rest = (micro_batch, kernel, scale, timer)
+        ctx.rest = (micro_batch, kernel, kind, timer)
         # What the kernel reads, or what that is gathered from again.
         source = (None, None, kv) if micro_batch.keep else (k, v, None)
         if not micro_batch.rows:
-            ctx.save_for_backward(q, q, q, *source)
+            ctx.save_for_backward(q, q, q, sink, *source)
             return torch.zeros_like(q)
         with timer("forward"):
-            o, lse = kernel.forward(q, kv[:, 0], kv[:, 1], micro_batch.batch, scale)
-        ctx.save_for_backward(q, o, lse, *source)
+            o, lse = kernel.forward(q, kv[:, 0], kv[:, 1], micro_batch.batch, kind)
+            if sink is not None:
+                o, lse = with_sink(o, lse, sink)
+        ctx.save_for_backward(q, o, lse, sink, *source)
         return o
 
     @staticmethod
     def backward(ctx: Any, *do: torch.Tensor) -> Any:
-        micro_batch, kernel, scale, timer = ctx.rest
-        q, o, lse, k, v, kv = ctx.saved_tensors
+        micro_batch, kernel, kind, timer = ctx.rest
+        q, o, lse, sink, k, v, kv = ctx.saved_tensors
+        of_sink = None if sink is None else torch.zeros_like(sink)
         if not micro_batch.keep:
             kv = micro_batch.gather(k, v)
         if micro_batch.rows:
             with timer("backward"):
-                dq, dk, dv = kernel.backward(
-                    do[0].contiguous(), q, kv[:, 0], kv[:, 1], o, lse, micro_batch.batch, scale
-                )
+                dq, dk, dv = kernel.backward(do[0].contiguous(), q, kv[:, 0], kv[:, 1], o, lse, micro_batch.batch, kind)
+                if sink is not None:
+                    of_sink = sink_gradient(do[0], o, lse, sink)
         else:
             dq, dk, dv = torch.zeros_like(q), torch.zeros_like(kv[:, 0]), torch.zeros_like(kv[:, 1])
-        return (dq, *micro_batch.reduce(dk, dv), None, None, None, None)
+        return (dq, *micro_batch.reduce(dk, dv), of_sink, None, None, None, None)

@@ -24,6 +24,7 @@ from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
 from distca.baselines.layouts import Pieces
 from distca.device.host_to_device import Destination
+from distca.plan import AttentionKind
 from megatron_patches.batch_context import PackedMicroBatch
 
 
@@ -56,10 +57,12 @@ class RingMicroBatch(PackedMicroBatch):
         q_NHD: torch.Tensor,
         k_NGD: torch.Tensor,
         v_NGD: torch.Tensor,
-        scale: float,
+        kind: AttentionKind,
         timer: Timer,
+        sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return _Ring.apply(q_NHD, k_NGD, v_NGD, self, kernel, scale, timer)
+        assert sink_H is None and not kind.window, "refused before a model of such layers is built"
+        return _Ring.apply(q_NHD, k_NGD, v_NGD, self, kernel, kind, timer)
 
     @staticmethod
     def of(pieces: Pieces, group: CpGroup, device: Destination) -> RingMicroBatch:
@@ -145,7 +148,7 @@ class _Ring(torch.autograd.Function):
         v: torch.Tensor,
         ring: RingMicroBatch,
         kernel: Kernel,
-        scale: float,
+        kind: AttentionKind,
         timer: Timer,
     ) -> torch.Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -159,25 +162,25 @@ class _Ring(torch.autograd.Function):
                 incoming, works = ring.pass_on(block, number)
             if number == 0 and ring.rows:
                 with timer("forward"):
-                    o_new, lse = kernel.forward(q, block[:, 0], block[:, 1], ring.batch, scale)
+                    o_new, lse = kernel.forward(q, block[:, 0], block[:, 1], ring.batch, kind)
                 o, lse = o_new.to(wide), lse.contiguous()
             step = ring.steps[number - 1] if number else None
             if step is not None:
                 kv = step.kv.take(block)
                 with timer("forward"):
-                    o_new, lse_new = kernel.forward(step.q.take(q), kv[:, 0], kv[:, 1], step.batch, scale)
+                    o_new, lse_new = kernel.forward(step.q.take(q), kv[:, 0], kv[:, 1], step.batch, kind)
                 o_new, lse_new = merge(step.q.take(o), step.q.take(lse), o_new, lse_new)
                 step.q.put(o, o_new)
                 step.q.put(lse, lse_new)
             block = incoming
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.rest = (ring, kernel, scale, timer)
+        ctx.rest = (ring, kernel, kind, timer)
         return o
 
     @staticmethod
     def backward(ctx: Any, *do: torch.Tensor) -> Any:
-        ring, kernel, scale, timer = ctx.rest
+        ring, kernel, kind, timer = ctx.rest
         q, k, v, o, lse = ctx.saved_tensors
         do_NHD = do[0].contiguous()
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -195,7 +198,7 @@ class _Ring(torch.autograd.Function):
             mine = torch.zeros_like(held, dtype=wide)
             if number == 0 and ring.rows:
                 with timer("backward"):
-                    parts = kernel.backward(do_NHD, q, held[:, 0], held[:, 1], o, lse, ring.batch, scale)
+                    parts = kernel.backward(do_NHD, q, held[:, 0], held[:, 1], o, lse, ring.batch, kind)
                 dq += parts[0]
                 mine[:, 0], mine[:, 1] = parts[1], parts[2]
             step = ring.steps[number - 1] if number else None
@@ -203,7 +206,7 @@ class _Ring(torch.autograd.Function):
                 rows = [step.q.take(x) for x in (do_NHD, q, o, lse)]
                 kv = step.kv.take(held)
                 with timer("backward"):
-                    parts = kernel.backward(rows[0], rows[1], kv[:, 0], kv[:, 1], *rows[2:], step.batch, scale)
+                    parts = kernel.backward(rows[0], rows[1], kv[:, 0], kv[:, 1], *rows[2:], step.batch, kind)
                 step.q.add(dq, parts[0])
                 step.kv.put(mine, torch.stack(parts[1:], dim=1).to(wide))
             for work in gradient_works:

@@ -20,6 +20,7 @@ from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
 from distca.baselines.layouts import Pieces
 from distca.device.host_to_device import Destination
+from distca.plan import AttentionKind
 from megatron_patches.batch_context import PackedMicroBatch
 
 
@@ -41,12 +42,14 @@ class UlyssesMicroBatch(PackedMicroBatch):
         q_NHD: torch.Tensor,
         k_NGD: torch.Tensor,
         v_NGD: torch.Tensor,
-        scale: float,
+        kind: AttentionKind,
         timer: Timer,
+        sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not sum(self.counts):
             return q_NHD * 0
-        return _Ulysses.apply(q_NHD, k_NGD, v_NGD, self, kernel, scale, timer)
+        assert sink_H is None, "refused before a model of such layers is built"
+        return _Ulysses.apply(q_NHD, k_NGD, v_NGD, self, kernel, kind, timer)
 
     @staticmethod
     def of(
@@ -95,20 +98,20 @@ class _Ulysses(torch.autograd.Function):
         v: torch.Tensor,
         micro_batch: UlyssesMicroBatch,
         kernel: Kernel,
-        scale: float,
+        kind: AttentionKind,
         timer: Timer,
     ) -> torch.Tensor:
         q_ThD, k_TgD, v_TgD = micro_batch.to_heads(q, k, v)
         with timer("forward"):
-            o_ThD, lse = kernel.forward(q_ThD, k_TgD, v_TgD, micro_batch.batch, scale)
+            o_ThD, lse = kernel.forward(q_ThD, k_TgD, v_TgD, micro_batch.batch, kind)
         ctx.save_for_backward(q_ThD, k_TgD, v_TgD, o_ThD, lse)
-        ctx.rest = (micro_batch, kernel, scale, timer)
+        ctx.rest = (micro_batch, kernel, kind, timer)
         return micro_batch.to_rows(o_ThD)[0]
 
     @staticmethod
     def backward(ctx: Any, *do: torch.Tensor) -> Any:
-        micro_batch, kernel, scale, timer = ctx.rest
+        micro_batch, kernel, kind, timer = ctx.rest
         (do_ThD,) = micro_batch.to_heads(do[0])
         with timer("backward"):
-            gradients = kernel.backward(do_ThD.contiguous(), *ctx.saved_tensors, micro_batch.batch, scale)
+            gradients = kernel.backward(do_ThD.contiguous(), *ctx.saved_tensors, micro_batch.batch, kind)
         return (*micro_batch.to_rows(*gradients), None, None, None, None)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks.baselines import Work
 from distca.attention import Kernel, TaskBatch
 from distca.device.clock import Clock
-from distca.plan import AttentionShape
+from distca.plan import AttentionKind, AttentionShape
 from distca.profile.linear_fp8 import linear_work
 from distca.profile.timing import median_seconds
 from distca.train.config.schema import RunConfig
@@ -190,13 +190,13 @@ def _attention_seconds(
 ) -> list[tuple[float, float]]:
     """Seconds of forward and of backward of one document, each held and in a burst."""
     borders = np.array([0, document])
-    batch, scale = TaskBatch.of(borders, borders, device), shape.head_dim**-0.5
+    batch, kind = TaskBatch.of(borders, borders, device), AttentionKind(shape.head_dim**-0.5)
     q, do = (torch.randn(document, shape.heads, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(document, shape.kv_heads, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
-    o, lse = kernel.forward(q, k, v, batch, scale)
+    o, lse = kernel.forward(q, k, v, batch, kind)
     return [
-        _held_and_burst(lambda: kernel.forward(q, k, v, batch, scale), device),
-        _held_and_burst(lambda: kernel.backward(do, q, k, v, o, lse, batch, scale), device),
+        _held_and_burst(lambda: kernel.forward(q, k, v, batch, kind), device),
+        _held_and_burst(lambda: kernel.backward(do, q, k, v, o, lse, batch, kind), device),
     ]
 
 

@@ -11,6 +11,7 @@ import os
 import torch
 
 from distca.attention.kernel import TaskBatch
+from distca.plan.kinds import AttentionKind
 
 
 class Flash4Kernel:
@@ -34,7 +35,7 @@ class Flash4Kernel:
         self._deterministic = deterministic
 
     def forward(
-        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, scale: float
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, kind: AttentionKind
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o_THD, lse_HT, *_ = self._forward(
             q_THD,
@@ -44,8 +45,10 @@ class Flash4Kernel:
             cu_seqlens_k=batch.cu_kv,
             max_seqlen_q=batch.max_q,
             max_seqlen_k=batch.max_kv,
-            softmax_scale=scale,
+            softmax_scale=kind.scale,
             causal=batch.causal,
+            softcap=kind.softcap,
+            window_size_left=_rows_before(kind),
             return_lse=True,
         )
         assert lse_HT is not None
@@ -60,7 +63,7 @@ class Flash4Kernel:
         o_THD: torch.Tensor,
         lse_TH: torch.Tensor,
         batch: TaskBatch,
-        scale: float,
+        kind: AttentionKind,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq, dk, dv = self._backward(
             q_THD,
@@ -69,8 +72,10 @@ class Flash4Kernel:
             o_THD,
             do_THD.contiguous(),
             lse_TH.t().contiguous(),
-            softmax_scale=scale,
+            softmax_scale=kind.scale,
             causal=batch.causal,
+            softcap=kind.softcap,
+            window_size_left=_rows_before(kind),
             cu_seqlens_q=batch.cu_q,
             cu_seqlens_k=batch.cu_kv,
             max_seqlen_q=batch.max_q,
@@ -78,3 +83,8 @@ class Flash4Kernel:
             deterministic=self._deterministic,
         )
         return dq, dk, dv
+
+
+def _rows_before(kind: AttentionKind) -> int | None:
+    """Keys that a query sees before its own; None for all."""
+    return kind.window - 1 if kind.window else None

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from distca.attention.sink import sink_gradient, with_sink
 from distca.device.host_to_device import Destination, to_device
+from distca.plan.kinds import AttentionKind
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class TaskBatch:
 
     Task i has query rows cu_q[i]:cu_q[i+1] and key/value rows cu_kv[i]:cu_kv[i+1]. Its last query row sees all of its
     key/value rows, the row before one less, and so on (causal, aligned at the end). Every task has at least one query
-    row, and at least as many key/value rows as query rows.
+    row, and at least as many key/value rows as query rows. A kind of layer with a window hides those that lie further
+    back from each query.
 
     CA-tasks are always causal. A batch that is not is a part of an attention that somebody merges with others, as ring
     attention does: each of its query rows sees all key/value rows of its task, of which there is at least one.
@@ -71,10 +74,10 @@ class Kernel(Protocol):
     name: str
 
     def forward(
-        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, scale: float
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, kind: AttentionKind
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return o_THD in q's dtype and lse_TH, the natural-log sum of exponentials of the scaled scores (float32;
-        float64 for float64 inputs)."""
+        """Return o_THD in q's dtype and lse_TH, the natural-log sum of exponentials of the scores (float32; float64 for
+        float64 inputs). Sinks are no matter of kernels: they are added to what these return (``sink.py``)."""
         ...
 
     def backward(
@@ -86,7 +89,7 @@ class Kernel(Protocol):
         o_THD: torch.Tensor,
         lse_TH: torch.Tensor,
         batch: TaskBatch,
-        scale: float,
+        kind: AttentionKind,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq_THD, dk_SGD and dv_SGD. Key/value rows of two tasks are separate rows."""
         ...
@@ -101,31 +104,43 @@ def core_attention(
     v_SGD: torch.Tensor,
     batch: TaskBatch,
     kernel: Kernel,
-    scale: float,
+    kind: AttentionKind,
     timer: Timer | None = None,
+    sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """o_THD of a fused batch of CA-tasks (not empty), differentiable with respect to q, k and v.
+    """o_THD of a fused batch of CA-tasks (not empty), differentiable with respect to q, k, v and the sinks.
 
     ``timer("forward")`` and ``timer("backward")`` give contexts in which the kernel runs.
     """
-    return _CoreAttention.apply(q_THD, k_SGD, v_SGD, batch, kernel, scale, timer or (lambda _: nullcontext()))
+    return _CoreAttention.apply(q_THD, k_SGD, v_SGD, sink_H, batch, kernel, kind, timer or (lambda _: nullcontext()))
 
 
 class _CoreAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, kernel: Any, scale: Any, timer: Timer
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        batch: Any,
+        kernel: Any,
+        kind: Any,
+        timer: Timer,
     ) -> torch.Tensor:
         with timer("forward"):
-            o, lse = kernel.forward(q, k, v, batch, scale)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.rest = (batch, kernel, scale, timer)
+            o, lse = kernel.forward(q, k, v, batch, kind)
+            if sink is not None:
+                o, lse = with_sink(o, lse, sink)
+        ctx.save_for_backward(q, k, v, o, lse, sink)
+        ctx.rest = (batch, kernel, kind, timer)
         return o
 
     @staticmethod
     def backward(ctx: Any, *do: torch.Tensor) -> Any:
-        batch, kernel, scale, timer = ctx.rest
-        q, k, v, o, lse = ctx.saved_tensors
+        batch, kernel, kind, timer = ctx.rest
+        q, k, v, o, lse, sink = ctx.saved_tensors
         with timer("backward"):
-            gradients = kernel.backward(do[0].contiguous(), q, k, v, o, lse, batch, scale)
-        return (*gradients, None, None, None, None)
+            gradients = kernel.backward(do[0].contiguous(), q, k, v, o, lse, batch, kind)
+            of_sink = None if sink is None else sink_gradient(do[0], o, lse, sink)
+        return (*gradients, of_sink, None, None, None, None)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from distca.attention.kernel import TaskBatch
+from distca.plan.kinds import AttentionKind
 
 _BLOCK_ROWS = 256
 
@@ -25,14 +26,14 @@ class ReferenceKernel:
     name = "reference"
 
     def forward(
-        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, scale: float
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, kind: AttentionKind
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o_THD = torch.empty_like(q_THD)
         lse_TH = torch.empty(q_THD.shape[:2], dtype=_accumulate(q_THD.dtype), device=q_THD.device)
         groups = k_SGD.shape[1]
-        for rows, keys, first in _blocks(batch):
+        for rows, keys, first in _blocks(batch, kind.window):
             q_GRBD = _by_group(q_THD[rows], groups)
-            scores = _scores(q_GRBD, _heads_first(k_SGD[keys]), first, scale)
+            scores = _scores(q_GRBD, _heads_first(k_SGD[keys]), first, kind)
             lse_GRB = torch.logsumexp(scores, dim=-1)
             o_GRBD = _matmul(torch.exp(scores - lse_GRB[..., None]), _heads_first(v_SGD[keys]))
             o_THD[rows] = _ungroup(o_GRBD).to(o_THD.dtype)
@@ -48,20 +49,23 @@ class ReferenceKernel:
         o_THD: torch.Tensor,
         lse_TH: torch.Tensor,
         batch: TaskBatch,
-        scale: float,
+        kind: AttentionKind,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         groups = k_SGD.shape[1]
         dq_THD = torch.empty_like(q_THD)
         accumulate = _accumulate(q_THD.dtype)
         dk_SGD = torch.zeros(k_SGD.shape, dtype=accumulate, device=k_SGD.device)
         dv_SGD = torch.zeros(v_SGD.shape, dtype=accumulate, device=v_SGD.device)
-        for rows, keys, first in _blocks(batch):
+        for rows, keys, first in _blocks(batch, kind.window):
             q_GRBD, do_GRBD = _by_group(q_THD[rows], groups), _by_group(do_THD[rows], groups)
             k_GCD, v_GCD = _heads_first(k_SGD[keys]), _heads_first(v_SGD[keys])
             lse_GRB = lse_TH[rows].t().unflatten(0, (groups, -1))
-            p = torch.exp(_scores(q_GRBD, k_GCD, first, scale) - lse_GRB[..., None])
+            scores = _scores(q_GRBD, k_GCD, first, kind)
+            p = torch.exp(scores - lse_GRB[..., None])
             delta_GRB = (do_GRBD * _by_group(o_THD[rows], groups)).sum(-1)
-            ds = p * (_matmul(do_GRBD, v_GCD.transpose(1, 2)) - delta_GRB[..., None]) * scale
+            ds = p * (_matmul(do_GRBD, v_GCD.transpose(1, 2)) - delta_GRB[..., None]) * kind.scale
+            if kind.softcap:
+                ds = ds * (1 - (scores.masked_fill(p == 0, 0.0) / kind.softcap) ** 2)
             dq_THD[rows] = _ungroup(_matmul(ds, k_GCD)).to(dq_THD.dtype)
             dk_SGD[keys] += torch.einsum("grbc,grbd->cgd", ds, q_GRBD)
             dv_SGD[keys] += torch.einsum("grbc,grbd->cgd", p, do_GRBD)
@@ -72,19 +76,22 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _blocks(batch: TaskBatch) -> Iterator[tuple[slice, slice, int]]:
-    """(query rows, key rows the block sees, position in its context of the block's first query) of every block.
+def _blocks(batch: TaskBatch, window: int) -> Iterator[tuple[slice, slice, int]]:
+    """(query rows, key rows the block sees, place among these of the first query's own key) of every block.
 
     Where a batch is not causal every query stands behind the last key.
     """
     borders_q, borders_kv = batch.borders_q.tolist(), batch.borders_kv.tolist()
+    assert batch.causal or not window
     for task in range(len(batch)):
         begin, end, context = borders_q[task], borders_q[task + 1], borders_kv[task]
         offset = borders_kv[task + 1] - context - (end - begin)
         for row in range(begin, end, _BLOCK_ROWS):
             stop = min(row + _BLOCK_ROWS, end)
+            own = offset + row - begin
             if batch.causal:
-                yield slice(row, stop), slice(context, context + offset + stop - begin), offset + row - begin
+                skipped = max(own - window + 1, 0) if window else 0
+                yield slice(row, stop), slice(context + skipped, context + offset + stop - begin), own - skipped
             else:
                 yield slice(row, stop), slice(context, borders_kv[task + 1]), borders_kv[task + 1] - context
 
@@ -108,8 +115,13 @@ def _matmul(x_GRBX: torch.Tensor, y_GXY: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x_GRBX.flatten(1, 2), y_GXY).unflatten(1, (repeats, rows))
 
 
-def _scores(q_GRBD: torch.Tensor, k_GCD: torch.Tensor, first: int, scale: float) -> torch.Tensor:
-    scores = _matmul(q_GRBD, k_GCD.transpose(1, 2)) * scale
+def _scores(q_GRBD: torch.Tensor, k_GCD: torch.Tensor, first: int, kind: AttentionKind) -> torch.Tensor:
+    scores = _matmul(q_GRBD, k_GCD.transpose(1, 2)) * kind.scale
+    if kind.softcap:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
     rows, keys = scores.shape[-2:]
-    hidden = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).triu_(first + 1)
+    everything = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
+    hidden = everything.triu(first + 1)
+    if kind.window:
+        hidden |= everything.tril(first - kind.window)
     return scores.masked_fill_(hidden, float("-inf"))

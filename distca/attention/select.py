@@ -14,6 +14,7 @@ from distca.attention.kernel import Kernel, TaskBatch
 from distca.attention.reference import ReferenceKernel
 from distca.attention.torch_flash import TorchFlashKernel
 from distca.errors import KernelError
+from distca.plan.kinds import AttentionKind
 
 logger = logging.getLogger(__name__)
 
@@ -127,5 +128,6 @@ def warm_up(kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: tor
     q = torch.zeros(rows, heads, head_dim, dtype=dtype, device=device)
     # Keys and values lie beside each other, as they travel.
     kv = torch.zeros(2 * rows, 2, kv_heads, head_dim, dtype=dtype, device=device)
-    o, lse = kernel.forward(q, kv[:, 0], kv[:, 1], batch, head_dim**-0.5)
-    kernel.backward(torch.zeros_like(o), q, kv[:, 0], kv[:, 1], o, lse, batch, head_dim**-0.5)
+    kind = AttentionKind(head_dim**-0.5)
+    o, lse = kernel.forward(q, kv[:, 0], kv[:, 1], batch, kind)
+    kernel.backward(torch.zeros_like(o), q, kv[:, 0], kv[:, 1], o, lse, batch, kind)

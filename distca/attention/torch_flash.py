@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from distca.attention.kernel import TaskBatch
+from distca.plan.kinds import AttentionKind
 
 
 class TorchFlashKernel:
@@ -17,7 +18,7 @@ class TorchFlashKernel:
     name = "torch"
 
     def forward(
-        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, scale: float
+        self, q_THD: torch.Tensor, k_SGD: torch.Tensor, v_SGD: torch.Tensor, batch: TaskBatch, kind: AttentionKind
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q_THD,
@@ -30,7 +31,9 @@ class TorchFlashKernel:
             0.0,
             batch.causal,
             False,
-            scale=scale,
+            scale=kind.scale,
+            window_size_left=kind.window - 1 if kind.window else None,
+            window_size_right=0 if kind.window else None,
         )
         return o_THD, lse_HT.t()
 
@@ -43,7 +46,7 @@ class TorchFlashKernel:
         o_THD: torch.Tensor,
         lse_TH: torch.Tensor,
         batch: TaskBatch,
-        scale: float,
+        kind: AttentionKind,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # The operator's random-state arguments are for dropout, which CA-tasks do not have.
         unused = torch.empty(2, dtype=torch.uint64, device=q_THD.device)
@@ -62,6 +65,8 @@ class TorchFlashKernel:
             batch.causal,
             unused,
             unused,
-            scale=scale,
+            scale=kind.scale,
+            window_size_left=kind.window - 1 if kind.window else None,
+            window_size_right=0 if kind.window else None,
         )
         return dq, dk, dv

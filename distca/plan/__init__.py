@@ -5,6 +5,7 @@ from distca.plan.cost.analytic import analytic_cost, area_cost
 from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.cost.table import TableCost
 from distca.plan.cost.table_file import load_table
+from distca.plan.kinds import AttentionKind
 from distca.plan.layout import Layout, Shards, lay_out
 from distca.plan.metrics import PairRows, Traffic, context_rows, imbalance, makespan_bound, server_seconds, traffic
 from distca.plan.micro_batch import Bytes, MicroBatchPlan, NanoPlan, plan_micro_batch
@@ -18,6 +19,7 @@ from distca.plan.tasks import Tasks
 
 __all__ = [
     "DEFAULT_TOLERANCE",
+    "AttentionKind",
     "AttentionShape",
     "Bytes",
     "CostModel",

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import Traffic, server_seconds, traffic
@@ -28,8 +30,14 @@ _NVLINK = 360e9
 class Scheduler(Protocol):
     """Plans one nano-batch of a phase."""
 
-    def __call__(self, layout: Layout, direction: Direction) -> Plan:
-        """The plan of ``layout``, over the whole pool."""
+    def __call__(self, layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
+        """The plan of ``layout``, over the whole pool.
+
+        Args:
+            layout: of the nano-batch.
+            direction: what the plan is for.
+            beside: [R] seconds of attention that servers compute beside, of stages with another kind of layer.
+        """
         ...
 
 
@@ -63,7 +71,9 @@ def once(scheduler: Scheduler) -> Scheduler:
     """Plans every layout once, however often it is asked for."""
     found: dict[tuple[int, Direction], tuple[Layout, Plan]] = {}
 
-    def planned(layout: Layout, direction: Direction) -> Plan:
+    def planned(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
+        if beside is not None:
+            return scheduler(layout, direction, beside)
         key = (id(layout), direction)
         if key not in found:
             # The layout is held with its plan, so that its number is not another's.

@@ -29,6 +29,7 @@ class Reads:
         home: [N] rank that the rows live on.
         server: [N] rank that reads them, may be the same.
         rows: [N] how many.
+        straight: [N] bool whether they come from home in any case; None where gateways may hand on all.
     """
 
     task: np.ndarray
@@ -36,6 +37,7 @@ class Reads:
     home: np.ndarray
     server: np.ndarray
     rows: np.ndarray
+    straight: np.ndarray | None = None
 
     @staticmethod
     def of(tasks: Tasks, begin: np.ndarray, shards: Shards) -> Reads:
@@ -48,8 +50,8 @@ class Reads:
         piece that its gateway has.
 
         Args:
-            links: which ranks share a node, to each of which rows travel once; None for all. Then pieces are the first
-                rows of their shards, and no two have both shard and server in common.
+            links: which ranks share a node, to each of which rows travel once; None for all. Then pieces that are not
+                ``straight`` are the first rows of their shards, and no two have both shard and server in common.
             ranks: R.
         """
         none = np.zeros(0, np.int64)
@@ -57,6 +59,8 @@ class Reads:
             return slice(None), none, none
         node = self.server // links.ranks_per_node
         far = np.flatnonzero(self.home // links.ranks_per_node != node)
+        if self.straight is not None:
+            far = far[~self.straight[far]]
         if not len(far):
             return slice(None), none, none
         rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]

@@ -11,7 +11,7 @@ Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -123,6 +123,50 @@ class Layout:
     def tokens(self) -> int:
         """Query rows over all ranks."""
         return int(self.q_rows.sum())
+
+    @property
+    def carried(self) -> np.ndarray:
+        """[S] bool: the shards of ``kv`` that the previous nano-batch computed."""
+        return np.asarray(self.kv.row < self.carried_rows[self.kv.rank])
+
+    def within(self, window: int) -> Layout:
+        """The layout of a kind of layer whose queries see ``window`` keys: of the carried rows only the ``window`` - 1
+        before each document's first query here are left."""
+        carried = self.carried
+        if not window or not carried.any():
+            return self
+        kv = self.kv
+        start = np.where(carried, np.maximum(kv.start, self.first[kv.document] - window + 1), kv.start)
+        left = start < kv.stop
+        document, start, stop, rank, row = kv.document[left], start[left], kv.stop[left], kv.rank[left], kv.row[left]
+        carried, rows = carried[left], stop - start
+        carried_rows = np.bincount(rank[carried], rows[carried], self.ranks).astype(np.int64)
+        row -= (self.carried_rows - carried_rows)[rank]
+        some = np.flatnonzero(carried)
+        some = some[order_by(rank[some], kv.row[left][some])]
+        row[some] = np.cumsum(rows[some]) - rows[some] - (np.cumsum(carried_rows) - carried_rows)[rank[some]]
+        return replace(self, kv=Shards(document, start, stop, rank, row), carried_rows=carried_rows)
+
+    def carried_from(self, previous: Layout | None, rank: int) -> list[tuple[int, int]]:
+        """Row ranges (begin, end) of ``rank`` in the ``previous`` nano-batch that are its carried rows here, in
+        order."""
+        if previous is None or not self.carried_rows[rank]:
+            return []
+        here = self.kv.on_rank(rank)
+        there = previous.q.on_rank(rank)
+        ranges: list[tuple[int, int]] = []
+        for document, start, stop, row in zip(
+            *(x.tolist() for x in (here.document, here.start, here.stop, here.row)), strict=True
+        ):
+            if row >= self.carried_rows[rank]:
+                break
+            (at,) = np.flatnonzero((there.document == document) & (there.start <= start) & (stop <= there.stop))
+            begin = int(there.row[at] + start - there.start[at])
+            if ranges and ranges[-1][1] == begin:
+                ranges[-1] = ranges[-1][0], begin + stop - start
+            else:
+                ranges.append((begin, begin + stop - start))
+        return ranges
 
 
 def lay_out(

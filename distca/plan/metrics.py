@@ -5,6 +5,7 @@ Array legend: R ranks, P pairs of them. Rows are int64, seconds float64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,11 +90,20 @@ class Traffic:
         return np.asarray(np.maximum(sent, received))
 
 
-def server_seconds(plan: Plan, cost: CostModel, direction: Direction) -> np.ndarray:
-    """[R] seconds of every server's fused batch; "both" adds forward and backward."""
-    tasks = plan.tasks
-    seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop).sum(axis=0)
-    return np.bincount(tasks.server, weights=seconds, minlength=plan.layout.ranks)
+def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
+    """[R] seconds of every server's fused batch; "both" adds forward and backward. ``cost`` is of all kinds of layers,
+    or by kind."""
+    tasks, ranks = plan.tasks, plan.layout.ranks
+    costs = cost if isinstance(cost, Sequence) else (cost,)
+    if len(costs) == 1:
+        seconds = costs[0].per_direction(direction, tasks.stop - tasks.start, tasks.stop).sum(axis=0)
+        return np.bincount(tasks.server, weights=seconds, minlength=ranks)
+    total = np.zeros(ranks)
+    for number, each in enumerate(costs):
+        some = tasks.take(plan.kind_of_task == number)
+        seconds = each.per_direction(direction, some.stop - some.start, some.stop).sum(axis=0)
+        total += np.bincount(some.server, weights=seconds, minlength=ranks)
+    return total
 
 
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +111,7 @@ def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     share rows, or have some of the half before, which are copies, else 0."""
     tasks, contexts, ranks = plan.tasks, plan.contexts, plan.layout.ranks
     kept = np.bincount(contexts.last.server, contexts.rows, ranks).astype(np.int64)
-    regions = np.bincount(tasks.server, tasks.stop, ranks).astype(np.int64)
+    regions = np.bincount(tasks.server, plan.region_rows, ranks).astype(np.int64)
     return kept, np.where(regions > kept, regions, 0)
 
 

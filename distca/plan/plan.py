@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from distca.errors import PlanError
 from distca.plan.hops import Reads
+from distca.plan.kinds import first_key
 from distca.plan.layout import Layout
 from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
@@ -18,18 +19,23 @@ from distca.plan.tasks import Tasks
 
 @dataclass(frozen=True)
 class Contexts:
-    """k,v rows that servers need: of every document on a server those before the end of its last task there.
-    Array legend: L last tasks; all arrays are int64.
+    """k,v rows that servers need. Tasks of one document on one server share a context where their keys overlap: without
+    a window all of them, as each sees its document from the start. Array legend: L contexts, T tasks; arrays are int64.
 
     Attributes:
-        last: those tasks.
-        begin: [L] how many of the first rows the server still has from the half before.
-        at: [L] where these begin in its buffer of that half, which has documents one after the other.
+        last: the last task of each, whose stop is the context's.
+        first: [L] its first row.
+        begin: [L] first row that must come; the server still has those before it from the half before.
+        at: [L] where the rows from ``first`` to ``begin`` begin in its buffer of that half, which has documents one
+            after the other.
+        of_task: [T] context of every task.
     """
 
     last: Tasks
+    first: np.ndarray
     begin: np.ndarray
     at: np.ndarray
+    of_task: np.ndarray
 
     @property
     def rows(self) -> np.ndarray:
@@ -39,25 +45,62 @@ class Contexts:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout and the server of every query row in it; the same for all layers.
+    """A layout and the server of every query row in it; the same for all layers of a kind. Array legend: D documents, T
+    tasks.
 
     Attributes:
         layout: the nano-batch's layout.
         tasks: its CA-tasks.
-        before: tasks of the half before, if their servers keep its k,v rows: these do not travel to them again.
+        before: tasks of the half before, if their servers keep its k,v rows: these do not travel to them again. Kinds
+            with a window keep none.
+        windows: by kind of layer, the keys that a query sees; 0 for all.
+        kind: [D] int64 number of every document's kind of layer, since stages may run different ones; None where all
+            documents have the first.
     """
 
     layout: Layout
     tasks: Tasks
     before: Tasks | None = None
+    windows: tuple[int, ...] = (0,)
+    kind: np.ndarray | None = None
+
+    @property
+    def kind_of_task(self) -> np.ndarray:
+        """[T] int64 number of every task's kind of layer."""
+        return np.zeros(len(self.tasks), np.int64) if self.kind is None else self.kind[self.tasks.document]
+
+    @cached_property
+    def first_key(self) -> np.ndarray:
+        """[T] int64 first k,v row that every task reads."""
+        if not any(self.windows):
+            return np.zeros_like(self.tasks.start)
+        return first_key(np.array(self.windows)[self.kind_of_task], self.tasks.start)
+
+    @property
+    def region_rows(self) -> np.ndarray:
+        """[T] k,v rows that every task reads."""
+        return self.tasks.stop - self.first_key
 
     @cached_property
     def contexts(self) -> Contexts:
         """What servers need of the documents of their tasks."""
-        last = self.tasks.take(self.tasks.last_on_server)
+        tasks, first = self.tasks, self.first_key
+        ends = tasks.last_on_server
+        if any(self.windows):
+            ends = ends | np.append(first[1:] >= tasks.stop[:-1], True)[: len(tasks)]
+        last, of_task = tasks.take(ends), np.cumsum(ends) - ends
+        heads = np.append(True, ends[:-1])[: len(tasks)]
+        first = first[heads]
         if self.before is None or not len(last):
-            return Contexts(last, np.zeros_like(last.stop), np.zeros_like(last.stop))
-        kept = self.before.take(self.before.last_on_server)
+            return Contexts(last, first, first, np.zeros_like(first), of_task)
+        begin, at = self._kept_of(self.before, last)
+        return Contexts(last, first, begin, at, of_task)
+
+    def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
+        """[L] rows from the start of their documents that the servers of ``last`` tasks have of the half ``before``,
+        and [L] where these begin in their buffers of that half."""
+        assert not any(self.windows), "kinds with a window keep no rows of the half before"
+        kept = before.take(before.last_on_server)
         documents = len(self.layout.last)
         key = kept.server * documents + kept.document
         wanted = last.server * documents + last.document
@@ -70,8 +113,7 @@ class Plan:
         begin = np.where((whole >= 0) & (kv.document[whole] == last.document), kv.stop[whole], 0)
         rows = np.cumsum(kept.stop) - kept.stop
         first = np.searchsorted(kept.server, last.server)
-        at = np.where(begin > 0, np.append(rows, 0)[found] - np.append(rows, 0)[first], 0)
-        return Contexts(last, begin, at)
+        return begin, np.where(begin > 0, np.append(rows, 0)[found] - np.append(rows, 0)[first], 0)
 
     @cached_property
     def q_reads(self) -> Reads:
@@ -80,8 +122,14 @@ class Plan:
 
     @cached_property
     def kv_reads(self) -> Reads:
-        """The k,v rows that the contexts' last tasks do not have of the half before."""
-        return Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
+        """The k,v rows of the contexts that servers do not have of the half before. Gateways hand on rows of documents
+        without a window, whose readers all begin at the document's start."""
+        reads = Reads.of(self.contexts.last, self.contexts.begin, self.layout.kv)
+        if not any(self.windows):
+            return reads
+        document = self.contexts.last.document
+        kind = np.zeros_like(document) if self.kind is None else self.kind[document]
+        return replace(reads, straight=(np.array(self.windows) > 0)[kind[reads.task]])
 
     def check(self) -> None:
         """Raise PlanError unless every query row is computed exactly once, by an existing server."""

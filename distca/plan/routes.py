@@ -3,9 +3,9 @@
 Rows of a shard are contiguous, so a transfer is a list of segments and nothing is indexed by token. The reverse of a
 route (o back home, gradients back home) is the same list with source and destination exchanged.
 
-Varlen kernels read one region [0, stop) of k,v rows per task, in task order. The rows of a document travel to a server
-once, for its last task there, and are kept so, for the half that comes next too. Only while it computes does a server
-whose tasks share rows copy them to a region per task. Between nodes of several ranks they travel to each node
+Varlen kernels read one region [first key, stop) of k,v rows per task, in task order. The rows of a context travel to a
+server once, and are kept so, for the half that comes next too. Only while it computes does a server whose tasks share
+rows copy them to a region per task. Between nodes of several ranks they travel to each node
 once and on inside it: two exchanges, the second of which is the *relay* (``hops.py``).
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.hops import Reads
 from distca.plan.layout import Shards
-from distca.plan.plan import Contexts, Plan
+from distca.plan.plan import Plan
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
@@ -113,6 +113,7 @@ class Route:
             stand in for home ranks, and server buffers for home tensors. None where no row of the pool takes two hops.
         cu_q: [T+1] int32 borders of the tasks' query rows in the server buffer.
         cu_kv: [T+1] int32 borders of the tasks' k,v regions.
+        kind: [T] int64 number of every task's kind of layer; tasks of one kind may stand in several places.
     """
 
     rank: int
@@ -122,6 +123,7 @@ class Route:
     relay: RowExchange | None
     cu_q: np.ndarray
     cu_kv: np.ndarray
+    kind: np.ndarray
 
     @property
     def max_q(self) -> int:
@@ -157,7 +159,8 @@ class Routes(Sequence[Route]):
         self._ranks = layout.ranks
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
         q_rows = tasks.stop - tasks.start
-        self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(tasks.stop)
+        self._q_ends, self._kv_ends = np.cumsum(q_rows), np.cumsum(plan.region_rows)
+        self._kind = plan.kind_of_task
         contexts = plan.contexts
         last, rows = contexts.last, contexts.rows
         last_bounds = np.searchsorted(last.server, np.arange(layout.ranks + 1))
@@ -169,7 +172,7 @@ class Routes(Sequence[Route]):
         self._q = _Exchanges(q, layout.q_rows, only)
         self._kv = _Exchanges(kv, layout.kv_rows, only)
         self._relay = _Exchanges(relay, self._received_rows, only) if len(relay.rows) else None
-        self._repeats, self._before = _copies(tasks, contexts, kv_offset, self._bounds)
+        self._repeats, self._before = _copies(plan, kv_offset, self._bounds)
         self._repeat_bounds, self._before_bounds = (
             np.searchsorted(copies.peer, np.arange(layout.ranks + 1)) for copies in (self._repeats, self._before)
         )
@@ -204,6 +207,7 @@ class Routes(Sequence[Route]):
             relay=None if self._relay is None else self._relay.of(rank, received_rows, _none(), _none()),
             cu_q=cu_q,
             cu_kv=cu_kv,
+            kind=self._kind[low:high],
         )
 
     def __iter__(self) -> Iterator[Route]:
@@ -227,24 +231,27 @@ def _offsets_within_server(tasks: Tasks, bounds: np.ndarray, rows: np.ndarray) -
     return begins[:-1] - begins[bounds[tasks.server]]
 
 
-def _copies(tasks: Tasks, contexts: Contexts, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
+def _copies(plan: Plan, kv_offset: np.ndarray, bounds: np.ndarray) -> tuple[Segments, Segments]:
     """Copies to the regions of all tasks of servers [peer] where some share rows or have some of the half before: from
-    rows that arrived, those of the last tasks at ``kv_offset`` [L], and from the half before. Documents with one task
-    there, one after the other, are one copy."""
-    last_on_server = tasks.last_on_server
-    document = np.cumsum(last_on_server) - last_on_server  # each task's among the contexts
-    begin = contexts.begin[document]
-    shares = np.bincount(tasks.server[~last_on_server | (begin > 0)], minlength=len(bounds)) > 0
+    rows that arrived, those of contexts at ``kv_offset`` [L], and from the half before. Contexts of one task, one after
+    the other, are one copy."""
+    tasks, contexts, context = plan.tasks, plan.contexts, plan.contexts.of_task
+    alone = np.append(context[1:] != context[:-1], True)[: len(tasks)]  # the last of its context
+    kept = contexts.begin - contexts.first
+    shares = np.bincount(tasks.server[~alone | (kept[context] > 0)], minlength=len(bounds)) > 0
     chosen = np.flatnonzero(shares[tasks.server])
-    target = _offsets_within_server(tasks, bounds, tasks.stop)[chosen]
-    document, begin = document[chosen], begin[chosen]
-    server, rows, last = tasks.server[chosen], tasks.stop[chosen] - begin, last_on_server[chosen]
-    kept = np.flatnonzero(begin)
-    before = Segments(server[kept], contexts.at[document[kept]], target[kept], begin[kept])
-    joins = last[1:] & last[:-1] & (begin[1:] == 0) & (server[1:] == server[:-1])
+    target = _offsets_within_server(tasks, bounds, plan.region_rows)[chosen]
+    context, alone, server = context[chosen], alone[chosen], tasks.server[chosen]
+    begin, kept = contexts.begin[context], kept[context]
+    first = np.maximum(plan.first_key[chosen], begin)
+    rows = tasks.stop[chosen] - first
+    some = np.flatnonzero(kept)
+    before = Segments(server[some], contexts.at[context[some]], target[some], kept[some])
+    joins = alone[1:] & alone[:-1] & (kept[1:] == 0) & (server[1:] == server[:-1])
     heads = np.flatnonzero(np.append(True, ~joins)[: len(chosen)])
     rows = np.add.reduceat(rows, heads) if len(heads) else rows
-    return Segments(server[heads], kv_offset[document[heads]], (target + begin)[heads], rows), before
+    source = kv_offset[context] + first - begin
+    return Segments(server[heads], source[heads], (target + kept)[heads], rows), before
 
 
 @dataclass(frozen=True)

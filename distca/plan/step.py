@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.choice import Scheduler, cheaper, once, price_of
 from distca.plan.cost.model import CostModel, Direction
+from distca.plan.kinds import AttentionKind
 from distca.plan.layout import Layout, Shards, lay_out
 from distca.plan.metrics import server_seconds, traffic
 from distca.plan.micro_batch_dealing import deal_over_micro_batches
@@ -30,6 +31,7 @@ from distca.plan.placement import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint, plan_at_home
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.scheduler import schedule, training_tolerance
+from distca.plan.tasks import Tasks
 
 _WHOLE = 1.05
 """Of the mean rank's work a document may have to stay on one."""
@@ -66,6 +68,9 @@ class PlanOptions:
         disaggregate: False computes every document at home.
         tolerance: how far above the mean the busiest server may be; None takes the one for the size of the pool.
         links: which servers share a node.
+        kinds: of the model's attention layers; layouts level the work of the first.
+        costs: seconds per CA-task by kind; none where ``cost`` is that of all.
+        layer_kinds: by stage, the number of each of its layers' kind; none where all layers have the first.
         non_attention: levels a phase's linear layers and attention together; None levels attention alone.
         scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
 
@@ -83,6 +88,9 @@ class PlanOptions:
     disaggregate: bool = True
     tolerance: float | None = None
     links: Links = field(default_factory=Links)
+    kinds: tuple[AttentionKind, ...] = (AttentionKind(1.0),)
+    costs: tuple[CostModel, ...] = ()
+    layer_kinds: tuple[tuple[int, ...], ...] = ()
     non_attention: NonAttention | None = None
     scheduler: Scheduler | None = None
 
@@ -94,6 +102,36 @@ class PlanOptions:
                 f"backward is keep, but with {self.stages} pipeline stages the server of a forward is busy with other "
                 "phases by its backward; set it to auto or resend."
             )
+        layers = [len(each) for each in self.layer_kinds]
+        if layers and (len(layers) != self.stages or min(layers) != max(layers) or not min(layers)):
+            raise PlanError(f"{self.stages} stages need equally many layers each, not {layers}.")
+
+    @cached_property
+    def combinations(self) -> tuple[tuple[int, ...], ...]:
+        """Which kinds the stages run at the same time: each once, as the number of every stage's kind."""
+        return tuple(dict.fromkeys(zip(*self.layer_kinds, strict=True))) or ((0,) * self.stages,)
+
+    @cached_property
+    def layer_combinations(self) -> tuple[int, ...]:
+        """By layer of a stage, the number of its combination; that of one layer where nothing is known of layers."""
+        each = {combination: number for number, combination in enumerate(self.combinations)}
+        return tuple(each[layer] for layer in zip(*self.layer_kinds, strict=True)) or (0,)
+
+    @property
+    def shares_of_layers(self) -> np.ndarray:
+        """[C] which part of a stage's layers have each combination."""
+        layers = np.array(self.layer_combinations)
+        return np.asarray(np.bincount(layers, minlength=len(self.combinations)) / len(layers))
+
+    @property
+    def cost_of_kind(self) -> tuple[CostModel, ...]:
+        """Seconds per CA-task by kind."""
+        return self.costs or (self.cost,) * len(self.kinds)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Keys that a query sees by kind; 0 for all."""
+        return tuple(kind.window for kind in self.kinds)
 
     @property
     def pool_ranks(self) -> int:
@@ -123,11 +161,16 @@ class Phase:
 
     Attributes:
         micro_batches: by stage, the micro-batch that it runs; None for an idle stage.
-        plans: by nano-batch, the plan over the whole pool; the same for all layers.
+        by_combination: by combination of the stages' kinds and nano-batch, the plan over the whole pool.
     """
 
     micro_batches: tuple[int | None, ...]
-    plans: tuple[Plan, ...]
+    by_combination: tuple[tuple[Plan, ...], ...]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """By nano-batch, the plan of layers of the first combination."""
+        return self.by_combination[0]
 
 
 @dataclass(frozen=True)
@@ -167,7 +210,7 @@ class StepPlan:
     @property
     def fingerprint(self) -> int:
         """Of all plans; the same on ranks that planned the same."""
-        return fingerprint(plan for _, phase in self.phases for plan in phase.plans)
+        return fingerprint(plan for _, phase in self.phases for plans in phase.by_combination for plan in plans)
 
     def forward_phase(self, micro_batch: int, stage: int) -> int:
         """The forward phase in which ``stage`` runs ``micro_batch``."""
@@ -192,14 +235,14 @@ class StepPlan:
         in_order = [_lay_out(self.options, *each) for each in zip(self.lengths, self.homes, strict=True)]
         forward, backward = _phases(in_order, self.options, _at_home)
         before = replace(self, forward=forward, backward=backward)
-        return np.stack([_seconds(phase, self.options.cost, direction) for direction, phase in before.phases])
+        return np.stack([_seconds(phase, self.options, direction) for direction, phase in before.phases])
 
     def balance(self) -> StepBalance:
         """What the plan achieves; costs about as much as planning did."""
         options, phases = self.options, self.phases
         return StepBalance(
             self.seconds_before(),
-            np.stack([_seconds(phase, options.cost, direction) for direction, phase in phases]),
+            np.stack([_seconds(phase, options, direction) for direction, phase in phases]),
             np.stack(
                 [
                     np.sum([other_seconds(options, plan.layout, direction) for plan in phase.plans], axis=0)
@@ -212,7 +255,8 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepBalance:
-    """How level a step's phases are. Array legend: P phases, all forward ones first, R ranks of the pool.
+    """How level a step's phases are. Array legend: P phases, all forward ones first, R ranks of the pool. Figures of
+    one layer are the mean over a stage's layers, which may be of several kinds.
 
     Attributes:
         seconds_before: [P, R] attention seconds of one layer with documents in order, computed at home.
@@ -319,10 +363,10 @@ def _phases(
         due = [number - (stages - 1 - stage if direction == "backward" else stage) for stage in range(stages)]
         running = tuple(m if 0 <= m < len(layouts) else None for m in due)
         halves = [[None if m is None else layouts[m][nano] for m in running] for nano in range(len(layouts[0]))]
-        plans = [scheduler(_joined(half, options.ranks), direction) for half in halves]
-        if keeps:  # what servers keep for backward is there for the next half too
-            plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
-        return Phase(running, tuple(plans))
+        return Phase(
+            running,
+            tuple(_of_combination(each, halves, options, direction, scheduler) for each in options.combinations),
+        )
 
     numbers = range(len(layouts) + stages - 1)
     forward = tuple(phase(number, "both" if keeps else "forward") for number in numbers)
@@ -330,7 +374,50 @@ def _phases(
     return forward, forward if keeps else tuple(phase(number, "backward") for number in numbers)
 
 
-def _at_home(layout: Layout, direction: Direction) -> Plan:
+def _of_combination(
+    kinds: Sequence[int],
+    halves: Sequence[Sequence[Layout | None]],
+    options: PlanOptions,
+    direction: Direction,
+    scheduler: Scheduler,
+) -> tuple[Plan, ...]:
+    """By nano-batch, the plan of a phase's layers of some ``kinds`` by stage. Layers with a window are computed at
+    home, where their work is about level; those without are scheduled over all servers, beside what these have of
+    windows."""
+    windows = [options.kinds[kind].window for kind in kinds]
+    if not any(windows):
+        plans = [
+            _with_kinds(scheduler(_joined(half, options.ranks), direction), half, kinds, options) for half in halves
+        ]
+        if options.keeps:  # what servers keep for backward is there for the next half too
+            plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
+        return tuple(plans)
+    plans = []
+    for half in halves:
+        seen = [layout and layout.within(window) for layout, window in zip(half, windows, strict=True)]
+        home = _with_kinds(plan_at_home(_joined(seen, options.ranks)), half, kinds, options)
+        if all(windows):
+            plans.append(home)
+            continue
+        full = np.repeat([not window for window in windows], options.ranks)
+        rest = home.tasks.take(~full[home.tasks.server])
+        beside = server_seconds(replace(home, tasks=rest), options.cost_of_kind, direction)
+        beside += np.where(full, 0.0, other_seconds(options, home.layout, direction))
+        scheduled = scheduler(_joined(half, options.ranks, [not window for window in windows]), direction, beside).tasks
+        columns = (np.concatenate(pair) for pair in zip(scheduled.columns(), rest.columns(), strict=True))
+        plans.append(replace(home, tasks=Tasks.sorted(*columns)))
+    return tuple(plans)
+
+
+def _with_kinds(plan: Plan, half: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
+    """The plan, which then knows the kind of layer of every document."""
+    if not any(kinds) and not any(options.windows):
+        return plan
+    documents = [0 if layout is None else len(layout.first) for layout in half]
+    return replace(plan, windows=options.windows, kind=np.repeat(np.asarray(kinds, np.int64), documents))
+
+
+def _at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
     return plan_at_home(layout)
 
 
@@ -339,7 +426,10 @@ def _scheduler(options: PlanOptions) -> Scheduler:
     if tolerance is None:
         tolerance = training_tolerance(options.pool_ranks)
 
-    def scheduled(layout: Layout, direction: Direction) -> Plan:
+    def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
+        other = None if options.non_attention is None else other_seconds(options, layout, direction)
+        if beside is not None:
+            other = beside if other is None else beside + other
         return schedule(
             layout,
             cost=options.cost,
@@ -347,24 +437,34 @@ def _scheduler(options: PlanOptions) -> Scheduler:
             resend=options.resend,
             tolerance=tolerance,
             links=options.links,
-            other_seconds=None if options.non_attention is None else other_seconds(options, layout, direction),
+            other_seconds=other,
         )
 
     return scheduled
 
 
-def _seconds(phase: Phase, cost: CostModel, direction: Direction) -> np.ndarray:
-    return np.asarray(np.sum([server_seconds(plan, cost, direction) for plan in phase.plans], axis=0))
+def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.ndarray:
+    """[R] seconds of one layer, in the mean over a stage's layers."""
+    return np.asarray(
+        sum(
+            share * np.sum([server_seconds(plan, options.cost_of_kind, direction) for plan in plans], axis=0)
+            for share, plans in zip(options.shares_of_layers.tolist(), phase.by_combination, strict=True)
+        )
+    )
 
 
 def _bytes(phase: Phase, options: PlanOptions, direction: Direction) -> int:
     q_bytes, kv_bytes = options.cost.shape.moved_bytes(direction, options.resend)
-    rows = [traffic(plan) for plan in phase.plans]
-    return sum(each.q_rows * q_bytes + each.kv_rows * kv_bytes for each in rows)
+    total = 0.0
+    for share, plans in zip(options.shares_of_layers.tolist(), phase.by_combination, strict=True):
+        rows = [traffic(plan) for plan in plans]
+        total += share * sum(each.q_rows * q_bytes + each.kv_rows * kv_bytes for each in rows)
+    return round(total)
 
 
-def _joined(parts: Sequence[Layout | None], ranks: int) -> Layout:
-    """One layout over the ranks of all stages; idle stages have no rows. Documents are numbered stage by stage."""
+def _joined(parts: Sequence[Layout | None], ranks: int, some: Sequence[bool] | None = None) -> Layout:
+    """One layout over the ranks of all stages; idle stages have no rows, nor have those that are not among ``some``.
+    Documents are numbered stage by stage."""
     if len(parts) == 1 and parts[0] is not None:
         return parts[0]
     q: list[tuple[np.ndarray, ...]] = []
@@ -377,14 +477,18 @@ def _joined(parts: Sequence[Layout | None], ranks: int) -> Layout:
     for stage, layout in enumerate(parts):
         if layout is None:
             continue
+        documents += len(layout.first)
+        if some is not None and not some[stage]:
+            first.append(np.zeros_like(layout.first))
+            last.append(np.zeros_like(layout.last))
+            continue
         for shards, columns in ((layout.q, q), (layout.kv, kv)):
             document, start, stop, rank, row = shards.columns()
-            columns.append((document + documents, start, stop, rank + stage * ranks, row))
+            columns.append((document + documents - len(layout.first), start, stop, rank + stage * ranks, row))
         first.append(layout.first)
         last.append(layout.last)
         here = slice(stage * ranks, (stage + 1) * ranks)
         q_rows[here], carried_rows[here] = layout.q_rows, layout.carried_rows
-        documents += len(layout.first)
     nothing = np.empty(0, np.int64)
     return Layout(
         len(parts) * ranks,

@@ -36,6 +36,10 @@ class Tasks:
         """Those of a mask or of indices."""
         return Tasks(self.document[chosen], self.start[chosen], self.stop[chosen], self.server[chosen])
 
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """Document, start, stop and server of all."""
+        return self.document, self.start, self.stop, self.server
+
     @property
     def last_on_server(self) -> np.ndarray:
         """[T] bool: the last task of its document on its server, which reads all k,v rows that the others read."""

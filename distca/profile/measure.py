@@ -12,7 +12,7 @@ import torch
 
 from distca.attention import Kernel
 from distca.device.host_memory import keep_freed_memory
-from distca.plan import AttentionShape
+from distca.plan import AttentionKind, AttentionShape
 from distca.profile.grid import grid_for, points
 from distca.profile.kernels import measure_points, smooth_points, table_of
 from distca.profile.linear import measure_linear
@@ -58,7 +58,7 @@ def measure_device(
     on_gpu = device.type == "cuda"
     grid = grid_for(device, shape)
     wanted = points(grid, shape)
-    route = partial(route_of_tasks, device=device)
+    route = partial(route_of_tasks, kind=AttentionKind(shape.head_dim**-0.5), device=device)
     server = TimedServer(kernel, shape, device, dtype, q_rows=grid.most_q_rows, kv_rows=grid.most_kv_rows)
     advance = progress(f"{kernel.name} kernel", sum(point.rounds for point in wanted))
     measured = measure_points(server, route, grid, wanted, shape, advance)

@@ -20,7 +20,7 @@ import torch
 
 from distca.attention import Kernel
 from distca.device.clock import Clock, Instant
-from distca.plan import AttentionShape, Layout, Shards, plan_at_home, route
+from distca.plan import AttentionKind, AttentionShape, Layout, Shards, plan_at_home, route
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.server import serve_backward, serve_forward
 
@@ -58,7 +58,7 @@ def median_seconds(work: Callable[[], object], clock: Clock, repeats: int) -> fl
     return statistics.median(clock.seconds(start, end) for start, end in spans)
 
 
-def route_of_tasks(q_rows: np.ndarray, kv_rows: np.ndarray, device: torch.device) -> ServerRoute:
+def route_of_tasks(q_rows: np.ndarray, kv_rows: np.ndarray, kind: AttentionKind, device: torch.device) -> ServerRoute:
     """The route of a lone server whose CA-tasks, each of its own document, have [N] ``q_rows`` and ``kv_rows``."""
     q_rows, kv_rows = np.asarray(q_rows, np.int64), np.asarray(kv_rows, np.int64)
     document, home = np.arange(len(q_rows)), np.zeros(len(q_rows), np.int64)
@@ -68,7 +68,7 @@ def route_of_tasks(q_rows: np.ndarray, kv_rows: np.ndarray, device: torch.device
     q = Shards(document, first, kv_rows, home, np.cumsum(q_rows) - q_rows)
     kv = Shards(document, np.zeros_like(first), kv_rows, home, np.cumsum(kv_rows) - kv_rows)
     layout = Layout(1, first, kv_rows, q, kv, np.array([own]), np.array([carried]))
-    return ServerRoute.of(route(plan_at_home(layout), 0), device)
+    return ServerRoute.of(route(plan_at_home(layout), 0), [kind], device)
 
 
 class TimedServer:
@@ -102,7 +102,6 @@ class TimedServer:
         self.do_THD = rows(q_rows, shape.heads, shape.head_dim)
         self.kv_S2GD = rows(kv_rows, 2, shape.kv_heads, shape.head_dim)
         self._kernel = kernel
-        self._scale = shape.head_dim**-0.5
         self._clock = Clock(device)
 
     def samples(
@@ -143,7 +142,7 @@ class TimedServer:
         """Run a batch forward and backward; the moments before, between and after."""
         q, do, kv = self.q_THD[: server.q_rows], self.do_THD[: server.q_rows], self.kv_S2GD[: server.kv_rows]
         began = self._clock.work()
-        o, lse = serve_forward(self._kernel, server, q, kv, self._scale)
+        o, lse = serve_forward(self._kernel, server, q, kv)
         between = self._clock.work()
-        serve_backward(self._kernel, server, do, q, kv, o, lse, self._scale)
+        serve_backward(self._kernel, server, do, q, kv, o, lse)
         return began, between, self._clock.work()

@@ -6,6 +6,8 @@ Each transfer is a launch node and a join node, so backward *launches* the rever
 joins it where forward launched. Between the two, callers put the other nano-batch's compute (see ping_pong.py). The
 tensors travel through an :class:`AttentionCall`; between the nodes only a graph token is passed, which carries the
 graph's edges: under *resend* the backward's buffers are those of another plan and have other shapes than the forward's.
+What waits for backward, and where, is the matter of ``kept_rows.py``. Sinks are added at home, where o and its
+log-sum-exp arrive: servers know nothing of a layer's parameters.
 
 Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers, H
 query heads, G key/value heads, D head dimension.
@@ -17,8 +19,9 @@ from typing import Any
 
 import torch
 
-from distca.device.offload import Parked, taken
+from distca.attention.sink import sink_gradient, with_sink
 from distca.runtime.device_routes import NanoRoutes
+from distca.runtime.kept_rows import HomeRows, Keep, Resend, ServerRows, behind
 from distca.runtime.server import (
     AttentionPool,
     Sums,
@@ -29,7 +32,6 @@ from distca.runtime.server import (
     task_regions,
 )
 from distca.transport import Handle, Part, RowMoves
-from distca.transport.gather_scatter import move_rows
 from distca.transport.interface import sent_by
 
 
@@ -41,7 +43,6 @@ class AttentionCall:
         routes: this rank's routes of the nano-batch.
         layer: layer number, for the timeline.
         nano: 0 for ping, 1 for pong, for the timeline.
-        scale: factor on the attention scores.
         before: the call of the layer's half before this one, whose k,v rows this one may need again.
     """
 
@@ -51,17 +52,16 @@ class AttentionCall:
         routes: NanoRoutes,
         layer: int,
         nano: int,
-        scale: float,
         before: AttentionCall | None = None,
     ) -> None:
-        self._pool, self._routes, self._scale = pool, routes, scale
+        self._pool, self._routes = pool, routes
         self._where = (layer, nano)
         self._handle: Handle | None = None
-        self._server: tuple[torch.Tensor, ...] = ()  # q, kv, o, lse rows on this server; without o once that was sent
-        self._sent_o: tuple[torch.Tensor, ...] = ()  # o rows of this server that live elsewhere; o at home (keep)
-        self._home: tuple[torch.Tensor | Parked, ...] = ()  # q, kv, o, lse rows that live here (resend)
-        self._prefix: torch.Tensor | Parked | None = None  # a view of the previous nano-batch's kv rows (resend)
+        self._kept: Keep | Resend = Keep(routes) if pool.backward == "keep" else Resend(routes, pool.offload)
+        self._server: ServerRows | None = None  # while this rank computes with them
+        self._arriving: list[torch.Tensor] = []  # at home, until they were joined
         self._gradients: tuple[torch.Tensor, ...] = ()
+        self._sink: torch.Tensor | None = None
         self._home_rows = (0, 0)
         self._before = before if routes.forward.before else None
         self._later: Sums | None = {}  # gradients from the half behind this one; None until they are there
@@ -85,30 +85,25 @@ class AttentionCall:
         """Compute this server's CA-tasks."""
         return _Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
-    def launch_o(self, graph_token: torch.Tensor) -> torch.Tensor:
-        """Start sending o rows home."""
+    def launch_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
+        """Start sending o rows home; with their log-sum-exp where the layer has sinks, which :meth:`join_o` adds."""
+        self._sink = None if sink_H is None else sink_H.detach()
         return _Node.apply(graph_token, self._launch_o, self._join_do)
 
-    def join_o(self, graph_token: torch.Tensor) -> torch.Tensor:
-        """Wait for the o rows that live here; returns o_NHD, zero in padding rows."""
-        return _Leave.apply(graph_token, self)
+    def join_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for the o rows that live here; returns o_NHD, zero in padding rows. ``sink_H``: the layer's sinks."""
+        return _Leave.apply(graph_token, sink_H, self)
 
     # For a rank without tokens, which serves a backward phase whose forward it served elsewhere or not at all.
 
     @classmethod
     def for_backward(
-        cls,
-        pool: AttentionPool,
-        routes: NanoRoutes,
-        layer: int,
-        nano: int,
-        scale: float,
-        home: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        cls, pool: AttentionPool, routes: NanoRoutes, layer: int, nano: int, home: HomeRows
     ) -> AttentionCall:
-        """A call that begins with its backward; needs *resend*. ``home``: q, kv, o, lse rows that live here."""
-        assert pool.backward == "resend"
-        call = cls(pool, routes, layer, nano, scale)
-        call._home, call._home_rows = home, (len(home[0]), len(home[1]))
+        """A call that begins with its backward; needs *resend*. ``home``: no rows, in the shapes of the layer's."""
+        call = cls(pool, routes, layer, nano)
+        assert isinstance(call._kept, Resend)
+        call._kept.home = home
         return call
 
     def backward_launch_do(self, do_NHD: torch.Tensor) -> None:
@@ -129,104 +124,82 @@ class AttentionCall:
 
     def _launch_qkv(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
         route = self._routes.forward
-        sent_kv = _behind(prefix_N2GD, kv_N2GD)
+        sent_kv = behind(prefix_N2GD, kv_N2GD)
         self._home_rows = (len(q_NHD), len(sent_kv))
         q = q_NHD.new_empty(route.q_rows, *q_NHD.shape[1:])
         kv = kv_N2GD.new_empty(route.kv_rows, *kv_N2GD.shape[1:])
         self._launch("q,k,v", "forward", Part(q_NHD, q, route.q_to_server), Part(sent_kv, kv, route.kv_to_server))
-        self._server = (q, kv)
-        if self._pool.backward == "resend":
-            self._home, self._prefix = (q_NHD, kv_N2GD), prefix_N2GD
+        self._server = ServerRows(q, kv)
+        self._kept.launched(q_NHD, kv_N2GD, prefix_N2GD)
 
     def _join_qkv(self) -> None:
         self._join("q,k,v", "forward")
 
     def _serve_forward(self) -> None:
-        q, kv = self._server
-        regions = task_regions(kv, self._kv_of_before(), self._routes.forward)
+        rows, route = self._server, self._routes.forward
+        assert rows is not None
+        regions = task_regions(rows.kv, self._kv_of_before(), route)
         with self._pool.timeline.serve(*self._where, "forward"):
-            o, lse = serve_forward(self._pool.kernel, self._routes.forward, q, regions, self._scale)
-        self._server = (q, kv, o, lse)
+            rows.o, rows.lse = serve_forward(self._pool.kernel, route, rows.q, regions)
+        self._kept.served(rows)
 
     def _kv_of_before(self) -> torch.Tensor | None:
         """Rows on this server of the half before."""
-        return None if self._before is None else self._before._server[1]
+        return None if self._before is None else self._before._kept.kv_on_server
 
     def _launch_o(self) -> None:
-        _, _, o, lse = self._server
-        o_home = self._rows_at_home(o, self._routes.forward.q_to_home, self._home_rows[0])
-        parts = [Part(o, o_home, self._routes.forward.q_to_home)]
-        if self._pool.backward == "resend":
-            lse_home = self._rows_at_home(lse, self._routes.forward.q_to_home, self._home_rows[0])
-            parts.append(Part(lse.contiguous(), lse_home, self._routes.forward.q_to_home))
-            self._home += (o_home, lse_home)
-            self._server = ()
-        self._launch("o", "forward", *parts)
-        self._output = o_home
+        rows, self._server = self._server, None
+        assert rows is not None and rows.o is not None and rows.lse is not None
+        sent = [rows.o]
+        if self._sink is not None or self._kept.needs_lse_at_home:
+            sent.append(rows.lse.contiguous())
+        moves = self._routes.forward.q_to_home
+        self._arriving = [self._rows_at_home(each, moves, self._home_rows[0]) for each in sent]
+        self._launch("o", "forward", *(Part(*each, moves) for each in zip(sent, self._arriving, strict=True)))
 
     def _join_o(self, has_backward: bool) -> torch.Tensor:
         self._join("o", "forward")
-        output = self._output
-        del self._output
-        if has_backward and self._pool.backward == "keep":
-            self._keep_o_once(output)
-        if has_backward and self._pool.offload is not None:
-            self._home = tuple(self._pool.offload.park(taken(each)) for each in self._home)
-            if self._prefix is not None:
-                self._prefix = self._pool.offload.park(taken(self._prefix))
+        o, *rest = self._arriving
+        lse = rest[0] if rest else None
+        self._arriving = []
+        if self._sink is not None:
+            assert lse is not None
+            o, lse = with_sink(o, lse, self._sink)
+        if has_backward:
+            self._kept.joined(o, lse)
         # A fresh view: autograd makes the returned tensor part of the graph, and what is kept for backward must not be.
-        return output.detach()
-
-    def _keep_o_once(self, o_NHD: torch.Tensor) -> None:
-        """Of the o rows on this server keep those that live elsewhere: the others are at home, where the output
-        projection keeps them anyway."""
-        q, kv, o, lse = self._server
-        self._server = (q, kv, lse)
-        self._sent_o = (o.index_select(0, self._routes.forward.q_to_home.send_index), o_NHD)
-
-    def _o_of_server(self) -> torch.Tensor:
-        """All o rows of this server again, from those that were sent and those at home."""
-        route, (elsewhere, at_home) = self._routes.forward, self._sent_o
-        o = elsewhere.new_empty(route.q_rows, *elsewhere.shape[1:])
-        move_rows(elsewhere, None, o, route.q_to_home.send_index)
-        route.q_to_server.copy_kept(at_home, o)
-        return o
+        return o.detach()
 
     # Backward.
 
-    def _launch_do(self, do_NHD: torch.Tensor) -> None:
-        route, do_NHD = self._routes.backward, do_NHD.contiguous()
-        do = do_NHD.new_empty(route.q_rows, *do_NHD.shape[1:])
-        parts = [Part(do_NHD, do, route.q_to_server)]
-        if self._pool.backward == "resend":
-            moves = (route.q_to_server, route.kv_to_server, route.q_to_server, route.q_to_server)
-            rows = (route.q_rows, route.kv_rows, route.q_rows, route.q_rows)
-            q, kv, o, lse = map(taken, self._home)
-            home = (q, _behind(None if self._prefix is None else taken(self._prefix), kv), o, lse)
-            self._server = tuple(x.new_empty(n, *x.shape[1:]) for x, n in zip(home, rows, strict=True))
-            parts += [Part(*part) for part in zip(home, self._server, moves, strict=True)]
-            self._home, self._prefix = (), None
-        self._launch("dO" if self._pool.backward == "keep" else "q,k,v,o,dO", "backward", *parts)
+    def _launch_do(self, do_NHD: torch.Tensor) -> torch.Tensor | None:
+        """Start sending what servers need; returns the gradient of the sinks."""
+        do_NHD = do_NHD.contiguous()
+        of_sink = None
+        if self._sink is not None:
+            of_sink = sink_gradient(do_NHD, *self._kept.o_and_lse_at_home(), self._sink)
+        parts, self._server, do = self._kept.parts_of_backward(do_NHD, self._sink is not None)
+        self._launch(self._kept.sent_in_backward, "backward", *parts)
         self._gradients = (do,)
+        return of_sink
 
     def _join_do(self) -> None:
-        self._join("dO" if self._pool.backward == "keep" else "q,k,v,o,dO", "backward")
+        self._join(self._kept.sent_in_backward, "backward")
 
     def _serve_backward(self) -> None:
-        (do,) = self._gradients
-        if self._pool.backward == "keep":
-            q, kv, lse = self._server
-            o = self._o_of_server()
-        else:
-            q, kv, o, lse = self._server
-        regions = task_regions(kv, self._kv_of_before(), self._routes.backward)
+        (do,), route = self._gradients, self._routes.backward
+        rows = self._kept.rows_for_backward(self._server)
+        self._server = None
+        regions = task_regions(rows.kv, self._kv_of_before(), route)
+        assert rows.o is not None and rows.lse is not None
         with self._pool.timeline.serve(*self._where, "backward"):
-            dq, dkv = serve_backward(self._pool.kernel, self._routes.backward, do, q, regions, o, lse, self._scale)
+            dq, dkv = serve_backward(self._pool.kernel, route, do, rows.q, regions, rows.o, rows.lse)
         if self._before is not None:
-            self._before._later, self._before = sums_of_before(dkv, self._routes.backward), None
+            self._before._later, self._before = sums_of_before(dkv, route), None
         assert self._later is not None, "the half behind this one has its backward first"
-        self._gradients = (dq, added_up(dkv, self._later, self._routes.backward))
-        self._server, self._sent_o, self._later = (), (), {}
+        self._gradients = (dq, added_up(dkv, self._later, route))
+        self._later = {}
+        self._kept.forget()
 
     def _launch_gradients(self) -> None:
         route = self._routes.backward
@@ -262,10 +235,6 @@ class AttentionCall:
         home = like.new_empty(rows, *like.shape[1:])
         home[moves.destination_rows :] = 0
         return home
-
-
-def _behind(prefix_N2GD: torch.Tensor | None, kv_N2GD: torch.Tensor) -> torch.Tensor:
-    return kv_N2GD if prefix_N2GD is None else torch.cat((prefix_N2GD, kv_N2GD))
 
 
 def _graph_token(device: torch.device) -> torch.Tensor:
@@ -308,11 +277,11 @@ class _Node(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph_token: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    def forward(ctx: Any, graph_token: torch.Tensor, sink_H: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:
         ctx.call = call
         return call._join_o(graph_token.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, *do_NHD: torch.Tensor) -> Any:
-        ctx.call._launch_do(do_NHD[0])
-        return _graph_token(do_NHD[0].device), None
+        of_sink = ctx.call._launch_do(do_NHD[0])
+        return _graph_token(do_NHD[0].device), of_sink, None

@@ -4,12 +4,75 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from distca.attention import TaskBatch
 from distca.device.host_to_device import Destination, uploading
-from distca.plan import Layout, Links, Plan, Route, Segments, StepPlan, route
+from distca.plan import AttentionKind, Layout, Links, Plan, Route, Segments, StepPlan, route
 from distca.plan.step import Phase
 from distca.transport import RowMoves
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """A range of rows in a server's buffer, and its copies in the regions of the tasks that read rows of it.
+
+    Attributes:
+        first: its first row.
+        places: (first row within the range, first row of the region, rows) of every copy, in task order: the last one
+            reaches to the end of the range.
+    """
+
+    first: int
+    places: list[tuple[int, int, int]]
+
+    @staticmethod
+    def of(copies: Segments) -> list[SharedRows]:
+        """Ranges of copies that overlap in the buffer."""
+        found: list[SharedRows] = []
+        columns, end = (copies.source.tolist(), copies.destination.tolist(), copies.rows.tolist()), -1
+        for source, target, rows in sorted(zip(*columns, strict=True)):
+            if source >= end:
+                found.append(SharedRows(source, []))
+            found[-1].places.append((source - found[-1].first, target, rows))
+            end = max(end, source + rows)
+        return found
+
+
+@dataclass(frozen=True)
+class KindBatch:
+    """CA-tasks of one kind of layer, one after the other in a server's buffers.
+
+    Attributes:
+        kind: of the layer.
+        batch: borders of the tasks, from the first one's rows on.
+        q: their query rows in the server's buffer.
+        kv: their key/value rows among all tasks' regions.
+    """
+
+    kind: AttentionKind
+    batch: TaskBatch
+    q: slice
+    kv: slice
+
+    @staticmethod
+    def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> tuple[KindBatch, ...]:
+        """All of a route's tasks."""
+        changes = np.flatnonzero(np.diff(route.kind)) + 1
+        borders = [0, *changes.tolist(), len(route.kind)]
+        return tuple(
+            KindBatch(
+                kinds[int(route.kind[low])],
+                TaskBatch.of(
+                    route.cu_q[low : high + 1] - route.cu_q[low], route.cu_kv[low : high + 1] - route.cu_kv[low], device
+                ),
+                *(slice(int(cu[low]), int(cu[high])) for cu in (route.cu_q, route.cu_kv)),
+            )
+            for low, high in pairwise(borders)
+            if high > low
+        )
 
 
 @dataclass(frozen=True)
@@ -21,47 +84,41 @@ class ServerRoute:
         q_to_home: o, log-sum-exp and dQ back.
         kv_to_server: key/value rows to servers, in one hop or two.
         kv_to_home: dK, dV back, added up where several servers return the same row.
-        repeats: copies from the server's k,v buffer to the tasks' regions: by source row (target row, rows), in task
-            order, so the last of each has most rows. Empty where no two tasks share rows and none are of the half
-            before.
-        before: the same from the server's k,v buffer of the half before.
-        batch: borders of this server's CA-tasks.
+        repeats: rows of the server's k,v buffer and their copies in the tasks' regions. Empty where no two tasks share
+            rows and none are of the half before.
+        before: the same of the server's k,v buffer of the half before.
+        batches: this server's CA-tasks, a batch for each run of tasks of one kind of layer.
         q_rows: query rows in the server's buffer.
         kv_rows: key/value rows in the server's buffer, which hold every row once.
+        region_rows: key/value rows of all tasks' regions.
     """
 
     q_to_server: RowMoves
     q_to_home: RowMoves
     kv_to_server: RowMoves
     kv_to_home: RowMoves
-    repeats: dict[int, list[tuple[int, int]]]
-    before: dict[int, list[tuple[int, int]]]
-    batch: TaskBatch
+    repeats: list[SharedRows]
+    before: list[SharedRows]
+    batches: tuple[KindBatch, ...]
     q_rows: int
     kv_rows: int
+    region_rows: int
 
     @staticmethod
-    def of(route: Route, device: Destination) -> ServerRoute:
-        """Bring a route to ``device``; copies to a GPU do not block the host."""
+    def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> ServerRoute:
+        """Bring a route to ``device``; copies to a GPU do not block the host. ``kinds`` of layers are numbered as in
+        the route's plan."""
         with uploading(device) as upload:
             return ServerRoute(
                 *RowMoves.there_and_back(route.q, route.ranks, upload),
                 *RowMoves.in_hops(route.kv, route.relay, route.ranks, upload),
-                _by_source(route.kv.repeat),
-                _by_source(route.kv.before),
-                TaskBatch.of(route.cu_q, route.cu_kv, upload),
+                SharedRows.of(route.kv.repeat),
+                SharedRows.of(route.kv.before),
+                KindBatch.of(route, kinds, upload),
                 route.q.destination_rows,
                 route.kv.destination_rows,
+                int(route.cu_kv[-1]),
             )
-
-
-def _by_source(repeat: Segments) -> dict[int, list[tuple[int, int]]]:
-    """(Destination row, rows) of segments by their source row, all in order."""
-    copies: dict[int, list[tuple[int, int]]] = {}
-    columns = (repeat.source.tolist(), repeat.destination.tolist(), repeat.rows.tolist())
-    for source, target, rows in sorted(zip(*columns, strict=True)):
-        copies.setdefault(source, []).append((target, rows))
-    return copies
 
 
 @dataclass(frozen=True)
@@ -71,13 +128,13 @@ class NanoRoutes:
     Attributes:
         q_rows: query rows that live on this rank; rows of a home tensor beyond them are padding and take no part.
         prefix: (first row, one past the last) of the previous nano-batch's rows whose keys and values this one needs
-            again.
+            again, one range after the other.
         forward: route of the forward plan.
         backward: route of the backward plan; the same object where gradients are computed by the forward's servers.
     """
 
     q_rows: int
-    prefix: tuple[int, int]
+    prefix: tuple[tuple[int, int], ...]
     forward: ServerRoute
     backward: ServerRoute
 
@@ -86,6 +143,7 @@ class NanoRoutes:
         forward: Plan,
         backward: Plan,
         rank: int,
+        kinds: Sequence[AttentionKind],
         device: Destination,
         previous: Layout | None = None,
         links: Links | None = None,
@@ -96,17 +154,16 @@ class NanoRoutes:
             forward: its plan.
             backward: its backward plan, over the same layout; may be ``forward`` itself.
             rank: this rank in the server pool.
+            kinds: of layers, numbered as in the plans.
             device: where the rows live; with an upload the routes are ready once that was sent.
             previous: layout of the nano-batch before this one, if it is the second.
             links: which ranks share a node, to each of which keys and values travel once; None for all.
         """
         layout = forward.layout
         with uploading(device) as upload:
-            here = ServerRoute.of(route(forward, rank, links), upload)
-            back = here if backward is forward else ServerRoute.of(route(backward, rank, links), upload)
-        carried_rows = int(layout.carried_rows[rank])
-        end = int(previous.q_rows[rank]) if previous is not None else 0
-        return NanoRoutes(int(layout.q_rows[rank]), (end - carried_rows, end), here, back)
+            here = ServerRoute.of(route(forward, rank, links), kinds, upload)
+            back = here if backward is forward else ServerRoute.of(route(backward, rank, links), kinds, upload)
+        return NanoRoutes(int(layout.q_rows[rank]), tuple(layout.carried_from(previous, rank)), here, back)
 
 
 LayerRoutes = tuple[NanoRoutes, ...]
@@ -115,31 +172,37 @@ LayerRoutes = tuple[NanoRoutes, ...]
 
 @dataclass(frozen=True)
 class StepRoutes:
-    """One rank's routes of a step; the same for all layers of its stage.
+    """One rank's routes of a step, for the layers of its stage. Layers at which stages run the same kinds share theirs.
 
     Attributes:
-        own: by micro-batch: forward in the micro-batch's forward phase, backward in its backward phase.
-        served_forward: by forward phase, of one in which this stage has no micro-batch and only serves; else None.
+        own: by micro-batch and layer: forward in the micro-batch's forward phase, backward in its backward phase.
+        served_forward: by forward phase, by layer, of one in which this stage has no micro-batch and only serves; else
+            None.
         served_backward: the same for backward phases.
     """
 
-    own: tuple[LayerRoutes, ...]
-    served_forward: tuple[LayerRoutes | None, ...]
-    served_backward: tuple[LayerRoutes | None, ...]
+    own: tuple[tuple[LayerRoutes, ...], ...]
+    served_forward: tuple[tuple[LayerRoutes, ...] | None, ...]
+    served_backward: tuple[tuple[LayerRoutes, ...] | None, ...]
 
     @staticmethod
     def of(plan: StepPlan, stage: int, rank: int, device: Destination) -> StepRoutes:
         """Routes of a stage's data-parallel rank."""
-        me = plan.options.pool_rank(stage, rank)
+        options = plan.options
+        me = options.pool_rank(stage, rank)
 
-        def routes(there: Phase, back: Phase) -> LayerRoutes:
-            before = [None, *(each.layout for each in there.plans)]
+        def of_plans(there: Sequence[Plan], back: Sequence[Plan]) -> LayerRoutes:
+            before = [None, *(each.layout for each in there)]
             return tuple(
-                NanoRoutes.of(one, other, me, device, previous, plan.options.links)
-                for one, other, previous in zip(there.plans, back.plans, before, strict=False)
+                NanoRoutes.of(one, other, me, options.kinds, device, previous, options.links)
+                for one, other, previous in zip(there, back, before, strict=False)
             )
 
-        def served(phases: Sequence[Phase]) -> tuple[LayerRoutes | None, ...]:
+        def routes(there: Phase, back: Phase) -> tuple[LayerRoutes, ...]:
+            of_combination = [of_plans(*each) for each in zip(there.by_combination, back.by_combination, strict=True)]
+            return tuple(of_combination[number] for number in options.layer_combinations)
+
+        def served(phases: Sequence[Phase]) -> tuple[tuple[LayerRoutes, ...] | None, ...]:
             return tuple(routes(each, each) if each.micro_batches[stage] is None else None for each in phases)
 
         own = (

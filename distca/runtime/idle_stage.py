@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from distca.runtime.attention_call import AttentionCall
 from distca.runtime.device_routes import LayerRoutes
+from distca.runtime.kept_rows import HomeRows
 from distca.runtime.ping_pong import run_layers
 from distca.runtime.server import AttentionPool
 
@@ -22,15 +24,15 @@ class EmptyLayer:
         head_dim: elements per head.
         dtype: of the rows.
         device: where the server computes.
-        scale: factor on the attention scores.
     """
+
+    sink = None
 
     heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    scale: float
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
         return (
@@ -42,29 +44,28 @@ class EmptyLayer:
         return hidden
 
 
-def serve_forward(pool: AttentionPool, routes: LayerRoutes, layers: int, layer: EmptyLayer) -> None:
+def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer) -> None:
     """Serve a forward phase of others.
 
     Args:
         pool: the server pool.
         routes: of every layer.
-        layers: how many.
         layer: stands in for this rank's own.
     """
     with torch.no_grad():
-        run_layers([layer] * layers, [torch.empty(0)] * len(routes), [routes] * layers, pool)
+        run_layers([layer] * len(routes), [torch.empty(0)] * len(routes[0]), routes, pool)
 
 
-def serve_backward(pool: AttentionPool, routes: LayerRoutes, layers: int, layer: EmptyLayer) -> None:
+def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer) -> None:
     """Serve a backward phase of others, in the order in which autograd runs it on ranks with tokens; arguments as of
     :func:`serve_forward`."""
     q, kv = layer.pre(torch.empty(0), 0)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     above: list[AttentionCall] = []
-    for number in reversed(range(layers)):
+    for number, halves in reversed(list(enumerate(routes))):
         calls = [
-            AttentionCall.for_backward(pool, each, number, nano, layer.scale, (q, kv, q, lse))
-            for nano, each in enumerate(routes)
+            AttentionCall.for_backward(pool, each, number, nano, HomeRows(q, kv, None, q, lse))
+            for nano, each in enumerate(halves)
         ][::-1]
         # As on ranks with tokens, a half's gradients of the layer above are joined right before its dO is launched:
         # every rank then has the same exchanges under way whenever one is launched.

@@ -27,8 +27,8 @@ class SplitLayer(Protocol):
     """A transformer layer cut at its core attention. ``nano`` is 0 or 1; hidden tensors are opaque here."""
 
     @property
-    def scale(self) -> float:
-        """Factor on the attention scores."""
+    def sink(self) -> torch.Tensor | None:
+        """[heads] learned scores without values of this rank's heads; None for a layer without sinks."""
         ...
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,13 +96,14 @@ class _Run:
 
     def attend(self, layer: int, graph_tokens: list[torch.Tensor]) -> None:
         for nano, call in enumerate(self._calls):
-            graph_tokens[nano] = call.launch_o(call.serve(call.join_qkv(graph_tokens[nano])))
+            served = call.serve(call.join_qkv(graph_tokens[nano]))
+            graph_tokens[nano] = call.launch_o(served, self._layers[layer].sink)
 
     def between(self, layer: int, state: list[torch.Tensor], graph_tokens: list[torch.Tensor]) -> None:
         last = layer + 1 == len(self._layers)
         calls, self._calls = self._calls, []
         for nano, call in enumerate(calls):
-            o = call.join_o(graph_tokens[nano])
+            o = call.join_o(graph_tokens[nano], self._layers[layer].sink)
             with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
                 # What is recomputed must not hold this object: k,v of the last launch lead back to it by the graph,
                 # in a circle that Python's garbage collector cannot see.
@@ -116,15 +117,15 @@ class _Run:
 
     def _launch(self, layer: int, nano: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         routes = self._routes[layer][nano]
-        begin, end = routes.prefix
         prefix = None
-        if end > begin:
+        if routes.prefix:
             # The second half continues a document whose head is in the first: its keys and values are needed again.
             assert self._previous_kv is not None
-            prefix = self._previous_kv[begin:end]
+            ranges = [self._previous_kv[begin:end] for begin, end in routes.prefix]
+            prefix = ranges[0] if len(ranges) == 1 else torch.cat(ranges)
         self._previous_kv = kv
         before = self._calls[-1] if self._calls else None
-        call = AttentionCall(self._pool, routes, layer, nano, self._layers[layer].scale, before)
+        call = AttentionCall(self._pool, routes, layer, nano, before)
         self._calls.append(call)
         return call.launch_qkv(q, kv, prefix)
 

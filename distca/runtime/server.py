@@ -14,17 +14,17 @@ import torch
 
 from distca.attention import Kernel
 from distca.device.offload import Offload
-from distca.runtime.device_routes import ServerRoute
+from distca.runtime.device_routes import ServerRoute, SharedRows
 from distca.runtime.timeline import Timeline
 from distca.transport import Transport
 
 
 def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route: ServerRoute) -> torch.Tensor:
-    """kv_S2GD, the context rows of every task: from those that arrived, and from those of the half before. The same
-    tensor where no two tasks share any."""
+    """kv_S2GD, the k,v rows of every task: from those that arrived, and from those of the half before. The same tensor
+    where no two tasks share any."""
     if not route.repeats:
         return kv_U2GD
-    kv_S2GD = kv_U2GD.new_empty(int(route.batch.borders_kv[-1]), *kv_U2GD.shape[1:])
+    kv_S2GD = kv_U2GD.new_empty(route.region_rows, *kv_U2GD.shape[1:])
     _copy(kv_U2GD, kv_S2GD, route.repeats)
     if route.before:
         assert before_V2GD is not None
@@ -32,29 +32,30 @@ def task_regions(kv_U2GD: torch.Tensor, before_V2GD: torch.Tensor | None, route:
     return kv_S2GD
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor, copies: dict[int, list[tuple[int, int]]]) -> None:
-    for first, places in copies.items():
-        for place, rows in places:
-            target[place : place + rows].copy_(source[first : first + rows])
+def _copy(source: torch.Tensor, target: torch.Tensor, shared: list[SharedRows]) -> None:
+    for each in shared:
+        for offset, place, rows in each.places:
+            begin = each.first + offset
+            target[place : place + rows].copy_(source[begin : begin + rows])
 
 
 Sums = dict[int, torch.Tensor]
-"""Of a server's buffer: by first row, gradients in float32 of so many rows."""
+"""Gradients in float32 of rows of a server's buffer, by their first row."""
 
 
 def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.Tensor:
-    """dkv_U2GD of the rows that arrived: gradients of tasks that share rows are added in float32, in task order, and
-    rounded once; then those of the half that comes ``later`` are."""
+    """dkv_U2GD of the rows that arrived: gradients of tasks that share rows are added in float32, the last task's first
+    and then the others' in their order, and rounded once; then those of the half that comes ``later`` are."""
     dkv_U2GD = dkv_S2GD
     if route.repeats:
         dkv_U2GD = dkv_S2GD.new_empty(route.kv_rows, *dkv_S2GD.shape[1:])
-        for first, places in route.repeats.items():
-            # The last task of a document has all of its rows that arrived.
-            place, rows = places[-1]
-            dkv_U2GD[first : first + rows].copy_(dkv_S2GD[place : place + rows])
-            if len(places) > 1:
-                total = _sum(dkv_S2GD, places[:-1], dkv_S2GD[place : place + rows])
-                dkv_U2GD[first : first + len(total)] = total.to(dkv_S2GD.dtype)
+        for each in route.repeats:
+            offset, place, rows = each.places[-1]
+            begin = each.first + offset
+            dkv_U2GD[begin : begin + rows].copy_(dkv_S2GD[place : place + rows])
+            if len(each.places) > 1:
+                total = _sum(dkv_S2GD, each)
+                dkv_U2GD[each.first : each.first + len(total)] = total.to(dkv_S2GD.dtype)
     for first, total in later.items():
         dkv_U2GD[first : first + len(total)] = (total + dkv_U2GD[first : first + len(total)]).to(dkv_S2GD.dtype)
     return dkv_U2GD
@@ -62,31 +63,35 @@ def added_up(dkv_S2GD: torch.Tensor, later: Sums, route: ServerRoute) -> torch.T
 
 def sums_of_before(dkv_S2GD: torch.Tensor, route: ServerRoute) -> Sums:
     """Gradients of the rows that are of the half before."""
-    sums = {}
-    for first, places in route.before.items():
-        place, rows = places[-1]
-        sums[first] = _sum(dkv_S2GD, places[:-1], dkv_S2GD[place : place + rows])
-    return sums
+    return {each.first: _sum(dkv_S2GD, each) for each in route.before}
 
 
-def _sum(dkv_S2GD: torch.Tensor, places: list[tuple[int, int]], last: torch.Tensor) -> torch.Tensor:
-    """Of the ``last`` task's rows and those at ``places``, in float32; as many rows as the longest of these has, or all
-    where there is none."""
-    longest = max((rows for _, rows in places), default=len(last))
-    total = last[:longest].to(torch.promote_types(last.dtype, torch.float32), copy=True)
-    for place, rows in places:
-        total[:rows] += dkv_S2GD[place : place + rows]
+def _sum(dkv_S2GD: torch.Tensor, shared: SharedRows) -> torch.Tensor:
+    """The sum in float32 of the rows that others than the last task read, or of all where there is no other."""
+    *others, (offset, place, rows) = shared.places
+    longest = max((offset + rows for offset, _, rows in others), default=rows)
+    wide = torch.promote_types(dkv_S2GD.dtype, torch.float32)
+    last = dkv_S2GD[place : place + longest - offset].to(wide, copy=True)
+    total = last if not offset else torch.cat((last.new_zeros(offset, *last.shape[1:]), last))
+    for offset, place, rows in others:
+        total[offset : offset + rows] += dkv_S2GD[place : place + rows]
     return total
 
 
 def serve_forward(
-    kernel: Kernel, route: ServerRoute, q_THD: torch.Tensor, kv_S2GD: torch.Tensor, scale: float
+    kernel: Kernel, route: ServerRoute, q_THD: torch.Tensor, kv_S2GD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o_THD and lse_TH of this server's tasks; a server without tasks returns empty tensors."""
-    if not len(route.batch):
-        wide = torch.promote_types(q_THD.dtype, torch.float32)
-        return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2], dtype=wide)
-    return kernel.forward(q_THD, kv_S2GD[:, 0], kv_S2GD[:, 1], route.batch, scale)
+    """Return o_THD and lse_TH of this server's tasks, by one kernel for each kind of layer; a server without tasks
+    returns empty tensors."""
+    if len(route.batches) == 1:
+        (only,) = route.batches
+        return kernel.forward(q_THD, kv_S2GD[:, 0], kv_S2GD[:, 1], only.batch, only.kind)
+    o_THD = torch.empty_like(q_THD)
+    lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32))
+    for each in route.batches:
+        kv = kv_S2GD[each.kv]
+        o_THD[each.q], lse_TH[each.q] = kernel.forward(q_THD[each.q], kv[:, 0], kv[:, 1], each.batch, each.kind)
+    return o_THD, lse_TH
 
 
 def serve_backward(
@@ -97,13 +102,20 @@ def serve_backward(
     kv_S2GD: torch.Tensor,
     o_THD: torch.Tensor,
     lse_TH: torch.Tensor,
-    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dq_THD and dkv_S2GD of this server's tasks."""
-    if not len(route.batch):
-        return torch.empty_like(q_THD), torch.empty_like(kv_S2GD)
-    dq, dk, dv = kernel.backward(do_THD, q_THD, kv_S2GD[:, 0], kv_S2GD[:, 1], o_THD, lse_TH, route.batch, scale)
-    return dq, torch.stack((dk, dv), dim=1)
+    if len(route.batches) == 1:
+        (only,) = route.batches
+        k, v = kv_S2GD[:, 0], kv_S2GD[:, 1]
+        dq, dk, dv = kernel.backward(do_THD, q_THD, k, v, o_THD, lse_TH, only.batch, only.kind)
+        return dq, torch.stack((dk, dv), dim=1)
+    dq_THD, dkv_S2GD = torch.empty_like(q_THD), torch.empty_like(kv_S2GD)
+    for each in route.batches:
+        q, kv = each.q, kv_S2GD[each.kv]
+        dq_THD[q], dkv_S2GD[each.kv, 0], dkv_S2GD[each.kv, 1] = kernel.backward(
+            do_THD[q], q_THD[q], kv[:, 0], kv[:, 1], o_THD[q], lse_TH[q], each.batch, each.kind
+        )
+    return dq_THD, dkv_S2GD
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,7 @@ def block_unmodified(
     model = unmodified(case, dtype).to(device=device, dtype=dtype)
     lengths = np.array(case.micro_batches[0])
     positions = np.concatenate([np.arange(length) for length in lengths])
-    scores = hidden_scores(lengths, positions).to(device)
-    return computed_once(lambda: _alone(case, model, weights, positions, scores))
+    return computed_once(lambda: _alone(case, model, weights, positions, lengths))
 
 
 def block_packed(
@@ -104,13 +103,18 @@ def _alone(
     model: GPTModel,
     weights: dict[str, torch.Tensor],
     positions: np.ndarray,
-    attention: torch.Tensor,
+    lengths: np.ndarray,
 ) -> BlockOutcome:
     load_full_weights(model, weights, 0, case.gated)
     parameter = next(model.parameters())
     hidden, weight = _rows(case, len(positions), parameter.dtype, parameter.device)
-    model.rotary_pos_emb.set_positions(torch.from_numpy(positions).to(parameter.device))
-    output = model.decoder(hidden[:, None], attention, rotary_pos_emb=model.rotary_pos_emb())[:, 0]
+    outputs = []
+    ends = np.cumsum(lengths).tolist()
+    for part in map(slice, [0, *ends], ends) if case.apart else [slice(len(positions))]:
+        model.rotary_pos_emb.set_positions(torch.from_numpy(positions[part]).to(parameter.device))
+        scores = hidden_scores(lengths, positions, part).to(parameter.device)
+        outputs.append(model.decoder(hidden[part, None], scores, rotary_pos_emb=model.rotary_pos_emb())[:, 0])
+    output = torch.cat(outputs)
     (output * weight).sum().backward()
     assert hidden.grad is not None
     gradients = {name: p.grad.cpu() for name, p in model.decoder.named_parameters()}

@@ -1,7 +1,8 @@
 """Hold disaggregated training against unmodified Megatron-Core: same weights, same tokens, same loss and gradients.
 
 The reference is unmodified Megatron-Core on one rank: its local spec untouched, all documents in one sequence under a
-dense mask that hides other documents; only the rotary angles are set by position in the document. The candidate is the
+dense mask that hides other documents; only the rotary angles are set by position in the document. Where layers have
+windows, which Megatron takes in place of a given mask, every document is a sequence of its own. The candidate is the
 public API, as a training script uses it: CAD, its block spec and schedule, Megatron's DDP.
 """
 
@@ -98,6 +99,11 @@ class ParityCase:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def apart(self) -> bool:
+        """The reference computes each document by itself."""
+        return self.config.get("window_size") is not None
+
+    @property
     def gated(self) -> bool:
         """The MLPs have a gate."""
         return bool(self.config.get("gated_linear_unit", True))
@@ -182,12 +188,16 @@ def unmodified_outcome(case: ParityCase, model: GPTModel, device: torch.device) 
         ids, labels, mask, positions = (
             torch.from_numpy(x).to(device) for x in (rows.tokens, rows.labels, rows.loss_mask, rows.positions)
         )
-        model.rotary_pos_emb.set_positions(positions)
-        hidden = hidden_scores(lengths, rows.positions).to(device)
-        losses = model(ids[None], None, hidden, labels=labels[None]).flatten() * mask
-        losses.sum().backward()
+        each = [slice(stop - length, stop) for stop, length in zip(np.cumsum(lengths), lengths, strict=True)]
+        losses = torch.zeros(len(ids), device=device)
+        for part in each if case.apart else [slice(len(ids))]:
+            model.rotary_pos_emb.set_positions(positions[part])
+            hidden = hidden_scores(lengths, rows.positions, part).to(device)
+            found = model(ids[None, part], None, hidden, labels=labels[None, part]).flatten() * mask[part]
+            found.sum().backward()
+            losses[part] = found.detach()
         total, tokens = total + losses.sum().item(), tokens + int(mask.sum())
-        per_document.append(_per_document(losses.detach(), owner, len(lengths)))
+        per_document.append(_per_document(losses, owner, len(lengths)))
     held = {name: getattr(p, "main_grad", p.grad) for name, p in model.named_parameters()}
     gradients = {name: gradient.double().cpu() / tokens for name, gradient in held.items()}
     return Outcome(total / tokens, gradients, [losses.cpu() for losses in per_document])
@@ -368,9 +378,9 @@ def _names(case: ParityCase, cad: CAD, model: GPTModel) -> dict[str, str]:
     return names_in_whole(model, first, tied=case.tie_embeddings and cad.stage > 0)
 
 
-def hidden_scores(lengths: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-    """[1, 1, tokens, tokens] bool: true where a packed token must not see another."""
-    owner = np.repeat(np.arange(len(lengths)), lengths)
+def hidden_scores(lengths: np.ndarray, positions: np.ndarray, rows: slice = slice(None)) -> torch.Tensor:
+    """[1, 1, tokens, tokens] bool: true where a packed token must not see another; of some rows."""
+    owner, positions = np.repeat(np.arange(len(lengths)), lengths)[rows], positions[rows]
     return torch.from_numpy((owner[:, None] != owner[None]) | (positions[:, None] < positions[None]))[None, None]
 
 

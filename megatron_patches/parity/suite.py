@@ -77,6 +77,36 @@ def model_cases(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list
     return [*cases, ParityCase(micro_batches=lengths, tp=tp, shape=wide_heads)]
 
 
+def kind_cases(tp: int, pp: int = 1, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[ParityCase]:
+    """Windows shorter and longer than shards and documents, sinks, and layers of both kinds; with stages that run
+    different kinds at the same time. A Megatron window excludes the row itself."""
+    every_second = {"window_size": (6, 0), "window_attn_skip_freq": 2}
+    models: list[dict[str, Any]] = [
+        {"window_size": (0, 0)},
+        every_second,
+        {**every_second, "softmax_type": "learnable"},
+        {"window_size": (19, 0), "window_attn_skip_freq": [1, 0, 0, 1], "softmax_type": "learnable"},
+        {"softmax_type": "learnable", "qk_layernorm": True},
+        {"window_size": (28, 0), "window_attn_skip_freq": [1, 1, 1, 0], "softmax_scale": 0.11},
+    ]
+    levels: tuple[Recompute, ...] = ("none", "all", MLP)
+    return [
+        ParityCase(
+            micro_batches=lengths,
+            tp=tp,
+            pp=pp,
+            backward=BACKWARDS[number % 2] if pp == 1 else "resend",
+            ping_pong=number % 3 < 2,
+            recompute=levels[number % 3],
+            scheduler=("random", "real")[(number // 2 + pp) % 2] if pp == 1 else "real",  # type: ignore[arg-type]
+            offload=pp == 1 and levels[number % 3] == "all" and BACKWARDS[number % 2] == "resend",
+            shape=ParityShape(layers=4),
+            config=config,
+        )
+        for number, config in enumerate(models)
+    ]
+
+
 def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = None) -> list[ParityCase]:
     """Lengths at the limits, under real and random plans."""
     return [

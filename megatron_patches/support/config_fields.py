@@ -23,7 +23,7 @@ _SERVED_BY = {
         tensor_model_parallel_size sequence_parallel disable_bf16_reduced_precision_matmul bf16
         hetereogenous_dist_checkpoint""",
     "our layers and the core-attention servers": """
-        softmax_scale qk_layernorm layernorm_epsilon""",
+        softmax_scale window_size window_attn_skip_freq qk_layernorm layernorm_epsilon""",
     # They choose among implementations, precisions and fusions of what is replaced, never what it computes.
     "a replacement, which has its own way of computing the same": """
         attention_backend flash_attention_version attention_softmax_in_fp32 masked_softmax_fusion apply_rope_fusion
@@ -71,8 +71,7 @@ _TRANSFORMER_ENGINE = "of Transformer Engine's modules only the linear layers ar
 
 LIMITS = {
     # Core attention
-    "window_size": Limit("every token attends to its whole document up to itself", (None,), "window_attn_skip_freq"),
-    "softmax_type": Limit("attention sinks are not served", ("vanilla",)),
+    "softmax_type": Limit("sinks are learned or there are none", ("vanilla", "learnable")),
     "attention_dropout": Limit("core attention has no dropout", (0.0,)),
     "apply_query_key_layer_scaling": Limit("scores are computed in float32 in any case", (False,)),
     "attention_output_gate": Limit("the output of core attention has no gate", (False,)),

@@ -6,6 +6,7 @@ import torch
 
 from distca.attention import TaskBatch
 from distca.attention.reference import ReferenceKernel
+from distca.plan.kinds import AttentionKind
 from distca.testing.reference_attention import packed_attention, relative_error
 
 
@@ -22,12 +23,12 @@ def test_whole_documents(heads, groups, dim, lengths):
     expected = packed_attention(q, k, v, lengths)
     expected.backward(do)
     borders = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    batch, scale = TaskBatch.of(borders, borders, "cpu"), dim**-0.5
+    batch, kind = TaskBatch.of(borders, borders, "cpu"), AttentionKind(dim**-0.5)
     kernel = ReferenceKernel()
-    o, lse = kernel.forward(q.detach(), k.detach(), v.detach(), batch, scale)
+    o, lse = kernel.forward(q.detach(), k.detach(), v.detach(), batch, kind)
     assert relative_error(o, expected) < 1e-14
     # Together, because dq and dk of a document of length 1 are exactly zero.
-    actual = kernel.backward(do, q.detach(), k.detach(), v.detach(), o, lse, batch, scale)
+    actual = kernel.backward(do, q.detach(), k.detach(), v.detach(), o, lse, batch, kind)
     assert relative_error(torch.cat(actual, 1), torch.cat((q.grad, k.grad, v.grad), 1)) < 1e-14
 
 
@@ -35,16 +36,16 @@ def test_whole_documents(heads, groups, dim, lengths):
 def test_cut_queries_equal_the_whole(cuts):
     """Tasks of one document, each with its full context, give the rows and summed gradients of the whole document."""
     q, k, v, do = _inputs(700, 4, 2, 8, seed=1)
-    kernel, scale = ReferenceKernel(), 8**-0.5
+    kernel, kind = ReferenceKernel(), AttentionKind(8**-0.5)
     whole = TaskBatch.of(np.array([0, 700], np.int32), np.array([0, 700], np.int32), "cpu")
-    o, lse = kernel.forward(q, k, v, whole, scale)
-    dq, dk, dv = kernel.backward(do, q, k, v, o, lse, whole, scale)
+    o, lse = kernel.forward(q, k, v, whole, kind)
+    dq, dk, dv = kernel.backward(do, q, k, v, o, lse, whole, kind)
 
     stops = cuts[1:]
     keys = torch.cat([torch.arange(stop) for stop in stops])
     cut = TaskBatch.of(np.array(cuts, np.int32), np.concatenate(([0], np.cumsum(stops))).astype(np.int32), "cpu")
-    o_cut, lse_cut = kernel.forward(q, k[keys], v[keys], cut, scale)
-    dq_cut, dk_cut, dv_cut = kernel.backward(do, q, k[keys], v[keys], o_cut, lse_cut, cut, scale)
+    o_cut, lse_cut = kernel.forward(q, k[keys], v[keys], cut, kind)
+    dq_cut, dk_cut, dv_cut = kernel.backward(do, q, k[keys], v[keys], o_cut, lse_cut, cut, kind)
     assert relative_error(o_cut, o) < 1e-14 and relative_error(lse_cut, lse) < 1e-14
     assert relative_error(dq_cut, dq) < 1e-14
     assert relative_error(torch.zeros_like(dk).index_add_(0, keys, dk_cut), dk) < 1e-14

@@ -7,6 +7,7 @@ import torch
 from distca.attention import TaskBatch, choose_kernel
 from distca.attention.reference import ReferenceKernel
 from distca.errors import KernelError
+from distca.plan.kinds import AttentionKind
 from distca.testing.reference_attention import relative_error
 
 # bfloat16 rounds at 2^-9 = 0.2 %; a kernel that rounds inputs, probabilities and outputs stays within a few of these.
@@ -29,7 +30,7 @@ def test_forward_and_backward(kernel, heads, groups, dim, case):
         pytest.skip(str(error))
     q_rows, kv_rows = (np.array(rows) for rows in zip(*BATCHES[case], strict=True))
     borders = [np.concatenate(([0], np.cumsum(rows))).astype(np.int32) for rows in (q_rows, kv_rows)]
-    batch, scale = TaskBatch.of(*borders, "cuda"), dim**-0.5
+    batch, kind = TaskBatch.of(*borders, "cuda"), AttentionKind(dim**-0.5)
     generator = torch.Generator("cuda").manual_seed(1)
     q, do = (
         torch.randn(int(q_rows.sum()), heads, dim, device="cuda", generator=generator).bfloat16() for _ in range(2)
@@ -37,13 +38,13 @@ def test_forward_and_backward(kernel, heads, groups, dim, case):
     # k and v as the server holds them: interleaved, so each is strided.
     kv = torch.randn(int(kv_rows.sum()), 2, groups, dim, device="cuda", generator=generator).bfloat16()
     k, v = kv[:, 0], kv[:, 1]
-    o, lse = chosen.forward(q, k, v, batch, scale)
-    gradients = chosen.backward(do, q, k, v, o, lse, batch, scale)
+    o, lse = chosen.forward(q, k, v, batch, kind)
+    gradients = chosen.backward(do, q, k, v, o, lse, batch, kind)
 
     exact = ReferenceKernel()
     wide = [x.double() for x in (q, k, v)]
-    o_exact, lse_exact = exact.forward(*wide, batch, scale)
-    gradients_exact = exact.backward(do.double(), *wide, o_exact, lse_exact, batch, scale)
+    o_exact, lse_exact = exact.forward(*wide, batch, kind)
+    gradients_exact = exact.backward(do.double(), *wide, o_exact, lse_exact, batch, kind)
     assert relative_error(o, o_exact) < TOLERANCE
     assert relative_error(lse, lse_exact) < TOLERANCE
     for actual, expected in zip(gradients, gradients_exact, strict=True):

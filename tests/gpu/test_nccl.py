@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import TaskBatch, choose_kernel
+from distca.plan.kinds import AttentionKind
 from distca.testing.ranks import run_ranks
 
 TOKENS, HEADS, KV_HEADS, DIM = 65_536, 32, 8, 128
@@ -31,7 +32,7 @@ def reduce_beside_attention(first: bool) -> tuple[float, float]:
         began, reduced, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         began.record()
         side.wait_event(began)
-        kernel.forward(q, k, v, batch, DIM**-0.5)
+        kernel.forward(q, k, v, batch, AttentionKind(DIM**-0.5))
         ended.record()
         with torch.cuda.stream(side):
             if dist.get_rank() == 1:

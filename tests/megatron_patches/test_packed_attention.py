@@ -30,7 +30,9 @@ def test_gradients_with_padding(lengths: tuple[int, ...], padding: int) -> None:
     borders = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     rows = int(borders[-1])
     batch = TaskBatch.of(borders, borders, "cpu")
-    module = PackedAttention(SimpleNamespace(softmax_scale=None, kv_channels=8), 1)
+    module = PackedAttention(
+        SimpleNamespace(softmax_scale=None, kv_channels=8, window_size=None, softmax_type="vanilla"), 1
+    )
     module.kernel, module.timeline = _Remembering(), Timeline("cpu")
     module.timeline.start_recording()
     heads = (4, 2, 2)

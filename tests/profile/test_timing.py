@@ -2,16 +2,16 @@ import numpy as np
 import pytest
 import torch
 
-from distca.plan import AttentionShape
+from distca.plan import AttentionKind, AttentionShape
 from distca.profile import timing
 from distca.profile.timing import Samples, TimedServer, route_of_tasks
 from tests.profile.machine import PretendMachine, true_backward, true_forward
 
 
 def test_route_of_tasks_has_their_borders():
-    route = route_of_tasks(np.array([3, 5, 1]), np.array([7, 5, 4]), torch.device("cpu"))
-    assert route.batch.borders_q.tolist() == [0, 3, 8, 9]
-    assert route.batch.borders_kv.tolist() == [0, 7, 12, 16]
+    route = route_of_tasks(np.array([3, 5, 1]), np.array([7, 5, 4]), AttentionKind(1.0), torch.device("cpu"))
+    assert route.batches[0].batch.borders_q.tolist() == [0, 3, 8, 9]
+    assert route.batches[0].batch.borders_kv.tolist() == [0, 7, 12, 16]
     assert (route.q_rows, route.kv_rows) == (9, 16)
     assert not route.repeats
 
@@ -20,7 +20,7 @@ def test_every_batch_is_timed_as_often_as_asked_and_as_what_it_is(monkeypatch):
     machine = PretendMachine()
     monkeypatch.setattr(timing, "Clock", lambda device: machine)
     cpu, sizes, rounds = torch.device("cpu"), [([16], [16]), ([32, 16], [64, 48]), ([48], [96])], [1, 4, 2]
-    routes = [route_of_tasks(np.array(q), np.array(kv), cpu) for q, kv in sizes]
+    routes = [route_of_tasks(np.array(q), np.array(kv), AttentionKind(1.0), cpu) for q, kv in sizes]
     server = TimedServer(machine, AttentionShape(2, 1, 8, 4), cpu, torch.float32, q_rows=48, kv_rows=112)
     advanced = []
     taken = server.samples(routes, rounds, warm_up_s=1e-3, advance=lambda: advanced.append(1))

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from distca.attention.reference import ReferenceKernel
 from distca.data.sampler import MicroBatch
-from distca.plan import Links, PlanOptions, analytic_cost, lay_out, plan_at_home, plan_step
+from distca.plan import AttentionKind, Links, PlanOptions, analytic_cost, lay_out, plan_at_home, plan_step
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.attention_call import AttentionCall
+from distca.runtime.kept_rows import Keep
 from distca.runtime.timeline import Timeline
 from distca.simulate import Cluster, Job, Model, Workload
 from distca.simulate.cad import Cad
@@ -28,6 +29,7 @@ from distca.transport import choose_transport
 pytestmark = pytest.mark.slow
 
 WIDTH, LAYERS, TOLERANCE = 12, 3, 1e-12
+FULL = AttentionKind(6**-0.5)
 SHAPE = {"count": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 2, "head_dim": 6, "seed": 5}
 
 CASES = {
@@ -70,18 +72,25 @@ def _rows_of(layout, rank, starts):
     ]
 
 
-def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of, record, per_node=0):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    layouts = lay_out(lengths, ranks, nano_batches=nano_batches, rank_of=rank_of)
+def _routes(kind, layouts, backward, seed, per_node):
+    """A rank's routes of random plans for layers of one kind."""
     routes, previous, tasks_before = [], None, None
     for nano, layout in enumerate(layouts):
         cuts = 8 if per_node else 3
-        before = tasks_before if backward == "keep" else None
-        forward = replace(random_plan(layout, seed + nano, cuts), before=before)
+        before = tasks_before if backward == "keep" and not kind.window else None
+        forward = replace(random_plan(layout, seed + nano, cuts, kind.window), before=before)
         tasks_before = forward.tasks
-        back = random_plan(layout, seed + nano + 100, cuts) if backward == "resend" else forward
-        routes.append(NanoRoutes.of(forward, back, rank, "cpu", previous, Links(per_node)))
+        back = random_plan(layout, seed + nano + 100, cuts, kind.window) if backward == "resend" else forward
+        routes.append(NanoRoutes.of(forward, back, dist.get_rank(), [kind], "cpu", previous, Links(per_node)))
         previous = layout
+    return tuple(routes)
+
+
+def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of, record, per_node=0, kinds=()):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layouts = lay_out(lengths, ranks, nano_batches=nano_batches, rank_of=rank_of)
+    of_kind = {kind: _routes(kind, layouts, backward, seed, per_node) for kind in dict.fromkeys(kinds or (FULL,))}
+    routes = [of_kind[kind] for kind in kinds or (FULL,) * LAYERS]
     timeline = Timeline("cpu")
     if record:
         timeline.start_recording()
@@ -89,21 +98,31 @@ def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of
     hidden, weight, starts = _documents(lengths)
     rows = [_rows_of(layout, rank, starts) for layout in layouts]
     inputs = [torch.cat((hidden[r], hidden.new_zeros(padding, WIDTH))).requires_grad_() for r in rows]
-    layers = toy_layers(**SHAPE)
+    layers = toy_layers(**SHAPE, kinds=kinds)
     recomputed = (lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=True)) if recompute else None
-    outputs = run_layers(layers, inputs, [tuple(routes)] * len(layers), pool, recomputed)
+    outputs = run_layers(layers, inputs, routes, pool, recomputed)
     sum((out[: len(r)] * weight[r]).sum() for out, r in zip(outputs, rows, strict=True)).backward()
-    grads = [torch.cat((layer.qkv.grad.flatten(), layer.out.grad.flatten())) for layer in layers]
     return {
         "rows": rows,
         "out": [out[: len(r)].detach() for out, r in zip(outputs, rows, strict=True)],
         "input_grad": [x.grad[: len(r)] for x, r in zip(inputs, rows, strict=True)],
-        "weight_grad": torch.cat(grads),
+        "weight_grad": _gradients(layers),
         "order": timeline.order,
         "second_hops": sum(
-            each.kv_to_server.relay_after is not None for r in routes for each in (r.forward, r.backward)
+            each.kv_to_server.relay_after is not None
+            for halves in routes
+            for r in halves
+            for each in (r.forward, r.backward)
         ),
     }
+
+
+def _gradients(layers):
+    """All weights' gradients in one row."""
+    weights = [each for layer in layers for each in (layer.qkv, layer.out, layer.sink) if each is not None]
+    return torch.cat(
+        [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in weights]
+    )
 
 
 def _left_by_calls(backward):
@@ -112,7 +131,9 @@ def _left_by_calls(backward):
     held, left = {}, []
 
     def note(call):
-        tensors = [each for each in tree_leaves(vars(call)) if isinstance(each, torch.Tensor)]
+        parts = [call, call._kept, call._server, *(each for each in vars(call._kept).values() if hasattr(each, "kv"))]
+        rows = [vars(part) for part in parts if part is not None]
+        tensors = {id(each): each for each in tree_leaves(rows) if isinstance(each, torch.Tensor)}.values()
         held.setdefault(id(call), []).extend(weakref.ref(each) for each in tensors)
 
     def count(call):
@@ -135,16 +156,25 @@ def _left_by_calls(backward):
 
 
 def _check(
-    lengths, ranks, nano_batches=2, backward="keep", recompute=False, padding=0, seed=0, rank_of=None, per_node=0
+    lengths,
+    ranks,
+    nano_batches=2,
+    backward="keep",
+    recompute=False,
+    padding=0,
+    seed=0,
+    rank_of=None,
+    per_node=0,
+    kinds=(),
 ):
     hidden, weight, _ = _documents(lengths)
     hidden.requires_grad_()
-    layers = toy_layers(**SHAPE)
+    layers = toy_layers(**SHAPE, kinds=kinds)
     expected = hidden
     for layer in layers:
         expected = layer.whole(expected, list(lengths))
     (expected * weight).sum().backward()
-    how = (nano_batches, backward, recompute, padding, seed, rank_of, False, per_node)
+    how = (nano_batches, backward, recompute, padding, seed, rank_of, False, per_node, kinds)
     results = run_ranks(ranks, _run_rank, lengths, *how)
     out, grad = torch.zeros_like(hidden), torch.zeros_like(hidden)
     for result in results:
@@ -152,7 +182,7 @@ def _check(
             out[rows], grad[rows] = o, g
     assert relative_error(out, expected) <= TOLERANCE
     assert relative_error(grad, hidden.grad if len(hidden) else grad) <= TOLERANCE
-    weight_grad = torch.cat([torch.cat((layer.qkv.grad.flatten(), layer.out.grad.flatten())) for layer in layers])
+    weight_grad = _gradients(layers)
     assert relative_error(sum(result["weight_grad"] for result in results), weight_grad) <= TOLERANCE
     return sum(result["second_hops"] for result in results)
 
@@ -181,6 +211,29 @@ def test_many_seeds(seed):
 @pytest.mark.parametrize("backward", ["keep", "resend"])
 def test_a_document_over_two_nodes_of_three(backward):
     assert _check(CASES["one document over all ranks"], ranks=6, backward=backward, padding=1, per_node=3)
+
+
+WINDOW = AttentionKind(6**-0.5, window=5)
+KINDS = {
+    "window of one": (AttentionKind(0.3, window=1),) * LAYERS,
+    "window": (WINDOW,) * LAYERS,
+    "windows and full": (WINDOW, FULL, AttentionKind(6**-0.5, window=17)),
+    "sinks": (AttentionKind(0.7, sink=True),) * LAYERS,
+    "sinks in windows, softcap": (
+        AttentionKind(6**-0.5, window=4, sink=True),
+        AttentionKind(6**-0.5, softcap=1.5),
+        AttentionKind(6**-0.5, window=9, softcap=2.0, sink=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("backward", ["keep", "resend"])
+def test_kinds_of_layers(kinds, backward):
+    """Tasks of windows are anywhere here, and shards shorter and longer than these."""
+    seed = len(kinds)
+    _check([13, 7, 1, 40, 3], 3, backward=backward, padding=1, seed=seed, kinds=KINDS[kinds], recompute=seed % 2 == 0)
+    _check([50, 3, 4], 4, backward=backward, seed=seed, per_node=2, kinds=KINDS[kinds])
 
 
 def test_whole_documents_and_a_rank_without_tokens():
@@ -222,9 +275,9 @@ def _run_without_gradients():
     (layout,) = lay_out([13, 7, 29], 1)
     pool = AttentionPool(choose_transport("auto", dist.group.WORLD), ReferenceKernel(), Timeline("cpu"), "keep")
     kept = []
-    keep, AttentionCall._keep_o_once = AttentionCall._keep_o_once, lambda call, o: kept.append(len(o)) or keep(call, o)
+    joined, Keep.joined = Keep.joined, lambda rows, o, lse: kept.append(len(o)) or joined(rows, o, lse)
     layers = toy_layers(**SHAPE)
-    routes = [(NanoRoutes.of(plan_at_home(layout), plan_at_home(layout), 0, "cpu", None),)] * len(layers)
+    routes = [(NanoRoutes.of(plan_at_home(layout), plan_at_home(layout), 0, [FULL], "cpu"),)] * len(layers)
     hidden = torch.randn(49, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         run_layers(layers, [hidden], routes, pool)

@@ -3,16 +3,18 @@
 import pytest
 import torch
 
-from distca.plan import lay_out, route
+from distca.plan import AttentionKind, lay_out, route
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.server import added_up, task_regions
 from distca.testing.plans import random_plan
+from distca.testing.reference_attention import relative_error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_shared_rows(dtype):
-    of = route(random_plan(lay_out([40] * 12, 2)[0], 2, cuts=40), 0)
-    repeat, there = of.kv.repeat, ServerRoute.of(of, "cpu")
+@pytest.mark.parametrize("window", [0, 1, 9, 40])
+def test_shared_rows(dtype, window):
+    of = route(random_plan(lay_out([40] * 12, 2)[0], 2, cuts=40, window=window), 0)
+    repeat, there = of.kv.repeat, ServerRoute.of(of, [AttentionKind(1.0)], "cpu")
     rows = [
         (source + row, target + row)
         for source, target, count in zip(repeat.source, repeat.destination, repeat.rows, strict=True)
@@ -21,7 +23,10 @@ def test_shared_rows(dtype):
     generator = torch.Generator().manual_seed(1)
     kv = torch.randn(there.kv_rows, 2, 1, 3, generator=generator).to(dtype)
     regions = task_regions(kv, None, there)
-    assert max(len(copies) for copies in there.repeats.values()) > 2 and len(there.repeats) > 2
+    if window == 1:
+        assert not there.repeats and len(regions) == len(kv)
+        return
+    assert max(len(each.places) for each in there.repeats) > 2 and len(there.repeats) > 2
     assert sorted(target for _, target in rows) == list(range(len(regions)))
     assert len(regions) == of.cu_kv[-1] > len(kv)
     dkv = torch.randn(regions.shape, generator=generator).to(dtype)
@@ -31,10 +36,16 @@ def test_shared_rows(dtype):
         assert torch.equal(regions[target], kv[source])
         if target != last[source]:
             expected[source] += dkv[target]
-    assert torch.equal(added_up(dkv, {}, there), expected.to(dtype))
+    found = added_up(dkv, {}, there)
+    if window:  # rows that the last task does not read have their sum in another order
+        assert relative_error(found, expected) <= (3e-3 if dtype == torch.bfloat16 else 1e-7)
+    else:
+        assert torch.equal(found, expected.to(dtype))
 
 
 def test_rows_that_no_tasks_share_are_not_copied():
-    there = ServerRoute.of(route(random_plan(lay_out([40] * 4, 2, rank_of=[0, 0, 1, 1])[0], 2, cuts=0), 0), "cpu")
+    there = ServerRoute.of(
+        route(random_plan(lay_out([40] * 4, 2, rank_of=[0, 0, 1, 1])[0], 2, cuts=0), 0), [AttentionKind(1.0)], "cpu"
+    )
     kv = torch.zeros(there.kv_rows, 2, 1, 3)
     assert task_regions(kv, None, there) is kv and added_up(kv, {}, there) is kv

@@ -6,19 +6,13 @@ Array legend: K directions, N tasks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from distca.plan.cost.model import AttentionShape, CostModel, Direction, LinearRate
-
-
-def pairs(q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-    """[N] float64 query-key pairs under the causal mask; a FLOP count is 4 x head_dim x heads of it (backward: 10
-    x)."""
-    q = np.asarray(q_rows, np.float64)
-    return q * (kv_rows - (q - 1) * 0.5)
+from distca.plan.kinds import pairs
 
 
 @dataclass(frozen=True)
@@ -35,6 +29,8 @@ class AnalyticCost(CostModel):
         forward_terms: seconds per (pair, q row, k,v row).
         backward_terms: the same for backward.
         linear: of matrix products.
+        window: keys that a query sees at most; 0 for all. Kernels compute whole tiles at both ends of it, so
+            one tile of keys counts beside.
     """
 
     shape: AttentionShape
@@ -42,6 +38,17 @@ class AnalyticCost(CostModel):
     forward_terms: tuple[float, float, float]
     backward_terms: tuple[float, float, float]
     linear: LinearRate | None = None
+    window: int = 0
+
+    def times(self, forward: float, backward: float) -> AnalyticCost:
+        """The same with all seconds of forward and of backward times a factor."""
+        a, b, c = self.forward_terms
+        d, e, f = self.backward_terms
+        return replace(
+            self,
+            forward_terms=(a * forward, b * forward, c * forward),
+            backward_terms=(d * backward, e * backward, f * backward),
+        )
 
     @cached_property
     def _terms(self) -> dict[Direction, np.ndarray]:
@@ -59,12 +66,18 @@ class AnalyticCost(CostModel):
         terms, q = self._terms[direction], np.asarray(q_rows, np.float64)
         # Without queries a range costs nothing, whatever its keys.
         kv = kv_rows * (q > 0)
+        if self.window:
+            seen = self.window + self.block - 1
+            features = np.array((pairs(q, kv, seen), q, np.minimum(kv, (q + seen - 1) * (q > 0))))
+            return terms.dot(features.reshape(3, -1)).reshape(len(terms), *q.shape)
         features = np.array((q * (kv - 0.5 * (q - 1)), q, kv))
         return terms.dot(features.reshape(3, -1)).reshape(len(terms), *q.shape)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
-        pairs = [(q * (kv - 0.5 * (q - 1)), q, kv if q else 0) for q, kv in zip(q_rows, kv_rows, strict=True)]
-        return [[a * pair + b * q + c * kv for pair, q, kv in pairs] for a, b, c in self._terms[direction].tolist()]
+        if self.window:
+            return super().of_few(direction, q_rows, kv_rows)
+        each = [(q * (kv - 0.5 * (q - 1)), q, kv if q else 0) for q, kv in zip(q_rows, kv_rows, strict=True)]
+        return [[a * pair + b * q + c * kv for pair, q, kv in each] for a, b, c in self._terms[direction].tolist()]
 
 
 def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:

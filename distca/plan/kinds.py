@@ -1,0 +1,69 @@
+"""Kinds of attention layers: which keys a query sees, and how scores become weights.
+
+Layers of one kind share a plan. What differs between layers at home only (rotation, norms) is no part of a kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.errors import PlanError
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """One kind of attention layer.
+
+    A query at position p of its document sees the keys [max(0, p - window + 1), p], or [0, p] without a window. Scores
+    are q·k times ``scale``; with a softcap c they are c · tanh(q·k · scale / c) before the softmax.
+
+    Attributes:
+        scale: factor on the products of queries and keys.
+        window: keys that a query sees at most, its own included; 0 where it sees its whole document up to itself.
+        softcap: limit of the scores; 0 for none.
+        sink: whether each head has a learned score without a value, which takes a part of the softmax.
+
+    Raises:
+        PlanError: on a negative window or softcap.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sink: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.softcap < 0:
+            raise PlanError(
+                f"A kind of attention has window {self.window} and softcap {self.softcap}; 0 is none, others are more."
+            )
+
+    @property
+    def name(self) -> str:
+        """How tables and pictures call it: "full", or its window, and what is beside."""
+        parts = [f"window {self.window:,}" if self.window else "full"]
+        parts += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sink
+        return ", ".join(parts)
+
+
+def first_key(window: int | np.ndarray, start: np.ndarray) -> np.ndarray:
+    """[N] int64 first key that a query range from [N] ``start`` sees; ``window`` 0 is none."""
+    return np.where(np.asarray(window) > 0, np.maximum(start - window + 1, 0), 0)
+
+
+def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarray:
+    """[N] float64 query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) of documents; a FLOP count is
+    4 x head_dim x heads of it, in backward 10 x.
+
+    Without a window the pairs are q · (kv - (q - 1) / 2). A window w takes from them what lies more than w - 1 rows
+    behind a query: the triangle of kv - w rows, less that of the kv - q - w rows in front of the range.
+    """
+    q = np.asarray(q_rows, np.float64)
+    full = q * (kv_rows - (q - 1) * 0.5)
+    if not window:
+        return full
+    beyond = np.maximum(np.asarray(kv_rows, np.float64) - window, 0)
+    in_front = np.maximum(kv_rows - q - window, 0)
+    return full - 0.5 * (beyond * (beyond + 1) - in_front * (in_front + 1))

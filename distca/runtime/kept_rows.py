@@ -1,0 +1,202 @@
+"""What waits for backward, and where: on the servers (*keep*) or at home, to be sent again (*resend*).
+
+Shape suffixes as in ``attention_call.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from distca.attention.sink import scaled
+from distca.device.offload import Offload, Parked, taken
+from distca.runtime.device_routes import NanoRoutes
+from distca.transport import Part
+from distca.transport.gather_scatter import move_rows
+
+
+@dataclass
+class ServerRows:
+    """Rows in a server's buffers.
+
+    Attributes:
+        q: q_THD.
+        kv: kv_U2GD.
+        o: o_THD, once it was computed.
+        lse: lse_TH, once it was computed.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    o: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+
+@dataclass
+class HomeRows:
+    """Rows that live on this rank, on its device or in host memory.
+
+    Attributes:
+        q: q_NHD.
+        kv: kv_N2GD.
+        prefix: keys and values of the previous nano-batch that were sent ahead of ``kv``; None where there were none.
+        o: o_NHD, with sinks, once it came home.
+        lse: lse_NH, with sinks, once it came home.
+    """
+
+    q: torch.Tensor | Parked
+    kv: torch.Tensor | Parked
+    prefix: torch.Tensor | Parked | None = None
+    o: torch.Tensor | Parked | None = None
+    lse: torch.Tensor | Parked | None = None
+
+
+class Keep:
+    """Servers keep q, k,v, log-sum-exp and o of their tasks; home ranks send dO alone. Of o a server keeps the rows
+    that live elsewhere: the others are at home, where the output projection keeps them anyway."""
+
+    sent_in_backward = "dO"
+    needs_lse_at_home = False
+
+    def __init__(self, routes: NanoRoutes) -> None:
+        self._route = routes.forward
+        self._server: ServerRows | None = None
+        self._sent_o: torch.Tensor | None = None  # o rows of this server that live elsewhere, without sinks
+        self._home_o: torch.Tensor | None = None
+        self._home_lse: torch.Tensor | None = None  # where there are sinks
+        self._lse_with_sinks: torch.Tensor | None = None  # lse_TH of this server's rows, from their homes
+
+    @property
+    def kv_on_server(self) -> torch.Tensor:
+        """kv_U2GD."""
+        assert self._server is not None
+        return self._server.kv
+
+    def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
+        """The rows of this rank are on their way to servers."""
+
+    def served(self, rows: ServerRows) -> None:
+        """This server computed its tasks."""
+        self._server = rows
+
+    def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
+        """The outputs came home, and there will be a backward; o and lse are with sinks where there are some."""
+        rows = self._server
+        assert rows is not None and rows.o is not None
+        self._sent_o, rows.o = rows.o.index_select(0, self._route.q_to_home.send_index), None
+        self._home_o, self._home_lse = o_NHD, lse_NH
+
+    def o_and_lse_at_home(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """o_NHD and lse_NH with sinks."""
+        assert self._home_o is not None and self._home_lse is not None
+        return self._home_o, self._home_lse
+
+    def parts_of_backward(
+        self, do_NHD: torch.Tensor, has_sinks: bool
+    ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
+        """What is sent to servers, the rows that arrive beside dO, and do_THD on this server."""
+        route = self._route
+        do = do_NHD.new_empty(route.q_rows, *do_NHD.shape[1:])
+        parts = [Part(do_NHD, do, route.q_to_server)]
+        if has_sinks:
+            assert self._home_lse is not None
+            self._lse_with_sinks = self._home_lse.new_empty(route.q_rows, *self._home_lse.shape[1:])
+            parts.append(Part(self._home_lse.contiguous(), self._lse_with_sinks, route.q_to_server))
+        return parts, None, do
+
+    def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
+        """All rows of this server, with sinks; o from the rows that were sent and those at home."""
+        rows, route, sent, after = self._server, self._route, self._sent_o, self._lse_with_sinks
+        assert rows is not None and sent is not None and self._home_o is not None and rows.lse is not None
+        elsewhere = route.q_to_home.send_index
+        if after is not None:
+            sent = scaled(sent, torch.exp(rows.lse.index_select(0, elsewhere) - after.index_select(0, elsewhere)))
+        o = sent.new_empty(route.q_rows, *sent.shape[1:])
+        move_rows(sent, None, o, elsewhere)
+        route.q_to_server.copy_kept(self._home_o, o)
+        return ServerRows(rows.q, rows.kv, o, rows.lse if after is None else after)
+
+    def forget(self) -> None:
+        """The gradients are computed."""
+        self._server = self._sent_o = self._home_o = self._home_lse = self._lse_with_sinks = None
+
+
+class Resend:
+    """Home ranks keep q, k,v, o and log-sum-exp of their rows and send them again with dO, to the servers of the
+    backward plan.
+
+    Args:
+        routes: this rank's.
+        offload: where the rows wait; None keeps them on the device.
+    """
+
+    sent_in_backward = "q,k,v,o,dO"
+    needs_lse_at_home = True
+
+    def __init__(self, routes: NanoRoutes, offload: Offload | None) -> None:
+        self._route, self._offload = routes.backward, offload
+        self.home: HomeRows | None = None
+
+    @property
+    def kv_on_server(self) -> torch.Tensor:
+        """Nothing: servers keep no rows."""
+        raise AssertionError("servers of resent rows keep none of the half before")
+
+    def launched(self, q_NHD: torch.Tensor, kv_N2GD: torch.Tensor, prefix_N2GD: torch.Tensor | None) -> None:
+        """The rows of this rank are on their way to servers."""
+        self.home = HomeRows(q_NHD, kv_N2GD, prefix_N2GD)
+
+    def served(self, rows: ServerRows) -> None:
+        """This server computed its tasks, whose rows it forgets."""
+
+    def joined(self, o_NHD: torch.Tensor, lse_NH: torch.Tensor | None) -> None:
+        """The outputs came home, and there will be a backward; o and lse are with sinks where there are some."""
+        assert self.home is not None and lse_NH is not None
+        self.home.o, self.home.lse = o_NHD, lse_NH
+        if self._offload is not None:
+            for name in ("q", "kv", "o", "lse", "prefix"):
+                if (each := getattr(self.home, name)) is not None:
+                    setattr(self.home, name, self._offload.park(taken(each)))
+
+    def o_and_lse_at_home(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """o_NHD and lse_NH with sinks, on the device from now on."""
+        home = self.home
+        assert home is not None and home.o is not None and home.lse is not None
+        home.o, home.lse = taken(home.o), taken(home.lse)
+        return home.o, home.lse
+
+    def parts_of_backward(
+        self, do_NHD: torch.Tensor, has_sinks: bool
+    ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
+        """What is sent to servers, the rows that arrive beside dO, and do_THD on this server."""
+        home, route = self.home, self._route
+        assert home is not None and home.o is not None and home.lse is not None
+        q, kv, o, lse = (taken(each) for each in (home.q, home.kv, home.o, home.lse))
+        kv = behind(None if home.prefix is None else taken(home.prefix), kv)
+        do = do_NHD.new_empty(route.q_rows, *do_NHD.shape[1:])
+        sent = [(do_NHD, do, route.q_to_server)]
+        arriving = []
+        for rows, moves, count in (
+            (q, route.q_to_server, route.q_rows),
+            (kv, route.kv_to_server, route.kv_rows),
+            (o, route.q_to_server, route.q_rows),
+            (lse, route.q_to_server, route.q_rows),
+        ):
+            arriving.append(rows.new_empty(count, *rows.shape[1:]))
+            sent.append((rows, arriving[-1], moves))
+        self.home = None
+        return [Part(*each) for each in sent], ServerRows(*arriving), do
+
+    def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
+        """All rows of this server, as they arrived."""
+        assert arrived is not None
+        return arrived
+
+    def forget(self) -> None:
+        """The gradients are computed."""
+
+
+def behind(prefix_N2GD: torch.Tensor | None, kv_N2GD: torch.Tensor) -> torch.Tensor:
+    """The rows that are sent again, then a nano-batch's own."""
+    return kv_N2GD if prefix_N2GD is None else torch.cat((prefix_N2GD, kv_N2GD))
