@@ -67,7 +67,7 @@ class Slowed:
         self._calls, self._seconds, self._pairs = 0, 0.0, 0.0
 
     def __call__(self, kernel: Any, route: Any, *tensors: Any) -> Any:
-        pairs = self._pairs_of(route.batch)
+        pairs = sum(self._pairs_of(each.batch) for each in route.batches)
         if self._calls < _TIMED_CALLS:  # in steps that do not count yet
             result, seconds = self._timed(lambda: self._serve(kernel, route, *tensors))
             self._calls += 1

@@ -31,7 +31,10 @@ def test_gradients_with_padding(lengths: tuple[int, ...], padding: int) -> None:
     rows = int(borders[-1])
     batch = TaskBatch.of(borders, borders, "cpu")
     module = PackedAttention(
-        SimpleNamespace(softmax_scale=None, kv_channels=8, window_size=None, softmax_type="vanilla"), 1
+        SimpleNamespace(
+            softmax_scale=None, kv_channels=8, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"
+        ),
+        1,
     )
     module.kernel, module.timeline = _Remembering(), Timeline("cpu")
     module.timeline.start_recording()

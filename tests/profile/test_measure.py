@@ -74,8 +74,8 @@ def test_batches_that_take_longer_than_their_tasks_alone_are_predicted(monkeypat
     slow = {"forward": 1.08, "backward": 1.05}
 
     class Throttled(PretendMachine):
-        def forward(self, q_THD, k_SGD, v_SGD, batch, scale):
-            return self._run("forward", batch, q_THD, k_SGD, v_SGD, batch, scale)
+        def forward(self, q_THD, k_SGD, v_SGD, batch, kind):
+            return self._run("forward", batch, q_THD, k_SGD, v_SGD, batch, kind)
 
         def backward(self, *args):
             return self._run("backward", args[6], *args)

@@ -52,7 +52,7 @@ class LeanKernel:
 
     name = "reference"
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, scale: float) -> Any:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, kind: Any) -> Any:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32)
 
     def backward(self, do: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:

@@ -92,10 +92,10 @@ def _measure(config: RunConfig) -> dict[str, Any]:
 
 def _take_servers_of(routes: StepRoutes) -> None:
     """The rows of the busiest server of the step that was run, in place of those of long-context plans."""
-    halves = [half.backward for own in routes.own for half in own]
+    halves = [half.backward for own in routes.own for half in own[0]]
     memory.BUSY_SERVER_Q = max(half.q_rows for half in halves) / (TOKENS // 2)
     memory.BUSY_SERVER_KV = max(half.kv_rows for half in halves) / (TOKENS // 2)
-    memory.REGIONS_KV = (max(half.batch.borders_kv[-1] for half in halves) / (TOKENS // 2), memory.REGIONS_KV[1])
+    memory.REGIONS_KV = (max(half.region_rows for half in halves) / (TOKENS // 2), memory.REGIONS_KV[1])
 
 
 @pytest.mark.parametrize("stages, cases", [(1, [OFFLOAD]), (2, CASES), (4, CASES[1:2])])
