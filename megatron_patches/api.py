@@ -29,6 +29,7 @@ from distca.attention import choose_kernel
 from distca.attention.select import warm_up
 from distca.data.batch import Document
 from distca.device.offload import Offload
+from distca.errors import SupportError
 from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
@@ -169,10 +170,11 @@ class CAD:
         if offload:
             check_offload(disaggregate, recompute, how, self._stages)
         self._te = use_te(linears, config, self.device)
+        self._kinds = LayerKinds.of(config)
         self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb, offload)
         self.options = plan_options(
             config,
-            LayerKinds.of(config),
+            self._kinds,
             self.pool.kernel,
             self.device,
             disaggregate=disaggregate,
@@ -242,6 +244,11 @@ class CAD:
             SupportError: no GPTModel, or a part of the model that is not served.
         """
         check_bare(model)
+        if LayerKinds.of(model.config) != self._kinds:
+            raise SupportError(
+                "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, which "
+                "plans by them: set them before CAD is made, and do not change them."
+            )
         check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
         self._lengths = use_position_rotary(model).needs_lengths
         self._vocabulary = model.vocab_size

@@ -37,6 +37,10 @@ class ModelConfig:
         qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
         rope_base: base of the rotary frequencies.
         norm_epsilon: epsilon of RMSNorm.
+        layer_types: full or window, for each layer, from the first on again where there are more layers: what a token
+            attends to, its whole document up to itself, or the last tokens of it.
+        window: tokens that a token attends to in layers of type window, itself included.
+        sinks: every head has a learned score without a value, which takes a part of the softmax (gpt-oss).
         tie_embeddings: use the embedding's weights as the output layer's.
         init_std: standard deviation of the weights at the start.
         rope_scaling: how rotary positions are stretched.
@@ -53,6 +57,9 @@ class ModelConfig:
     qk_norm: bool = False
     rope_base: float = 500000.0
     norm_epsilon: float = 1e-5
+    layer_types: list[Literal["full", "window"]] = field(default_factory=lambda: ["full"])
+    window: int = 0
+    sinks: bool = False
     tie_embeddings: bool = False
     init_std: float = 0.02
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
@@ -61,6 +68,12 @@ class ModelConfig:
     def resolved_head_dim(self) -> int:
         """head_dim, or hidden // heads where it is 0."""
         return self.head_dim or self.hidden // max(self.heads, 1)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By layer, the tokens that a token attends to; 0 for its whole document up to itself."""
+        types = self.layer_types or ["full"]
+        return tuple(self.window * (types[layer % len(types)] == "window") for layer in range(self.layers))
 
 
 @dataclass(frozen=True, kw_only=True)
