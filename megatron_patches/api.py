@@ -25,8 +25,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from distca.attention import choose_kernel
-from distca.attention.select import warm_up
+from distca.attention import AttentionSpec, choose_kernel
 from distca.data.batch import Document
 from distca.device.offload import Offload
 from distca.plan.receive_buffer import receive_buffer_gb
@@ -45,6 +44,7 @@ from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
+from megatron_patches.self_check import check_layers
 from megatron_patches.step import Step, make_step
 from megatron_patches.step_documents import StepDocuments, check_room, listed
 from megatron_patches.steps_ahead import AgreedSteps
@@ -111,8 +111,9 @@ class CAD:
         pool: the server pool: transport, kernel, timeline.
 
     Raises:
-        SupportError: a field of the configuration, or a way of running it, that is not served.
-        KernelError, TransportError: what was asked for cannot run here.
+        SupportError: a field of the configuration, or a way of running it, that is not served, or products in FP8 or
+            of Transformer Engine that are wrong here.
+        KernelError, TransportError: what was asked for cannot run here, or is wrong here.
         PlanError: an unusable cost table.
     """
 
@@ -168,6 +169,7 @@ class CAD:
         if offload:
             check_offload(disaggregate, recompute, how, self._stages)
         self._te = use_te(linears, config, self.device)
+        check_layers(config, self.device, self._te)
         self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb, offload)
         self.options = plan_options(
             config,
@@ -385,12 +387,18 @@ class CAD:
         buffer: float,
         offload: bool,
     ) -> AttentionPool:
-        shape, dtype = attention_shape(self.config), self.config.params_dtype
-        kernel = choose_kernel(
-            kernel_name, device=self.device, dtype=dtype, head_dim=shape.head_dim, deterministic=deterministic
+        shape = attention_shape(self.config)
+        spec = AttentionSpec(
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            self.config.params_dtype,
+            self.device,
+            softmax_scale=self.config.softmax_scale,
+            deterministic=deterministic,
         )
-        if self.device.type == "cuda":
-            warm_up(kernel, shape.heads, shape.kv_heads, shape.head_dim, dtype, self.device)
+        # What is compiled when it is first used is compiled now, and not while other ranks wait for its rows.
+        kernel = choose_kernel(kernel_name, spec)
         buffer = buffer or receive_buffer_gb(shape, self._tokens_per_rank, resend=backward == "resend")
         transport = choose_transport(transport_name, server_pool_group(), buffer)
         parking = Offload(self.device) if offload else None
