@@ -53,7 +53,7 @@ def profile(
         head_dim: size of a head.
         hidden: width of the model, for linear layers.
         ffn: width of its MLP.
-        kernel: core-attention kernel; auto takes the fastest one that runs here.
+        kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
         ranks: ranks of this machine whose links are measured; by default one for every GPU, 1 without GPUs.
     """
     check_least(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, ffn=ffn, ranks=ranks)

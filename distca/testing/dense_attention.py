@@ -10,7 +10,7 @@ import torch
 from distca.attention.kernel import TaskBatch
 
 
-@dataclass(frozen=True)
+@dataclass
 class DenseKernel:
     """Computes any dtype on any device.
 
@@ -56,10 +56,10 @@ class DenseKernel:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :class:`distca.attention.Kernel`; o and log-sum-exp are computed again."""
-        inputs = [x.detach().requires_grad_() for x in (q_THD, k_SGD, v_SGD)]
+        q, k, v = (x.detach().requires_grad_() for x in (q_THD, k_SGD, v_SGD))
         with torch.enable_grad():
-            o, _ = self.forward(*inputs, batch, scale)
-        dq, dk, dv = torch.autograd.grad(o, inputs, do_THD)
+            o, _ = self.forward(q, k, v, batch, scale)
+        dq, dk, dv = torch.autograd.grad(o, (q, k, v), do_THD)
         return dq, dk, dv
 
     def _hidden(self, scores_HQK: torch.Tensor, causal: bool) -> torch.Tensor:
