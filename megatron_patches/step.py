@@ -58,6 +58,7 @@ class Step:
         batches: this rank's rows, by micro-batch.
         planning_ms: milliseconds of planning and routing.
         waited_ms: milliseconds that the caller waited for it.
+        vocabulary: token ids that its documents were checked for; None where they were not.
         queued: called when the step's work is queued on the device, so that the next one is planned from then on.
     """
 
@@ -68,6 +69,7 @@ class Step:
     batches: tuple[Batch, ...]
     planning_ms: float
     waited_ms: float = 0.0
+    vocabulary: int | None = None
     queued: Callable[[], None] = lambda: None
 
 
@@ -131,7 +133,7 @@ def make_step(
                 )
                 for each, own in zip(rows, routes.own, strict=True)
             )
-    return Step(documents, plan, plan.balance(), routes, batches, planning_ms)
+    return Step(documents, plan, plan.balance(), routes, batches, planning_ms, vocabulary=vocabulary)
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
