@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -112,6 +113,7 @@ class CAD:
     Attributes:
         options: how steps are planned.
         pool: the server pool: transport, kernel, timeline.
+        folder: where a step is written that the planner fails on; the working directory, if nobody sets it.
 
     Raises:
         SupportError: a field of the configuration, or a way of running it, that is not served.
@@ -201,6 +203,7 @@ class CAD:
             transport=transport,
             recompute_segments=self._recompute_all and disaggregate,
         )
+        self.folder = Path()
         self._ahead: AgreedSteps | None = None
         self._single_steps = 0
         self._lengths = False
@@ -328,13 +331,14 @@ class CAD:
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError, DataError: as of :meth:`plan_step`; on every rank.
+            PlanError, DataError: as of :meth:`plan_step`; on every rank. FailedPlanError where the planner itself
+                failed: the message names a file in ``folder`` with the step's lengths, for ``distca plan``.
         """
         if self._ahead is None:
             self._ahead = AgreedSteps(self.device)
-        return self._ahead.ahead((self._make_step(each) for each in steps), first)
+        return self._ahead.ahead((self._make_step(*each) for each in enumerate(steps, first)), first)
 
-    def _make_step(self, given: StepDocuments | Sequence[Sequence[Document]]) -> Step:
+    def _make_step(self, number: int, given: StepDocuments | Sequence[Sequence[Document]]) -> Step:
         documents = listed(given)
         check_room(documents, self.options.ranks, self._tokens_per_rank)
         return make_step(
@@ -346,6 +350,8 @@ class CAD:
             lengths=self._lengths,
             room=self.options.ranks * self._tokens_per_rank if self._deal else 0,
             vocabulary=self._vocabulary,
+            number=number,
+            folder=self.folder,
         )
 
     def forward_backward(

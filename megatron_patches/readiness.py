@@ -143,7 +143,7 @@ def _check_replicas(model: Any) -> None:
 
 
 def check_wrapped(model: Any) -> None:
-    """Refuse to train a model that :func:`wrap_for_data_parallel` did not make: nobody would reduce its gradients.
+    """Refuse to train a model that wrap_for_data_parallel did not make: nobody would reduce its gradients.
 
     Raises:
         SupportError: naming what was given.
