@@ -65,6 +65,7 @@ from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.process_groups import check_groups
 from megatron_patches.support.same_on_ranks import check_same_on_ranks
+from megatron_patches.support.trained_weights import check_weights_before
 from megatron_patches.te.choice import Linears, refuse_te_spec, use_te
 from megatron_patches.training_step import (
     ForwardStep,
@@ -295,6 +296,7 @@ class CAD:
         """
         check_attached(model)
         check_unwrapped(model)
+        check_weights_before(model, self.config.params_dtype, self.device)
         check_gradients(gradients, self.config.params_dtype)
         check_fp8_weights(self.config, distributed_optimizer)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)

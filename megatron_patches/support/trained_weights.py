@@ -16,6 +16,29 @@ _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
 """What Megatron's and Transformer Engine's linear layers call it."""
 
 
+def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse weights of another type or device than what a CAD was made for, before they are wrapped.
+
+    Args:
+        model: the GPTModel; where the configuration says bf16, Megatron casts it.
+        params_dtype: of the configuration.
+        device: the CAD's.
+
+    Raises:
+        SupportError: naming the first weight.
+    """
+    for name, weight in model.named_parameters():
+        if weight.device.type != device.type:
+            raise SupportError(
+                f"{name} is on {weight.device}, but the CAD on {device}: move the model there before CAD.data_parallel."
+            )
+        if params_dtype != torch.bfloat16 and weight.dtype != params_dtype:
+            raise SupportError(
+                f"{name} has type {weight.dtype}, but the configuration's params_dtype is {params_dtype}: cast no "
+                "weights, and set params_dtype to the type that is to be trained with."
+            )
+
+
 def check_trained_weights(model: DistributedDataParallel) -> None:
     """Refuse weights that were frozen, freed, replaced or moved after CAD.data_parallel, and hooks on gradients that
     are nowhere but in ``main_grad``.

@@ -128,6 +128,9 @@ def _changed() -> dict[str, str]:
     cad, ddp, step = _wrapped(disaggregate=False)
     ddp.module.config.softmax_scale = 0.5
     said["scale at home"] = _trained(cad, ddp, step)
+    cad, model, _ = _attached()
+    said["cast"] = _said(cad.data_parallel, model.bfloat16())
+    said["elsewhere"] = _said(cad.data_parallel, model.float().to("meta"))
     cad, ddp, step = _wrapped(distributed_optimizer=True)
     weight = ddp.module.decoder.final_layernorm.weight
     weight.data = weight.data.clone()
@@ -292,6 +295,10 @@ def test_what_changed_after_attach_is_refused_by_name(found: list[dict[str, Any]
         fc1 = "decoder.layers.0.mlp.linear_fc1.weight has a hook on its gradient, which would see memory that nobody"
         assert said["hook on a gradient"].startswith(fc1)
         assert said["hook after it"].startswith("output_layer.weight has a hook on its gradient")
+        assert said["cast"].startswith(
+            "embedding.word_embeddings.weight has type torch.bfloat16, but the configuration"
+        )
+        assert said["elsewhere"].startswith("embedding.word_embeddings.weight is on meta, but the CAD on cpu")
         assert said["memory"].startswith("decoder.final_layernorm.weight has other memory than CAD.data_parallel gave")
 
 
