@@ -146,7 +146,10 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-        returned = forward_step(batches, model)
+        one = _OneBatch(batches)
+        returned = forward_step(one, model)
+        if not one.taken:
+            raise SupportError("The forward step took no batch: take one with next(batches), every time it is called.")
         pair = isinstance(returned, tuple | list) and len(returned) == 2
         if not pair or (not callable(returned[1]) and parallel_state.is_pipeline_last_stage()):
             raise SupportError("The forward step has to return the model's output and a function of it: the loss.")
@@ -154,6 +157,19 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
         return output, partial(_counted, loss_function)
 
     return checked
+
+
+class _OneBatch(Iterator[Batch]):
+    """What a forward step gets: the batch of its micro-batch. A second one would be another's, which is then missed."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches, self.taken = batches, False
+
+    def __next__(self) -> Batch:
+        if self.taken:
+            raise SupportError("The forward step took two batches: call next(batches) once, for one micro-batch.")
+        self.taken = True
+        return next(self._batches)
 
 
 def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:
@@ -167,13 +183,17 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
     total, tokens, report = returned
     if not (isinstance(total, torch.Tensor) and total.numel() == 1):
         raise SupportError("The loss function's first value is no single number; sum the losses of its tokens.")
-    if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or tokens.is_floating_point():
+    if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or _is_no_count(tokens):
         raise SupportError(
             "The loss function's second value is no integer tensor; return how many target tokens there are, as "
             "(loss_mask > 0).sum().int()."
         )
     # No views: Megatron's 1F1B frees what a stage returned.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
+
+
+def _is_no_count(tokens: torch.Tensor) -> bool:
+    return tokens.is_floating_point() or tokens.dtype == torch.bool
 
 
 def run_schedule(
