@@ -27,7 +27,7 @@ from distca.runtime import AttentionPool, run_layers
 from megatron_patches.batch_context import DisaggregatedMicroBatch, gather_nano_rows
 from megatron_patches.full_recompute import differentiable
 from megatron_patches.layer import SplitTransformerLayer
-from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.packed_attention import PackedAttention, score_scale
 from megatron_patches.patches.rms_norm import RMSNorm
 from megatron_patches.support.config_fields import check_config, check_recomputation
 from megatron_patches.support.layer_spec import check_layer_spec, mlp_submodules
@@ -42,10 +42,7 @@ class _BoundLayer:
 
     @property
     def scale(self) -> float:
-        config = self.layer.config
-        if config.softmax_scale is not None:
-            return config.softmax_scale
-        return (config.kv_channels or 0) ** -0.5
+        return score_scale(self.layer.config)
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer.pre(hidden, self.rotations[nano])
@@ -82,7 +79,7 @@ class DisaggregatedBlock(TransformerBlock):
         if not self.pre_process:
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-        recompute = self.recompute_segments and self.training
+        recompute = self.recompute_segments and torch.is_grad_enabled()
         if recompute or self.in_phases:  # in which all stages go back through all layers, frozen ones too
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None

@@ -25,8 +25,7 @@ class PackedAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__(config=config)
         self.layer = layer_number - 1
-        scale = config.softmax_scale
-        self.scale = (config.kv_channels or 0) ** -0.5 if scale is None else scale
+        self.scale = score_scale(config)
         self.kernel: Kernel | None = None
         self.timeline: Timeline | None = None
 
@@ -60,6 +59,11 @@ class PackedAttention(MegatronModule):
             forget_until_backward(o, partial(_fill_rows, padded.detach()), padded)
             o = padded
         return o.flatten(1).unsqueeze(1)
+
+
+def score_scale(config: TransformerConfig) -> float:
+    """The factor on attention scores."""
+    return (config.kv_channels or 0) ** -0.5 if config.softmax_scale is None else config.softmax_scale
 
 
 def _fill_rows(padded_NHD: torch.Tensor, out_NHD: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ from distca.plan import StepPlan
 from distca.runtime import AttentionPool
 from distca.runtime.device_routes import StepRoutes
 from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
+from megatron_patches.packed_attention import score_scale
 from megatron_patches.step import Batch
 from megatron_patches.training_step import ForwardStep
 
@@ -109,7 +110,7 @@ class _Stage:
             self._config.kv_channels,
             self._config.params_dtype,
             device,
-            self._config.softmax_scale or self._config.kv_channels**-0.5,
+            score_scale(self._config),
         )
 
     @contextmanager
