@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
 
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.commands.options import check_least, check_most, check_picture, check_tolerance, writing
 from distca.commands.plan_results import draw, summary
+from distca.commands.plan_step_results import replanned
 from distca.data.sampler import Sampler
 from distca.errors import OptionError
 from distca.plan import CostModel, Links, analytic_cost, load_table, plan_micro_batch, training_tolerance
+from distca.plan.step_file import read_step
 
 _MOST = 1 << 20
 """No number of ranks, heads or the like comes near; numpy's integers hold what follows from it."""
@@ -37,7 +42,8 @@ def plan(
     Args:
         lengths: a file with one document length per line; a mix: pretrain, prolong, pretrain-long or prolong-long; or
             training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH, blend:PATH (a byte is a token) or
-            indexed:PATH, whose first micro-batch is planned.
+            indexed:PATH, whose first micro-batch is planned; or the file of a step that a run could not plan, which
+            has all options itself.
         ranks: home ranks, which are also the attention servers.
         tokens_per_rank: tokens of a mix or of training data for every rank; a file of lengths is taken as it is.
         seed: of the draw from a mix, and of the order of training data.
@@ -54,6 +60,11 @@ def plan(
     """
     from distca.log import printer
 
+    given = dict(locals())
+    if (step := read_step(lengths)) is not None:
+        _check_alone(lengths, given)
+        printer().print(replanned(step))
+        return
     check_least(1, ranks=ranks, tokens_per_rank=tokens_per_rank, layers=layers)
     check_least(0, seed=seed, ranks_per_node=ranks_per_node)
     check_least(1, nano_batches=nano_batches)
@@ -92,6 +103,12 @@ def plan(
         with writing("picture", picture):
             draw(made, picture, lengths)
         printer().print(f"Picture written to {picture}.", soft_wrap=True)
+
+
+def _check_alone(path: str, given: Mapping[str, Any]) -> None:
+    for name, parameter in signature(plan).parameters.items():
+        if name != "lengths" and given[name] != parameter.default:
+            raise OptionError(f"--{name} is given, but {path} is a step's file, with options of its own; leave it out.")
 
 
 def costs(cost_table: str | None, heads: int | None, kv_heads: int | None, head_dim: int | None) -> CostModel:

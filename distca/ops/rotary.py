@@ -43,7 +43,7 @@ def split_and_rotate(mixed_NF: torch.Tensor, rotation: Rotation, groups: int) ->
         q_NHD and kv_N2GD, differentiable with regard to mixed_NF. On GPUs one kernel reads and writes every number
         once, and computes in float32.
     """
-    if has_kernels(mixed_NF):
+    if has_kernels(mixed_NF, "rotation"):
         from distca.ops.triton import rotary as kernels
 
         return kernels.split_and_rotate(mixed_NF, rotation.cos_NE, rotation.sin_NE, groups)

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from distca.ops.rms_norm import fill_rms_norm, rms_norm
+
 
 class RMSNorm(torch.nn.RMSNorm):
-    """x / √(mean of x² + epsilon) × weight over the last dimension (Zhang & Sennrich 2019), built the way megatron
-    builds norms. On GPUs one kernel each for forward and backward, which computes in float32 and rounds once.
+    """:func:`distca.ops.rms_norm.rms_norm`, built the way megatron builds norms. On GPUs one kernel each for forward
+    and backward, which computes in float32 and rounds once.
 
     Under sequence parallelism each tensor-parallel rank normalises its own tokens; the mark on the weight makes
     megatron add up the weight's gradient over these ranks.
@@ -22,19 +24,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] of the same type."""
-        if not x.is_cuda or x.dtype == torch.float64:
-            return super().forward(x)
-        from distca.ops.triton import rms_norm as kernels
-
         assert self.eps is not None
-        return kernels.rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write what :meth:`forward` returns for ``x`` into ``out``, without autograd."""
-        if not x.is_cuda or x.dtype == torch.float64:
-            out.copy_(super().forward(x))
-            return
-        from distca.ops.triton import rms_norm as kernels
-
         assert self.eps is not None
-        kernels.fill(x.contiguous(), self.weight, self.eps, out)
+        fill_rms_norm(x, self.weight, self.eps, out)

@@ -100,7 +100,8 @@ def test_mistakes_are_sentences_and_bugs_keep_their_traceback(
         ("data look", "distca data has no command 'look'; choose one of convert, describe."),
         ("look", "distca has no command 'look'; choose one of plan, data,"),
         ("parity --max_ranks 0", "--max_ranks is 0; it must be at least 1."),
-        ("doctor --head_dim 0", "--head_dim is 0; it must be at least 1."),
+        ("doctor --head_dim 0", "--head_dim is 0, but rotary positions need an even one."),
+        ("doctor --head_dim 7", "--head_dim is 7, but rotary positions need an even one."),
     ],
 )
 def test_mistakes_on_the_command_line_are_sentences(capfd: pytest.CaptureFixture[str], line: str, said: str) -> None:

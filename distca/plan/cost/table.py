@@ -88,7 +88,13 @@ class TableCost(CostModel):
 
     Raises:
         PlanError: on a table whose axes are not increasing or which has no measured point in some column.
+
+    Attributes:
+        measured: what it was made from, by :attr:`COLUMNS`.
+        load: likewise.
     """
+
+    COLUMNS = ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")
 
     def __init__(
         self,
@@ -104,6 +110,8 @@ class TableCost(CostModel):
         self.shape = shape
         self.block = block
         self.linear = linear
+        self.load = load
+        self.measured = dict(zip(self.COLUMNS, (q_rows, kv_rows, forward_seconds, backward_seconds), strict=True))
         self._base = analytic_cost(
             shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=block
         )

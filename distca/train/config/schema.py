@@ -107,7 +107,7 @@ class CadConfig:
             with pipeline stages, which need it, and where keep does not fit into the GPUs' memory by prediction.
         transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
             on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
-        kernel: core-attention kernel; auto takes the fastest one that runs here.
+        kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
         tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
             to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
         deal: deal a step's documents over its micro-batches anew, so that fewer rows move and stages of a pipeline

@@ -10,6 +10,7 @@ from pathlib import Path
 from distca.errors import ConfigError, PlanError
 from distca.plan.cost.table_file import load_table, open_table
 from distca.plan.fp8_shapes import unfit_widths
+from distca.plan.head_dims import unserved
 from distca.train.config.cli import changed, known_settings, value_of
 from distca.train.config.initial import first_scaling
 from distca.train.config.names import with_settings
@@ -145,11 +146,8 @@ def _heads(model: ModelConfig) -> list[str]:
             f"model.hidden {model.hidden} is not divisible by model.heads {model.heads}; "
             "change one or set model.head_dim."
         )
-    elif model.resolved_head_dim % 2:
-        problems.append(
-            f"The head dimension is {model.resolved_head_dim}, and rotary positions need an even one; "
-            "change model.head_dim, or model.hidden or model.heads."
-        )
+    elif why := unserved(model.resolved_head_dim):
+        problems.append(f"The head dimension is {why}; change model.head_dim, or model.hidden or model.heads.")
     if model.heads % model.kv_heads:
         problems.append(f"model.heads {model.heads} is not divisible by model.kv_heads {model.kv_heads}; change one.")
     return problems
