@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from distca.errors import PlanError
+from distca.json_file import read_object
 from distca.plan.cost.model import AttentionShape, LinearRate
 from distca.plan.cost.table import LoadFactors, TableCost
 
@@ -108,13 +109,11 @@ def load_table(path: str | Path) -> TableCost:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
     except OSError as error:
         raise PlanError(f"The cost table {path} cannot be read ({error.strerror}); give another file.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"The cost table {path} is not JSON ({error}); `distca profile` writes one.") from None
-    if not isinstance(content, dict):
-        raise PlanError(f"The cost table {path} is no JSON object; `distca profile` writes one.")
     missing = [key for key in _WANTED if key not in content]
     if missing:
         raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distca.errors import DamagedCheckpointError, ModelError, OptionError, system_words
+from distca.json_file import read_object
 from distca.models.description import ModelDescription, describe_folder
 from distca.models.folder import (
     PARTIAL,
@@ -186,8 +186,8 @@ def _vocabulary(path: Path, config: RunConfig) -> int:
     if config.model.vocabulary:
         return config.model.vocabulary
     try:
-        return int(json.loads((path / _FITS).read_text(encoding="utf-8"))["model.vocabulary"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return int(read_object(path / _FITS)["model.vocabulary"])
+    except (OSError, ValueError, KeyError, TypeError):
         raise ModelError(f"{path / _FITS} does not say the model's vocabulary; it is damaged.") from None
 
 
