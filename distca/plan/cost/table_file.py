@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
-_SIZES = ("heads", "kv_heads", "head_dim")
+_SIZES = ("heads", "kv_heads", "head_dim", "value_bytes", "block")
+"""The last two may be left out."""
+_LARGEST = 1 << 20
+"""Of a size: what has more heads, or larger ones, is no attention of any model."""
 _SIDES = ("forward", "backward")
 
 
@@ -118,10 +121,10 @@ def _read(path: Path) -> dict[str, Any]:
     if missing:
         raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
     for key in _SIZES:
-        if type(content[key]) is not int or content[key] < 1:
+        if key in content and (type(content[key]) is not int or not 1 <= content[key] <= _LARGEST):
             raise PlanError(
-                f"The cost table {path} has {key} {content[key]!r}, which must be a whole number of at least 1; "
-                "measure it again with `distca profile`."
+                f"The cost table {path} has {key} {content[key]!r}, which must be a whole number of at least 1 and at "
+                f"most {_LARGEST:,}; measure it again with `distca profile`."
             )
     return content
 
@@ -138,7 +141,7 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
         return TableCost(shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content))
     except PlanError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise PlanError(
             f"The cost table {path} has something else where numbers should be ({error}); measure it again with "
             "`distca profile`."
