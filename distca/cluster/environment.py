@@ -135,7 +135,8 @@ def _alone(environment: Mapping[str, str]) -> Launched:
         tasks = max(_tasks(environment, name) for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE"))
     if tasks > 1:
         raise LaunchError(
-            f"Slurm has {count(tasks, 'task')} for this, but WORLD_SIZE is not set: each would train a run of one rank.",
+            f"Slurm has {count(tasks, 'task')} for this, but WORLD_SIZE is not set: each would train a run of one "
+            "rank.",
             "use sbatch pretrain_llama.sh, or bash pretrain_llama.sh inside salloc, which start the ranks; for one "
             "rank ask Slurm for one task.",
         )
