@@ -18,6 +18,7 @@ from distca.data.encoding import encode_block
 from distca.data.recipe import Recipe
 from distca.data.texts import Texts
 from distca.errors import DataError, system_words
+from distca.json_file import read_object
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class CachedTokens:
     def find(self) -> str | None:
         """Where the tokens are, as the prefix of an indexed source; None where they are not known to be there."""
         try:
-            named = json.loads(self._by_files().read_text(encoding="utf-8"))
+            named = read_object(self._by_files())
             prefix = self._prefix(named["content"])
         except (OSError, ValueError, KeyError, TypeError):
             return None

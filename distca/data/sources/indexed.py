@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from distca.data.sources.index_file import Index, read_index
 from distca.errors import DataError
+from distca.json_file import read_object
 from distca.words import count
 
 logger = logging.getLogger(__name__)
@@ -158,12 +159,12 @@ def _has_mask(recorded: dict[str, Any]) -> bool:
 
 def _recorded(prefix: str) -> dict[str, Any]:
     """What the sidecar says; an empty one where there is none."""
-    if not sidecar(prefix).is_file():
+    if not os.path.lexists(sidecar(prefix)):
         return {}
     try:
-        recorded = json.loads(sidecar(prefix).read_text(encoding="utf-8"))
+        recorded = read_object(sidecar(prefix))
         return recorded | {"vocabulary": int(recorded["vocabulary"])}
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         raise DataError(f'{sidecar(prefix)} is not a JSON object with a "vocabulary" number; convert again.') from None
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 2.0
 """Between two words of rank 0 to those that wait, so that no collective lasts long."""
+_SEEN_S = 90.0
+"""In which a node must see what another one wrote: by default NFS remembers a folder for up to 60 s (acdirmax)."""
+_LOOK_AGAIN_S = 0.5
 
 
 def is_read_directly(config: RunConfig) -> bool:
@@ -166,16 +170,37 @@ def open_tokens(config: RunConfig, prefixes: Sequence[str | None]) -> DocumentSo
     opened: list[DocumentSource] = []
     parts = ingredients(config)
     for each, prefix in zip(parts, prefixes, strict=True):
-        if prefix is not None and not Path(f"{prefix}.idx").is_file():
-            raise DataError(
-                f"The tokens that rank 0 made at {prefix} are not there on this node; set `cache` to a folder that all "
-                "nodes see."
-            )
+        if prefix is not None:
+            _wait_until_seen(prefix)
         opened.append(
             open_source("indexed", each.path if prefix is None else prefix, vocabulary=config.data.vocabulary)
         )
     warn_of_tokenizers(config, opened)
     return Blend(opened, parts) if config.data.source == "blend" else opened[0]
+
+
+def _wait_until_seen(prefix: str) -> None:
+    """Wait for tokens that rank 0 made: a network file system may remember for a while that there were none."""
+    last = Path(f"{prefix}.idx")  # a listing that has it has the others
+    end, told = time.monotonic() + _SEEN_S, False
+    while not _is_seen(last):
+        if time.monotonic() > end:
+            raise DataError(
+                f"The tokens that rank 0 made at {prefix} are not there on this node, {_SEEN_S:.0f} s later; set "
+                "`cache` to a folder that all nodes see."
+            )
+        if not told:
+            logger.info("Waiting up to %.0f s until this node sees %s", _SEEN_S, last)
+            told = True
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _is_seen(file: Path) -> bool:
+    """Whether a file is there, by new listings of its folders: these make clients of NFS ask the server again."""
+    for folder in (file.parents[1], file.parent):
+        with suppress(OSError):
+            os.listdir(folder)
+    return file.is_file()
 
 
 def warn_of_tokenizers(config: RunConfig, sources: Sequence[DocumentSource]) -> None:

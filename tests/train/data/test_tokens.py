@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -181,3 +183,28 @@ def test_ranks_wait_for_rank_0_and_hear_its_error(root, monkeypatch):
 def test_a_run_without_any_setting_has_documents():
     asked = parse_run_config([])
     assert open_corpus(asked).train.lengths.max() == asked.data.context_length
+
+
+def test_tokens_that_a_node_sees_late_are_waited_for(root, monkeypatch):
+    asked = config(root)
+    prefixes = tokens.make_tokens(asked)
+    hidden = {file: file.with_name(f".{file.name}") for file in Path(prefixes[0]).parent.iterdir()}
+    for file, aside in hidden.items():
+        file.rename(aside)
+    listed, listdir = [], os.listdir
+
+    def appears(folder):
+        listed.append(Path(folder))
+        if listed.count(Path(prefixes[0]).parent) == 3:
+            for file, aside in hidden.items():
+                aside.rename(file)
+        return listdir(folder)
+
+    monkeypatch.setattr(tokens.os, "listdir", appears)
+    monkeypatch.setattr(tokens, "_LOOK_AGAIN_S", 0.01)
+    assert len(tokens.open_tokens(asked, prefixes).lengths) == 20
+    assert asked.resolved_cache in map(str, listed), "the folder above is stale as well"
+    Path(f"{prefixes[0]}.idx").unlink()
+    monkeypatch.setattr(tokens, "_SEEN_S", 0.05)
+    with pytest.raises(DataError, match=r"are not there on this node, 0 s later; set `cache` to a folder"):
+        tokens.open_tokens(asked, prefixes)
