@@ -15,6 +15,8 @@ from distca.errors import DataError, PlanError, system_words
 from distca.words import rename_parameters
 
 _GIVEN_BY = {"path": "PATH", "source": "KIND"}
+_NOT_GIVEN = {"field": "field, as the sources of a blend:PATH can", "bad": "--bad of distca data convert"}
+"""Parameters for which a command has no option."""
 MOST_TOKENS = 1 << 32
 """Tokens of the largest micro-batch that is planned: a million for each of 4096 ranks."""
 
@@ -39,7 +41,8 @@ def read_data(lengths: str, *, longest: int, seed: int = 0, **how: Any) -> np.nd
     try:
         return Corpus(open_lengths(kind, path, **how), longest, None, seed=seed).train.lengths
     except DataError as error:
-        raise DataError(rename_parameters(str(error), _GIVEN_BY.get)) from None
+        names = _GIVEN_BY | {name: words for name, words in _NOT_GIVEN.items() if name not in how}
+        raise DataError(rename_parameters(str(error), names.get)) from None
 
 
 def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:

@@ -77,7 +77,7 @@ def test_lengths_need_no_vocabulary(tmp_path):
 
 def test_a_plan_names_what_it_can_be_given(folder):
     (folder / "c.jsonl").write_text('{"body": "x"}\n')
-    with pytest.raises(DataError, match="name another `field`, or set `bad` to skip"):
+    with pytest.raises(DataError, match="field, as the sources of a blend:PATH can, or set --bad of distca data conv"):
         read_data(f"jsonl:{folder / 'c.jsonl'}", longest=9)
     with pytest.raises(DataError, match=r"^PATH '.*nowhere' does not exist"):
         read_data(f"jsonl:{folder / 'nowhere'}", longest=9)
