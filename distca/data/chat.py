@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from distca.data.conversations import messages_of, tools_of
+from distca.data.conversations import tools_of
 from distca.data.recipe import Encoded, Recipe
+from distca.data.rows import columns_beside, learned_spans, turns_of
 from distca.data.texts import Row
 from distca.data.tokenizer import load_json, read_beside, read_settings, read_text, token_text
 from distca.errors import DataError, VersionError
@@ -44,7 +45,7 @@ class ChatRecipe(Recipe):
 
     @property
     def beside(self) -> tuple[str, ...]:
-        return ("tools",)
+        return columns_beside(self.field)
 
     def open(self) -> ChatEncoder:
         templates = (ChatTemplate(source, dict(self.tokens)) for source in (self.template, self.tool_use))
@@ -132,7 +133,7 @@ class ChatEncoder:
         template = self._tool_use if tools and self._tool_use.source else self._template
         if not template.source:
             raise ValueError("it has no tools, and the tokenizer has a chat template only for conversations with tools")
-        messages = messages_of(row.value, template.source)
+        messages, learned = turns_of(row, template.source)
         apart = [self._apart(message) | {"role": message["role"]} for message in messages]
         text, spans = template.render(apart, self._control, self._apart(tools))
         starts, pieces = [0], text.split(_APART)
@@ -147,7 +148,7 @@ class ChatEncoder:
         ]
         place = np.array(offsets, np.int64).reshape(-1, 2)
         mask = np.zeros(len(ids), bool)
-        for start, stop in spans:
+        for start, stop in learned_spans(spans, learned):
             mask |= (place[:, 0] < stop) & (place[:, 1] > start)
         return ids, mask
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from distca.data.blend import Blend, Ingredient, read_blend
 from distca.data.cache import CachedTokens
-from distca.data.chat import chat_recipe
 from distca.data.encoding import processes_for
 from distca.data.progress import tokenizing_progress
-from distca.data.recipe import Recipe
+from distca.data.recipes import find_recipe
 from distca.data.sources import DocumentSource, open_source
 from distca.data.sources.indexed import Indexed
 from distca.data.texts import TEXT_KINDS, open_texts
@@ -46,7 +45,8 @@ def is_read_directly(config: RunConfig) -> bool:
         return True
     packed = data.source == "jsonl" and open_texts("jsonl", data.path).packed
     as_bytes = data.source in ("stdlib", "text", "jsonl") and data.tokenizer == "bytes"
-    return as_bytes and not (data.conversations or packed or data.begin_token or data.end_token)
+    tried = data.source == "jsonl" and data.bad == "skip"  # each line before any is used
+    return as_bytes and not (data.conversations or packed or tried or data.begin_token or data.end_token)
 
 
 def ingredients(config: RunConfig) -> list[Ingredient]:
@@ -68,11 +68,14 @@ def caches(config: RunConfig) -> list[CachedTokens | None]:
 
 def _cached(config: RunConfig, ingredient: Ingredient) -> CachedTokens:
     data = config.data
-    tokenizer = find_tokenizer(data.tokenizer, data.begin_token, data.end_token)
-    recipe = Recipe(tokenizer, ingredient.field or data.field or ("messages" if data.conversations else "text"))
-    if data.conversations:
-        recipe = chat_recipe(recipe, data.begin_token, data.end_token)
-    return CachedTokens(Path(config.resolved_cache), open_texts(ingredient.source, ingredient.path), recipe)
+    recipe = find_recipe(
+        data.tokenizer,
+        ingredient.field or data.field,
+        conversations=data.conversations,
+        begin_token=data.begin_token,
+        end_token=data.end_token,
+    )
+    return CachedTokens(Path(config.resolved_cache), open_texts(ingredient.source, ingredient.path), recipe, data.bad)
 
 
 def find_tokens(config: RunConfig) -> list[str | None] | None:
