@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from distca.attention import AttentionSpec, KernelName, choose_kernel
+from distca.cluster.interface import LOOPBACK, bind_gloo, on_one_node
 from distca.commands.options import check_head_dim, check_least, check_most, check_writable
 from distca.errors import PlanError
 from distca.log import console
@@ -109,9 +110,10 @@ def _links(ranks: int, device: torch.device) -> dict[str, Any] | None:
     from distca.testing.ranks import run_ranks
 
     on_gpu = device.type == "cuda"
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         if on_gpu:
             torch.cuda.set_device(device)
+        bind_gloo(LOOPBACK if on_one_node(size) else os.environ.get("MASTER_ADDR", ""))
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
         try:
             return measure_links()

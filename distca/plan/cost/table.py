@@ -222,7 +222,7 @@ class _Lines:
 
 
 def _check_axis(name: str, axis: np.ndarray) -> None:
-    if len(axis) == 0 or axis[0] < 1 or (np.diff(axis) <= 0).any():
+    if axis.ndim != 1 or not len(axis) or not np.isfinite(axis).all() or axis[0] < 1 or (np.diff(axis) <= 0).any():
         raise PlanError(f"The cost table's {name} must be positive and increasing, not {axis.tolist()}.")
 
 

@@ -153,19 +153,23 @@ class DataConfig:
         field: of each JSON object, or column of each table, that holds the document; null takes text, with
             conversations messages.
         conversations: documents are conversations, lists of messages with role and content, or with from and value as
-            ShareGPT has them, which go through the tokenizer's chat template with what is in a field tools; only the
-            assistant's turns are learned.
+            ShareGPT has them, which go through the tokenizer's chat template with what is in fields tools and system;
+            with field prompt they have a completion beside it, with instruction Alpaca's input and output. Only the
+            assistant's turns are learned, without those that a weight of 0 or train false marks.
         tokenizer: of text: bytes, a tokenizer.json, or a folder that holds one. Sources indexed and mix hold token ids
             already; a warning names ids whose sidecar says that another one made them.
         begin_token: a token of the tokenizer that every text begins with; null takes the one that a model's folder
             says, an empty one is none.
         end_token: the same for the end of every text.
+        bad: what happens to a document that cannot be read or tokenized, such as a conversation that the chat template
+            refuses: error stops the run; skip leaves it out, and the log and the table at the end say how many and name
+            the first five.
         cache: folder where tokens of texts are kept: the first start makes them, later ones find them by content and
             tokenizer. All nodes see it. Null takes the folder tokens in output.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
         context_length: most tokens a document may have.
-        longer: what happens to a longer document: split cuts it into documents that fit, and the log says how many;
-            error stops the run.
+        longer: what happens to a longer document: split cuts it into documents that fit; skip leaves it out; error
+            stops the run; null splits texts and skips conversations. The log says how many.
         tokens_per_rank: tokens per data-parallel rank and micro-batch. Under sequence parallelism best a multiple of
             2 × tp: otherwise a rank may get up to tp - 1 tokens more in either half.
         whole_documents: never let a document span ranks; implied when cad.enabled is false and there is more than one
@@ -181,10 +185,11 @@ class DataConfig:
     tokenizer: str = "bytes"
     begin_token: str | None = None
     end_token: str | None = None
+    bad: Literal["error", "skip"] = "error"
     cache: str | None = None
     vocabulary: int = 0
     context_length: int = 4096
-    longer: Literal["split", "error"] = "split"
+    longer: Literal["split", "error", "skip"] | None = None
     tokens_per_rank: int = 4096
     whole_documents: bool = False
     validation_fraction: float = 0.02
