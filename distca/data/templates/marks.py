@@ -48,6 +48,7 @@ class Marks:
 
     Attributes:
         sources: texts by number; number 0 is the template.
+        source_by_code: [code points] int32, number of the text that a character is a mark of.
     """
 
     def __init__(self, used: set[str], control: re.Pattern[str], kept: Sequence[str] = ()) -> None:
@@ -62,7 +63,7 @@ class Marks:
         self._control, self._free = control, _free_characters(used)
         longest_first = "|".join(map(re.escape, sorted(kept, key=len, reverse=True)))
         self._kept = re.compile(f"({longest_first})") if kept else None
-        self._of = np.zeros(sys.maxunicode + 1, np.int32)  # source by code point
+        self.source_by_code = np.zeros(sys.maxunicode + 1, np.int32)
         self._original: dict[int, str] = {}
 
     def message(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -90,10 +91,6 @@ class Marks:
     def unmarked(self, text: str) -> str:
         """Returns a rendering with the characters that the marks stand for."""
         return text.translate(self._original)
-
-    def sources_of(self, text: str) -> np.ndarray:
-        """[characters] int32: the source of each character of a rendering, by number."""
-        return self._of[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
 
     def _content(self, content: Any, number: int) -> Any:
         if not isinstance(content, list):
@@ -140,7 +137,8 @@ class Marks:
         return made
 
     def _in(self, value: Any) -> str:
-        return "".join(each for text in texts_of(value) for each in text if ord(each) in self._original)
+        codes = code_points("".join(texts_of(value)))
+        return codes[self.source_by_code[codes] > 0].tobytes().decode("utf-32-le")
 
     def _table(self, characters: set[str], source: Source) -> dict[int, str]:
         """Returns a mark for each character, in the order of the characters: what is sorted stays so."""
@@ -151,9 +149,14 @@ class Marks:
                 raise ValueError("it has too many texts to tell them apart; split it")
             table[ord(character)] = mark
             self._original[ord(mark)] = character
-            self._of[ord(mark)] = len(self.sources)
+            self.source_by_code[ord(mark)] = len(self.sources)
         self.sources.append(source)
         return table
+
+
+def code_points(text: str) -> np.ndarray:
+    """[characters] uint32: the code point of each character of a text."""
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
 def _is_text(part: Any) -> bool:

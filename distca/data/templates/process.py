@@ -16,7 +16,7 @@ from typing import Any
 TODAY = date(2024, 7, 26)
 """The day that templates get when they ask for today's, so that tokens do not depend on the day; LLaMA's take it too
 where they cannot ask."""
-_MEMORY = 4 << 30
+_MEMORY = 1 << 30
 """Bytes that the process may have; a template that needs more gets a MemoryError."""
 _OLDEST = (3, 1, 6)
 """Version of Jinja2 before which a template could leave its sandbox."""
@@ -152,10 +152,10 @@ def main() -> None:
     problem = _jinja_problem()
     renderer = None if problem else Renderer()
     while head := source.read(8):
-        request = json.loads(source.read(int.from_bytes(head, "little")))
+        request = json.loads(source.read(int.from_bytes(head, "little")).decode("utf-8", "surrogatepass"))
         try:
             answer = renderer.answer(request) if renderer else {"jinja": problem}
-            written = json.dumps(answer).encode()
+            written = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except MemoryError:
             written = json.dumps({"error": _too_much()}).encode()
         sink.write(len(written).to_bytes(8, "little") + written)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distca.data.templates.marks import TEMPLATE, Marks
+from distca.data.templates.marks import TEMPLATE, Marks, code_points
 from distca.data.templates.template import Spans
 
 
@@ -15,7 +15,8 @@ class Rendering:
 
     def __init__(self, text: str, spans: Spans, marks: Marks) -> None:
         self.text, self.spans, self._sources = text, spans, marks.sources
-        self.source = marks.sources_of(text)  # by character
+        self._codes = code_points(text)
+        self.source = marks.source_by_code[self._codes]  # by character
         self.message = np.array([source.message for source in marks.sources])[self.source]  # by character
         self.places = np.flatnonzero(self.message != TEMPLATE)
 
@@ -33,7 +34,7 @@ class Rendering:
                 continue
             found = self._by_source.get(number, np.zeros(0, np.int64))[: len(source.marks)]
             places.append(found)
-            if source.name and sorted(self.text[place] for place in found) != sorted(source.marks):
+            if source.name and not np.array_equal(np.sort(self._codes[found]), np.sort(code_points(source.marks))):
                 missing.append(source.name)
         return np.sort(np.concatenate(places)) if places else np.zeros(0, np.int64), missing
 

@@ -86,6 +86,8 @@ class ChatTemplate:
 
 def _unmarked(marked: str) -> tuple[str, Spans]:
     """Returns a text without the marks of what is generated, and where that is."""
+    if _MARKS[0] not in marked:
+        return marked, []
     texts: list[str] = []
     spans, length, start = [], 0, 0
     for part in re.split("|".join(f"({re.escape(mark)})" for mark in _MARKS), marked):
@@ -110,7 +112,7 @@ class _Beside:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns the process's answer, which is an error where the request ended the process."""
         try:
-            written = json.dumps(request).encode()
+            written = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
             return {"error": f"the conversation holds what JSON has no word for ({error})"}
         with self._lock:
@@ -126,7 +128,7 @@ class _Beside:
                 self.close()
                 raise
             if answer:
-                return dict(json.loads(answer))
+                return dict(json.loads(answer.decode("utf-8", "surrogatepass")))
             running.kill()
             ended = running.wait()
             self._process = None

@@ -71,7 +71,7 @@ class TurnFinder:
         """
         self._template, self._control, self._roles = template, control, [each["role"] for each in messages]
         self.text, _ = template.render(list(messages), tools)
-        _check_parts(messages, self.text)
+        _check_text(messages, self.text)
         said = "\n".join(texts_of([list(messages), tools, dict(template.tokens), _PROBE]))
         used = {*said, *template.source, *self.text}
         constants = [each for each in template.constants if len(each) > 1 and not (each.isalnum() or each.isspace())]
@@ -254,14 +254,17 @@ class TurnFinder:
     def _marked(self) -> list[Turn]:
         """Returns what the template marks as generated."""
         speakers = [number for number, role in enumerate(self._roles) if role == "assistant"]
+        if not speakers and self.whole.spans:
+            raise ValueError("the chat template marks parts of it as generated, but the assistant does not speak in it")
         turns: list[Turn] = []
         for place, (start, stop) in enumerate(self.whole.spans):
             said = self.whole.message[start:stop]
             said = said[said != TEMPLATE]
             if len(said):
                 number = int(said[0])
-            else:
-                number = speakers[place] if len(self.whole.spans) == len(speakers) else -1
+            else:  # an empty message, or what closes the turn that was marked before
+                is_each = len(self.whole.spans) == len(speakers) or not turns
+                number = speakers[min(place, len(speakers) - 1)] if is_each else turns[-1].message
             turns.append(Turn(number, start, stop, closed=True, asked=True))
         return turns
 
@@ -270,19 +273,18 @@ class TurnFinder:
         inside = np.full(len(self.whole.text), -1)
         for turn in turns:
             inside[turn.start : turn.stop] = turn.message
-        learned = {turn.message for turn in turns}
-        for number, role in enumerate(self._roles):
-            is_learned = role == "assistant" and (number in learned or self._template.marks_turns)
-            if is_learned and not (inside[self.whole.shown(number)[0]] == number).all():
-                raise ValueError(
-                    f"the chat template has texts of message {number + 1} outside of what the assistant says there"
-                )
-        said = self.whole.message[self.whole.places]
-        others = (inside[self.whole.places] >= 0) & (inside[self.whole.places] != said)
+        said, owner = self.whole.message[self.whole.places], inside[self.whole.places]
+        speakers = [number for number, role in enumerate(self._roles) if role == "assistant"]
+        others = (owner >= 0) & ((owner != said) | ~np.isin(said, speakers))
         if others.any():
             number = int(said[others][0])
             who = "a description of a tool" if number < 0 else f"message {number + 1}"
             raise ValueError(f"the chat template has {who} inside a turn of the assistant, where it would be learned")
+        for number in speakers if self._template.marks_turns else [turn.message for turn in turns]:
+            if not (inside[self.whole.shown(number)[0]] == number).all():
+                raise ValueError(
+                    f"the chat template has texts of message {number + 1} outside of what the assistant says there"
+                )
 
     def _rendered(self, messages: list[dict[str, Any]], prompt: bool = False) -> Rendering | None:
         try:
@@ -293,7 +295,12 @@ class TurnFinder:
             return None
 
 
-def _check_parts(messages: Sequence[dict[str, Any]], text: str) -> None:
+def _check_text(messages: Sequence[dict[str, Any]], text: str) -> None:
+    """Check that a rendering is Unicode, and that no list of parts stands in it as Python writes lists."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it is no Unicode text ({error.reason} at character {error.start})") from None
     for number, message in enumerate(messages, 1):
         content = message.get("content")
         if isinstance(content, list | dict) and content and str(content) in text:
