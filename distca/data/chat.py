@@ -47,7 +47,9 @@ class ChatRecipe(Recipe):
 
     def identity(self) -> dict[str, Any]:
         said = {"chat_template": self.template, "special_tokens": dict(self.tokens), "field": self.field}
-        said |= {"beside": list(self.beside)} | ({"tool_use": self.tool_use} if self.tool_use else {})
+        said |= {"turns": "of the whole", "beside": list(self.beside)} | (
+            {"tool_use": self.tool_use} if self.tool_use else {}
+        )
         if _CLOCK in self.template + self.tool_use:
             said["date"] = TODAY.isoformat()
         return {"tokenizer_digest": self.tokenizer.digest()} | said

@@ -9,6 +9,9 @@ import numpy as np
 from distca.data.templates.marks import TEMPLATE, Marks, code_points
 from distca.data.templates.template import Spans
 
+PART_OF_CONTENT = "a part of content"
+"""The name of a content of which something is shown, such as what stands behind thoughts."""
+
 
 class Rendering:
     """A conversation as a template writes it, with marks in place of its texts."""
@@ -35,7 +38,7 @@ class Rendering:
             found = self._by_source.get(number, np.zeros(0, np.int64))[: len(source.marks)]
             places.append(found)
             if source.name and not np.array_equal(np.sort(self._codes[found]), np.sort(code_points(source.marks))):
-                missing.append(source.name)
+                missing.append(PART_OF_CONTENT if source.name == "content" and len(found) else source.name)
         return np.sort(np.concatenate(places)) if places else np.zeros(0, np.int64), missing
 
     def begin(self, message: int) -> tuple[int, int]:

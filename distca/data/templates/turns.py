@@ -8,14 +8,16 @@ closes its turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from distca.data.templates.marks import TEMPLATE, Marks, texts_of
-from distca.data.templates.rendering import Rendering
+from distca.data.templates.closing import alike, closing
+from distca.data.templates.marks import REASONING, TEMPLATE, Marks, texts_of
+from distca.data.templates.rendering import PART_OF_CONTENT, Rendering
 from distca.data.templates.template import ChatTemplate
 from distca.errors import DistcaError
 
@@ -99,7 +101,8 @@ class TurnFinder:
         for number, role in enumerate(self._roles):
             missing = self.whole.shown(number)[1]
             # Many templates leave out what the assistant thought before the last question.
-            if missing and not (role == "assistant" and self._is_whole_when_last(number)):
+            may_miss = role == "assistant" and {*missing} <= {*REASONING, PART_OF_CONTENT}
+            if missing and not (may_miss and self._is_whole_when_last(number)):
                 names = " and ".join(dict.fromkeys(missing))
                 raise ValueError(
                     f"the chat template leaves out {names} of message {number + 1}; take it out, or write it where the "
@@ -132,12 +135,12 @@ class TurnFinder:
 
         A template may write more before a text that is not there if no turn follows, which then tells nothing.
         """
-        closing = [self._control.findall(self.whole.text, turn.start, turn.stop)[-1] for turn in turns if turn.closed]
+        tokens = [self._control.findall(self.whole.text, turn.start, turn.stop)[-1] for turn in turns if turn.closed]
         made = []
         for turn in turns:
             start, stop = self.whole.end(turn.message)
-            if not turn.closed and closing and start < turn.start:
-                behind = re.compile("|".join(map(re.escape, closing))).search(self.whole.text, turn.start, stop)
+            if not turn.closed and tokens and start < turn.start:
+                behind = re.compile("|".join(map(re.escape, tokens))).search(self.whole.text, turn.start, stop)
                 turn = replace(turn, stop=behind.end(), closed=True) if behind else turn
             made.append(turn)
         return made
@@ -145,12 +148,12 @@ class TurnFinder:
     def _turn(self, number: int) -> Turn:
         start, asked = self._start(number)
         behind, next_text = self.whole.end(number)
-        own = len(self.whole.shown(number)[0]) > 0
+        own = len(self.whole.shown(number)[0])
         actual = self.whole.text[behind:next_text]
         other = self._otherwise(number)
         is_last = number == len(self._roles) - 1
         last, followed = (actual, other) if is_last else (other, actual)
-        length, closed = self._closing(last, followed, actual, 0 if own else start - behind)
+        length, closed = closing(last, followed, is_last, 0 if own else start - behind, self._control)
         return Turn(number, start, max(behind + length, start), closed, asked)
 
     def _start(self, number: int) -> tuple[int, bool]:
@@ -161,26 +164,37 @@ class TurnFinder:
         if number and asking is not None and before.startswith(asking):
             return begin + len(asking), True
         # What the template writes at the begin of conversations, or until the last question, may stand before it.
-        for prompt, rest in self._headers(number):
-            if before.endswith(prompt + rest):
-                return text - len(rest), True
+        asked, prompt = self._prompt
+        if len(self.whole.shown(number)[0]):
+            for rest in self._behind_prompt(number, asked):
+                if before.endswith(prompt + rest):
+                    return text - len(rest), True
+        elif prompt and prompt in before:
+            return begin + before.index(prompt) + len(prompt), True
         if asking is None:
             raise ValueError(
                 f"the chat template does not show where message {number + 1}, the assistant's, begins; {_ADVICE}"
             )
         return text, False
 
-    def _headers(self, number: int) -> Iterator[tuple[str, str]]:
-        """Yields generation prompts and what follows them before a message's text, as if it stood behind a question."""
+    @cached_property
+    def _prompt(self) -> tuple[str | None, str]:
+        """What the template writes behind a question to ask for a turn, and the part of it that is there for that."""
         asked, plain = (self._rendered([self._probe], prompt) for prompt in (True, False))
-        if asked is None or plain is None or not len(self.whole.shown(number)[0]):
-            return
-        for behind in ([], [self._probe]):
+        if asked is None or plain is None:
+            return None, ""
+        return asked.tail, asked.tail[alike(asked.tail, plain.tail, self._control) :]
+
+    def _behind_prompt(self, number: int, asked: str | None) -> list[str]:
+        """Returns what may follow the generation prompt before a message's text, with and without another behind."""
+        found = []
+        for behind in ([], [self._probe]) if asked is not None else ():
             alone = self._rendered([self._probe, self._messages[number], *behind])
-            start, stop = alone.begin(number) if alone is not None else (0, 0)
-            header = alone.text[start:stop] if alone is not None else ""
-            if header.startswith(asked.tail):
-                yield asked.tail[self._alike(asked.tail, plain.tail) :], header[len(asked.tail) :]
+            if alone is not None:
+                start, stop = alone.begin(number)
+                if (header := alone.text[start:stop]).startswith(str(asked)):
+                    found.append(header[len(str(asked)) :])
+        return found
 
     def _asking(self, number: int) -> str | None:
         """Returns what the template writes behind earlier messages to ask for a turn; None if it refuses to."""
@@ -207,46 +221,13 @@ class TurnFinder:
             rendering = self._rendered([*until[:first], self._probe, *until[first:]])
         return rendering
 
-    def _closing(self, last: str | None, followed: str | None, actual: str, begin: int) -> tuple[int, bool]:
-        """Returns how many characters behind a text close its turn, and whether the model can stop at them.
-
-        What stands there whether another turn follows or not closes it, until the last control token. A template may
-        have a token for the last turn alone, or none, where the next role's token is what the model stops at.
-
-        Args:
-            last: what stands behind the text if no turn follows.
-            followed: what does if one follows.
-            actual: the one of these that is in the whole conversation.
-            begin: characters of it that are before the turn.
-        """
-        ends = [match.end() for match in self._control.finditer(actual) if match.start() >= begin]
-        if last is None or followed is None:
-            if not ends:
-                return len(actual) if followed is None else begin, False
-            return ends[-1] if followed is None else ends[0], True
-        alike = self._alike(last, followed)
-        if common := [end for end in ends if end <= alike]:
-            return common[-1], True
-        if actual is last and ends:
-            return ends[-1], True
-        if actual is followed and alike == len(last) and (marker := self._control.match(followed, alike)):
-            return marker.end(), True
-        return alike, False
-
-    def _alike(self, one: str, other: str) -> int:
-        """Returns with how many characters both begin, without parts of a control token."""
-        pairs = zip(one, other, strict=False)
-        alike = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(other)))
-        cut = [match.start() for text in (one, other) for match in self._control.finditer(text) if match.end() > alike]
-        return min([alike, *cut])
-
     def _is_whole_when_last(self, number: int) -> bool:
         rendering = self._rendered(self._messages[: number + 1])
         return rendering is not None and not rendering.shown(number)[1]
 
     def _is_asked_when_last(self, number: int) -> bool:
         rendering, asking = self._rendered(self._messages[: number + 1]), self._asking(number)
-        if rendering is None or asking is None:
+        if rendering is None or asking is None or number == 0:
             return False
         start, stop = rendering.begin(number)
         return rendering.text[start:stop].startswith(asking)

@@ -82,7 +82,7 @@ def test_content_beside_calls_that_the_template_leaves_out_is_refused(name: str)
 
 def test_thoughts_in_a_content_that_the_template_leaves_out_are_refused() -> None:
     thinking = said("assistant", "<think>\nHm.\n</think>\n\nAnswer one.")
-    with pytest.raises(ValueError, match=r"^the chat template leaves out content of message 2; take it out"):
+    with pytest.raises(ValueError, match=r"^the chat template leaves out a part of content of message 2; take it out"):
         learned(template_of("r1-distill"), [ONE, thinking])
     assert learned(template_of("qwen-3"), [ONE, thinking]) == [f"{thinking['content']}{END}"]
     assert learned(template_of("qwen-3"), [ONE, thinking, TWO, thinking]) == [
@@ -109,8 +109,9 @@ NEEDS_A_QUESTION = (
 @pytest.mark.parametrize("begin", [[], [said("system", "Be kind.")]])
 @pytest.mark.parametrize("default", ["", "{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}"])
 def test_templates_that_raise_before_the_first_question(begin: list[Any], default: str) -> None:
-    greeting = [*begin, said("assistant", "Welcome."), ONE, FIRST]
-    assert learned(NEEDS_A_QUESTION + default + CHATML, greeting) == [f"Welcome.{END}", f"Answer one.{END}"]
+    for text in ("Welcome.", ""):
+        greeting = [*begin, said("assistant", text), ONE, FIRST]
+        assert learned(NEEDS_A_QUESTION + default + CHATML, greeting) == [f"{text}{END}", f"Answer one.{END}"]
 
 
 def test_a_template_without_a_generation_prompt_lets_the_assistant_write_its_header() -> None:
@@ -168,3 +169,20 @@ def test_messages_that_the_template_leaves_out_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="leaves out content of message 3; take it out"):
         learned(silent, [ONE, FIRST, said("tool", "Wet."), SECOND])
+
+
+def test_a_template_that_forgets_earlier_turns_is_refused() -> None:
+    """Not only what the assistant thought, which may be missing there."""
+    forgetful = CHATML.replace("message.content +", "(message.content if loop.index0 in (0, 2, 3) or loop.last else '') +")
+    with pytest.raises(ValueError, match="leaves out content of message 2; take it out"):
+        learned(forgetful, CONVERSATIONS["turns"])
+    called = CHATML.replace(
+        "message.content +", "(message.tool_calls | tojson if loop.last and message.tool_calls else message.content) +"
+    )
+    with pytest.raises(ValueError, match="leaves out tool_calls of message 2"):
+        learned(called, [ONE, FIRST | {"tool_calls": [CALL]}, TWO, SECOND])
+
+
+def test_a_prompt_that_is_always_there_closes_no_turn() -> None:
+    always = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
+    assert learned(always, CONVERSATIONS["turns"]) == [f"Answer one.{END}", f"Answer two.{END}"]
