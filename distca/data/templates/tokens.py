@@ -34,6 +34,10 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._renamed: tuple[Any, dict[str, str], dict[int, int]] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The second tokenizer is made anew, since its pickle would forget that control tokens are text to it."""
+        return self.__dict__ | {"_renamed": None}
+
     def encode(
         self, text: str, rendering: Rendering, spans: Spans, speakers: Set[int]
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +121,25 @@ def test_threads_and_forks_get_their_own_answers() -> None:
 def test_what_is_no_json_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="the chat template fails: the conversation holds what JSON has no word for"):
         ChatTemplate("a").render([{"role": "user", "content": b"bytes"}])
+
+
+ENDS = """
+import os, sys
+from distca.data.templates.template import ChatTemplate, _beside
+assert ChatTemplate("a").render([])[0] == "a"
+print(_beside._process.pid, flush=True)
+os._exit(0) if sys.argv[1] == "killed" else None
+"""
+
+
+@pytest.mark.parametrize("how", ["ended", "killed"])
+def test_the_process_ends_with_the_one_that_started_it(how: str) -> None:
+    said = subprocess.run([sys.executable, "-c", ENDS, how], check=True, capture_output=True, text=True)
+    stat = Path(f"/proc/{said.stdout.strip()}/stat")
+    for _ in range(200):
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("it is still there")
+    assert said.stderr == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -84,3 +85,11 @@ def test_half_of_a_pair_of_surrogates_is_a_sentence() -> None:
     chat = encoder(byte_tokenizer(["<|end|>"]), "{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}")
     with pytest.raises(ValueError, match=r"it is no Unicode text \(surrogates not allowed at character 0\)"):
         chat.conversation([said("user", "\ud800"), FIRST])
+
+
+def test_encoders_can_be_pickled() -> None:
+    chat = encoder(byte_tokenizer(["<|end|>"]), "{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}")
+    talk = [said("user", "a<|end|>"), said("assistant", "b")]
+    ids, mask = chat.conversation(talk)
+    again, learned = pickle.loads(pickle.dumps(chat)).conversation(talk)
+    assert again.tolist() == ids.tolist() and learned.tolist() == mask.tolist()

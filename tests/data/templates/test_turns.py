@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -173,7 +174,9 @@ def test_messages_that_the_template_leaves_out_are_refused() -> None:
 
 def test_a_template_that_forgets_earlier_turns_is_refused() -> None:
     """Not only what the assistant thought, which may be missing there."""
-    forgetful = CHATML.replace("message.content +", "(message.content if loop.index0 in (0, 2, 3) or loop.last else '') +")
+    forgetful = CHATML.replace(
+        "message.content +", "(message.content if loop.index0 in (0, 2, 3) or loop.last else '') +"
+    )
     with pytest.raises(ValueError, match="leaves out content of message 2; take it out"):
         learned(forgetful, CONVERSATIONS["turns"])
     called = CHATML.replace(
@@ -186,3 +189,41 @@ def test_a_template_that_forgets_earlier_turns_is_refused() -> None:
 def test_a_prompt_that_is_always_there_closes_no_turn() -> None:
     always = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
     assert learned(always, CONVERSATIONS["turns"]) == [f"Answer one.{END}", f"Answer two.{END}"]
+
+
+ALPACA = (
+    "{% for m in messages %}{{ '### Question:\n' if m.role == 'user' else '### Answer:\n' }}{{ m.content + '\n\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '### Answer:\n' }}{% endif %}"
+)
+VICUNA = (
+    "{% for m in messages %}{{ 'USER: ' + m.content + ' ' if m.role == 'user' else 'ASSISTANT: ' + m.content }}"
+    "{{ eos_token if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", ["Answer one.", "### Answer:\n", "\n\n### Question:\nwhat?\n\n", "ASSISTANT: USER: "])
+def test_templates_whose_headers_are_text(text: str) -> None:
+    talk = [said("user", text), said("assistant", text), said("user", text), SECOND]
+    assert learned(ALPACA, talk) == [f"{text}\n\n", "Answer two.\n\n"]
+    assert learned(VICUNA, talk) == [f" {text}{END}", f" Answer two.{END}"]
+
+
+def test_random_texts_are_learned_as_they_stand() -> None:
+    """Texts made of what tokenizers, templates and marks are made of, in conversations of all lengths."""
+    chance = random.Random(3)
+    bits = ["a", " ", "\n", "'", '"', "\\", "{", "<think>", "</think>", "user", "assistant\n", "<tool_call>", "ü", "漢"]
+    bits += [
+        END,
+        "<|im_start|>",
+        "<|im_start|>assistant\n",
+        "<|endoftext|>",
+        "㐀",
+        "\U0010fffc",
+        "\U00030000",
+        "{% x %}",
+    ]
+    for _ in range(60):
+        roles = [("user", "assistant")[place % 2] for place in range(chance.randint(2, 6))]
+        talk = [said(role, "".join(chance.choices(bits, k=chance.randint(0, 6)))) for role in roles]
+        expected = [f"{each['content']}{END}" for each in talk if each["role"] == "assistant"]
+        assert learned(CHATML, talk) == expected, talk
