@@ -95,18 +95,16 @@ class Marks:
     def _content(self, content: Any, number: int) -> Any:
         if not isinstance(content, list):
             return self._all(content, number, "content")
-        texts = [part["text"] for part in content if _is_text(part)]
+        texts = [text for part in content if (text := text_of(part)) is not None]
         marked = iter(self._all(texts, number, "content"))
-        rest = [self._controls(part, number) for part in content]
-        return [part | {"text": next(marked)} if _is_text(part) else part for part in rest]
+        rest = [part if isinstance(part, str) else self._controls(part, number) for part in content]
+        return [part if text_of(part) is None else _with_text(part, next(marked)) for part in rest]
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
         called: dict[str, Any] = self._controls(call, number)
         function = call["function"]
-        # Some templates write the id alone, which then holds the name.
-        marked = {
-            "name": self._all(function["name"], number, "" if function["name"] in call.get("id", "") else "tool_calls")
-        }
+        is_in_id = function["name"] in str(call.get("id"))  # which some templates write alone
+        marked = {"name": self._all(function["name"], number, "" if is_in_id else "tool_calls")}
         if "arguments" in function:
             marked["arguments"] = self._all(function["arguments"], number, "tool_calls")
         return called | {"function": called["function"] | marked}
@@ -138,7 +136,7 @@ class Marks:
 
     def _in(self, value: Any) -> str:
         codes = code_points("".join(texts_of(value)))
-        return codes[self.source_by_code[codes] > 0].tobytes().decode("utf-32-le")
+        return codes[self.source_by_code[codes] > 0].tobytes().decode("utf-32-le", "surrogatepass")
 
     def _table(self, characters: set[str], source: Source) -> dict[int, str]:
         """Returns a mark for each character, in the order of the characters: what is sorted stays so."""
@@ -156,11 +154,17 @@ class Marks:
 
 def code_points(text: str) -> np.ndarray:
     """[characters] uint32: the code point of each character of a text."""
-    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
+def text_of(part: Any) -> str | None:
+    """Returns the text of a part of a content; None where it is an image or the like."""
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else None
+
+
+def _with_text(part: Any, text: str) -> Any:
+    return part | {"text": text} if isinstance(part, dict) else text
 
 
 def _can_be_marked(character: str) -> bool:

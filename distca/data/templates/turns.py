@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from distca.data.templates.closing import alike, closing
-from distca.data.templates.marks import REASONING, TEMPLATE, Marks, texts_of
+from distca.data.templates.marks import REASONING, TEMPLATE, Marks, text_of, texts_of
 from distca.data.templates.rendering import PART_OF_CONTENT, Rendering
 from distca.data.templates.template import ChatTemplate
 from distca.errors import DistcaError
@@ -71,9 +71,10 @@ class TurnFinder:
         Raises:
             ValueError: the template refuses the conversation, or its texts cannot be found in what it writes.
         """
+        _check_texts(messages)
         self._template, self._control, self._roles = template, control, [each["role"] for each in messages]
         self.text, _ = template.render(list(messages), tools)
-        _check_text(messages, self.text)
+        _check_rendering(messages, self.text)
         said = "\n".join(texts_of([list(messages), tools, dict(template.tokens), _PROBE]))
         used = {*said, *template.source, *self.text}
         constants = [each for each in template.constants if len(each) > 1 and not (each.isalnum() or each.isspace())]
@@ -276,7 +277,7 @@ class TurnFinder:
             return None
 
 
-def _check_text(messages: Sequence[dict[str, Any]], text: str) -> None:
+def _check_rendering(messages: Sequence[dict[str, Any]], text: str) -> None:
     """Check that a rendering is Unicode, and that no list of parts stands in it as Python writes lists."""
     try:
         text.encode()
@@ -288,4 +289,17 @@ def _check_text(messages: Sequence[dict[str, Any]], text: str) -> None:
             raise ValueError(
                 f"the content of message {number} is a list of parts, which the chat template takes for text; write "
                 "its text alone"
+            )
+
+
+def _check_texts(messages: Sequence[dict[str, Any]]) -> None:
+    """Check that what messages say is text, whatever a template would make of other values."""
+    for number, message in enumerate(messages, 1):
+        content = message.get("content", "")
+        is_text = isinstance(content, str | list) or (isinstance(content, dict) and message["role"] != "assistant")
+        if isinstance(content, list) and message["role"] == "assistant":
+            is_text = all(text_of(part) is not None for part in content)
+        if not is_text or not all(isinstance(message.get(name, ""), str) for name in REASONING):
+            raise ValueError(
+                f"message {number}, of {message['role']!r}, says something that is no text; write it as one"
             )

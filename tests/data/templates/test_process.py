@@ -51,9 +51,7 @@ def test_templates_have_a_limit_of_time(source: str, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_templates_have_a_limit_of_memory(source: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"(fails|cannot be read): (it needs more than 1 GiB of memory|Too many decimal|.*)"
-    ):
+    with pytest.raises(ValueError, match=r"(fails|cannot be read): it needs more than 1 GiB of memory"):
         rendered(source)
     assert rendered("{{ messages[0].content }}") == "hello"
 

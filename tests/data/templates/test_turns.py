@@ -227,3 +227,16 @@ def test_random_texts_are_learned_as_they_stand() -> None:
         talk = [said(role, "".join(chance.choices(bits, k=chance.randint(0, 6)))) for role in roles]
         expected = [f"{each['content']}{END}" for each in talk if each["role"] == "assistant"]
         assert learned(CHATML, talk) == expected, talk
+
+
+@pytest.mark.parametrize("wrong", [{"content": 5}, {"content": True}, {"content": {"a": "b"}}, {"reasoning": ["x"]}])
+def test_what_is_no_text_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="message 2, of 'assistant', says something that is no text"):
+        learned(CHATML, [ONE, FIRST | wrong])
+
+
+def test_parts_may_be_texts() -> None:
+    joined = CHATML.replace("message.content +", "message.content | join +")
+    assert learned(joined, [said("user", ["a", END]), said("assistant", ["b", END])]) == [f"b{END}{END}"]
+    with pytest.raises(ValueError, match="message 2, of 'assistant', says something that is no text"):
+        learned(joined, [ONE, said("assistant", [{"type": "image"}])])
