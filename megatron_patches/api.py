@@ -268,13 +268,13 @@ class CAD:
             SupportError: no GPTModel, or a part of the model that is not served.
         """
         check_bare(model)
+        check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
+        check_same_config(model, self.config)
         if LayerKinds.of(model.config) != self._kinds:
             raise SupportError(
                 "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, which "
                 "plans by them: set them before CAD is made, and do not change them."
             )
-        check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
-        check_same_config(model, self.config)
         # Of several models, steps serve all.
         self._lengths |= use_position_rotary(model).needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))

@@ -135,7 +135,7 @@ class ChatEncoder:
         """Returns a conversation's ids, as transformers makes them, and which of them the assistant says.
 
         Args:
-            messages: as :func:`distca.data.conversations.messages_of` gives them.
+            messages: as ``messages_of`` gives them.
             tools: that the assistant may call.
             learned: of each of the assistant's messages, in order, whether it is learned; None for all.
 
