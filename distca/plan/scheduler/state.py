@@ -57,7 +57,8 @@ class SchedulerState:
 
     Attributes:
         load: [K, R] seconds.
-        mean: [K] seconds of a server if the work, with what cuts added so far, were spread evenly.
+        mean: [K] seconds of a server if the work, with what cuts added so far, were spread evenly. Limits follow the
+            [K] ``expected`` ones from the start, where cuts are known to add much.
         order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so
             that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
@@ -74,6 +75,7 @@ class SchedulerState:
         tolerance: float,
         other_seconds: Sequence[float] | np.ndarray | None,
         links: Links,
+        expected: np.ndarray | None = None,
     ) -> None:
         layout = self.layout = home.layout
         self.links = links
@@ -86,6 +88,7 @@ class SchedulerState:
         self._target = TargetLoad(layout.ranks, other_seconds)
         self._tolerance = tolerance
         self.mean = self.load.sum(axis=1) / layout.ranks
+        self._expected = self.mean if expected is None else expected
         self.order = _canonical_order(tasks, self._bounds)
         self.node = links.nodes(layout.ranks)
         self._held = HeldRows(layout.kv, self.node)
@@ -111,8 +114,9 @@ class SchedulerState:
 
     @property
     def limit(self) -> np.ndarray:
-        """[K, R] or [K, 1] the most each server may have."""
-        return self.target + self.mean[:, None] * self._tolerance
+        """[K, R] or [K, 1] the most each server may have, of the mean that is expected at last if it is larger."""
+        mean = np.maximum(self.mean, self._expected)
+        return self._target.of(mean) + mean[:, None] * self._tolerance
 
     def above_target(self, rank: int) -> float:
         """How far above its target ``rank`` is, as part of the mean, in its worse direction."""
