@@ -48,7 +48,7 @@ RESULTS = Path(__file__).parent / "results" / "planner_invariants.json"
 LEAST_TOKENS, MOST_TOKENS, MOST_RANKS = 1024, 262_144, 64
 MOST_DOCUMENTS = 40_000
 """Documents of an adversarial micro-batch, which would otherwise have millions of one token."""
-PLANNED_EVERY = 8
+PLANNED_EVERY = 64
 _TABLE = find_table("NVIDIA H200", "flash4", 32, 8, 128)
 COSTS: tuple[CostModel, ...] = (analytic_cost(32, 8, 128), area_cost(), *(() if _TABLE is None else (_TABLE,)))
 KINDS = (*MIX_NAMES * 3, "ones", "giant", "giant and ones", "exact", "nearly exact", "halves", "equal", "any")

@@ -38,6 +38,13 @@ class Pieces(NamedTuple):
         """[P] query rows."""
         return np.asarray(self.place[2] - self.place[1])
 
+    def shortest(self, most: int) -> np.ndarray:
+        """[P'] indices of all pieces, or of ``most`` of them at most: the shortest, each length at each place once."""
+        if len(self) <= most:
+            return np.arange(len(self))
+        rows, stop = self.rows, self.place[2]
+        return np.unique(rows * (int(stop.max()) + 1) + stop, return_index=True)[1][:most]
+
     def take(self, chosen: np.ndarray | list[int]) -> Pieces:
         return Pieces(self.place.take(chosen, axis=1), self.seconds.take(chosen, axis=1))
 
@@ -173,14 +180,21 @@ class SchedulerState:
                 load[receiver] += seconds
         self.mean = self.mean + np.array(more) / self.layout.ranks
         both = Pieces(*(np.concatenate(column, axis=1) for column in zip(pieces, left, strict=True)))
-        gone = set(chosen)
-        self._pieces[sender] = both.take([at for at, rows in enumerate(both.rows.tolist()) if rows and at not in gone])
+        stays = both.rows > 0
+        stays[chosen] = False
+        self._pieces[sender] = both.take(np.flatnonzero(stays))
         for column, new in zip(self._moved, moved[:4], strict=True):
             column += new
+        more_kept, found = [], self._readers
         for document, stop, receiver in zip(moved.document, moved.stop, moved.receiver, strict=True):
-            readers = self._readers.setdefault(document, {})
-            self.kept[receiver] += max(stop - readers.get(receiver, 0), 0)
-            readers[receiver] = max(readers.get(receiver, 0), stop)
+            if document not in found:
+                found[document] = {receiver: stop}
+                more_kept.append(stop)
+                continue
+            had = found[document].get(receiver, 0)
+            found[document][receiver] = max(had, stop)
+            more_kept.append(max(stop - had, 0))
+        np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
         """All pieces where they are now, those that touch joined; their loads then count joined ranges too."""
