@@ -151,7 +151,7 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     whole = np.repeat(np.add.reduceat(part, heads), count)
     rows, work = items.rows[item], items.work[item]
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
-    tiny = 1e-6 * (LEAST_SHARE * filled.mean)
+    tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
         # A rank with several shares changes them alike.
         size, own = part * surplus, part * rows
