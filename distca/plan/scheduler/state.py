@@ -95,7 +95,7 @@ class SchedulerState:
         self._target = TargetLoad(layout.ranks, other_seconds)
         self._tolerance = tolerance
         self.mean = self.load.sum(axis=1) / layout.ranks
-        self._expected = self.mean if expected is None else expected
+        self._expected = np.zeros_like(self.mean) if expected is None else expected
         self.order = _canonical_order(tasks, self._bounds)
         self.node = links.nodes(layout.ranks)
         self._held = HeldRows(layout.kv, self.node)
