@@ -4,8 +4,9 @@
 
 Budgets of 1K to 256K tokens per rank, 1 to 64 ranks, one and two nano-batches, with and without stages, documents in
 the micro-batches that they were drawn for and dealt over them anew, mixes and adversarial lengths. All micro-batches
-are laid out, and every so many steps are planned too, in pools of up to 64 servers. Nothing runs on GPUs. Results are kept in
-results/planner_invariants.json; the exit status is 1 if a step fails, and each failure names the number of its step.
+are laid out, and every so many steps are planned too, in pools of up to 64 servers. Nothing runs on GPUs. Results are
+kept in results/planner_invariants.json; the exit status is 1 if a step fails, and each failure names the number of its
+step.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ _FAILED = 64
 left, and they would take longer than all moves before."""
 _PARTNERS = 8
 """Receivers with which an exchange of pieces is tried."""
+_CRUMB = 64
+"""A piece that brings less than such a part of what a server should lose is handed over together with others."""
 _MOST_EXCHANGED = 1024
 """Pieces of a server that are looked at for an exchange."""
 _NO_DOCUMENT = -1
@@ -92,6 +94,11 @@ class Balancer:
         if self._move_whole(sender, pieces, price, need, room, free, wanted):
             return _NO_DOCUMENT
         for best in _cheapest(price):
+            if (_CRUMB * pieces.seconds[:, best] < need).all():
+                # One by one they would each be looked at as long as all of them.
+                crumbs = (_CRUMB * pieces.seconds < need[:, None]).all(axis=0)
+                if self._move_whole(sender, pieces, np.where(crumbs, price, np.inf), need, room, free, wanted):
+                    return _NO_DOCUMENT
             if self._move_part(sender, best, need, room, free):
                 return int(pieces.place[0, best])
         moved = self._move_one(sender, pieces, need, room, free) or self._exchange(sender, pieces, need, room, free)
