@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from distca.attention import choose_kernel
 from distca.attention.select import warm_up
 from distca.data.batch import Document
 from distca.device.offload import Offload
+from distca.ops.logits import LogitTransform
 from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
@@ -39,13 +41,21 @@ from megatron_patches.full_recompute import recompute_layers
 from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.layer_kinds import LayerKinds
+from megatron_patches.model_options import MEGATRONS, ModelOptions
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
-from megatron_patches.patches.gpt_forward import check_attached, check_unwrapped, patch_forward
+from megatron_patches.patches.gpt_forward import (
+    check_attached,
+    check_unwrapped,
+    patch_forward,
+    scale_embeddings,
+    transform_logits,
+)
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
+from megatron_patches.rotations import LayerRotary
 from megatron_patches.step import Step, make_step
 from megatron_patches.step_documents import StepDocuments, check_room, listed
 from megatron_patches.steps_ahead import AgreedSteps
@@ -60,6 +70,7 @@ from megatron_patches.support.arguments import (
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
+from megatron_patches.support.model_options import check_model_options
 from megatron_patches.support.process_groups import check_groups
 from megatron_patches.te.choice import Linears, refuse_te_spec, use_te
 from megatron_patches.training_step import (
@@ -106,6 +117,8 @@ class CAD:
             current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
             FP8 numbers alone and :meth:`data_parallel` needs the distributed optimizer. "auto": Transformer Engine's
             where they can be used.
+        model_options: what the model does beside core attention that Megatron's configuration has no field for. The
+            defaults are a model that is all in the configuration.
 
     Attributes:
         options: how steps are planned.
@@ -137,12 +150,14 @@ class CAD:
         recompute: Recompute = "none",
         offload: bool = False,
         linears: Linears = "auto",
+        model_options: ModelOptions = MEGATRONS,
     ) -> None:
         check_version()
         drop_log_lines()
         check_groups(config)
         check_config(config)
         check_types(config)
+        check_model_options(model_options, config)
         check_arguments(
             tokens_per_rank=tokens_per_rank,
             tolerance=tolerance,
@@ -153,6 +168,7 @@ class CAD:
             linears=linears,
         )
         self.config, self._disaggregate, self._recompute_all = config, disaggregate, recompute == "all"
+        self._model_options, self._own_layers = model_options, disaggregate or model_options.own_layers
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage, self._rank = (
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -172,7 +188,7 @@ class CAD:
         self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb, offload)
         self.options = plan_options(
             config,
-            LayerKinds.of(config),
+            LayerKinds.of(config, model_options.score_softcap),
             self.pool.kernel,
             self.device,
             disaggregate=disaggregate,
@@ -195,7 +211,7 @@ class CAD:
         if self._recompute_all:
             # FP8 copies of weights are then made for one segment or layer at a time: all would be as large as weights.
             config.disable_parameter_transpose_cache = True
-        if not disaggregate and not config.qk_layernorm:  # these norms come between projection and rotation
+        if not self._own_layers:
             fuse_rotation(config)
 
     @property
@@ -232,7 +248,8 @@ class CAD:
             check_layer_spec(layer)
             if has_te_linears(layer) and not self._te:
                 refuse_te_spec(self.config, self.device)
-        return block_spec(self.config, layer, disaggregate=self._disaggregate, te=self._te)
+        options = self._model_options
+        return block_spec(self.config, layer, options=options, disaggregate=self._disaggregate, te=self._te)
 
     def attach(self, model: GPTModel) -> GPTModel:
         """Let a model that was built with :meth:`block_spec` run disaggregated; returns it. A subclass of GPTModel
@@ -242,10 +259,17 @@ class CAD:
             SupportError: no GPTModel, or a part of the model that is not served.
         """
         check_bare(model)
-        check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
-        self._lengths = use_position_rotary(model).needs_lengths
+        options = self._model_options
+        check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
+        own = use_position_rotary(model)
+        if self._own_layers:
+            layers = [layer.layer_number for layer in model.decoder.layers]
+            model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
+        self._lengths = model.rotary_pos_emb.needs_lengths
         self._vocabulary = model.vocab_size
         patch_forward(model, DisaggregatedMicroBatch if self._disaggregate else PackedMicroBatch)
+        transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
+        scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         if self._disaggregate:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -255,6 +279,7 @@ class CAD:
         for module in model.modules():
             if isinstance(module, PackedAttention):
                 module.kernel, module.timeline = self.pool.kernel, self.pool.timeline
+                module.kind = replace(module.kind, softcap=options.score_softcap)
         return model
 
     def data_parallel(

@@ -99,7 +99,9 @@ class Plan:
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
         """[L] rows from the start of their documents that the servers of ``last`` tasks have of the half ``before``,
         and [L] where these begin in their buffers of that half."""
-        assert not any(self.windows), "kinds with a window keep no rows of the half before"
+        assert not np.array(self.windows)[self.kind_of_task].any(), (
+            "kinds with a window keep no rows of the half before"
+        )
         kept = before.take(before.last_on_server)
         documents = len(self.layout.last)
         key = kept.server * documents + kept.document

@@ -27,7 +27,12 @@ _KEPT = "distca_rotation"
 
 
 def fuse_rotation(config: TransformerConfig) -> None:
-    """Let the layers that are built with ``config`` split their QKV projection and rotate q and k in one pass."""
+    """Let the layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
+
+    Norms of query and key heads come in between, layers without RoPE have no angles, and interleaved pairs no kernel:
+    such models stay with Megatron's own."""
+    if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
+        return
     attention.apply_fused_qkv_rotary_pos_emb = _split_and_rotate
     attention.HAVE_FUSED_QKV_ROPE = True
     config.fused_single_qkv_rope = True
@@ -49,7 +54,7 @@ def _split_and_rotate(
     # Cosines and sines are those of all layers; they live as long as the micro-batch's angles.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
-        rotation = Rotation.of(angles)
+        rotation = Rotation.of(angles, sizes[-1])
         setattr(angles, _KEPT, rotation)
     assert sum(sizes) == mixed.shape[3]
     q_NHD, kv_N2GD = split_and_rotate(mixed.flatten(1), rotation, mixed.shape[2])

@@ -12,7 +12,7 @@ _MOST_PROGRAMS = 2048
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See :class:`megatron_patches.patches.rms_norm.RMSNorm`."""
+    """See :class:`megatron_patches.patches.norms.RMSNorm`."""
     return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call,no-any-return]
 
 

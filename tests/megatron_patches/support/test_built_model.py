@@ -56,7 +56,7 @@ def _models():
         build(position_embedding_type="learned_absolute"),
     )
     note("none", "position_embedding_type is 'none', but", build(position_embedding_type="none"))
-    note("partial", "rotary_percent is 0.5, but", build(rotary_percent=0.5))
+    note("partial", None, build(rotary_percent=0.5))
     note("chunk", "vp_stage is 1, but", build(vp_stage=1))
     note("float16", "fp16_lm_cross_entropy is True, but", build(fp16_lm_cross_entropy=True))
     note(

@@ -8,12 +8,18 @@ import torch
 from distca.testing.reference_attention import relative_error
 
 
+def _config(dtype, sequence_parallel, zero_centered=False):
+    return SimpleNamespace(
+        params_dtype=dtype, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=zero_centered
+    )
+
+
 @pytest.mark.parametrize("rows", [0, 1, 37])
 def test_values_gradients_and_refilling(rows: int) -> None:
-    from megatron_patches.patches.rms_norm import RMSNorm
+    from megatron_patches.patches.norms import RMSNorm
 
     torch.manual_seed(rows)
-    norm = RMSNorm(SimpleNamespace(params_dtype=torch.float64, sequence_parallel=True), 12, eps=0.3)
+    norm = RMSNorm(_config(torch.float64, True), 12, eps=0.3)
     x, d_out = torch.randn(rows, 1, 12, dtype=torch.float64, requires_grad=True), torch.randn(rows, 1, 12).double()
     weight = torch.randn(12, dtype=torch.float64, requires_grad=True)
     norm.weight.data.copy_(weight)
@@ -32,7 +38,7 @@ def test_values_gradients_and_refilling(rows: int) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_the_weight_says_whether_its_gradient_is_added_up(sequence_parallel: bool) -> None:
-    from megatron_patches.patches.rms_norm import RMSNorm
+    from megatron_patches.patches.norms import RMSNorm
 
-    norm = RMSNorm(SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=sequence_parallel), 4)
+    norm = RMSNorm(_config(torch.bfloat16, sequence_parallel), 4)
     assert norm.weight.sequence_parallel is sequence_parallel and norm.weight.dtype == torch.bfloat16
