@@ -20,6 +20,14 @@ class PlanError(DistcaError):
     """Documents, ranks or options that no layout or plan can serve."""
 
 
+class FailedPlanError(PlanError):
+    """A step that the planner itself failed on, though its documents could have been planned."""
+
+    next_step = (
+        "report it with that file; to go on, resume with cad.ping_pong false or cad.deal false, which plan anew."
+    )
+
+
 class DataError(DistcaError):
     """Data or data settings that cannot be used."""
 

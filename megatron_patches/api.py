@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,10 +27,10 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from distca.attention import choose_kernel
-from distca.attention.select import warm_up
+from distca.attention import AttentionSpec, choose_kernel
 from distca.data.batch import Document
 from distca.device.offload import Offload
+from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
 from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
@@ -55,7 +56,9 @@ from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
+from megatron_patches.readiness import known_ids, made_ready, note_trained
 from megatron_patches.rotations import LayerRotary
+from megatron_patches.self_check import check_layers
 from megatron_patches.step import Step, make_step
 from megatron_patches.step_documents import StepDocuments, check_room, listed
 from megatron_patches.steps_ahead import AgreedSteps
@@ -65,18 +68,21 @@ from megatron_patches.support.arguments import (
     check_arguments,
     check_fp8_weights,
     check_gradients,
+    check_level,
     check_offload,
 )
+from megatron_patches.support.attached import check_same_config, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.model_options import check_model_options
 from megatron_patches.support.process_groups import check_groups
+from megatron_patches.support.same_on_ranks import check_same_on_ranks
+from megatron_patches.support.trained_weights import check_weights_before
 from megatron_patches.te.choice import Linears, refuse_te_spec, use_te
 from megatron_patches.training_step import (
     ForwardStep,
     log_probabilities_step,
-    made_ready,
     run_schedule,
     wrap_for_data_parallel,
 )
@@ -123,10 +129,12 @@ class CAD:
     Attributes:
         options: how steps are planned.
         pool: the server pool: transport, kernel, timeline.
+        folder: where a step is written that the planner fails on; the working directory, if nobody sets it.
 
     Raises:
-        SupportError: a field of the configuration, or a way of running it, that is not served.
-        KernelError, TransportError: what was asked for cannot run here.
+        SupportError: a field of the configuration, or a way of running it, that is not served, or products in FP8 or
+            of Transformer Engine that are wrong here.
+        KernelError, TransportError: what was asked for cannot run here, or is wrong here.
         PlanError: an unusable cost table.
     """
 
@@ -167,6 +175,21 @@ class CAD:
             level=level,
             linears=linears,
         )
+        check_same_on_ranks(
+            config,
+            {
+                "tokens_per_rank": tokens_per_rank,
+                "disaggregate": disaggregate,
+                "ping_pong": ping_pong,
+                "backward": backward,
+                "deal": deal,
+                "level": level,
+                "tolerance": tolerance,
+                "ranks_per_node": ranks_per_node,
+                "deterministic": deterministic,
+                "model_options": repr(model_options),
+            },
+        )
         self.config, self._disaggregate, self._recompute_all = config, disaggregate, recompute == "all"
         self._model_options, self._own_layers = model_options, disaggregate or model_options.own_layers
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -182,13 +205,16 @@ class CAD:
         how: Literal["keep", "resend"] = "resend" if self._stages > 1 or offload else "keep"
         if backward != "auto":
             how = backward
+        check_level(level, disaggregate, self._stages, ping_pong)
         if offload:
             check_offload(disaggregate, recompute, how, self._stages)
         self._te = use_te(linears, config, self.device)
+        self._kinds = LayerKinds.of(config, model_options.score_softcap)
+        check_layers(config, self.device, self._te)
         self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb, offload)
         self.options = plan_options(
             config,
-            LayerKinds.of(config, model_options.score_softcap),
+            self._kinds,
             self.pool.kernel,
             self.device,
             disaggregate=disaggregate,
@@ -201,6 +227,7 @@ class CAD:
             transport=transport,
             recompute_segments=self._recompute_all and disaggregate,
         )
+        self.folder = Path()
         self._ahead: AgreedSteps | None = None
         self._single_steps = 0
         self._lengths = False
@@ -259,27 +286,34 @@ class CAD:
             SupportError: no GPTModel, or a part of the model that is not served.
         """
         check_bare(model)
+        check_same_config(model, self.config)
         options = self._model_options
+        if LayerKinds.of(model.config, options.score_softcap) != self._kinds:
+            raise SupportError(
+                "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, which "
+                "plans by them: set them before CAD is made, and do not change them."
+            )
         check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
         own = use_position_rotary(model)
         if self._own_layers:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
-        self._lengths = model.rotary_pos_emb.needs_lengths
-        self._vocabulary = model.vocab_size
+        # Of several models, steps serve all.
+        self._lengths |= model.rotary_pos_emb.needs_lengths
+        self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._disaggregate else PackedMicroBatch)
         transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         if self._disaggregate:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
-            return model
-        if self._recompute_all:
+        elif self._recompute_all:
             recompute_layers(model.decoder)
         for module in model.modules():
             if isinstance(module, PackedAttention):
                 module.kernel, module.timeline = self.pool.kernel, self.pool.timeline
                 module.kind = replace(module.kind, softcap=options.score_softcap)
+        note_attached(model, self.pool, self._disaggregate)
         return model
 
     def data_parallel(
@@ -299,6 +333,7 @@ class CAD:
         """
         check_attached(model)
         check_unwrapped(model)
+        check_weights_before(model, self.config.params_dtype, self.device)
         check_gradients(gradients, self.config.params_dtype)
         check_fp8_weights(self.config, distributed_optimizer)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
@@ -335,13 +370,14 @@ class CAD:
             first: number of the first step, for messages; the same on every rank.
 
         Raises:
-            PlanError, DataError: as of :meth:`plan_step`; on every rank.
+            PlanError, DataError: as of :meth:`plan_step`; on every rank. FailedPlanError where the planner itself
+                failed: the message names a file in ``folder`` with the step's lengths, for ``distca plan``.
         """
         if self._ahead is None:
             self._ahead = AgreedSteps(self.device)
-        return self._ahead.ahead((self._make_step(each) for each in steps), first)
+        return self._ahead.ahead((self._make_step(*each) for each in enumerate(steps, first)), first)
 
-    def _make_step(self, given: StepDocuments | Sequence[Sequence[Document]]) -> Step:
+    def _make_step(self, number: int, given: StepDocuments | Sequence[Sequence[Document]]) -> Step:
         documents = listed(given)
         check_room(documents, self.options.ranks, self._tokens_per_rank)
         return make_step(
@@ -353,6 +389,8 @@ class CAD:
             lengths=self._lengths,
             room=self.options.ranks * self._tokens_per_rank if self._deal else 0,
             vocabulary=self._vocabulary,
+            number=number,
+            folder=self.folder,
         )
 
     def forward_backward(
@@ -378,13 +416,15 @@ class CAD:
         Returns:
             What was reported, by micro-batch; empty on stages without the loss.
         """
-        counted = made_ready(model, step, forward_step, forward_only)
+        counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
         if self._stages > 1 and step.routes is not None:
             reports = run_ticks(
                 model, step.batches, counted, step.plan, step.routes, self.pool, forward_only=forward_only
             )
         else:
             reports = run_schedule(model, step.batches, counted, forward_only=forward_only)
+        if not forward_only:
+            note_trained(model)
         step.queued()
         return reports
 
@@ -412,12 +452,18 @@ class CAD:
         buffer: float,
         offload: bool,
     ) -> AttentionPool:
-        shape, dtype = attention_shape(self.config), self.config.params_dtype
-        kernel = choose_kernel(
-            kernel_name, device=self.device, dtype=dtype, head_dim=shape.head_dim, deterministic=deterministic
+        shape = attention_shape(self.config)
+        spec = AttentionSpec(
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            self.config.params_dtype,
+            self.device,
+            kinds=self._kinds.kinds,
+            deterministic=deterministic,
         )
-        if self.device.type == "cuda":
-            warm_up(kernel, shape.heads, shape.kv_heads, shape.head_dim, dtype, self.device)
+        # What is compiled when it is first used is compiled now, and not while other ranks wait for its rows.
+        kernel = choose_kernel(kernel_name, spec)
         buffer = buffer or receive_buffer_gb(shape, self._tokens_per_rank, resend=backward == "resend")
         transport = choose_transport(transport_name, server_pool_group(), buffer)
         parking = Offload(self.device) if offload else None

@@ -82,7 +82,7 @@ class DisaggregatedBlock(TransformerBlock):
         if not self.pre_process:
             hidden_states = self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-        recompute = self.recompute_segments and self.training
+        recompute = self.recompute_segments and torch.is_grad_enabled()
         if recompute or self.in_phases:  # in which all stages go back through all layers, frozen ones too
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None

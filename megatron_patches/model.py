@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -47,6 +47,10 @@ class ModelShape(Protocol):
     def tie_embeddings(self) -> bool: ...
     @property
     def init_std(self) -> float: ...
+    @property
+    def windows(self) -> tuple[int, ...]: ...
+    @property
+    def sinks(self) -> bool: ...
 
 
 def transformer_config(
@@ -86,6 +90,8 @@ def transformer_config(
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         softmax_scale=_softmax_scale(shape),
+        **_windows(shape),
+        softmax_type="learnable" if shape.sinks else "vanilla",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -153,6 +159,15 @@ def build_gpt(
     if rows > vocabulary:
         leave_out_padding(model, vocabulary)
     return model
+
+
+def _windows(shape: ModelShape) -> dict[str, Any]:
+    """Megatron's fields for layers with windows, of which there is one size: a query's own key does not count there."""
+    sizes = {window for window in shape.windows if window}
+    if not sizes:
+        return {}
+    (size,) = sizes
+    return {"window_size": (size - 1, 0), "window_attn_skip_freq": [int(window > 0) for window in shape.windows]}
 
 
 def _softmax_scale(shape: ModelShape) -> float | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from distca.attention import TaskBatch
 from distca.data.batch import RankBatch, rank_batch
 from distca.device.host_to_device import Upload, uploading
 from distca.errors import DataError, PlanError
-from distca.plan import Layout, PlanOptions, StepPlan, plan_step
+from distca.plan import Layout, PlanOptions, StepPlan
 from distca.plan.step import StepBalance
+from distca.plan.step_file import StepInputs
 from distca.runtime.device_routes import StepRoutes
 from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+from megatron_patches.failed_plans import reporting_failure
 from megatron_patches.step_documents import StepDocuments
 
 
@@ -58,6 +61,7 @@ class Step:
         batches: this rank's rows, by micro-batch.
         planning_ms: milliseconds of planning and routing.
         waited_ms: milliseconds that the caller waited for it.
+        vocabulary: token ids that its documents were checked for; None where they were not.
         queued: called when the step's work is queued on the device, so that the next one is planned from then on.
     """
 
@@ -68,6 +72,7 @@ class Step:
     batches: tuple[Batch, ...]
     planning_ms: float
     waited_ms: float = 0.0
+    vocabulary: int | None = None
     queued: Callable[[], None] = lambda: None
 
 
@@ -81,6 +86,8 @@ def make_step(
     lengths: bool = False,
     room: int = 0,
     vocabulary: int | None = None,
+    number: int = 1,
+    folder: Path = Path(),
 ) -> Step:
     """Plan a step and bring this rank's routes and rows to the device, in one transfer.
 
@@ -94,8 +101,11 @@ def make_step(
         room: most tokens of a micro-batch, into which documents without homes are dealt anew; 0 leaves them where they
             are.
         vocabulary: token ids that the model has; None checks none.
+        number: of the step, for messages.
+        folder: where it is written if the planner fails on it.
 
     Raises:
+        FailedPlanError: the planner failed.
         PlanError: on documents that cannot be laid out, or that span ranks where attention stays at home.
         DataError: on the rank that has a token which the model does not know, or is no whole number.
     """
@@ -103,7 +113,10 @@ def make_step(
     document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
     homes = documents.homes if any(home is not None for home in documents.homes or ()) else None
     count = len(document_lengths)
-    plan = plan_step(document_lengths, options, homes, [room] * count if room and homes is None and count > 1 else None)
+    dealt = [room] * count if room and homes is None and count > 1 else None
+    inputs = StepInputs(document_lengths, options, homes, dealt)
+    with reporting_failure(inputs, number, folder):
+        plan = inputs.plan()
     documents = _as_drawn(documents, plan.drawn)
     with uploading(device) as upload:
         routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
@@ -131,7 +144,9 @@ def make_step(
                 )
                 for each, own in zip(rows, routes.own, strict=True)
             )
-    return Step(documents, plan, plan.balance(), routes, batches, planning_ms)
+    with reporting_failure(inputs, number, folder):
+        balance = plan.balance()
+    return Step(documents, plan, balance, routes, batches, planning_ms, vocabulary=vocabulary)
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:

@@ -18,14 +18,11 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import unwrap_model
 
 from distca.errors import SupportError
-from megatron_patches.block import refuse_other_schedule
-from megatron_patches.patches.gpt_forward import check_attached
-from megatron_patches.step import Batch, Step
+from megatron_patches.step import Batch
 from megatron_patches.te import quantization
-from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights, is_fp8
+from megatron_patches.te.fp8_weights import broadcast_weights, has_fp8_weights
 
 # Gradients of one reduction. The same for every number of ranks, so that the distributed optimizer's checkpoints, whose
 # shards are those of the buckets, are cut alike.
@@ -55,13 +52,13 @@ def wrap_for_data_parallel(
     )
     wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=module)
     config.finalize_model_grads_func = finalize_gradients
-    config.no_sync_func = _no_sync_of(wrapped)
+    config.no_sync_func = no_sync_of(wrapped)
     broadcast_weights(wrapped)
     _note_gathering(wrapped)
     return wrapped
 
 
-def _no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
+def no_sync_of(wrapped: DistributedDataParallel) -> Callable[[], Any]:
     """Its ``no_sync`` by a weak reference, for a configuration, which may be in use for longer than the model."""
     here = weakref.ref(wrapped)
 
@@ -88,69 +85,6 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
         group.start_param_sync = noting(group.start_param_sync)
 
 
-def made_ready(model: Any, step: Step, forward_step: ForwardStep, forward_only: bool) -> ForwardStep:
-    """Check model and step, and make the model's configuration and gradients ready for it; every rank calls it.
-
-    Returns:
-        The forward step, whose results are checked.
-
-    Raises:
-        SupportError: they cannot run.
-    """
-    if not forward_only:
-        check_wrapped(model)
-        _check_replicas(model)
-        model.zero_grad_buffer()
-    gpt = unwrap_model(model)
-    check_attached(gpt)
-    if not isinstance(step.batches[0].attention, gpt.takes):
-        raise SupportError(
-            "The step was planned by a CAD whose `disaggregate` is not that of the model's: plan it with the CAD that "
-            "attached the model."
-        )
-    if isinstance(model, DistributedDataParallel):  # another model may share the configuration
-        in_ticks = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
-        model.config.no_sync_func = refuse_other_schedule if in_ticks else _no_sync_of(model)
-    return with_counted_tokens(forward_step)
-
-
-def _check_replicas(model: Any) -> None:
-    """Refuse to go on where an optimizer updated weights that ranks hold shards of the gradients of, and gathered none.
-
-    Raises:
-        SupportError: on all data-parallel ranks.
-    """
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if getattr(model, "weights_gathered", True) or group.size() == 1:
-        return
-    sums = torch.stack(
-        [weight.detach().sum(dtype=torch.float64) for weight in model.parameters() if not is_fp8(weight)]
-    )
-    most = torch.stack((sums, -sums))
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    differ = most[0] != -most[1]
-    if (differ & most.isfinite().all(0)).any():  # of others nothing is known, and a loss says so
-        raise SupportError(
-            "Weights differ between data-parallel ranks: the optimizer updates all of them, but each rank has reduced "
-            "gradients of its shard alone. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "
-            "distributed_optimizer=False in CAD.data_parallel."
-        )
-
-
-def check_wrapped(model: Any) -> None:
-    """Refuse to train a model that :func:`wrap_for_data_parallel` did not make: nobody would reduce its gradients.
-
-    Raises:
-        SupportError: naming what was given.
-    """
-    finalize = getattr(getattr(model, "config", None), "finalize_model_grads_func", None)
-    if not isinstance(model, DistributedDataParallel) or finalize is None:
-        raise SupportError(
-            f"The model is a {type(model).__name__} whose gradients would not be reduced and divided: train what "
-            "CAD.data_parallel returns."
-        )
-
-
 def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tensor, **options: Any) -> None:
     """Finish reducing a global batch's gradients and divide them by its tokens.
 
@@ -161,7 +95,12 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
         models: from :func:`wrap_for_data_parallel`.
         tokens: int scalar on the device, the target tokens of this rank, known on the last pipeline stage.
         options: of megatron's function.
+
+    Raises:
+        SupportError: weights were not used as often as in the first step.
     """
+    for model in models:
+        _check_uses(model)
     finalize_model_grads(models, None, **options)
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
@@ -169,6 +108,23 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
     quantization.end_step()
     for model in models:
         model.scale_gradients(1.0 / tokens.clamp(min=1))  # type: ignore[arg-type]
+
+
+def _check_uses(model: DistributedDataParallel) -> None:
+    """Where gradients are reduced while backward goes on, those that come later than in the first step are lost."""
+    for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
+        found = group.per_param_grad_ready_counts
+        usual = group.golden_per_param_grad_ready_counts
+        if group.is_first_batch and found:
+            usual = found | {weight: 1 for weight in group.params if weight not in found}
+        for name, weight in model.named_parameters():
+            if found.get(weight, 0) != usual.get(weight, 0):
+                raise SupportError(
+                    f"{name.removeprefix('module.')} got {found.get(weight, 0)} gradients in the last micro-batch of "
+                    f"this step, and {usual[weight]} are due as in the first step: gradients are reduced while "
+                    "backward goes on. Use all trained weights equally often in every step, or set "
+                    "model.ddp_config.overlap_grad_reduce = False after CAD.data_parallel."
+                )
 
 
 def _overlaps_reduction() -> bool:
@@ -190,7 +146,10 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
     """
 
     def checked(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-        returned = forward_step(batches, model)
+        one = _OneBatch(batches)
+        returned = forward_step(one, model)
+        if not one.taken:
+            raise SupportError("The forward step took no batch: take one with next(batches), every time it is called.")
         pair = isinstance(returned, tuple | list) and len(returned) == 2
         if not pair or (not callable(returned[1]) and parallel_state.is_pipeline_last_stage()):
             raise SupportError("The forward step has to return the model's output and a function of it: the loss.")
@@ -198,6 +157,19 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
         return output, partial(_counted, loss_function)
 
     return checked
+
+
+class _OneBatch(Iterator[Batch]):
+    """What a forward step gets: the batch of its micro-batch. A second one would be another's, which is then missed."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches, self.taken = batches, False
+
+    def __next__(self) -> Batch:
+        if self.taken:
+            raise SupportError("The forward step took two batches: call next(batches) once, for one micro-batch.")
+        self.taken = True
+        return next(self._batches)
 
 
 def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:
@@ -211,13 +183,17 @@ def _counted(loss_function: Callable[[torch.Tensor], Any], output: torch.Tensor)
     total, tokens, report = returned
     if not (isinstance(total, torch.Tensor) and total.numel() == 1):
         raise SupportError("The loss function's first value is no single number; sum the losses of its tokens.")
-    if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or tokens.is_floating_point():
+    if not isinstance(tokens, torch.Tensor) or tokens.numel() != 1 or _is_no_count(tokens):
         raise SupportError(
             "The loss function's second value is no integer tensor; return how many target tokens there are, as "
             "(loss_mask > 0).sum().int()."
         )
     # No views: Megatron's 1F1B frees what a stage returned.
     return total.sum() if total.ndim else total, tokens.sum() if tokens.ndim else tokens, report
+
+
+def _is_no_count(tokens: torch.Tensor) -> bool:
+    return tokens.is_floating_point() or tokens.dtype == torch.bool
 
 
 def run_schedule(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from distca.cluster.environment import Launched, check_gpus_usable, gpu_of, launched
 from distca.cluster.health import TIMEOUT, Health
+from distca.cluster.interface import LOOPBACK, bind_gloo, on_one_node
 from distca.cluster.parent import end_with_torchrun
 from distca.cluster.store import own_store
 from distca.device.host_memory import keep_freed_memory
@@ -80,6 +81,7 @@ def _use_cpu() -> None:
 
 
 def _initialize(told: Launched, backend: str, device: torch.device | None = None) -> None:
+    bind_gloo(LOOPBACK if on_one_node(told.size) else told.address)
     store = own_store(told.rank, told.size, told.address, told.port, TIMEOUT)
     dist.init_process_group(
         backend, store=store, rank=told.rank, world_size=told.size, timeout=TIMEOUT, device_id=device

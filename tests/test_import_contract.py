@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom to the top; no row imports from its own, but each package from itself.
 ROWS = (
-    ("distca.errors", "distca.log", "distca.versions", "distca.words"),
+    ("distca.errors", "distca.json_file", "distca.log", "distca.versions", "distca.words"),
     ("distca.plan", "distca.yaml_file"),
     ("distca.cluster", "distca.device"),
     ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),
@@ -31,7 +31,7 @@ KNOWS_MEGATRON = {"megatron_patches", "distca.commands", "distca.train"}
 # The public names of `distca` are loaded when they are asked for; the names are checked against this.
 FACE = {f"megatron_patches.{name}" for name in ("api", "model_options", "per_document", "step_documents", "world")}
 # With what they import of ours.
-NUMPY_ONLY = {"distca", "distca.errors", "distca.plan"}
+NUMPY_ONLY = {"distca", "distca.errors", "distca.json_file", "distca.plan"}
 
 
 def package_of(module: str) -> str:

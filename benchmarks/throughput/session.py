@@ -22,7 +22,9 @@ from benchmarks.throughput.report import compare, figures, write
 from benchmarks.throughput.settings import Cell, Settings
 from benchmarks.throughput.sweep import plot
 from benchmarks.throughput.table import links
-from distca.attention import choose_kernel
+from distca.attention import AttentionSpec, KernelError, choose_kernel
+from distca.attention.self_check import check
+from distca.cluster.verdict import first_objection
 from distca.errors import ConfigError
 from distca.versions import header
 from megatron_patches.world import World
@@ -221,12 +223,18 @@ class Session:
         """Links between ranks, and what their kernels can do; every rank calls it together."""
         config, device = self._settings.config, self._world.device
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        kernel = choose_kernel(config.cad.kernel, device=device, dtype=dtype, head_dim=self._shape.head_dim)
+        shape = self._shape
+        spec = AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, dtype, device)
+        kernel = choose_kernel(config.cad.kernel, spec)
+        if any(mode.method == "ring" for mode in self._settings.modes):
+            wrong = first_objection(check(kernel, replace(spec, causal=False)).objection)
+            if wrong:
+                raise KernelError(f"Kernel {kernel.name} cannot run ring attention, as without a causal mask {wrong}.")
         document = max(cell.context for cell in self._settings.cells)
         world = dist.group.WORLD
         assert world is not None
         rates = measure_links(world, device)
-        held, burst = measure_ceiling(config, self._shape, kernel, device, document)
+        held, burst = measure_ceiling(config, shape, kernel, device, document)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         report = {"links": rates, "ceiling": held.report(), "burst_ceiling": burst.report()}

@@ -2,6 +2,7 @@
 
 from distca.attention.kernel import Kernel, TaskBatch
 from distca.attention.select import KernelName, choose_kernel
+from distca.attention.self_check import AttentionSpec
 from distca.errors import KernelError
 
-__all__ = ["Kernel", "KernelError", "KernelName", "TaskBatch", "choose_kernel"]
+__all__ = ["AttentionSpec", "Kernel", "KernelError", "KernelName", "TaskBatch", "choose_kernel"]

@@ -1,107 +1,124 @@
-"""Choose a kernel once, say which and why, and let the user decide otherwise."""
+"""Choose a kernel once, for all ranks, let it prove itself, say which and why, and let the user decide otherwise."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 
 from distca.attention.flash4 import Flash4Kernel
-from distca.attention.kernel import Kernel, TaskBatch
+from distca.attention.kernel import Kernel
 from distca.attention.reference import ReferenceKernel
+from distca.attention.self_check import AttentionSpec, Verdict, check
 from distca.attention.torch_flash import TorchFlashKernel
+from distca.cluster.verdict import first_objection
 from distca.errors import KernelError
-from distca.plan.kinds import AttentionKind
+from distca.plan.head_dims import unserved_by
 
 logger = logging.getLogger(__name__)
 
 KernelName = Literal["auto", "flash4", "torch", "reference"]
-"""Core-attention kernels, and "auto" for the fastest that can run."""
+"""Core-attention kernels, and "auto" for the fastest that can run and is right."""
 NAMES: tuple[str, ...] = get_args(KernelName)
+_WRONG = "its self-check refuses it, as "
 
 
-def choose_kernel(
-    name: str,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    head_dim: int,
-    deterministic: bool = False,
-    setting: str = "`kernel`",
-) -> Kernel:
-    """Return the named kernel, or with "auto" the fastest that can run here.
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that all ranks take.
+
+    Attributes:
+        kernel: proved for the kind of attention that was asked for.
+        verdict: what its self-check found on this rank.
+        against: why faster ones were not taken, by name.
+    """
+
+    kernel: Kernel
+    verdict: Verdict
+    against: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """The name, and what speaks against those before it."""
+        skipped = "; ".join(f"not {name}: {why}" for name, why in self.against.items())
+        return self.kernel.name + (f" ({skipped})" if skipped else "")
+
+
+def choose_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") -> Kernel:
+    """Return the named kernel, or with "auto" the fastest that can run here, is right, and does so on every rank. Every
+    rank calls it together.
 
     Args:
         name: "auto", "flash4", "torch" or "reference".
-        device: where q, k and v live.
-        dtype: their dtype.
-        head_dim: elements per head.
-        deterministic: ask for bitwise equal gradients from run to run; the torch kernel then is not chosen.
+        spec: the kind of attention, and this rank's heads.
         setting: where the name is from, for the message.
 
     Raises:
-        KernelError: the name is unknown or that kernel cannot run here; the message says why.
+        KernelError: the name is unknown, that kernel cannot run here, or it is wrong; the message says why.
     """
+    choice = find_kernel(name, spec, setting=setting)
+    slow = choice.kernel.name == "reference" and name == "auto" and spec.device.type == "cuda"
+    wrong = any(_WRONG in why for why in choice.against.values())
+    logger.log(
+        logging.WARNING if slow or wrong else logging.INFO,
+        "Core attention kernel: %s%s%s",
+        choice.kernel.name,
+        ", which is slow" if slow else "",
+        str(choice).removeprefix(choice.kernel.name),
+    )
+    return choice.kernel
+
+
+def find_kernel(name: str, spec: AttentionSpec, *, setting: str = "`kernel`") -> Choice:
+    """The same as :func:`choose_kernel`, with what was found on the way, and without a word in the log."""
     if name not in NAMES:
         raise KernelError(f"{setting} is '{name}'; it can be {', '.join(NAMES)}.")
-    device = torch.device(device)
-    reasons = {
-        "flash4": why_not_flash4(device, dtype, head_dim),
-        "torch": why_not_torch(device, dtype, head_dim, deterministic),
-        "reference": None,
-    }
-    if name != "auto" and reasons[name]:
-        raise KernelError(
-            f"{setting} {name} cannot run here: {reasons[name]}. Set {setting} to auto to choose another."
-        )
-    chosen = name if name != "auto" else next(n for n in ("flash4", "torch", "reference") if reasons[n] is None)
-    skipped = "; ".join(f"not {n}: {why}" for n, why in reasons.items() if why and name == "auto")
-    slow = chosen == "reference" and name == "auto" and device.type == "cuda"
-    logger.log(
-        logging.WARNING if slow else logging.INFO,
-        "Core attention kernel: %s%s%s",
-        *(chosen, ", which is slow" if slow else "", f" ({skipped})" if skipped else ""),
-    )
-    if chosen == "flash4":
-        return Flash4Kernel(deterministic)
-    return TorchFlashKernel() if chosen == "torch" else ReferenceKernel()
+    against: dict[str, str] = {}
+    for candidate in NAMES[1:] if name == "auto" else (name,):
+        objection = first_objection(why_not(candidate, spec))
+        if objection is None:
+            kernel, verdict = _proved(candidate, spec)
+            objection = first_objection(verdict.objection and f"{_WRONG}{verdict.objection}")
+            if objection is None:
+                assert kernel is not None
+                return Choice(kernel, verdict, against)
+        against[candidate] = objection
+    raise KernelError(f"{setting} {name} cannot run here: {against[name]}. Set {setting} to auto to choose another.")
 
 
-def why_not_flash4(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why flash-attn-4 cannot run here, or None if it can."""
-    reason = _why_not_gpu(device, dtype)
-    if reason:
-        return reason
-    if not _installed("flash_attn.cute"):
-        return "flash-attn-4 is not installed"
-    if torch.cuda.get_device_capability(device)[0] < 9:
-        return f"{torch.cuda.get_device_name(device)} is older than Hopper"
-    if head_dim % 8 or head_dim > 128:
-        return f"its backward takes head dimensions up to 128 in steps of 8, not {head_dim}"
-    return None
+def _proved(name: str, spec: AttentionSpec) -> tuple[Kernel | None, Verdict]:
+    try:
+        kernel = _make(name, spec)
+    except Exception as error:  # of what it imports
+        return None, Verdict(f"it cannot be loaded: {error}")
+    return kernel, check(kernel, spec)
 
 
-def why_not_torch(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False) -> str | None:
-    """Why torch's built-in flash attention cannot run here, or None if it can."""
-    reason = _why_not_gpu(device, dtype)
-    if reason:
-        return reason
-    if head_dim % 8 or head_dim > 256:
-        return f"it takes head dimensions up to 256 in steps of 8, not {head_dim}"
-    if deterministic:
-        return "its backward is not deterministic"
-    return None
+def _make(name: str, spec: AttentionSpec) -> Kernel:
+    if name == "flash4":
+        return Flash4Kernel(spec.deterministic)
+    return TorchFlashKernel() if name == "torch" else ReferenceKernel()
 
 
-def _why_not_gpu(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
+def why_not(name: str, spec: AttentionSpec) -> str | None:
+    """Why a kernel cannot run here, or None if it can; whether it is right is not asked."""
+    if name == "reference":
+        return None
+    if spec.device.type != "cuda":
         return "the tensors are not on a GPU"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    return None
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+    if name == "flash4":
+        if not _installed("flash_attn.cute"):
+            return "flash-attn-4 is not installed"
+        if torch.cuda.get_device_capability(spec.device)[0] < 9:
+            return f"{torch.cuda.get_device_name(spec.device)} is older than Hopper"
+    if name == "torch" and spec.deterministic:
+        return "its backward is not deterministic"
+    return unserved_by(name, spec.head_dim)
 
 
 def _installed(module: str) -> bool:
@@ -109,25 +126,3 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-def warm_up(kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Run forward and backward once on a few rows, so that a kernel that is compiled when it is first used is compiled
-    now and not while other ranks wait for its rows.
-
-    Args:
-        kernel: the kernel.
-        heads: query heads of this rank.
-        kv_heads: key/value heads of this rank.
-        head_dim: elements per head.
-        dtype: of the rows.
-        device: where they live.
-    """
-    rows = 256
-    batch = TaskBatch.of(np.array([0, rows // 2, rows]), np.array([0, rows // 2, 2 * rows]), device)
-    q = torch.zeros(rows, heads, head_dim, dtype=dtype, device=device)
-    # Keys and values lie beside each other, as they travel.
-    kv = torch.zeros(2 * rows, 2, kv_heads, head_dim, dtype=dtype, device=device)
-    kind = AttentionKind(head_dim**-0.5)
-    o, lse = kernel.forward(q, kv[:, 0], kv[:, 1], batch, kind)
-    kernel.backward(torch.zeros_like(o), q, kv[:, 0], kv[:, 1], o, lse, batch, kind)

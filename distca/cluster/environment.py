@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distca.errors import LaunchError
+from distca.words import count
 
 _RESOLVE_S = 10.0
 _LARGEST_PORT = 65535
@@ -62,6 +64,26 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
     return Launched(rank, size, _number(environment, "LOCAL_RANK", 0) or 0, address, port or 0)
 
 
+def step_tasks(environment: Mapping[str, str]) -> int | None:
+    """With how many tasks, this one among them, srun started this process, at least; None where nothing says so. Which
+    variables there are depends on the version of Slurm and on how the tasks were asked for."""
+    names = ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"]
+    if environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID"):
+        names.append("SLURM_TASKS_PER_NODE")  # elsewhere of the job, in which this may be the only process
+    said = [_tasks(environment, name) for name in names if environment.get(name)]
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+        number = environment.get(name, "")
+        if number.isdecimal() and int(number) > 0:
+            said.append(int(number) + 1)
+    return max(said, default=None)
+
+
+def _tasks(environment: Mapping[str, str], name: str) -> int:
+    """A count of Slurm's, which may be by node: 20 of "8(x2),4"; 0 where it is none."""
+    parts = re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?(?:,|$)", environment.get(name, ""))
+    return sum(int(tasks) * int(nodes or 1) for tasks, nodes in parts)
+
+
 def check_gpus_usable(usable: bool, version: str, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse to train on the CPU where GPUs are meant.
 
@@ -108,10 +130,13 @@ def _alone(environment: Mapping[str, str]) -> Launched:
             "there are.",
             "start the ranks with pretrain_llama.sh or torchrun, or unset RANK.",
         )
-    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1"
-    if tasks.isdecimal() and int(tasks) > 1:
+    tasks = step_tasks(environment)
+    if tasks is None:
+        tasks = max(_tasks(environment, name) for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE"))
+    if tasks > 1:
         raise LaunchError(
-            f"Slurm has {tasks} tasks for this, but WORLD_SIZE is not set: each would train a run of one rank.",
+            f"Slurm has {count(tasks, 'task')} for this, but WORLD_SIZE is not set: each would train a run of one "
+            "rank.",
             "use sbatch pretrain_llama.sh, or bash pretrain_llama.sh inside salloc, which start the ranks; for one "
             "rank ask Slurm for one task.",
         )

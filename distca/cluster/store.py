@@ -15,9 +15,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from distca.cluster.interface import LOOPBACK, on_one_node
 from distca.errors import LaunchError
-
-LOOPBACK = "127.0.0.1"
 
 
 class InterfaceStore(TCPStore):
@@ -79,7 +78,7 @@ def own_store(
     """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
-    if size == 1 or environment.get("LOCAL_WORLD_SIZE") == str(size):
+    if on_one_node(size, environment):
         return LoopbackStore("", port, size, rank == 0, timeout)
     return InterfaceStore(address, port, size, rank == 0, timeout)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 import distca
-from distca.commands.options import check_least
+from distca.commands.options import check_head_dim
 from distca.log import printer
 from megatron_patches import versions
+
+if TYPE_CHECKING:
+    import torch
 
 # Distribution names under which each package may be installed.
 _PACKAGES = {
@@ -20,13 +24,19 @@ _PACKAGES = {
 }
 
 
+_HEADS = (8, 2)
+"""Query and key/value heads of the self-check of a kernel."""
+
+
 def doctor(head_dim: int = 128) -> None:
     """Show versions, devices, and which kernel and transport "auto" chooses on this machine.
+
+    On GPUs kernels and fused operations are held against their references; what compiles takes about 20 s once.
 
     Args:
         head_dim: head dimension that the kernel is chosen for.
     """
-    check_least(1, head_dim=head_dim)
+    check_head_dim(head_dim)
     table = Table(show_header=False, title="distca doctor", title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -75,21 +85,33 @@ def _choices(head_dim: int) -> list[tuple[str, str]]:
     try:
         import torch
 
-        from distca.attention.select import why_not_flash4, why_not_torch
+        from distca.attention import AttentionSpec
+        from distca.attention.select import find_kernel
         from distca.commands.doctor_transport import transport_reasons, transport_rows
     except ImportError as error:
         return [("kernel", f"cannot be chosen: {error}")]
     rows = []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        reasons = {
-            "flash4": why_not_flash4(device, dtype, head_dim),
-            "torch": why_not_torch(device, dtype, head_dim),
-            "reference": None,
-        }
-        rows.append((f"kernel in {precision}, head_dim {head_dim}", _choice(reasons)))
+        choice = find_kernel("auto", AttentionSpec(*_HEADS, head_dim, dtype, device))
+        rows.append((f"kernel in {precision}, head_dim {head_dim}", str(choice)))
+        if choice.verdict.furthest:
+            rows.append((f"its self-check in {precision}", f"right: {choice.verdict.furthest}"))
+    if device.type == "cuda":
+        rows += _operation_rows(head_dim, device)
     rows.append(("transport", _choice(transport_reasons())))
     return rows + transport_rows()
+
+
+def _operation_rows(head_dim: int, device: torch.device) -> list[tuple[str, str]]:
+    """What the self-check of fused operations says, of the sizes of an 8B model."""
+    import torch
+
+    from distca.ops.self_check import Widths, check_operations
+
+    found = check_operations(Widths(4096, 14336, *_HEADS, head_dim), torch.bfloat16, device)
+    wrong = [f"{operation} is refused, as {why}" for operation, why in found.items() if why]
+    return [("fused operations in bf16", "; ".join(wrong) or f"{', '.join(found)}: right")]
 
 
 def _choice(reasons: dict[str, str | None]) -> str:

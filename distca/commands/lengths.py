@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +14,22 @@ from distca.data.mixes import MIX_NAMES, sample_mix
 from distca.errors import DataError, PlanError, system_words
 from distca.words import rename_parameters
 
-_GIVEN_BY = {"path": "PATH", "source": "KIND", "field": "field, as the sources of a blend:PATH can"}
+_GIVEN_BY = {"path": "PATH", "source": "KIND"}
+_NOT_GIVEN = {"field": "field, as the sources of a blend:PATH can", "bad": "--bad of distca data convert"}
+"""Parameters for which a command has no option."""
 MOST_TOKENS = 1 << 32
 """Tokens of the largest micro-batch that is planned: a million for each of 4096 ranks."""
 
 
-def read_data(lengths: str, *, longest: int, seed: int = 0) -> np.ndarray | None:
-    """[D] int64 document lengths of training data that is given as KIND:PATH, cut where they exceed ``longest``; of a
-    blend those of an epoch. None where ``lengths`` is something else.
+def read_data(lengths: str, *, longest: int, seed: int = 0, **how: Any) -> np.ndarray | None:
+    """[D] int64 document lengths of training data that is given as KIND:PATH; of a blend those of an epoch. None where
+    ``lengths`` is something else.
+
+    Args:
+        lengths: as they are given.
+        longest: texts are cut where they exceed it; conversations that do are left out.
+        seed: of the documents that a blend uses once more than others.
+        how: the data is read: ``field``, ``tokenizer``, ``conversations`` and ``bad`` of ``open_lengths``.
 
     Raises:
         DataError: it cannot be read; named by how it is given here.
@@ -30,9 +39,10 @@ def read_data(lengths: str, *, longest: int, seed: int = 0) -> np.ndarray | None
     if kind not in DATA_KINDS or not path:
         return None
     try:
-        return Corpus(open_lengths(kind, path), longest, "split", seed=seed).train.lengths
+        return Corpus(open_lengths(kind, path, **how), longest, None, seed=seed).train.lengths
     except DataError as error:
-        raise DataError(rename_parameters(str(error), _GIVEN_BY.get)) from None
+        names = _GIVEN_BY | {name: words for name, words in _NOT_GIVEN.items() if name not in how}
+        raise DataError(rename_parameters(str(error), names.get)) from None
 
 
 def read_lengths(lengths: str, *, tokens: int, seed: int) -> np.ndarray:

@@ -17,7 +17,11 @@ from distca.log import console, die, setup_logging
 # Command, or group and its commands, and where their functions are.
 COMMANDS: dict[str, str | dict[str, str]] = {
     "plan": "distca.commands.plan:plan",
-    "data": {"convert": "distca.commands.data:convert", "describe": "distca.commands.data:describe"},
+    "data": {
+        "convert": "distca.commands.data:convert",
+        "describe": "distca.commands.data:describe",
+        "preview": "distca.commands.data_preview:preview",
+    },
     "checkpoint": {
         "import": "distca.train.checkpoint.command:import_weights",
         "export": "distca.train.checkpoint.command:export_weights",
@@ -31,7 +35,7 @@ COMMANDS: dict[str, str | dict[str, str]] = {
     "doctor": "distca.commands.doctor:doctor",
 }
 GROUP_HELP = {
-    "data": "Convert and describe training data.",
+    "data": "Convert, describe and preview training data.",
     "checkpoint": "Verify, list and delete checkpoints of runs; weights from Hugging Face folders and to them.",
 }
 

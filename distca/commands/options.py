@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distca.errors import OptionError, system_words
+from distca.plan.head_dims import unserved
 
 
 def check_least(least: int, **options: int | None) -> None:
@@ -30,6 +31,16 @@ def check_most(most: int, **options: int | None) -> None:
     for name, value in options.items():
         if value is not None and value > most:
             raise OptionError(f"--{name} is {value}; it must be at most {most}.")
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Refuse a head dimension that no kernel is given.
+
+    Raises:
+        OptionError: naming it.
+    """
+    if why := unserved(head_dim):
+        raise OptionError(f"--head_dim is {why}.")
 
 
 def check_tolerance(tolerance: float) -> None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
 
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.commands.options import check_least, check_most, check_picture, check_tolerance, writing
 from distca.commands.plan_results import draw, summary
+from distca.commands.plan_step_results import replanned
+from distca.data.encoding import Bad
+from distca.data.lengths import DATA_KINDS
 from distca.data.sampler import Sampler
+from distca.data.sources import passed_over
 from distca.errors import OptionError
 from distca.plan import CostModel, Links, analytic_cost, load_table, plan_micro_batch, training_tolerance
+from distca.plan.step_file import read_step
+from distca.words import rename_parameters
 
 _MOST = 1 << 20
 """No number of ranks, heads or the like comes near; numpy's integers hold what follows from it."""
@@ -31,13 +40,17 @@ def plan(
     ranks_per_node: int = 0,
     cost_table: str | None = None,
     picture: str | None = None,
+    tokenizer: str = "bytes",
+    field: str | None = None,
+    conversations: bool = False,
+    bad: Bad = "error",
 ) -> None:
     """Plan one micro-batch and show the balance before and after, the bytes that travel and the memory they take.
 
     Args:
         lengths: a file with one document length per line; a mix: pretrain, prolong, pretrain-long or prolong-long; or
-            training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH, blend:PATH (a byte is a token) or
-            indexed:PATH, whose first micro-batch is planned.
+            training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH, blend:PATH or indexed:PATH, whose first
+            micro-batch is planned; or the file of a step that a run could not plan, which has all options itself.
         ranks: home ranks, which are also the attention servers.
         tokens_per_rank: tokens of a mix or of training data for every rank; a file of lengths is taken as it is.
         seed: of the draw from a mix, and of the order of training data.
@@ -51,9 +64,19 @@ def plan(
         ranks_per_node: consecutive ranks that share NVLink; 0 when all do.
         cost_table: a measured cost table (JSON); without one the analytic H200 model is used.
         picture: file to draw who computes what for whom into, such as plan.png.
+        tokenizer: of training data that is text: bytes, a tokenizer.json, or a model's folder that holds one.
+        field: of each JSON object, or column of each table, that holds the document; text by default, with
+            conversations messages.
+        conversations: training data is conversations, which go through the folder's chat template.
+        bad: what happens to documents that cannot be read or tokenized: error ends the command; skip leaves them out.
     """
     from distca.log import printer
 
+    given = dict(locals())
+    if (step := read_step(lengths)) is not None:
+        _check_alone(lengths, given)
+        printer().print(replanned(step))
+        return
     check_least(1, ranks=ranks, tokens_per_rank=tokens_per_rank, layers=layers)
     check_least(0, seed=seed, ranks_per_node=ranks_per_node)
     check_least(1, nano_batches=nano_batches)
@@ -73,7 +96,9 @@ def plan(
     if picture is not None:
         check_picture(picture)
     cost = costs(cost_table, heads, kv_heads, head_dim)
-    documents = read_data(lengths, longest=ranks * tokens_per_rank, seed=seed)
+    how: dict[str, Any] = {"tokenizer": tokenizer, "field": field, "conversations": conversations, "bad": bad}
+    _check_read(lengths, how)
+    documents = read_data(lengths, longest=ranks * tokens_per_rank, seed=seed, **how)
     if documents is None:
         documents = read_lengths(lengths, tokens=ranks * tokens_per_rank, seed=seed)
     else:
@@ -92,6 +117,22 @@ def plan(
         with writing("picture", picture):
             draw(made, picture, lengths)
         printer().print(f"Picture written to {picture}.", soft_wrap=True)
+
+
+def _check_alone(path: str, given: Mapping[str, Any]) -> None:
+    for name, parameter in signature(plan).parameters.items():
+        if name != "lengths" and given[name] != parameter.default:
+            raise OptionError(f"--{name} is given, but {path} is a step's file, with options of its own; leave it out.")
+
+
+def _check_read(lengths: str, how: dict[str, object]) -> None:
+    """Refuse how training data is read where there is none, or where its kind passes over it."""
+    kind, _, path = lengths.partition(":")
+    given = {name: value for name, value in how.items() if value not in ("bytes", "error", None, False)}
+    if given and not (kind in DATA_KINDS and path):
+        raise OptionError(f"--{next(iter(given))} is about training data, but {lengths!r} is none; leave it out.")
+    for said in passed_over(kind, **given):
+        raise OptionError(rename_parameters(said, {"source": "KIND"}.get))
 
 
 def costs(cost_table: str | None, heads: int | None, kv_heads: int | None, head_dim: int | None) -> CostModel:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from distca.attention import KernelName, choose_kernel
-from distca.commands.options import check_least, check_most, check_writable
-from distca.errors import OptionError, PlanError
+from distca.attention import AttentionSpec, KernelName, choose_kernel
+from distca.cluster.interface import LOOPBACK, bind_gloo, on_one_node
+from distca.commands.options import check_head_dim, check_least, check_most, check_writable
+from distca.errors import PlanError
 from distca.log import console
 from distca.plan import AttentionShape
 from distca.plan.cost.table_file import table_name, write_table
@@ -41,9 +42,10 @@ def profile(
 ) -> None:
     """Measure this machine and write one cost table (JSON), for cad.cost_table and `distca plan --cost_table`.
 
-    One device: seconds of the attention kernel per CA-task inside full batches, how well their sum predicts mixed
-    batches, and seconds per token of the linear layers, with Transformer Engine also in FP8. Several: bandwidth and
-    latency between them. Started by torchrun on several nodes, links are those of all its ranks.
+    One device: the attention kernel is held against the reference first, and refused where it is wrong. Then seconds of
+    it per CA-task inside full batches, how well their sum predicts mixed batches, and seconds per token of the linear
+    layers, with Transformer Engine also in FP8. Several: bandwidth and latency between them. Started by torchrun on
+    several nodes, links are those of all its ranks.
 
     Args:
         output: the file to write; by default named after device, kernel and heads, in this folder.
@@ -52,19 +54,18 @@ def profile(
         head_dim: size of a head.
         hidden: width of the model, for linear layers.
         ffn: width of its MLP.
-        kernel: core-attention kernel; auto takes the fastest one that runs here.
+        kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
         ranks: ranks of this machine whose links are measured; by default one for every GPU, 1 without GPUs.
     """
     check_least(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, ffn=ffn, ranks=ranks)
-    if head_dim % 8:
-        raise OptionError(f"--head_dim is {head_dim}; kernels and rotary positions take multiples of 8.")
+    check_head_dim(head_dim)
     gpus = torch.cuda.device_count()
     if not gpus:
         check_most(_MOST_CPU_RANKS, ranks=ranks)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
     dtype = torch.bfloat16 if gpus else torch.float32
     shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize)
-    chosen = choose_kernel(kernel, device=device, dtype=dtype, head_dim=head_dim, setting="--kernel")
+    chosen = choose_kernel(kernel, AttentionSpec(heads, kv_heads, head_dim, dtype, device), setting="--kernel")
     if gpus and ranks is not None and ranks > gpus:
         raise PlanError(f"--ranks is {ranks}, but this machine has {gpus} GPUs; give {gpus} or fewer.")
     if not int(os.environ.get("RANK", "0")):
@@ -109,9 +110,10 @@ def _links(ranks: int, device: torch.device) -> dict[str, Any] | None:
     from distca.testing.ranks import run_ranks
 
     on_gpu = device.type == "cuda"
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         if on_gpu:
             torch.cuda.set_device(device)
+        bind_gloo(LOOPBACK if on_one_node(size) else os.environ.get("MASTER_ADDR", ""))
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
         try:
             return measure_links()

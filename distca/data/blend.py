@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from distca.data.left_out import LeftOut
 from distca.data.sampler import shuffled
 from distca.data.sources.source import DocumentSource
 from distca.errors import DataError, system_words
@@ -134,6 +135,17 @@ class Blend:
         """[stop - start] int64 tokens of one document."""
         source, own = self._own(document)
         return source.read(own, start, stop)
+
+    @property
+    def masked_documents(self) -> np.ndarray:
+        """[D] bool: which documents are of sources of which some tokens are not to be learned."""
+        masked = [bool(getattr(source, "masked", False)) for source in self._sources]
+        return np.repeat(masked, [len(source.lengths) for source in self._sources])
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Documents that its sources left out."""
+        return tuple(each for source in self._sources for each in getattr(source, "left_out", ()))
 
     def learned(self, document: int, start: int, stop: int) -> np.ndarray:
         """[stop - start] bool, which tokens of a document are to be learned."""

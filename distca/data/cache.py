@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from distca.data.convert import convert
-from distca.data.encoding import encode_block
+from distca.data.encoding import Bad, encode_block
 from distca.data.recipe import Recipe
 from distca.data.texts import Texts
 from distca.errors import DataError, system_words
+from distca.json_file import read_object
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,18 @@ class CachedTokens:
         cache: the folder of all.
         texts: the documents.
         recipe: how they become ids.
+        bad: what happens to documents that cannot be read or tokenized.
     """
 
     cache: Path
     texts: Texts
     recipe: Recipe
+    bad: Bad = "error"
 
     def find(self) -> str | None:
         """Where the tokens are, as the prefix of an indexed source; None where they are not known to be there."""
         try:
-            named = json.loads(self._by_files().read_text(encoding="utf-8"))
+            named = read_object(self._by_files())
             prefix = self._prefix(named["content"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -55,10 +58,16 @@ class CachedTokens:
         """
         if (found := self.find()) is not None:
             return found
-        content = _digest([self.texts.digest(), self.recipe.identity()])
+        content = _digest([self.texts.digest(), self._identity()])
         prefix, named = self._prefix(content), self._by_files()
         if not Path(f"{prefix}.idx").is_file():
-            convert(self.texts, self.recipe, prefix, processes=processes, advanced=advanced, elsewhere="set `cache`")
+            convert(
+                *(self.texts, self.recipe, prefix),
+                processes=processes,
+                bad=self.bad,
+                advanced=advanced,
+                elsewhere="set `cache`",
+            )
         try:
             named.parent.mkdir(exist_ok=True)
             fresh = named.with_suffix(".new")
@@ -77,7 +86,7 @@ class CachedTokens:
         """
         encoder = self.recipe.open()
         for block in self.texts.blocks(self.recipe.field, self.recipe.beside):
-            encode_block(block.first_documents(), encoder, self.recipe)
+            encode_block(block.first_documents(), encoder, self.recipe, self.bad)
             break
         return encoder.vocabulary
 
@@ -85,7 +94,11 @@ class CachedTokens:
         return str(self.cache / content / "tokens")
 
     def _by_files(self) -> Path:
-        return self.cache / "by_files" / f"{_digest([self.texts.state(), self.recipe.identity()])}.json"
+        return self.cache / "by_files" / f"{_digest([self.texts.state(), self._identity()])}.json"
+
+    def _identity(self) -> dict[str, Any]:
+        """What ids depend on beside the texts; tokens without bad documents are not found where these are errors."""
+        return self.recipe.identity() | ({"bad": self.bad} if self.bad == "skip" else {})
 
 
 def _digest(values: list[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from distca.data.conversations import messages_of, tools_of
+from distca.data.conversations import tools_of
 from distca.data.recipe import Encoded, Recipe
+from distca.data.rows import columns_beside, learned_spans, turns_of
 from distca.data.texts import Row
-from distca.data.tokenizer import load_json, read_object, read_settings, token_text
+from distca.data.tokenizer import load_json, read_beside, read_settings, read_text, token_text
 from distca.errors import DataError, VersionError
 
 _OPEN, _SHUT, _APART = "\U0010fffc", "\U0010fffd", "\U0010fffb"
@@ -43,7 +45,7 @@ class ChatRecipe(Recipe):
 
     @property
     def beside(self) -> tuple[str, ...]:
-        return ("tools",)
+        return columns_beside(self.field)
 
     def open(self) -> ChatEncoder:
         templates = (ChatTemplate(source, dict(self.tokens)) for source in (self.template, self.tool_use))
@@ -76,7 +78,7 @@ def chat_recipe(recipe: Recipe, begin_token: str | None = None, end_token: str |
             )
     folder, field = Path(recipe.tokenizer.name).parent, recipe.field
     said = read_settings(folder)
-    templates = _template_files(folder) or _by_name(read_object(folder / "chat_template.json")) or _by_name(said)
+    templates = _template_files(folder) or _by_name(read_beside(folder / "chat_template.json")) or _by_name(said)
     template, tool_use = (templates.get(name, "") for name in ("default", "tool_use"))
     if recipe.tokenizer.name == "bytes" or not (template or tool_use):
         raise DataError(
@@ -92,16 +94,16 @@ def chat_recipe(recipe: Recipe, begin_token: str | None = None, end_token: str |
 def _template_files(folder: Path) -> dict[str, str]:
     """Templates in files of their own, by name."""
     files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
-    if (folder / "chat_template.jinja").is_file():
+    if os.path.lexists(folder / "chat_template.jinja"):
         files["default"] = folder / "chat_template.jinja"
-    return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    return {name: read_text(file) for name, file in files.items()}
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, str]:
     """What JSON says of templates: one, or several with names."""
     held = said.get("chat_template")
     if isinstance(held, list):
-        held = {each.get("name"): each.get("template") for each in held if isinstance(each, dict)}
+        held = {str(each.get("name")): each.get("template") for each in held if isinstance(each, dict)}
     named = held if isinstance(held, dict) else {"default": held}
     return {name: each for name, each in named.items() if isinstance(each, str)}
 
@@ -131,7 +133,7 @@ class ChatEncoder:
         template = self._tool_use if tools and self._tool_use.source else self._template
         if not template.source:
             raise ValueError("it has no tools, and the tokenizer has a chat template only for conversations with tools")
-        messages = messages_of(row.value, template.source)
+        messages, learned = turns_of(row, template.source)
         apart = [self._apart(message) | {"role": message["role"]} for message in messages]
         text, spans = template.render(apart, self._control, self._apart(tools))
         starts, pieces = [0], text.split(_APART)
@@ -146,7 +148,7 @@ class ChatEncoder:
         ]
         place = np.array(offsets, np.int64).reshape(-1, 2)
         mask = np.zeros(len(ids), bool)
-        for start, stop in spans:
+        for start, stop in learned_spans(spans, learned):
             mask |= (place[:, 0] < stop) & (place[:, 1] > start)
         return ids, mask
 

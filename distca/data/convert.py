@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from distca.data.encoding import Tokens, encoded_blocks
+from distca.data.encoding import Bad, Tokens, encoded_blocks
+from distca.data.left_out import BAD, MOST_NAMED, LeftOut
 from distca.data.recipe import Recipe
 from distca.data.sources.index_file import Index
 from distca.data.sources.indexed import mask_file, sidecar, without_suffix
@@ -34,6 +35,8 @@ from distca.words import count
 _SAVE_S = 10.0
 """Between two notes of what is done; so much is done again after an interruption."""
 _ELSEWHERE = "choose another output"
+_COUNTED = ("blocks", "read", "empty", "bad")
+"""Figures of what is done, by the names that they have in a note of it."""
 _PLACING = "placing"
 """A file in PREFIX.partial while the finished files are moved: what is not there any more is where it belongs."""
 
@@ -48,6 +51,8 @@ class Converted:
         documents: documents written.
         tokens: tokens written.
         empty: documents that gave no token, or of a conversation nothing to learn, which were left out.
+        bad: documents that could not be read or tokenized, and were left out too.
+        bad_named: the first of these, with what is wrong with them.
     """
 
     tokenizer: str
@@ -55,6 +60,8 @@ class Converted:
     documents: int
     tokens: int
     empty: int
+    bad: int = 0
+    bad_named: tuple[str, ...] = ()
 
 
 def convert(
@@ -63,6 +70,7 @@ def convert(
     output: str,
     *,
     processes: int = 1,
+    bad: Bad = "error",
     advanced: Callable[[int], None] = lambda _: None,
     elsewhere: str = _ELSEWHERE,
 ) -> Converted:
@@ -76,6 +84,8 @@ def convert(
         recipe: how they become ids.
         output: path of the files, without suffix; .bin or .idx at its end is taken off.
         processes: that tokenize; with one it is this process.
+        bad: what happens to documents that cannot be read or tokenized: ``error`` ends the conversion, ``skip`` leaves
+            them out.
         advanced: called with the number of bytes of the files that were done since the last call.
         elsewhere: for messages, how to have the files written to another place.
 
@@ -86,12 +96,12 @@ def convert(
     """
     prefix = check_output(output, elsewhere)
     encoder = recipe.open()
-    sources = {"texts": texts.state(), "recipe": recipe.identity()}
+    sources = {"texts": texts.state(), "recipe": recipe.identity(), "bad": bad}
     try:
         with _Partial.held(prefix, encoder.vocabulary, sources, elsewhere) as partial:
             advanced(partial.read)
             blocks = islice(texts.blocks(recipe.field, recipe.beside), partial.blocks, None)
-            for block, tokens in encoded_blocks(blocks, recipe, encoder, processes):
+            for block, tokens in encoded_blocks(blocks, recipe, encoder, processes, bad):
                 partial.add(tokens, block.read)
                 advanced(block.read)
             return partial.finish(recipe, encoder.vocabulary)
@@ -129,7 +139,8 @@ class _Partial:
         self._take_back()
         self._sources = json.loads(json.dumps(sources))
         done = self._noted()
-        self.blocks, self.read, self.empty = (done.get(name, 0) for name in ("blocks", "read", "empty"))
+        self.blocks, self.read, self.empty, self.bad = (done.get(name, 0) for name in _COUNTED)
+        self.named: list[str] = done.get("named", [])
         self._files = {name: (self._folder / name).open("ab") for name in ("bin", "lengths", "mask")}
         for name, file in self._files.items():
             file.truncate(done.get(name, 0))
@@ -173,7 +184,9 @@ class _Partial:
         self._files["bin"].write(np.frombuffer(tokens.ids, np.int32).astype(self._dtype).tobytes())
         self._files["lengths"].write(tokens.lengths)
         self._files["mask"].write(tokens.mask)
-        self.blocks, self.read, self.empty = self.blocks + 1, self.read + read, self.empty + tokens.empty
+        self.blocks, self.read = self.blocks + 1, self.read + read
+        self.empty, self.bad = self.empty + tokens.empty, self.bad + tokens.bad
+        self.named = [*self.named, *tokens.named][:MOST_NAMED]
         if time.monotonic() - self._saved > _SAVE_S:
             self._save()
 
@@ -183,11 +196,14 @@ class _Partial:
         lengths = np.fromfile(self._folder / "lengths", np.int32)
         if not len(lengths):
             raise DataError(
-                f"The tokenizer {recipe.tokenizer.name} made no token to learn of {count(self.empty, 'document')}; "
-                "nothing was written."
+                f"The tokenizer {recipe.tokenizer.name} made no token to learn of "
+                f"{count(self.empty + self.bad, 'document')}; nothing was written.{self._first_bad()}"
             )
         Index.of_documents(lengths.tolist(), self._dtype).write(self._folder / "idx")
-        done = Converted(recipe.tokenizer.name, vocabulary, len(lengths), int(lengths.sum(dtype=np.int64)), self.empty)
+        done = Converted(
+            *(recipe.tokenizer.name, vocabulary, len(lengths), int(lengths.sum(dtype=np.int64)), self.empty, self.bad),
+            tuple(self.named),
+        )
         mask = {"mask": (self._folder / "mask").stat().st_size > 0}
         written = json.dumps(asdict(done) | recipe.identity() | mask, indent=2)
         (self._folder / "json").write_text(written + "\n", encoding="utf-8")
@@ -197,6 +213,9 @@ class _Partial:
             if name != "mask" or mask["mask"]:
                 (self._folder / name).rename(file)
         return done
+
+    def _first_bad(self) -> str:
+        return f" {LeftOut(self.bad, BAD, tuple(self.named))}." if self.bad else ""
 
     def close(self) -> None:
         for file in self._files.values():
@@ -211,7 +230,7 @@ class _Partial:
 
     def _save(self) -> None:
         """Note what is done, once it is on disk."""
-        note = {"blocks": self.blocks, "read": self.read, "empty": self.empty, "sources": self._sources}
+        note = {name: getattr(self, name) for name in (*_COUNTED, "named")} | {"sources": self._sources}
         for name, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())

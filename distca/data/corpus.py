@@ -1,23 +1,27 @@
 """A corpus: the documents of a source, bounded in length and split into training and validation.
 
-Array legend: D documents. All arrays are int64.
+Array legend: D documents. Arrays are int64 where nothing else is said.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from distca.data.blend import Blend
+from distca.data.left_out import LeftOut, together
 from distca.data.sampler import shuffled
 from distca.data.sources.source import DocumentSource
 from distca.errors import DataError
 from distca.words import count
 
 logger = logging.getLogger(__name__)
+
+Longer = Literal["split", "error", "skip"]
+"""What happens to documents that are longer than the context."""
 
 
 class DocumentSet:
@@ -97,23 +101,26 @@ class Corpus:
         train: training documents, in the source's order; of a blend as often as each is used.
         validation: validation documents, in the source's order; empty if ``validation_fraction`` is 0.
         vocabulary: token ids are in [0, vocabulary).
+        left_out: documents of the source, and pieces of them, that are in neither set; the log has them too.
     """
 
     def __init__(
         self,
         source: DocumentSource,
         context_length: int,
-        longer: Literal["error", "split"] = "error",
+        longer: Longer | None = "error",
         validation_fraction: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """Cut and split the documents; no token is read.
+        """Cut and split the documents. No token is read; of documents that are cut it is asked what is learned of them.
 
         Args:
             source: where the documents come from.
             context_length: most tokens of a document.
             longer: what to do with longer documents: ``error`` refuses them, ``split`` cuts them into consecutive
-                documents of ``context_length`` tokens (the last one shorter).
+                documents of ``context_length`` tokens (the last one shorter), without pieces of which nothing is
+                learned, ``skip`` leaves them out. None splits texts and leaves out conversations, which are documents
+                of sources where only a part is learned.
             validation_fraction: share of the source's documents (not tokens) set aside, in [0, 1); at least one
                 document if it is above 0.
             seed: of the choice of validation documents.
@@ -124,26 +131,87 @@ class Corpus:
         _check_settings(context_length, longer, validation_fraction)
         if longer == "error":
             _check_lengths(source.lengths, context_length)
-        validation = _chosen(len(source.lengths), validation_fraction, seed)
+        masked, long = _masked(source), source.lengths > context_length
+        kept = np.flatnonzero(~(long & _skipped(masked, longer)))
+        if not len(kept):
+            raise DataError(
+                f"All of {count(len(long), 'document')} have more than `context_length` {context_length:,} tokens and "
+                "are left out; raise it, or set `longer` to split to cut them."
+            )
+        validation = _chosen(len(kept), validation_fraction, seed)
         self.vocabulary = source.vocabulary
-        train = np.flatnonzero(~validation)
-        self.train = _cut(source, source.epoch(train, seed) if isinstance(source, Blend) else train, context_length)
-        self.validation = _cut(source, np.flatnonzero(validation), context_length)
-        cut = int((source.lengths > context_length).sum())
-        if cut:
+        train, held_back = kept[~validation], kept[validation]
+        cutter = _Cutter(source, context_length, masked)
+        self.train = cutter.cut(source.epoch(train, seed) if isinstance(source, Blend) else train)
+        self.validation = cutter.cut(held_back)
+        too_long = LeftOut(len(long) - len(kept), f"of more than {context_length:,} tokens")
+        pieces = LeftOut(cutter.empty, "of longer documents with nothing to learn", noun="piece")
+        self.left_out = together([*getattr(source, "left_out", ()), too_long, pieces])
+        for each in self.left_out:
+            logger.info("left out %s", each)
+        cut = long[kept]
+        if cut.any():
+            apart = ", also conversations, whose answers may be apart from their questions"
             logger.info(
-                "split %d of %d documents, those of more than %d tokens, into documents of that length",
-                cut,
-                len(source.lengths),
-                context_length,
+                "split %d of %d documents, those of more than %d tokens, into documents of that length%s",
+                *(int(cut.sum()), len(source.lengths), context_length),
+                apart if masked[kept][cut].any() else "",
             )
 
 
-def _check_settings(context_length: int, longer: str, validation_fraction: float) -> None:
+class _Cutter:
+    """Makes documents of at most ``context_length`` tokens.
+
+    Attributes:
+        empty: pieces of which nothing is learned, which were left out.
+    """
+
+    def __init__(self, source: DocumentSource, context_length: int, masked: np.ndarray) -> None:
+        """Take [D] bool, of which documents only a part is learned."""
+        self.empty = 0
+        self._source, self._context_length, self._masked = source, context_length, masked
+        self._learns: dict[tuple[int, int], bool] = {}
+
+    def cut(self, documents: np.ndarray) -> DocumentSet:
+        """The given documents of the source, in pieces."""
+        lengths, context = self._source.lengths[documents], self._context_length
+        pieces = -(-lengths // context)
+        owner = np.repeat(np.arange(len(documents)), pieces)
+        nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        document, offset = documents[owner], nth * context
+        size = np.minimum(lengths[owner] - offset, context)
+        asked = np.flatnonzero((pieces > 1)[owner] & self._masked[document])
+        kept = np.ones(len(owner), bool)
+        parts = zip(*(column[asked].tolist() for column in (document, offset, size)), strict=True)
+        kept[asked] = [self._has_targets(*part) for part in parts]
+        self.empty += int((~kept).sum())
+        return DocumentSet(self._source, document[kept], offset[kept], size[kept])
+
+    def _has_targets(self, document: int, offset: int, size: int) -> bool:
+        """Whether a piece has tokens to learn; its first one has nothing before it and is none."""
+        if (document, offset) not in self._learns:
+            learned = self._source.learned(document, offset + 1, offset + size)  # type: ignore[attr-defined]
+            self._learns[document, offset] = bool(learned.any())
+        return self._learns[document, offset]
+
+
+def _masked(source: DocumentSource) -> np.ndarray:
+    """[D] bool: of which documents only a part is learned."""
+    if isinstance(source, Blend):
+        return source.masked_documents
+    return np.full(len(source.lengths), getattr(source, "masked", False))
+
+
+def _skipped(masked: np.ndarray, longer: str | None) -> np.ndarray:
+    """[D] bool: which documents are left out where they are too long."""
+    return masked if longer is None else np.full(len(masked), longer == "skip")
+
+
+def _check_settings(context_length: int, longer: str | None, validation_fraction: float) -> None:
     if context_length < 1:
         raise DataError(f"`context_length` is at least 1 token, not {context_length}.")
-    if longer not in ("error", "split"):
-        raise DataError(f"`longer` is 'error' or 'split', not {longer!r}.")
+    if longer not in (None, *get_args(Longer)):
+        raise DataError(f"`longer` is one of {', '.join(get_args(Longer))}, not {longer!r}.")
     if not 0 <= validation_fraction < 1:
         raise DataError(f"`validation_fraction` is at least 0 and less than 1, not {validation_fraction}.")
 
@@ -154,7 +222,7 @@ def _check_lengths(lengths: np.ndarray, context_length: int) -> None:
         raise DataError(
             f"Document {longest} has {int(lengths[longest]):,} tokens, more than `context_length` {context_length:,}"
             f" ({int((lengths > context_length).sum()):,} of {len(lengths):,} documents are longer); raise "
-            "`context_length`, or set `longer` to split to cut such documents."
+            "`context_length`, or set `longer` to split to cut such documents, or to skip to leave them out."
         )
 
 
@@ -169,13 +237,3 @@ def _chosen(documents: int, fraction: float, seed: int) -> np.ndarray:
         )
     chosen[shuffled(documents, seed)[:held_back]] = True
     return chosen
-
-
-def _cut(source: DocumentSource, documents: np.ndarray, context_length: int) -> DocumentSet:
-    """The given documents of the source, in pieces of at most ``context_length`` tokens."""
-    lengths = source.lengths[documents]
-    pieces = -(-lengths // context_length)
-    owner = np.repeat(np.arange(len(documents)), pieces)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offset = nth * context_length
-    return DocumentSet(source, documents[owner], offset, np.minimum(lengths[owner] - offset, context_length))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from distca.data.sources.source import BYTE_VOCABULARY
-from distca.errors import DataError, VersionError
+from distca.errors import DataError, VersionError, system_words
+from distca.json_file import open_regular, read_object
 
 _BATCH_BYTES = 1 << 15
 """Of text that is encoded at a time: what the package holds of more falls out of the caches, which takes longer."""
+_MOST_IDS = 1 << 24
+"""Of a vocabulary: a model has a row of its embedding for each, and the largest ones known have 2^18."""
 
 
 class Tokenizer(Protocol):
@@ -72,7 +75,9 @@ class JsonTokenizer:
         texts = [document.decode("utf-8") for document in documents]
         try:
             encodings = self._batch(texts, add_special_tokens=False)
-        except Exception as error:  # The library raises bare Exception for a text that its model cannot encode.
+        except BaseException as error:  # The library raises bare Exception for a text that it cannot encode, or worse.
+            if not is_of_library(error):
+                raise
             raise ValueError(str(error)) from None
         return (encoding.ids for encoding in encodings)
 
@@ -112,7 +117,7 @@ class TokenizerFiles:
 
     def digest(self) -> str:
         """Of the content, wherever it lies."""
-        content = b"bytes" if self.name == "bytes" else Path(self.name).read_bytes()
+        content = b"bytes" if self.name == "bytes" else _content(Path(self.name))
         return hashlib.sha256(content).hexdigest()
 
     def closing(self) -> str:
@@ -178,27 +183,63 @@ def load_json(file: Path) -> Any:
     except ImportError:
         raise VersionError(f"Tokenizing with {file} needs the package tokenizers: pip install tokenizers.") from None
     try:
-        json.loads(file.read_bytes())
+        read_object(file)
         loaded = Loaded.from_file(str(file))
-    except Exception as error:  # The library raises bare Exception for a file it cannot use.
+    except BaseException as error:  # The library raises bare Exception for a file it cannot use, or worse.
+        if not is_of_library(error):
+            raise
         raise DataError(f"{file} is not a tokenizer.json that the package tokenizers can read: {error}.") from None
+    _check_ids(file, loaded.get_vocab(with_added_tokens=True))
     # Many files carry the lengths of a model's batches; a corpus keeps every token and gets none to fill up.
     loaded.no_truncation()
     loaded.no_padding()
     return loaded
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def is_of_library(error: BaseException) -> bool:
+    """Whether the library ``tokenizers`` raised it: what fails inside of it is no Exception, but a panic of Rust."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _check_ids(file: Path, ids: dict[str, int]) -> None:
+    if not ids or max(ids.values()) >= _MOST_IDS:
+        wrong = f"a token has the id {max(ids.values()):,}; the largest may be {_MOST_IDS - 1:,}" if ids else "no token"
+        raise DataError(f"{file} is not a tokenizer.json that ids can be made with: it has {wrong}.")
+
+
+def read_beside(file: Path) -> dict[str, Any]:
     """A JSON object beside a tokenizer; an empty one where there is no such file.
 
     Raises:
-        DataError: the file is not JSON.
+        DataError: the file is no JSON object.
     """
+    if not os.path.lexists(file):
+        return {}
     try:
-        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return read_object(file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({system_words(error)}); copy it again.") from None
     except ValueError as error:
         raise DataError(f"{file} is not valid JSON ({error}); copy it again.") from None
-    return said if isinstance(said, dict) else {}
+
+
+def read_text(file: Path) -> str:
+    """A text beside a tokenizer.
+
+    Raises:
+        DataError: it is no regular file of UTF-8.
+    """
+    try:
+        return _content(file).decode("utf-8")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({system_words(error)}); copy it again.") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{file} is not UTF-8 text; copy it again.") from None
+
+
+def _content(file: Path) -> bytes:
+    with open_regular(file) as opened:
+        return opened.read()
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -207,9 +248,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises:
         DataError: one of them is not JSON.
     """
-    said = read_object(folder / "tokenizer_config.json")
+    said = read_beside(folder / "tokenizer_config.json")
     named = {name: value for name, value in said.items() if value is not None}
-    return read_object(folder / "special_tokens_map.json") | named
+    return read_beside(folder / "special_tokens_map.json") | named
 
 
 def token_text(said: Any) -> str | None:
@@ -223,8 +264,8 @@ def _puts_first(file: Path, begin: str | None) -> bool:
     if begin is None:
         return False
     try:
-        template = json.loads(file.read_bytes()).get("post_processor") or {}
-    except ValueError:
+        template = read_object(file).get("post_processor") or {}
+        steps = [template, *template.get("processors", [])]
+        return any((step.get("single") or [{}])[0].get("SpecialToken", {}).get("id") == begin for step in steps)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return False  # which is said where the file is opened
-    steps = [template, *template.get("processors", [])]
-    return any((step.get("single") or [{}])[0].get("SpecialToken", {}).get("id") == begin for step in steps)

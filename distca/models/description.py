@@ -10,6 +10,7 @@ from typing import Any
 
 from distca.errors import ModelError, system_words
 from distca.models.rope import RopeScaling, yarn_magnitude
+from distca.plan.head_dims import unserved
 
 CONFIG = "config.json"
 
@@ -249,8 +250,8 @@ class _Reader:
             if hidden % heads:
                 raise self._error(f"has hidden_size {hidden}, which {heads} heads do not divide, and no head_dim")
             head_dim = hidden // heads
-        if head_dim % 2:
-            raise self._error(f"has heads of {head_dim}, but rotary positions need an even head_dim")
+        if why := unserved(head_dim):
+            raise self._error(f"has heads of {why}")
         return head_dim
 
     def _rope(self, positions: int) -> tuple[float, RopeScaling]:

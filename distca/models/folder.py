@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -249,7 +249,24 @@ def finish(folder: Path, file_of: Mapping[str, str], exported: ExportedModel) ->
     if exported.source is not None:
         names += copy_companions(exported.source, partial)
     (partial / CONFIG).write_text(json.dumps(exported.fields, indent=2) + "\n", encoding="utf-8")
-    for name in (*names, CONFIG):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (partial / name).replace(folder / name)
+    put_in_place(folder, [*names, CONFIG])
+
+
+def put_in_place(folder: Path, names: Sequence[str]) -> None:
+    """Move files that were written to where they belong, the last one last; OSError where that fails, with none of
+    them there.
+
+    Args:
+        folder: for which :func:`begin` made room.
+        names: of the files.
+    """
+    placed: list[Path] = []
+    try:
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            placed.append((folder / PARTIAL / name).replace(folder / name))
+    except OSError:
+        for file in placed:
+            file.unlink(missing_ok=True)
+        raise
     clear(folder)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distca.errors import ModelError, VersionError, system_words
+from distca.json_file import inside, open_regular, read_object
 from distca.models.description import ModelDescription
 from distca.models.layout import OUTPUT, expected_shapes
 from distca.words import count
@@ -112,19 +113,20 @@ class TensorFiles:
 
     def _find(self) -> Mapping[str, str]:
         index = self.folder / INDEX
-        if index.is_file():
+        if os.path.lexists(index):
             try:
-                found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                names = {str(tensor): str(file) for tensor, file in found.items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                names: dict[str, str] = read_object(index)["weight_map"]
+                for file in set(names.values()):
+                    inside(self.folder, file)
+            except OSError as error:
+                raise ModelError(f"{index} cannot be read ({system_words(error)}).") from None
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                said = str(error) if isinstance(error, ValueError) else "it has no object weight_map"
                 raise ModelError(
-                    f"{index} cannot be read; it must say in weight_map which file has a tensor."
+                    f"{index} cannot be read ({said}); it must say in weight_map which file has a tensor."
                 ) from None
-            for file in names.values():
-                if Path(file).name != file:
-                    raise ModelError(f"{index} names {file!r}, which is no file of that folder.")
             return names
-        if (self.folder / SINGLE).is_file():
+        if os.path.lexists(self.folder / SINGLE):
             return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         pickled = " (its pytorch_model.bin is never read: it may run code)" if self._has_pickle() else ""
         raise ModelError(f"{self.folder} has neither {SINGLE} nor {INDEX}{pickled}.")
@@ -142,6 +144,7 @@ class TensorFiles:
                 ) from None
             path = self.folder / name
             try:
+                open_regular(path).close()
                 self._open[name] = safe_open(path, framework=self._framework)
             except OSError as error:
                 raise ModelError(f"{path} cannot be read ({system_words(error)}).") from None

@@ -26,7 +26,7 @@ def row_statistics(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[to
         [N] each, float32 or float64: the row's maximum, the sum of exp(logit − maximum), and the target's logit, which
         is 0 where the target belongs to another rank.
     """
-    if has_kernels(logits_NV):
+    if has_kernels(logits_NV, "cross-entropy"):
         from distca.ops.triton import cross_entropy as kernels
 
         return kernels.row_statistics(logits_NV, targets_N)
@@ -48,7 +48,7 @@ def logits_to_gradient_(
         lse_N: log of the sum of exponentials over the whole vocabulary, float32 or float64.
         weights_N: weight of each row's loss, of the same type.
     """
-    if has_kernels(logits_NV):
+    if has_kernels(logits_NV, "cross-entropy"):
         from distca.ops.triton import cross_entropy as kernels
 
         return kernels.logits_to_gradient_(logits_NV, targets_N, lse_N, weights_N)

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from distca.device.sizes import LOGITS_BYTES
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics, wide
 from distca.ops.logits import AS_THEY_ARE, LogitTransform
+from distca.ops.triton import is_trusted
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def add_product(sum_VH: torch.Tensor, a_VN: torch.Tensor, b_NH: torch.Tensor) ->
     """sum_VH += a_VN @ b_NH, without rounding the product to a type narrower than that of ``sum_VH``."""
     if not sum_VH.is_cuda or sum_VH.dtype == a_VN.dtype:
         sum_VH.addmm_(a_VN.to(sum_VH.dtype), b_NH.to(sum_VH.dtype))
-    elif "dtype_out" in torch.ops.aten.addmm.overloads():
+    elif "dtype_out" in torch.ops.aten.addmm.overloads() and is_trusted("weight gradients"):
         torch.addmm(sum_VH, a_VN, b_NH, out_dtype=sum_VH.dtype, out=sum_VH)
-    else:  # torch before 2.8: rounded after all, once per chunk
+    else:  # torch before 2.8, or one whose product is wrong: rounded after all, once per chunk
         sum_VH += a_VN @ b_NH

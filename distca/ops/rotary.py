@@ -68,7 +68,7 @@ def split_and_rotate(mixed_NF: torch.Tensor, rotation: Rotation, groups: int) ->
         q_NHD and kv_N2GD, differentiable with regard to mixed_NF. On GPUs one kernel reads and writes every number
         once, and computes in float32; rotations of a part of each head and interleaved ones have none.
     """
-    if rotation.has_kernel and has_kernels(mixed_NF):
+    if rotation.has_kernel and has_kernels(mixed_NF, "rotation"):
         from distca.ops.triton import rotary as kernels
 
         q_NHD, kv_N2GD = kernels.split_and_rotate(mixed_NF, rotation.cos_NE, rotation.sin_NE, groups)

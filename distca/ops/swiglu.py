@@ -29,7 +29,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 def fill_swiglu(x: torch.Tensor, out: torch.Tensor) -> None:
     """Write what :func:`swiglu` returns for ``x`` into ``out``, without autograd."""
-    if has_kernels(x):
+    if has_kernels(x, "SwiGLU"):
         from distca.ops.triton import swiglu as kernels
 
         return kernels.swiglu(x.flatten(0, -2), out.flatten(0, -2))
@@ -50,7 +50,7 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         d_x = torch.empty_like(x)
-        if has_kernels(x):
+        if has_kernels(x, "SwiGLU"):
             from distca.ops.triton import swiglu as kernels
 
             kernels.swiglu_backward(d_out.contiguous().flatten(0, -2), x.flatten(0, -2), d_x.flatten(0, -2))

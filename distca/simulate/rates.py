@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from distca.json_file import read_object
 from distca.simulate.errors import SimulationError
 
 RATES = Path(__file__).parent / "rates_h200.json"
@@ -51,13 +51,13 @@ def load_rates(path: str | Path = RATES) -> Rates:
         SimulationError: there is no such file, or it lacks a constant, or has one that cannot be.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_object(path)
         rates = Rates(**{field.name: float(content["rates"][field.name]["value"]) for field in fields(Rates)})
     except OSError as error:
         raise SimulationError(f"`rates` {path} cannot be read ({error.strerror}); give another file.") from None
     except UnicodeDecodeError:
         raise SimulationError(f"`rates` {path} are no text (UTF-8); benchmarks/calibration.py writes them.") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise SimulationError(
             f"`rates` {path} lack a number ({error}); benchmarks/calibration.py writes them."
         ) from None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.cluster.interface import bind_gloo
 from distca.testing.shared_gpus import share_gpus
 from distca.transport.collective import nccl_goes_first
 
@@ -120,6 +121,7 @@ def _rank_main(
         if gpus:
             torch.cuda.set_device(share_gpus(rank, ranks))
             nccl_goes_first()
+        bind_gloo()
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)

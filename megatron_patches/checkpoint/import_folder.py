@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distca.cluster.interface import bind_gloo
 from distca.models.description import ModelDescription
 from distca.models.tensors import TensorFiles
 from megatron_patches.block import block_spec
@@ -49,6 +50,7 @@ def import_folder(
 def _alone() -> Iterator[None]:
     """Megatron's groups of one rank, on the CPU."""
     use_cpu()
+    bind_gloo()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         initialize_model_parallel(1, 1, seed=1)

@@ -1,19 +1,20 @@
 """Nothing of a checkpoint is run: what torch would unpickle freely may only be the data that a checkpoint is made of.
 
 torch's reader calls ``pickle.load`` on a checkpoint's ``.metadata`` and reads its objects with ``weights_only=False``;
-either runs any function that the file names.
+either runs any function that the file names. The first is :mod:`megatron_patches.checkpoint.metadata_file` instead.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
@@ -21,43 +22,14 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
 
-_CLASSES_OF = "torch.distributed.checkpoint.metadata"
-_ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # of Python 3.13
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-}
+from megatron_patches.checkpoint.metadata_file import check_files, forget_metadata, read_metadata
+
+T = TypeVar("T")
 
 
 class UnreadableError(Exception):
     """A checkpoint that cannot be read; says in a few words what is wrong."""
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads a checkpoint's ``.metadata``.
-
-    Raises:
-        pickle.UnpicklingError: naming what is no part of one.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if "." not in name:
-            if (module, name) in _ALLOWED:
-                return super().find_class(module, name)
-            if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-                return getattr(torch, name)
-            if module == _CLASSES_OF:
-                found = super().find_class(module, name)
-                if isinstance(found, type) and found.__module__ == module:
-                    return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint and was not run")
 
 
 def check_small_files(checkpoint: Path) -> None:
@@ -66,18 +38,24 @@ def check_small_files(checkpoint: Path) -> None:
     Raises:
         pickle.UnpicklingError: it cannot be read, or is more than data.
     """
-    for name, read in ((".metadata", _load_metadata), ("common.pt", _load_tensors), ("metadata.json", _load_format)):
-        if name != ".metadata" and not (checkpoint / name).exists():
-            continue  # newer versions of megatron write less
-        try:
-            with (checkpoint / name).open("rb") as file:
-                read(file)
-        except pickle.UnpicklingError as error:
-            said = str(error).splitlines()[0]
-            raise pickle.UnpicklingError(said if name == ".metadata" else f"{name}: {said}") from None
-        except Exception as error:
-            words = str(error).splitlines() or [type(error).__name__]
-            raise pickle.UnpicklingError(f"{name} cannot be read ({words[0]})") from None
+    check_files(checkpoint, _read(checkpoint / ".metadata", read_metadata))
+    for name, read in (("common.pt", _load_tensors), ("metadata.json", _load_format)):
+        if os.path.lexists(checkpoint / name):  # newer versions of megatron write less
+            _read(checkpoint / name, read)
+
+
+def _read(path: Path, read: Callable[[BinaryIO], T]) -> T:
+    try:
+        if path.exists() and not path.is_file():  # opening a named pipe waits for who writes into it
+            raise pickle.UnpicklingError("it is no regular file")
+        with path.open("rb") as file:
+            return read(file)
+    except pickle.UnpicklingError as error:
+        said = str(error).splitlines()[0]
+        raise pickle.UnpicklingError(said if path.name == ".metadata" else f"{path.name}: {said}") from None
+    except Exception as error:
+        words = str(error).splitlines() or [type(error).__name__]
+        raise pickle.UnpicklingError(f"{path.name} cannot be read ({words[0]})") from None
 
 
 @contextmanager
@@ -102,24 +80,14 @@ def readable() -> Iterator[None]:
 @contextmanager
 def only_data() -> Iterator[None]:
     """Whatever torch reads of checkpoints inside is data."""
-    restricted = SimpleNamespace(**{name: getattr(pickle, name) for name in ("dump", "dumps")}, load=_load)
+    restricted = SimpleNamespace(**{name: getattr(pickle, name) for name in ("dump", "dumps")}, load=read_metadata)
     before = filesystem.pickle, DefaultLoadPlanner.load_bytes
     filesystem.pickle, DefaultLoadPlanner.load_bytes = restricted, _load_bytes  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
         filesystem.pickle, DefaultLoadPlanner.load_bytes = before  # type: ignore[method-assign]
-
-
-def _load(file: BinaryIO) -> Any:
-    return MetadataUnpickler(file).load()
-
-
-def _load_metadata(file: BinaryIO) -> Metadata:
-    found = _load(file)
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError("it is no metadata of a checkpoint")
-    return found
+        forget_metadata()
 
 
 def _load_format(file: BinaryIO) -> CheckpointingConfig:

@@ -63,6 +63,12 @@ class ParityShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    sinks: bool = False
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """No layer has one, unless the case's configuration says so."""
+        return (0,) * self.layers
 
 
 @dataclass(frozen=True, kw_only=True)

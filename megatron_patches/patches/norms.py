@@ -18,14 +18,13 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 
 from distca.ops.cross_entropy import wide
-from distca.ops.triton import has_kernels
+from distca.ops.rms_norm import fill_rms_norm, rms_norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """x / √(mean of x² + epsilon) × weight over the last dimension (Zhang & Sennrich 2019), built the way megatron
-    builds norms; with ``layernorm_zero_centered_gamma`` × (1 + weight). On GPUs one kernel each for forward and
-    backward, which computes in float32 and rounds once.
-    """
+    """:func:`distca.ops.rms_norm.rms_norm`, built the way megatron builds norms; with ``layernorm_zero_centered_gamma``
+    its factors are 1 + weight. On GPUs one kernel each for forward and backward, which computes in float32 and rounds
+    once."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -34,24 +33,12 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] of the same type."""
         assert self.eps is not None
-        if has_kernels(x):
-            from distca.ops.triton import rms_norm as kernels
-
-            return kernels.rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
-        if not self.zero_centered:
-            return super().forward(x)
-        factors = _factors(self.weight, self.zero_centered)
-        return torch.nn.functional.rms_norm(x.to(factors.dtype), x.shape[-1:], factors, self.eps).to(x.dtype)
+        return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write what :meth:`forward` returns for ``x`` into ``out``, without autograd."""
-        if not has_kernels(x):
-            out.copy_(self.forward(x))
-            return
-        from distca.ops.triton import rms_norm as kernels
-
         assert self.eps is not None
-        kernels.fill(x.contiguous(), _factors(self.weight, self.zero_centered), self.eps, out)
+        fill_rms_norm(x, _factors(self.weight, self.zero_centered), self.eps, out)
 
 
 class LayerNorm(torch.nn.LayerNorm):

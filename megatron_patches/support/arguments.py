@@ -74,6 +74,24 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
         )
 
 
+def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool) -> None:
+    """Refuse to level time where no stage is ever idle, or where an idle one could only wait.
+
+    Args:
+        level, disaggregate, ping_pong: of :class:`megatron_patches.api.CAD`.
+        stages: of the pipeline.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if level != "time" or (disaggregate and stages > 1 and ping_pong):
+        return
+    why = "disaggregate is False" if not disaggregate else "ping_pong is False, so idle stages could only wait"
+    if disaggregate and stages == 1:
+        why = "there are no pipeline stages, and only stages are ever idle"
+    raise SupportError(f"level is 'time', but {why}: set level to 'auto'.")
+
+
 def check_gradients(gradients: torch.dtype, weights: torch.dtype) -> None:
     """Refuse types in which gradients are not added up.
 

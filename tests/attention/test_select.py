@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 
-from distca.attention import choose_kernel, select
+from distca.attention import AttentionSpec, choose_kernel, select
 from distca.attention.reference import ReferenceKernel
 
 
 def test_cpu_ranks_take_the_reference_kernel_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "distca.attention.select"):
-        chosen = choose_kernel("auto", device="cpu", dtype=torch.float32, head_dim=64)
+        chosen = choose_kernel("auto", AttentionSpec(2, 1, 64, torch.float32, torch.device("cpu")))
     assert isinstance(chosen, ReferenceKernel)
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
@@ -22,7 +22,8 @@ def test_a_gpu_left_with_the_reference_kernel_is_warned_of(
     """flash-attn-4 is not there, and torch's kernel is not deterministic."""
     monkeypatch.setattr(select, "_installed", lambda module: False)
     with caplog.at_level(logging.INFO, "distca.attention.select"):
-        chosen = choose_kernel("auto", device="cuda", dtype=torch.bfloat16, head_dim=64, deterministic=True)
+        spec = AttentionSpec(2, 1, 64, torch.bfloat16, torch.device("cuda"), deterministic=True)
+        chosen = choose_kernel("auto", spec)
     assert isinstance(chosen, ReferenceKernel)
     (record,) = caplog.records
     assert record.levelname == "WARNING"

@@ -15,6 +15,9 @@ MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 def test_a_process_on_its_own_and_one_of_several() -> None:
     assert launched({}) == launched({"SLURM_NTASKS": "1"}) == Launched()
+    assert launched({"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Launched()
+    # A batch script, in which Slurm says how many tasks the node has room for.
+    assert launched({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "64"}) == Launched()
     variables = MEETING | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "SLURM_NTASKS": "4"}
     assert launched(variables) == Launched(3, 4, 1, "127.0.0.1", 29500)
 
@@ -24,6 +27,11 @@ def test_a_process_on_its_own_and_one_of_several() -> None:
     [
         ({"SLURM_NTASKS": "16"}, "Slurm has 16 tasks for this, but WORLD_SIZE is not set"),
         ({"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "3"}, "each would train a run of one rank"),
+        ({"SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_JOB_ID": "7"}, "Slurm has 4 tasks for this"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "8"}, "Slurm has 8 tasks for this"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_TASKS_PER_NODE": "8(x2),4"}, "Slurm has 20 tasks for this"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "8"}, "Slurm has 8 tasks for this"),
+        ({"SLURM_NPROCS": "8"}, "Slurm has 8 tasks for this"),
         ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
         ({"WORLD_SIZE": "2", "RANK": "2"} | MEETING, "RANK is '2'; it must be a whole number from 0 to 1."),

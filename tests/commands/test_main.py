@@ -96,11 +96,12 @@ def test_mistakes_are_sentences_and_bugs_keep_their_traceback(
         ("data convert --output x", "The document source 'text' needs a path; set --path."),
         ("plan pretrain --nano_batches 3", "--nano_batches is 3; it must be at most 2."),
         ("data describe --source mix", "--source mix needs --path, one of pretrain, prolong, pretrain-long, prolong-"),
-        ("data", "distca data needs a command: one of convert, describe."),
-        ("data look", "distca data has no command 'look'; choose one of convert, describe."),
+        ("data", "distca data needs a command: one of convert, describe, preview."),
+        ("data look", "distca data has no command 'look'; choose one of convert, describe, preview."),
         ("look", "distca has no command 'look'; choose one of plan, data,"),
         ("parity --max_ranks 0", "--max_ranks is 0; it must be at least 1."),
-        ("doctor --head_dim 0", "--head_dim is 0; it must be at least 1."),
+        ("doctor --head_dim 0", "--head_dim is 0, but rotary positions need an even one."),
+        ("doctor --head_dim 7", "--head_dim is 7, but rotary positions need an even one."),
     ],
 )
 def test_mistakes_on_the_command_line_are_sentences(capfd: pytest.CaptureFixture[str], line: str, said: str) -> None:

@@ -71,6 +71,8 @@ def test_what_is_written_reads_back(tmp_path, folder):
         "documents": 3,
         "tokens": 24,
         "empty": 0,
+        "bad": 0,
+        "bad_named": [],
         "mask": False,
         "begin_token": None,
         "end_token": None,
@@ -120,8 +122,32 @@ def test_what_the_tokenizer_says_comes_with_the_place(tmp_path, folder, kind):
     file = tmp_path / "in" / "a.jsonl"
     file.write_text('{"text": "a"}\n\n{"text": ""}\n{"text": "ccc"}\n')
     where = r"in/c\.txt" if kind == "text" else r"in/a\.jsonl, line 4"
-    with pytest.raises(DataError, match=f"{where} cannot be tokenized: the tokenizer says 'no ccc'; change"):
+    with pytest.raises(DataError, match=rf"{where} cannot be tokenized \(no ccc\); change"):
         convert(open_texts(kind, folder), With(made=Choosy()), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bad_documents_are_left_out_where_that_is_asked_for(tmp_path, monkeypatch, processes):
+    """Also by processes of their own; a conversion that goes on has counted what came before."""
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(module, "_SAVE_S", 0)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": 5}\n{"body": "a"}\n' * 20)
+    texts, output = open_texts("jsonl", str(tmp_path / "a.jsonl")), str(tmp_path / "out")
+
+    def broken_off(_):
+        if Path(f"{output}.partial/done").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(texts, BYTES, output, bad="skip", advanced=broken_off)
+    done = convert(texts, BYTES, output, bad="skip", processes=processes)
+    assert (done.documents, done.bad, done.empty, len(done.bad_named)) == (20, 40, 0, 5)
+    assert [str(each) for each in open_source("indexed", output).left_out] == [
+        "40 documents that cannot be read or tokenized, the first of them: " + "; ".join(done.bad_named)
+    ]
+    assert [f"line {number}" in said for number, said in zip((2, 3, 5, 6, 8), done.bad_named, strict=True)] == [
+        True
+    ] * 5
 
 
 def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(tmp_path, folder):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.data import Corpus
+from distca.data.blend import Blend, Ingredient
 from distca.errors import DataError
 
 lengths_strategy = st.lists(st.integers(1, 60), min_size=2, max_size=20)
@@ -22,7 +23,7 @@ def test_a_document_that_is_too_long_is_refused_with_the_settings_to_change(coun
         Corpus(counting_source([5, 70, 66]), 64)
     assert str(error.value) == (
         "Document 1 has 70 tokens, more than `context_length` 64 (2 of 3 documents are longer); raise "
-        "`context_length`, or set `longer` to split to cut such documents."
+        "`context_length`, or set `longer` to split to cut such documents, or to skip to leave them out."
     )
 
 
@@ -89,3 +90,55 @@ def test_settings_out_of_range_are_named(counting_source, arguments, setting):
 def test_lengths_are_int64(counting_source):
     corpus = Corpus(counting_source([4, 5]), 3, "split", 0.5)
     assert corpus.train.lengths.dtype == corpus.validation.lengths.dtype == np.int64
+
+
+class Talks:
+    """Conversations whose tokens are ``1000 * document + position``, with what is learned of them."""
+
+    vocabulary = 1_000_000
+    masked = True
+
+    def __init__(self, *masks):
+        self._masks = [np.array([letter == "x" for letter in mask]) for mask in masks]
+        self.lengths = np.array([len(mask) for mask in masks], np.int64)
+
+    def read(self, document, start, stop):
+        return 1000 * document + np.arange(start, stop, dtype=np.int64)
+
+    def learned(self, document, start, stop):
+        return self._masks[document][start:stop]
+
+    def where(self, document):
+        return f"talk {document}"
+
+
+def test_conversations_that_are_too_long_are_left_out_unless_asked_for(counting_source, caplog):
+    """Cut, an answer would be learned without its question."""
+    talks = Talks("..xx", "....xx", "..xx", ".....xxx..xx")
+    with caplog.at_level(logging.INFO, logger="distca"):
+        corpus = Corpus(talks, 4, None)
+    assert everything(corpus.train) == [[0, 1, 2, 3], [2000, 2001, 2002, 2003]]
+    assert [str(each) for each in corpus.left_out] == ["2 documents of more than 4 tokens"]
+    assert "left out 2 documents of more than 4 tokens" in caplog.text
+    assert len(Corpus(counting_source([4, 6]), 4, None).train) == 3, "texts are cut"
+    assert len(Corpus(counting_source([4, 6]), 4, "skip").train) == 1
+    assert len(Corpus(talks, 4, None, 0.5).validation) == 1, "of those that are there"
+    with pytest.raises(DataError, match="All of 2 documents have more than `context_length` 4 tokens"):
+        Corpus(Talks("..xxx", "..xxx"), 4, None)
+
+
+def test_pieces_with_nothing_to_learn_are_left_out(caplog):
+    """A piece's first token has nothing before it, so it is none to learn either."""
+    talks = Talks("....x...xx..", "..xx", "....")
+    with caplog.at_level(logging.INFO, logger="distca"):
+        corpus = Corpus(talks, 4, "split")
+    assert everything(corpus.train) == [[8, 9, 10, 11], [1000, 1001, 1002, 1003], [2000, 2001, 2002, 2003]]
+    assert "left out 2 pieces of longer documents with nothing to learn" in caplog.text
+    assert "also conversations, whose answers may be apart from their questions" in caplog.text
+
+
+def test_a_blend_leaves_out_the_conversations_of_its_sources_only(counting_source):
+    parts = [Ingredient("jsonl", "a", None, "epochs", 1.0), Ingredient("jsonl", "b", None, "epochs", 1.0)]
+    corpus = Corpus(Blend([counting_source([6, 3]), Talks("..xxxx", "..x")], parts), 4, None)
+    assert sorted(corpus.train.lengths.tolist()) == [2, 3, 3, 4]
+    assert [str(each) for each in corpus.left_out] == ["1 document of more than 4 tokens"]

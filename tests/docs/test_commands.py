@@ -136,14 +136,7 @@ def go_on(project: Project, command: str) -> None:
 
 def from_folder(project: Project, command: str) -> None:
     """Begins with a tiny model that lies where the command says."""
-    (named,) = re.findall(r"INIT_FROM=(\S+)", command)
-    if not (project.folder / named).exists():
-        write_folder("llama", project.folder / named)
-        (project.folder / named / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>{% endfor %}"
-        (project.folder / named / "chat_template.jinja").write_text(template)
-        talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-        (project.folder / "talks.jsonl").write_text(f"{json.dumps(talk)}\n" * 9)
+    write_model(project, *re.findall(r"INIT_FROM=(\S+)", command))
     if "indexed" in command and not (project.folder / "corpus.idx").exists():
         convert = "distca data convert --source jsonl --path corpus.jsonl --tokenizer tokenizer.json"
         convert += ' --end_token "</s>" --output corpus'  # as docs/data.md has it
@@ -151,6 +144,23 @@ def from_folder(project: Project, command: str) -> None:
         project.done.add(convert)
     long = {} if "CONTEXT_LENGTH" not in command else {"TOKENS_PER_RANK": "131072"}
     checked(project, command, GPUS_PER_NODE="0", **long)
+
+
+def conversations(project: Project, command: str) -> None:
+    """Goes through the chat template of a model's folder."""
+    write_model(project, *re.findall(r"--tokenizer (\S+)", command))
+    project.run(command)
+
+
+def write_model(project: Project, named: str) -> None:
+    """A tiny model's folder with a chat template, and conversations for it."""
+    if not (project.folder / named).exists():
+        write_folder("llama", project.folder / named)
+        (project.folder / named / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>{% endfor %}"
+        (project.folder / named / "chat_template.jinja").write_text(template)
+        talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+        (project.folder / "talks.jsonl").write_text(f"{json.dumps(talk)}\n" * 9)
 
 
 def checkpoint_command(project: Project, command: str) -> None:
@@ -249,6 +259,7 @@ RULES: list[tuple[str, Rule]] = [
     (r"torchrun .*|python (benchmarks/\w+\.py|-m benchmarks\.\w+).*", options_known),
     (r"distca profile.*", profiled),
     (r"distca (parity|simulate).*", options_known),
+    (r"distca data (preview|describe) .*talks\.jsonl.*", conversations),
     (r"distca (doctor|plan|data) ?.*|python docs/\w+\.py", as_it_stands),
 ]
 

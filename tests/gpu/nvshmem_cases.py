@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distca.errors import TransportError
-from distca.plan import Links, Plan, Tasks, lay_out, route
+from distca.plan import AttentionKind, Links, Plan, Tasks, lay_out, route
 from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.device_routes import ServerRoute
 from distca.runtime.timeline import Timeline
@@ -21,6 +21,8 @@ from distca.transport.nvshmem.intranode import CopyPolicy
 from distca.transport.nvshmem.symmetric_memory import NvshmemFabric
 from distca.transport.nvshmem.transport import OneSidedTransport
 from distca.transport.select import choose_transport
+
+KINDS = [AttentionKind(1.0)]
 
 LENGTHS = ([4000, 37, 1, 1700, 9001], [12001], [1, 1, 1], [700] * 30, [1], [130] * 200)
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 8, 2, 64, 256
@@ -132,7 +134,7 @@ def _compare(transports, plans, late):
 
     for number in range(plans):
         plan = random_plan(lay_out(LENGTHS[number % len(LENGTHS)], ranks)[0], number)
-        routed = ServerRoute.of(route(plan, rank, Links(2)), "cuda")  # with four ranks some rows take two hops
+        routed = ServerRoute.of(route(plan, rank, Links(2)), KINDS, "cuda")  # with four ranks some rows take two hops
         for moves, dtypes in (
             ((routed.q_to_server, routed.kv_to_server, routed.q_to_server), (bf16, bf16, f32)),
             ((routed.q_to_home, routed.kv_to_home), (bf16, bf16)),
@@ -185,7 +187,7 @@ def _routes_and_inputs(step, backward):
     for nano, layout in enumerate(lay_out([int(x) for x in _lengths(step)], ranks, nano_batches=2)):
         forward = random_plan(layout, 7 * step + nano)
         back = random_plan(layout, 7 * step + nano + 3) if backward == "resend" else forward
-        routes.append(NanoRoutes.of(forward, back, rank, "cuda", previous, Links(2)))
+        routes.append(NanoRoutes.of(forward, back, rank, KINDS, "cuda", previous, Links(2)))
         previous = layout
         generator = torch.Generator("cuda").manual_seed(step + 10 * rank + nano)
         hidden = torch.randn(int(layout.q_rows[rank]), WIDTH, generator=generator, device="cuda")
@@ -211,7 +213,7 @@ def _step(layers, inputs, routes, pool):
 
 def _too_little(transport):
     """What an exchange that needs more memory than there is says."""
-    routed = ServerRoute.of(route(random_plan(lay_out([40000], 2)[0], 1), dist.get_rank()), "cuda")
+    routed = ServerRoute.of(route(random_plan(lay_out([40000], 2)[0], 1), dist.get_rank()), KINDS, "cuda")
     try:
         transport.launch(_parts((routed.kv_to_server,), 0, ((torch.float32, 2048),)))
     except TransportError as error:
@@ -251,7 +253,7 @@ def _keep(transport, rows, below):
     layout = lay_out([rows], 2, rank_of=[0])[0]
     # Rank 1 serves the end of the document; its keys and values come back from both, and are added up at home.
     plan = Plan(layout, Tasks.sorted(*np.array([[0, 0, rows - 8, 0], [0, rows - 8, rows, 1]]).T))
-    routed = ServerRoute.of(route(plan, dist.get_rank()), "cuda")
+    routed = ServerRoute.of(route(plan, dist.get_rank()), KINDS, "cuda")
     there, back = routed.kv_to_server, routed.kv_to_home
     wrong, by_engine = torch.zeros((), dtype=torch.int64, device="cuda"), []
     for number in range(20):
@@ -277,7 +279,9 @@ def _send_only(transport, exchanges, below, credits, late=2_000_000):
     fabric = transport._fabric
     fabric.intranode.policy = CopyPolicy(push_below_bytes=below, push_below_bytes_per_range=0)
     plan = Plan(lay_out([1000], 2, rank_of=[0])[0], Tasks.sorted(*np.array([[0, 0, 1000, 1]]).T))
-    moves = ServerRoute.of(route(plan, dist.get_rank()), "cuda").q_to_server  # 16 MB an exchange, 43 MB of memory
+    moves = ServerRoute.of(
+        route(plan, dist.get_rank()), KINDS, "cuda"
+    ).q_to_server  # 16 MB an exchange, 43 MB of memory
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     put = fabric.put
     if not credits:

@@ -14,12 +14,12 @@ TOLERANCE = 6e-3
 def _errors(kernel, names):
     warnings.filterwarnings("ignore")
     from benchmarks.baselines.parity import attention_errors
-    from distca.attention import choose_kernel
+    from distca.attention import AttentionSpec, choose_kernel
     from distca.baselines.mode import parse_mode
     from distca.plan import AttentionShape
 
     device = torch.device("cuda", torch.cuda.current_device())
-    chosen = choose_kernel(kernel, device=device, dtype=torch.bfloat16, head_dim=128)
+    chosen = choose_kernel(kernel, AttentionSpec(16, 4, 128, torch.bfloat16, device))
     modes, lengths = [parse_mode(name) for name in names], [1300, 705, 1, 1501, 33, 557]
     return attention_errors(modes, lengths, AttentionShape(16, 4, 128), torch.bfloat16, device, chosen)
 

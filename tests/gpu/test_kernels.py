@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.attention import TaskBatch, choose_kernel
+from distca.attention import AttentionSpec, TaskBatch, choose_kernel
 from distca.attention.reference import ReferenceKernel
 from distca.errors import KernelError
 from distca.plan.kinds import AttentionKind
@@ -25,7 +25,7 @@ BATCHES = {
 @pytest.mark.parametrize("case", BATCHES)
 def test_forward_and_backward(kernel, heads, groups, dim, case):
     try:
-        chosen = choose_kernel(kernel, device="cuda", dtype=torch.bfloat16, head_dim=dim)
+        chosen = choose_kernel(kernel, AttentionSpec(heads, groups, dim, torch.bfloat16, torch.device("cuda")))
     except KernelError as error:
         pytest.skip(str(error))
     q_rows, kv_rows = (np.array(rows) for rows in zip(*BATCHES[case], strict=True))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca.attention import TaskBatch, choose_kernel
+from distca.attention import AttentionSpec, TaskBatch, choose_kernel
 from distca.plan.kinds import AttentionKind
 from distca.testing.ranks import run_ranks
 
@@ -20,7 +20,7 @@ def reduce_beside_attention(first: bool) -> tuple[float, float]:
     done, and until the kernel is. ``first``: NCCL's kernels have priority."""
     os.environ["TORCH_NCCL_HIGH_PRIORITY"] = str(int(first))  # every new group reads it
     group = dist.new_group()
-    kernel = choose_kernel("flash4", device="cuda", dtype=torch.bfloat16, head_dim=DIM)
+    kernel = choose_kernel("flash4", AttentionSpec(HEADS, KV_HEADS, DIM, torch.bfloat16, torch.device("cuda")))
     batch = TaskBatch.of(*[np.array([0, TOKENS], np.int32)] * 2, "cuda")
     q = torch.randn(TOKENS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, TOKENS, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)

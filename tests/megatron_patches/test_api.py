@@ -95,6 +95,8 @@ def _losses_refused(cad: Any, ddp: Any, step: Any) -> dict[str, str]:
     def said(*returned: Any, of_step: Any = None) -> str:
         def forward_step(batches: Any, model: Any) -> Any:
             batch = next(batches)
+            if of_step == "two batches":
+                next(batches)
             output = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels)
             losses = {"sum": output.sum(), "each": output, "tokens": batch.loss_mask.sum().int()}
             losses |= {"sum [1]": losses["sum"].reshape(1), "tokens [1, 1]": losses["tokens"].reshape(1, 1)}
@@ -104,6 +106,9 @@ def _losses_refused(cad: Any, ddp: Any, step: Any) -> dict[str, str]:
         return _refused(cad.forward_backward, step, forward_step, ddp)
 
     return {
+        "two batches": said("sum", "tokens", None, of_step="two batches"),
+        "no batch": _refused(cad.forward_backward, step, lambda _, __: (torch.ones(()), None), ddp),
+        "bool": said("sum", torch.tensor(True), None),
         "two": said("sum", "reported"),
         "each": said("each", "tokens", None),
         "floats": said("sum", torch.ones(()), None),
@@ -238,6 +243,9 @@ def test_losses_without_their_number_of_tokens_are_refused(used: list[dict[str, 
         said = rank["losses"]
         assert said["two"].startswith("SupportError: The loss function returned 2 values; it has to return three")
         assert said["each"].startswith("SupportError: The loss function's first value is no single number")
+        assert said["bool"].startswith("SupportError: The loss function's second value is no integer tensor")
+        assert said["two batches"].startswith("SupportError: The forward step took two batches: call next(batches)")
+        assert said["no batch"].startswith("SupportError: The forward step took no batch")
         assert said["floats"].startswith("SupportError: The loss function's second value is no integer tensor")
         assert said["no function"].startswith("SupportError: The forward step has to return the model's output and a")
         assert said["as it should be"] == said["of one element"] == ""

@@ -75,8 +75,8 @@ def test_rates(tmp_path):
         load_rates(tmp_path / "none.json")
     shipped = json.loads(RATES.read_text())
     for name, value, said in (
-        ("linear_factor", "NaN", "have linear_factor nan; it must be 0 or more"),
-        ("step_s", "Infinity", "have step_s inf; it must be 0 or more"),
+        ("linear_factor", "NaN", "lack a number .it has the number NaN"),
+        ("step_s", "Infinity", "lack a number .it has the number Infinity"),
         ("copy_bytes_per_s", "0", "have copy_bytes_per_s 0; it must be above 0"),
     ):
         shipped["rates"][name]["value"], kept = "there", shipped["rates"][name]["value"]

@@ -137,4 +137,3 @@ def test_losses_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.Mo
         assert ours == pytest.approx(expected, rel=1e-5), name
         assert steps_of(tmp_path / "runs" / name, "grad_norm") == pytest.approx(norms, rel=1e-4), name
         assert min(ours.values()) < ours[1] - 0.1, "it learns"
-        assert (ours[STEPS] == 0) == (name == "qwen2, tied"), "whose last step has nothing to learn"

@@ -9,13 +9,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distca.plan import Links, Plan, Tasks, lay_out, route
+from distca.plan import AttentionKind, Links, Plan, Tasks, lay_out, route
 from distca.runtime.device_routes import ServerRoute
 from distca.testing.plans import random_plan
 from distca.transport import Part
 from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.transport import OneSidedTransport
 from tests.transport.nvshmem.streams import Stream
+
+KINDS = [AttentionKind(1.0)]
 
 RANKS, PLANS, WIDTH = 4, 24, 6
 LENGTHS = ([40, 3, 1, 17, 90], [61], [1, 1, 1], [7] * 30, [1], [70, 40], [90])
@@ -47,7 +49,7 @@ def _exchanges():
             home, server = number // 3 % RANKS, (number // 3 + 1) % RANKS
             layout = lay_out([60], RANKS, rank_of=[home])[0]
             plan, ways = Plan(layout, Tasks.sorted(*np.array([[0, 0, 60, server]]).T)), (there,) * 6
-        routes = [ServerRoute.of(route(plan, rank, Links(2)), "cpu") for rank in range(RANKS)]
+        routes = [ServerRoute.of(route(plan, rank, Links(2)), KINDS, "cpu") for rank in range(RANKS)]
         for names in ways:
             moves = [[getattr(each, name) for name in names] for each in routes]
             parts = [tuple(_part(one, generator) for one in each) for each in moves]

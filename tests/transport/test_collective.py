@@ -3,8 +3,10 @@
 import pytest
 
 from distca.errors import PlanError
-from distca.plan import lay_out, plan_at_home, route
+from distca.plan import AttentionKind, lay_out, plan_at_home, route
 from distca.testing.ranks import run_ranks
+
+KINDS = [AttentionKind(1.0)]
 
 
 def _launch_a_plan_for_another_world() -> str:
@@ -16,7 +18,7 @@ def _launch_a_plan_for_another_world() -> str:
     from distca.transport import Part, choose_transport
 
     plan = plan_at_home(lay_out([40, 3], 4)[0])
-    moves = ServerRoute.of(route(plan, dist.get_rank()), "cpu").q_to_server
+    moves = ServerRoute.of(route(plan, dist.get_rank()), KINDS, "cpu").q_to_server
     rows = torch.zeros(moves.source_rows, 1)
     transport = choose_transport("auto", dist.group.WORLD)
     try:
@@ -37,7 +39,7 @@ def test_rows_that_do_not_lie_one_after_the_other_are_no_part() -> None:
     from distca.runtime.device_routes import ServerRoute
     from distca.transport import Part
 
-    moves = ServerRoute.of(route(plan_at_home(lay_out([6], 1)[0]), 0), "cpu").q_to_server
+    moves = ServerRoute.of(route(plan_at_home(lay_out([6], 1)[0]), 0), KINDS, "cpu").q_to_server
     rows = torch.zeros(4, 6).t()
     with pytest.raises(AssertionError):
         Part(rows, torch.zeros(6, 4), moves)

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca.plan import Links, Plan, Tasks, lay_out, route
+from distca.plan import AttentionKind, Links, Plan, Tasks, lay_out, route
 from distca.runtime.device_routes import ServerRoute
 from distca.testing.nodes import INTERFACE, Nodes, why_not
 from distca.transport import Part
 from distca.transport.collective import CollectiveTransport
+
+KINDS = [AttentionKind(1.0)]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")]
 ROOT = Path(__file__).parents[2]
@@ -30,7 +32,7 @@ def rank_main() -> None:
     rank, transport, found = dist.get_rank(), CollectiveTransport(dist.group.WORLD), []
     stops = np.arange(1, 5) * ROWS  # every rank has a quarter of one document, and serves it
     plan = Plan(lay_out([4 * ROWS], 4)[0], Tasks.sorted(np.zeros(4, int), stops - ROWS, stops, np.arange(4)))
-    routes = [ServerRoute.of(route(plan, rank, links), "cpu") for links in (None, Links(2))]
+    routes = [ServerRoute.of(route(plan, rank, links), KINDS, "cpu") for links in (None, Links(2))]
     for name in ("kv_to_server", "kv_to_home"):
         for moves in (getattr(each, name) for each in routes):
             part = Part(torch.ones(moves.source_rows, WIDTH), torch.zeros(moves.destination_rows, WIDTH), moves)

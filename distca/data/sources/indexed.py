@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from distca.data.left_out import BAD, EMPTY, MOST_NAMED, LeftOut, together
 from distca.data.sources.index_file import Index, read_index
 from distca.errors import DataError
+from distca.json_file import read_object
 from distca.words import count
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ class Indexed:
         prefix: path of both files, without suffix.
         vocabulary: from the sidecar PREFIX.json that ``distca data convert`` writes, or as given.
         tokenizer: name and digest of the one that made the ids, from the sidecar; None where it does not say.
+        left_out: documents that were left out when the ids were made, from the sidecar.
     """
 
     def __init__(self, prefix: str, vocabulary: int | None = None) -> None:
@@ -38,6 +41,7 @@ class Indexed:
         self.vocabulary = _vocabulary(self.prefix, recorded, vocabulary)
         digest = recorded.get("tokenizer_digest")
         self.tokenizer = (str(recorded.get("tokenizer")), str(digest)) if digest else None
+        self.left_out = _left_out(self.prefix, recorded)
         self._index = read_index(Path(f"{self.prefix}.idx"))
         _check_recorded(self.prefix, recorded, self._index)
         self._tokens = _open_tokens(self.prefix, self._index)
@@ -158,13 +162,22 @@ def _has_mask(recorded: dict[str, Any]) -> bool:
 
 def _recorded(prefix: str) -> dict[str, Any]:
     """What the sidecar says; an empty one where there is none."""
-    if not sidecar(prefix).is_file():
+    if not os.path.lexists(sidecar(prefix)):
         return {}
     try:
-        recorded = json.loads(sidecar(prefix).read_text(encoding="utf-8"))
+        recorded = read_object(sidecar(prefix))
         return recorded | {"vocabulary": int(recorded["vocabulary"])}
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         raise DataError(f'{sidecar(prefix)} is not a JSON object with a "vocabulary" number; convert again.') from None
+
+
+def _left_out(prefix: str, recorded: dict[str, Any]) -> tuple[LeftOut, ...]:
+    try:
+        counts = {reason: int(recorded.get(name, 0)) for name, reason in (("bad", BAD), ("empty", EMPTY))}
+        named = tuple(map(str, recorded.get("bad_named", ())))[:MOST_NAMED]
+    except (ValueError, TypeError):
+        raise DataError(f"{sidecar(prefix)} does not say in numbers what was left out; convert again.") from None
+    return together(LeftOut(number, reason, named if reason == BAD else ()) for reason, number in counts.items())
 
 
 def _check_recorded(prefix: str, recorded: dict[str, Any], index: Index) -> None:

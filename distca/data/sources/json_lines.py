@@ -135,7 +135,8 @@ def _index(file: Path, field: str) -> Iterator[tuple[int, int, int, int]]:
                     yield number, offset, len(line), len(_text_of(line, field))
                 except ValueError as error:
                     raise DataError(
-                        f"{file}, line {number}: {error}; correct or delete the line, or name another `field`."
+                        f"{file}, line {number}: {error}; correct or delete the line, name another `field`, or set "
+                        "`bad` to skip to leave such documents out."
                     ) from None
             offset += len(line)
 

@@ -82,7 +82,7 @@ def passed_over(kind: str, **given: object) -> Iterator[str]:
 
     Args:
         kind: as of :func:`open_source`, or any other that has fields.
-        given: ``field``, ``conversations``, ``begin_token`` and ``end_token``; what is false was not given.
+        given: options such as ``field``, ``conversations`` and ``end_token``; what is false was not given.
     """
     ids, files = kind in ("indexed", "mix"), kind in ("stdlib", "text")
     why = "whose documents are token ids already" if ids else "whose documents are whole files"

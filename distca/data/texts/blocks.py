@@ -27,6 +27,23 @@ class Row:
     others: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A document that cannot be read or tokenized.
+
+    Attributes:
+        said: which one it is, and what is wrong with it.
+        remedy: what to do about it.
+    """
+
+    said: str
+    remedy: str
+
+    def error(self) -> DataError:
+        """Both as a sentence, with the setting by which such documents are left out."""
+        return DataError(f"{self.said}; {self.remedy}, or set `bad` to skip to leave such documents out.")
+
+
 class Block(Protocol):
     """Documents that follow each other in the files; can be pickled.
 
@@ -38,8 +55,8 @@ class Block(Protocol):
     def read(self) -> int: ...
 
     def documents(self, field: str, beside: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-        """(where it is from, text as UTF-8 bytes or the value of ``field``) of every document; DataError where there is
-        none. Where it has some of the fields ``beside``, a :class:`Row`."""
+        """(where it is from, text as UTF-8 bytes or the value of ``field``) of every document. Where it has some of the
+        fields ``beside``, a :class:`Row`; where it cannot be read, :class:`Refused`."""
         ...
 
     def first_documents(self) -> Block:
@@ -69,9 +86,10 @@ class LinesBlock:
                 where = f"{self.file}, line {number}"
                 try:
                     record = record_of(line, field)
-                    yield where, _with(record[field], {name: record.get(name) for name in beside})
                 except ValueError as error:
-                    raise DataError(f"{where}: {error}; correct or delete the line, or name another `field`.") from None
+                    yield where, Refused(f"{where}: {error}", "correct or delete the line, name another `field`")
+                    continue
+                yield where, _with(record[field], {name: record.get(name) for name in beside})
 
     def first_documents(self) -> Block:
         lines = self.content.split(b"\n", _FEW)[:_FEW]
@@ -100,7 +118,9 @@ class RowsBlock:
         for number, value in enumerate(self.values):
             where = f"{self.file}, row {self.first + number}"
             if value is None:
-                raise DataError(f"{where} has nothing in {field!r}; take out such rows, or name another `field`.")
+                nothing = f"{where} has nothing in {field!r}"
+                yield where, Refused(nothing, "take out such rows, name another `field`")
+                continue
             yield where, _with(value, {name: column[number] for name, column in self.others.items()})
 
     def first_documents(self) -> Block:

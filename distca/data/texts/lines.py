@@ -11,6 +11,7 @@ from typing import IO, Any, cast
 from distca.data.sources.source import readable
 from distca.data.texts.blocks import BLOCK_BYTES, LinesBlock
 from distca.errors import DataError, VersionError, system_words
+from distca.json_file import open_regular
 
 PACKED = (".gz", ".zst")
 
@@ -24,7 +25,7 @@ def line_blocks(file: Path) -> Iterator[LinesBlock]:
     """
     first, read_before, rest = 1, 0, b""
     with readable():
-        opened = file.open("rb")
+        opened = open_regular(file)
     with opened as raw:
         for part in _checked(file, raw):
             end = part.rfind(b"\n") + 1

@@ -17,6 +17,7 @@ from distca.data.texts.blocks import BLOCK_BYTES, Block, FilesBlock
 from distca.data.texts.lines import PACKED, line_blocks
 from distca.data.texts.tables import saved_files, table_blocks
 from distca.errors import DataError, system_words
+from distca.json_file import open_regular
 from distca.words import count
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Texts:
         whole = hashlib.sha256(self.kind.encode())
         for file in self.files:
             try:
-                with file.open("rb") as stream:
+                with open_regular(file) as stream:
                     whole.update(hashlib.file_digest(stream, "blake2b").digest())
             except OSError as error:
                 raise _unreadable(file, error) from None
@@ -134,7 +135,7 @@ def _file_blocks(files: tuple[Path, ...]) -> Iterator[FilesBlock]:
     size = 0
     for file in files:
         try:
-            contents.append(file.read_bytes())
+            contents.append(_content(file))
         except OSError as error:
             raise _unreadable(file, error) from None
         names.append(str(file))
@@ -144,6 +145,11 @@ def _file_blocks(files: tuple[Path, ...]) -> Iterator[FilesBlock]:
             names, contents, size = [], [], 0
     if names:
         yield FilesBlock(names, contents, size)
+
+
+def _content(file: Path) -> bytes:
+    with open_regular(file) as opened:
+        return opened.read()
 
 
 def _unreadable(file: Path, error: OSError) -> DataError:

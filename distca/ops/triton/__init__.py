@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
+Operation = Literal["rotation", "SwiGLU", "RMSNorm", "cross-entropy", "weight gradients"]
+"""What is fused and has a plain version."""
 
-def has_kernels(x: torch.Tensor) -> bool:
-    """Whether the kernels serve this tensor: on a GPU, and not float64."""
-    return x.is_cuda and x.dtype != torch.float64
+_refused: set[Operation] = set()
+
+
+def has_kernels(x: torch.Tensor, operation: Operation) -> bool:
+    """Whether an operation's kernels serve this tensor: on a GPU, not float64, and not refused here."""
+    return x.is_cuda and x.dtype != torch.float64 and is_trusted(operation)
+
+
+def is_trusted(operation: Operation) -> bool:
+    """Whether nobody refused an operation's kernels in this process."""
+    return operation not in _refused
+
+
+def refuse(operation: Operation) -> None:
+    """Let an operation's plain version run in this process from now on, as its kernels are wrong here."""
+    _refused.add(operation)

@@ -12,7 +12,7 @@ _MOST_PROGRAMS = 2048
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See :class:`megatron_patches.patches.norms.RMSNorm`."""
+    """See :func:`distca.ops.rms_norm.rms_norm`."""
     return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call,no-any-return]
 
 

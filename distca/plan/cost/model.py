@@ -98,8 +98,11 @@ class LinearRate:
             fp8 = {str(scaling): float(factor) for scaling, factor in (found.get("fp8") or {}).items()}
             if not all(0 < factor < math.inf for factor in fp8.values()):
                 raise ValueError(fp8)
-            return LinearRate(found["forward_s_per_token"] / weights, found["backward_s_per_token"] / weights, fp8)
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+            forward, backward = (found[f"{side}_s_per_token"] / weights for side in ("forward", "backward"))
+            if weights < 1 or not (0 < forward < math.inf and 0 < backward < math.inf):
+                raise ValueError(found)
+            return LinearRate(forward, backward, fp8)
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
             raise PlanError(
                 "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token, "
                 "and in fp8 a number above 0 for each scaling; measure it again with `distca profile`."

@@ -88,7 +88,13 @@ class TableCost(CostModel):
 
     Raises:
         PlanError: on a table whose axes are not increasing or which has no measured point in some column.
+
+    Attributes:
+        measured: what it was made from, by :attr:`COLUMNS`.
+        load: likewise.
     """
+
+    COLUMNS = ("q_rows", "kv_rows", "forward_seconds", "backward_seconds")
 
     def __init__(
         self,
@@ -104,6 +110,8 @@ class TableCost(CostModel):
         self.shape = shape
         self.block = block
         self.linear = linear
+        self.load = load
+        self.measured = dict(zip(self.COLUMNS, (q_rows, kv_rows, forward_seconds, backward_seconds), strict=True))
         self._base = analytic_cost(
             shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=block
         )
@@ -214,7 +222,7 @@ class _Lines:
 
 
 def _check_axis(name: str, axis: np.ndarray) -> None:
-    if len(axis) == 0 or axis[0] < 1 or (np.diff(axis) <= 0).any():
+    if axis.ndim != 1 or not len(axis) or not np.isfinite(axis).all() or axis[0] < 1 or (np.diff(axis) <= 0).any():
         raise PlanError(f"The cost table's {name} must be positive and increasing, not {axis.tolist()}.")
 
 

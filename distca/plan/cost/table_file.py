@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from distca.errors import PlanError
+from distca.json_file import read_object
 from distca.plan.cost.model import AttentionShape, LinearRate
 from distca.plan.cost.table import LoadFactors, TableCost
 
@@ -22,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
-_SIZES = ("heads", "kv_heads", "head_dim")
+_SIZES = ("heads", "kv_heads", "head_dim", "value_bytes", "block")
+"""The last two may be left out."""
+_LARGEST = 1 << 20
+"""Of a size: what has more heads, or larger ones, is no attention of any model."""
 _SIDES = ("forward", "backward")
 
 
@@ -108,21 +112,19 @@ def load_table(path: str | Path) -> TableCost:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
     except OSError as error:
         raise PlanError(f"The cost table {path} cannot be read ({error.strerror}); give another file.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"The cost table {path} is not JSON ({error}); `distca profile` writes one.") from None
-    if not isinstance(content, dict):
-        raise PlanError(f"The cost table {path} is no JSON object; `distca profile` writes one.")
     missing = [key for key in _WANTED if key not in content]
     if missing:
         raise PlanError(f"The cost table {path} lacks {', '.join(missing)}; measure it again with `distca profile`.")
     for key in _SIZES:
-        if type(content[key]) is not int or content[key] < 1:
+        if key in content and (type(content[key]) is not int or not 1 <= content[key] <= _LARGEST):
             raise PlanError(
-                f"The cost table {path} has {key} {content[key]!r}, which must be a whole number of at least 1; "
-                "measure it again with `distca profile`."
+                f"The cost table {path} has {key} {content[key]!r}, which must be a whole number of at least 1 and at "
+                f"most {_LARGEST:,}; measure it again with `distca profile`."
             )
     return content
 
@@ -139,7 +141,7 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
         return TableCost(shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content))
     except PlanError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise PlanError(
             f"The cost table {path} has something else where numbers should be ({error}); measure it again with "
             "`distca profile`."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distca.data.sampler import Sampler
 from distca.errors import ConfigError, DamagedCheckpointError, DistcaError
+from distca.json_file import read_object
 from distca.models.rope import RopeScaling
 from distca.train.checkpoint.integrity import check_contents, damaged
 from distca.train.config.cli import by_setting, flat
@@ -149,10 +149,10 @@ def _step_tokens(config: RunConfig, world_size: int) -> int:
 
 def _read_fits(checkpoint: Path) -> dict[str, Any]:
     try:
-        saved = json.loads((checkpoint / FITS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        saved = read_object(checkpoint / FITS_FILE)
+    except (OSError, ValueError) as error:
         raise damaged(checkpoint, f"{FITS_FILE} cannot be read ({error})") from None
-    if not isinstance(saved, dict) or "sampler" not in saved:
+    if "sampler" not in saved:
         raise damaged(checkpoint, f"{FITS_FILE} does not say where the data stood")
     return saved
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,8 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from distca.errors import DamagedCheckpointError, ModelError, OptionError, system_words
+from distca.json_file import read_object
 from distca.models.description import ModelDescription, describe_folder
-from distca.models.folder import VALUE_BYTES, ShardWriter, begin, check_empty, count_shards, finish
+from distca.models.folder import (
+    PARTIAL,
+    VALUE_BYTES,
+    ShardWriter,
+    begin,
+    check_empty,
+    count_shards,
+    finish,
+    put_in_place,
+)
 from distca.models.layout import EMBEDDING, expected_shapes
 from distca.models.tensors import TensorFiles
 from distca.train.checkpoint.export import exported
@@ -58,11 +68,11 @@ def import_weights(folder: str, *, output: str) -> None:
         from megatron_patches.checkpoint.import_folder import import_folder
 
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        target.mkdir(parents=True, exist_ok=True)
-        with _writing(target), _progress(f"reading {folder}", described, stored) as advance:
-            import_folder(files, described, config.model, dtype, target, advance)
-    with _writing(target):
-        (target / _CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        with _writing(target) as partial, _progress(f"reading {folder}", described, stored) as advance:
+            import_folder(files, described, config.model, dtype, partial, advance)
+            (partial / _CONFIG).write_text(to_yaml(config), encoding="utf-8")
+            names = {file.name for file in partial.iterdir()} - {_METADATA}
+            put_in_place(target, [*sorted(names), _METADATA])
 
 
 def export_weights(run: str, *, output: str, step: int | None = None) -> None:
@@ -92,9 +102,8 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
         from megatron_patches.checkpoint.whole_weights import SavedWeights
 
         try:
-            weights = SavedWeights(path, model.model)
             with _writing(target), _progress(f"writing {output}", model.model, model.dtype) as advance:
-                begin(target)
+                weights = SavedWeights(path, model.model)
                 writer = ShardWriter(target, 1, count_shards(model, weights.names()))
                 for name, tensor in weights.tensors():
                     tensor = tensor.to(getattr(torch, model.dtype))
@@ -107,8 +116,9 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Into a folder that was empty, and is again where it cannot all be written.
+def _writing(folder: Path) -> Iterator[Path]:
+    """A folder to write into, inside of the new one. Where it cannot all be written, it is deleted with the folders
+    around it that were missing, and nothing else is.
 
     Raises:
         OptionError: it cannot.
@@ -116,12 +126,17 @@ def _writing(folder: Path) -> Iterator[None]:
     from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException
 
+    # What is deleted is chosen here as text, before anything is read.
+    partial = os.path.abspath(folder / PARTIAL)
+    missing = [os.path.abspath(each) for each in (folder, *folder.parents) if not each.exists()]
     try:
-        yield
+        begin(folder)
+        yield Path(partial)
     except (Exception, CheckpointException) as error:
+        shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):
-            for written in folder.iterdir():
-                shutil.rmtree(written) if written.is_dir() else written.unlink()
+            for each in missing:
+                os.rmdir(each)
         if not isinstance(error, OSError | SafetensorError | CheckpointException):
             raise
         cause: BaseException = error
@@ -171,8 +186,8 @@ def _vocabulary(path: Path, config: RunConfig) -> int:
     if config.model.vocabulary:
         return config.model.vocabulary
     try:
-        return int(json.loads((path / _FITS).read_text(encoding="utf-8"))["model.vocabulary"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return int(read_object(path / _FITS)["model.vocabulary"])
+    except (OSError, ValueError, KeyError, TypeError):
         raise ModelError(f"{path / _FITS} does not say the model's vocabulary; it is damaged.") from None
 
 

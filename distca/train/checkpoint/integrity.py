@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.errors import DamagedCheckpointError, system_words
+from distca.json_file import read_object
 
 COMPLETE = "COMPLETE"
 """Marks a checkpoint that every rank has written; holds the bytes and checksum of each of its files."""
@@ -136,9 +136,9 @@ def _saved_facts(checkpoint: Path) -> dict[str, FileFacts]:
     """Of every file, by name, as COMPLETE has them; early versions had only the bytes."""
     unreadable = damaged(checkpoint, f"its {COMPLETE} cannot be read")
     try:
-        saved = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
+        saved = read_object(checkpoint / COMPLETE)
         facts = {str(name): {"bytes": each} if isinstance(each, int) else dict(each) for name, each in saved.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError):
         raise unreadable from None
     if not facts or not all(isinstance(each.get("bytes"), int) for each in facts.values()):
         raise unreadable

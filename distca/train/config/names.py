@@ -9,6 +9,7 @@ from distca.errors import DistcaError
 from distca.words import rename_parameters
 
 SETTINGS = {
+    "bad": "data.bad",
     "backward": "cad.backward",
     "begin_token": "data.begin_token",
     "cache": "data.cache",

@@ -37,6 +37,10 @@ class ModelConfig:
         qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
         rope_base: base of the rotary frequencies.
         norm_epsilon: epsilon of RMSNorm.
+        layer_types: full or window, for each layer, from the first on again where there are more layers: what a token
+            attends to, its whole document up to itself, or the last tokens of it.
+        window: tokens that a token attends to in layers of type window, itself included.
+        sinks: every head has a learned score without a value, which takes a part of the softmax (gpt-oss).
         tie_embeddings: use the embedding's weights as the output layer's.
         init_std: standard deviation of the weights at the start.
         rope_scaling: how rotary positions are stretched.
@@ -53,6 +57,9 @@ class ModelConfig:
     qk_norm: bool = False
     rope_base: float = 500000.0
     norm_epsilon: float = 1e-5
+    layer_types: list[Literal["full", "window"]] = field(default_factory=lambda: ["full"])
+    window: int = 0
+    sinks: bool = False
     tie_embeddings: bool = False
     init_std: float = 0.02
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
@@ -61,6 +68,12 @@ class ModelConfig:
     def resolved_head_dim(self) -> int:
         """head_dim, or hidden // heads where it is 0."""
         return self.head_dim or self.hidden // max(self.heads, 1)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By layer, the tokens that a token attends to; 0 for its whole document up to itself."""
+        types = self.layer_types or ["full"]
+        return tuple(self.window * (types[layer % len(types)] == "window") for layer in range(self.layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +107,7 @@ class CadConfig:
             with pipeline stages, which need it, and where keep does not fit into the GPUs' memory by prediction.
         transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
             on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
-        kernel: core-attention kernel; auto takes the fastest one that runs here.
+        kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
         tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
             to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
         deal: deal a step's documents over its micro-batches anew, so that fewer rows move and stages of a pipeline
@@ -140,19 +153,23 @@ class DataConfig:
         field: of each JSON object, or column of each table, that holds the document; null takes text, with
             conversations messages.
         conversations: documents are conversations, lists of messages with role and content, or with from and value as
-            ShareGPT has them, which go through the tokenizer's chat template with what is in a field tools; only the
-            assistant's turns are learned.
+            ShareGPT has them, which go through the tokenizer's chat template with what is in fields tools and system;
+            with field prompt they have a completion beside it, with instruction Alpaca's input and output. Only the
+            assistant's turns are learned, without those that a weight of 0 or train false marks.
         tokenizer: of text: bytes, a tokenizer.json, or a folder that holds one. Sources indexed and mix hold token ids
             already; a warning names ids whose sidecar says that another one made them.
         begin_token: a token of the tokenizer that every text begins with; null takes the one that a model's folder
             says, an empty one is none.
         end_token: the same for the end of every text.
+        bad: what happens to a document that cannot be read or tokenized, such as a conversation that the chat template
+            refuses: error stops the run; skip leaves it out, and the log and the table at the end say how many and name
+            the first five.
         cache: folder where tokens of texts are kept: the first start makes them, later ones find them by content and
             tokenizer. All nodes see it. Null takes the folder tokens in output.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
         context_length: most tokens a document may have.
-        longer: what happens to a longer document: split cuts it into documents that fit, and the log says how many;
-            error stops the run.
+        longer: what happens to a longer document: split cuts it into documents that fit; skip leaves it out; error
+            stops the run; null splits texts and skips conversations. The log says how many.
         tokens_per_rank: tokens per data-parallel rank and micro-batch. Under sequence parallelism best a multiple of
             2 × tp: otherwise a rank may get up to tp - 1 tokens more in either half.
         whole_documents: never let a document span ranks; implied when cad.enabled is false and there is more than one
@@ -168,10 +185,11 @@ class DataConfig:
     tokenizer: str = "bytes"
     begin_token: str | None = None
     end_token: str | None = None
+    bad: Literal["error", "skip"] = "error"
     cache: str | None = None
     vocabulary: int = 0
     context_length: int = 4096
-    longer: Literal["split", "error"] = "split"
+    longer: Literal["split", "error", "skip"] | None = None
     tokens_per_rank: int = 4096
     whole_documents: bool = False
     validation_fraction: float = 0.02

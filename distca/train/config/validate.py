@@ -10,6 +10,7 @@ from pathlib import Path
 from distca.errors import ConfigError, PlanError
 from distca.plan.cost.table_file import load_table, open_table
 from distca.plan.fp8_shapes import unfit_widths
+from distca.plan.head_dims import unserved
 from distca.train.config.cli import changed, known_settings, value_of
 from distca.train.config.initial import first_scaling
 from distca.train.config.names import with_settings
@@ -124,7 +125,7 @@ def _needing_gpus(config: RunConfig) -> dict[str, str]:
 def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
     """Its sizes, also over tensor-parallel ranks."""
     model, tp = config.model, config.parallel.tp
-    problems = _heads(model)
+    problems = _heads(model) + _layer_types(model)
     if vocabulary is not None and model.vocabulary and model.vocabulary < vocabulary:
         remedy = "raise it, or set it to 0"
         if config.checkpoint.init_from:
@@ -145,13 +146,31 @@ def _heads(model: ModelConfig) -> list[str]:
             f"model.hidden {model.hidden} is not divisible by model.heads {model.heads}; "
             "change one or set model.head_dim."
         )
-    elif model.resolved_head_dim % 2:
-        problems.append(
-            f"The head dimension is {model.resolved_head_dim}, and rotary positions need an even one; "
-            "change model.head_dim, or model.hidden or model.heads."
-        )
+    elif why := unserved(model.resolved_head_dim):
+        problems.append(f"The head dimension is {why}; change model.head_dim, or model.hidden or model.heads.")
     if model.heads % model.kv_heads:
         problems.append(f"model.heads {model.heads} is not divisible by model.kv_heads {model.kv_heads}; change one.")
+    return problems
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    """What a token attends to, layer by layer."""
+    types, problems = model.layer_types, []
+    if not 1 <= len(types) <= model.layers:
+        problems.append(
+            f"model.layer_types has {len(types)} types, but the model has {model.layers} layers; "
+            f"give 1 to {model.layers}."
+        )
+    if "window" in types and model.window < 1:
+        problems.append(
+            f"model.layer_types has layers of type window, but model.window is {model.window}; set it to the tokens "
+            "that a token attends to there, 1 or more."
+        )
+    if "window" not in types and model.window:
+        problems.append(
+            f"model.window is {model.window}, but no layer is of type window; name them in model.layer_types, or set "
+            "model.window to 0."
+        )
     return problems
 
 

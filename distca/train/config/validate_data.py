@@ -49,5 +49,5 @@ def _stay_whole(config: RunConfig, ranks: int) -> bool:
 
 def _unused(data: DataConfig) -> list[str]:
     names = ("field", "conversations", "begin_token", "end_token")
-    given = {name: getattr(data, name) for name in names}
+    given = {name: getattr(data, name) for name in names} | {"bad": data.bad if data.bad == "skip" else None}
     return list(map(with_settings, passed_over(data.source, **given)))

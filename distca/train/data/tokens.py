@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.data.blend import Blend, Ingredient, read_blend
 from distca.data.cache import CachedTokens
-from distca.data.chat import chat_recipe
 from distca.data.encoding import processes_for
 from distca.data.progress import tokenizing_progress
-from distca.data.recipe import Recipe
+from distca.data.recipes import find_recipe
 from distca.data.sources import DocumentSource, open_source
 from distca.data.sources.indexed import Indexed
 from distca.data.texts import TEXT_KINDS, open_texts
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 2.0
 """Between two words of rank 0 to those that wait, so that no collective lasts long."""
+_SEEN_S = 90.0
+"""In which a node must see what another one wrote: by default NFS remembers a folder for up to 60 s (acdirmax)."""
+_LOOK_AGAIN_S = 0.5
 
 
 def is_read_directly(config: RunConfig) -> bool:
@@ -42,7 +45,8 @@ def is_read_directly(config: RunConfig) -> bool:
         return True
     packed = data.source == "jsonl" and open_texts("jsonl", data.path).packed
     as_bytes = data.source in ("stdlib", "text", "jsonl") and data.tokenizer == "bytes"
-    return as_bytes and not (data.conversations or packed or data.begin_token or data.end_token)
+    tried = data.source == "jsonl" and data.bad == "skip"  # each line before any is used
+    return as_bytes and not (data.conversations or packed or tried or data.begin_token or data.end_token)
 
 
 def ingredients(config: RunConfig) -> list[Ingredient]:
@@ -64,11 +68,14 @@ def caches(config: RunConfig) -> list[CachedTokens | None]:
 
 def _cached(config: RunConfig, ingredient: Ingredient) -> CachedTokens:
     data = config.data
-    tokenizer = find_tokenizer(data.tokenizer, data.begin_token, data.end_token)
-    recipe = Recipe(tokenizer, ingredient.field or data.field or ("messages" if data.conversations else "text"))
-    if data.conversations:
-        recipe = chat_recipe(recipe, data.begin_token, data.end_token)
-    return CachedTokens(Path(config.resolved_cache), open_texts(ingredient.source, ingredient.path), recipe)
+    recipe = find_recipe(
+        data.tokenizer,
+        ingredient.field or data.field,
+        conversations=data.conversations,
+        begin_token=data.begin_token,
+        end_token=data.end_token,
+    )
+    return CachedTokens(Path(config.resolved_cache), open_texts(ingredient.source, ingredient.path), recipe, data.bad)
 
 
 def find_tokens(config: RunConfig) -> list[str | None] | None:
@@ -166,16 +173,37 @@ def open_tokens(config: RunConfig, prefixes: Sequence[str | None]) -> DocumentSo
     opened: list[DocumentSource] = []
     parts = ingredients(config)
     for each, prefix in zip(parts, prefixes, strict=True):
-        if prefix is not None and not Path(f"{prefix}.idx").is_file():
-            raise DataError(
-                f"The tokens that rank 0 made at {prefix} are not there on this node; set `cache` to a folder that all "
-                "nodes see."
-            )
+        if prefix is not None:
+            _wait_until_seen(prefix)
         opened.append(
             open_source("indexed", each.path if prefix is None else prefix, vocabulary=config.data.vocabulary)
         )
     warn_of_tokenizers(config, opened)
     return Blend(opened, parts) if config.data.source == "blend" else opened[0]
+
+
+def _wait_until_seen(prefix: str) -> None:
+    """Wait for tokens that rank 0 made: a network file system may remember for a while that there were none."""
+    last = Path(f"{prefix}.idx")  # a listing that has it has the others
+    end, told = time.monotonic() + _SEEN_S, False
+    while not _is_seen(last):
+        if time.monotonic() > end:
+            raise DataError(
+                f"The tokens that rank 0 made at {prefix} are not there on this node, {_SEEN_S:.0f} s later; set "
+                "`cache` to a folder that all nodes see."
+            )
+        if not told:
+            logger.info("Waiting up to %.0f s until this node sees %s", _SEEN_S, last)
+            told = True
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _is_seen(file: Path) -> bool:
+    """Whether a file is there, by new listings of its folders: these make clients of NFS ask the server again."""
+    for folder in (file.parents[1], file.parent):
+        with suppress(OSError):
+            os.listdir(folder)
+    return file.is_file()
 
 
 def warn_of_tokenizers(config: RunConfig, sources: Sequence[DocumentSource]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
+from distca.cluster.environment import step_tasks
 from distca.errors import LaunchError
 from distca.train.config.environment import check_value
 from distca.train.config.variables import COUNT, Launcher, Values
@@ -110,7 +111,7 @@ def _of_slurm(script: str, values: Mapping[str, str], environment: Mapping[str, 
         if environment.get(name):
             check_value(name, environment[name], allowed)
     start_it = f"use sbatch {script}, or bash {script} inside salloc"
-    tasks, names = int(environment.get("SLURM_STEP_NUM_TASKS") or 1), environment.get("SLURM_JOB_NODELIST")
+    tasks, names = step_tasks(environment) or 1, environment.get("SLURM_JOB_NODELIST")
     if tasks > 1:
         raise LaunchError(f"srun started this script {tasks} times, but it starts the ranks itself.", f"{start_it}.")
     if not shutil.which("scontrol"):

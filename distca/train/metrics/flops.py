@@ -3,10 +3,12 @@
 Only the model's own work counts: recomputation and attention's own backward recomputation do not. A multiplication and
 an addition are two operations. Attention is causal inside each document, so a document of l tokens has l(l+1)/2 pairs
 of query and key, and a batch's attention grows with the sum of squared document lengths (arXiv 2510.18121, section 2).
+In a layer with a window w a document has the pairs inside it alone, l·w - w(w-1)/2 where it is longer.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,13 +64,22 @@ def model_flops(model: ModelConfig, vocabulary: int, lengths: Sequence[int] | np
     """
     length = np.asarray(lengths, dtype=np.int64)
     tokens = int(length.sum())
-    pairs = sum(n * (n + 1) // 2 for n in length.tolist())  # Python integers: no overflow
+    pairs = sum(layers * _pairs(length, window) for window, layers in Counter(model.windows).items())
     return ModelFlops(
         linear=6 * matmul_parameters(model) * tokens,
         logits=6 * model.hidden * vocabulary * tokens,
         # QKᵀ and PV: 2 operations per pair and element each; the backward pass does twice the work of the forward pass.
-        attention=3 * 4 * model.layers * model.heads * model.resolved_head_dim * pairs,
+        attention=3 * 4 * model.heads * model.resolved_head_dim * pairs,
     )
+
+
+def _pairs(lengths: np.ndarray, window: int) -> int:
+    """Pairs of query and key in a layer whose queries see ``window`` keys; 0 for all."""
+    total = 0
+    for n in lengths.tolist():  # Python integers: no overflow
+        seen = min(window or n, n)
+        total += n * seen - seen * (seen - 1) // 2
+    return total
 
 
 def peak_seconds(flops: ModelFlops, device_name: str, precision: str, fp8: str) -> float | None:

@@ -112,6 +112,7 @@ class RunSummary:
         plan_ms: milliseconds of planning per step, mean.
         peak_memory_gb: largest device memory of any rank, GiB.
         slowest: the GPU that was slowest over the last steps.
+        left_out: documents that the run was not given, by reason.
     """
 
     steps: int
@@ -129,6 +130,7 @@ class RunSummary:
     plan_ms: float | None = None
     peak_memory_gb: float | None = None
     slowest: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def print_summary(
@@ -192,6 +194,7 @@ def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(("slowest GPU", summary.slowest))
     if summary.bytes_moved is not None:
         rows.append(("moved for attention per step", format_bytes(summary.bytes_moved)))
+    rows += [("left out", each) for each in summary.left_out]
     return rows
 
 

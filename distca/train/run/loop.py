@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -123,7 +124,8 @@ class _Loop:
         if self._speaks:
             with warned_of(self._folder.path):
                 self._draw()
-            print_summary(self._recorder.summary(validation), self._folder, self._drawn)
+            left_out = tuple(map(str, self._corpus.left_out))
+            print_summary(replace(self._recorder.summary(validation), left_out=left_out), self._folder, self._drawn)
 
     def export(self) -> None:
         """Write the folder in checkpoint.export."""

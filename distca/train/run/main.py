@@ -242,6 +242,7 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
         held.enter_context(rank_log(folder, world.rank))
         record_start(folder, world.rank, world.size)
         logger.info("Run folder: %s", folder.path)
+        trainer.cad.folder = folder.path
         run = evaluate if config.train.evaluate else export_only if finished else train
         run(trainer, corpus, folder, None if resumed is None else checkpoint)
     return folder

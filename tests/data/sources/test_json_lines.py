@@ -60,7 +60,7 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, reason):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine"}\n')
     with pytest.raises(
-        DataError, match=rf"a\.jsonl, line 3: .*{reason}.*; correct or delete the line, or name another `field`\.$"
+        DataError, match=rf"a\.jsonl, line 3: .*{reason}.*; correct or delete the line, name another `field`, or set"
     ):
         open_source("jsonl", str(file))
 

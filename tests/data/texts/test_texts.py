@@ -132,7 +132,6 @@ def test_a_damaged_table_is_a_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "path", "field", "said"),
     [
-        ("jsonl", "a.jsonl", "body", r'a\.jsonl, line 1: this JSON object has no "body"; its fields'),
         ("parquet", "a.parquet", "body", r"a\.parquet has no column 'body', but id, text; set `field`"),
         ("arrow", "saved", "body", r"arrow has no column 'body', but id, text; set `field`"),
         ("jsonl", "none", "text", "`path` .* does not exist"),
@@ -152,7 +151,10 @@ def test_a_mistake_is_a_sentence(tmp_path, kind, path, field, said):
         documents(open_texts(kind, str(tmp_path / path) if path else None), field)
 
 
-def test_a_row_without_text_is_a_sentence(tmp_path):
-    write_tables(tmp_path, ["one", None])
-    with pytest.raises(DataError, match=r"a\.parquet, row 2 has nothing in 'text'"):
-        documents(open_texts("parquet", str(tmp_path / "a.parquet")))
+def test_what_cannot_be_read_is_said_in_its_place(tmp_path):
+    write_tables(tmp_path, ["one", None, "three"])
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": \n{"text": "three"}\n')
+    for kind, wrong in (("parquet", "row 2 has nothing in 'text'; take"), ("jsonl", "line 2: this is not valid JSON")):
+        (first, second, third), _ = documents(open_texts(kind, str(tmp_path / f"a.{kind}")))
+        assert (first[1], third[1]) == ("one", "three")
+        assert f"a.{kind}, {wrong}" in str(second[1].error())

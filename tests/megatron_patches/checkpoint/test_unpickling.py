@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, fil
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_patches.checkpoint.unpickling import MetadataUnpickler, check_small_files, only_data
+from megatron_patches.checkpoint.unpickling import check_small_files, only_data
 
 
 class _Runs:
@@ -67,7 +67,7 @@ def test_metadata_that_is_garbage_is_one_error(tmp_path: Path, content: bytes | 
     ],
 )
 def test_other_small_files_that_are_garbage_are_one_error(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({})))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(pickle.UnpicklingError, match=f"^{name}"):
         check_small_files(tmp_path)
@@ -85,23 +85,6 @@ def test_a_command_in_an_object_is_not_run(tmp_path: Path) -> None:
     with only_data(), pytest.raises(pickle.UnpicklingError):
         planner.load_bytes(item, written)
     assert not (tmp_path / "ran").exists() and planner.state_dict == {}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        ("builtins", "eval"),
-        ("torch", "load"),
-        ("torch.serialization", "load"),
-        ("torch.distributed.checkpoint.metadata", "os"),
-        ("torch.distributed.checkpoint.metadata", "os.system"),
-        ("torch.distributed.checkpoint.metadata", "dataclass"),
-        ("torch.distributed.checkpoint.filesystem", "os.system"),
-    ],
-)
-def test_only_what_a_checkpoint_is_made_of_is_found(name: tuple[str, str]) -> None:
-    with pytest.raises((pickle.UnpicklingError, AttributeError)):
-        MetadataUnpickler(io.BytesIO()).find_class(*name)
 
 
 def test_torch_is_as_before_afterwards() -> None:

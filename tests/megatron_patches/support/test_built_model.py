@@ -73,8 +73,8 @@ def _models():
         build(overridden, position_embedding_type="learned_absolute"),
     )
     late = build()
-    late.config.window_size = (4, 0)
-    note("configuration", "window_size is (4, 0), but", late)
+    late.config.softmax_type = "off-by-one"
+    note("configuration", "softmax_type is 'off-by-one', but", late)
 
     stock = get_gpt_layer_local_spec(normalization="RMSNorm")
     note(

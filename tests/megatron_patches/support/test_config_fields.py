@@ -79,8 +79,7 @@ def test_defaults_of_limited_fields_are_served_where_a_llama_has_them():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("window_size", (128, 0)),
-        ("softmax_type", "learnable"),
+        ("softmax_type", "off-by-one"),
         ("attention_output_gate", True),
         ("qk_clip", True),
         ("qk_l2_norm", True),

@@ -88,8 +88,8 @@ def test_incomplete_tables_are_refused(tmp_path):
         find_table("NVIDIA H200", "flash4", 32, 8, 128, folder=tmp_path)
 
 
-@pytest.mark.parametrize("key", ["heads", "kv_heads", "head_dim"])
-@pytest.mark.parametrize("wrong", [0, -8, 1.5, "32", True, None])
+@pytest.mark.parametrize("key", ["heads", "kv_heads", "head_dim", "value_bytes", "block"])
+@pytest.mark.parametrize("wrong", [0, -8, 1.5, "32", True, None, 2**40])
 def test_sizes_that_are_none_are_refused(tmp_path, key, wrong):
     path = write(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: wrong}))
@@ -98,6 +98,24 @@ def test_sizes_that_are_none_are_refused(tmp_path, key, wrong):
         load_table(path)
     with pytest.raises(PlanError, match=re.escape(said)):
         find_table("NVIDIA H200", "flash4", 32, 8, 128, folder=tmp_path)
+
+
+@pytest.mark.parametrize("key", ["q_rows", "kv_rows"])
+@pytest.mark.parametrize("wrong", [[None], [[128]], [], 128, ["x"], [10**400]])
+def test_axes_that_are_none_are_refused(tmp_path, key, wrong):
+    path = write(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: wrong}))
+    said = r"must be positive and increasing|something else where numbers should be|asks? for"
+    with pytest.raises(PlanError, match=said):
+        load_table(path)
+
+
+@pytest.mark.parametrize("wrong", [0, -1e-7, "1", None, [1e-7], 10**400])
+def test_linear_rates_that_are_none_are_refused(tmp_path, wrong):
+    linear = {"hidden": 4096, "ffn": 14336, "forward_s_per_token": 6e-7, "backward_s_per_token": 12e-7}
+    for key in ("forward_s_per_token", "hidden"):
+        with pytest.raises(PlanError, match="linear is no object with hidden"):
+            load_table(write(tmp_path, linear=linear | {key: wrong}))
 
 
 def test_shipped_tables_are_found_by_their_names():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
+import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +69,7 @@ def test_the_first_start_makes_tokens_and_a_check_makes_none(root, caplog):
         ({"data__end_token": "</s>"}, "The tokenizer has no token '</s>' to end documents with"),
         ({"source": "blend", "path": "texts.jsonl"}, "texts.jsonl is not valid YAML"),
         ({"source": "parquet", "path": "texts.jsonl"}, "is no Parquet file that can be read"),
+        ({"source": "mix", "path": "prolong", "data__bad": "skip"}, "data.bad is skip, but data.source is mix, whose"),
     ],
 )
 def test_mistakes_are_sentences_before_ranks_start(root, settings, said):
@@ -136,6 +140,54 @@ def test_conversations_weigh_the_same_in_the_loss_of_documents(root):
     assert weights[:2].tolist() == [5 / 2 / 4, 5 / 2 / 1] and 4 * weights[0] + weights[1] == 5
 
 
+BAD = ({"messages": [{"role": "nobody", "content": "x"}]}, {"text": "no messages"}, {"messages": TALK[:1]})
+
+
+def test_bad_conversations_end_the_run_or_are_left_out_and_named(root, caplog):
+    good = json.dumps({"messages": TALK})
+    lines = [good, json.dumps(BAD[0]), "{", *map(json.dumps, BAD[1:]), *[json.dumps(BAD[0])] * 4, good, good]
+    (root / "mixed.jsonl").write_text("\n".join(lines) + "\n")
+    asked = {"path": "mixed.jsonl", "data__conversations": True, "data__validation_fraction": 0}
+    skipping = config(root, data__bad="skip", **asked)
+    assert tokens.find_tokens(skipping) is None
+    with caplog.at_level(logging.INFO, logger="distca"):
+        corpora = [open_corpus(skipping) for _ in range(2)]  # that makes the tokens, and that finds them
+    for corpus in corpora:
+        assert len(corpus.train) == 3
+        bad, empty = map(str, corpus.left_out)
+        assert bad.startswith("7 documents that cannot be read or tokenized, the first of them: ")
+        assert re.findall(r"mixed\.jsonl, line (\d)", bad) == ["2", "3", "4", "6", "7"]
+        assert "line 2 cannot be tokenized (message 1 has the role 'nobody'" in bad and 'no "messages"' in bad
+        assert empty == "1 document without a token to learn"
+    assert f"left out {bad}" in caplog.text and f"left out {empty}" in caplog.text
+    with pytest.raises(DataError, match=r"mixed\.jsonl, line 2 .*'nobody'.*, or set `bad` to skip to leave such"):
+        open_corpus(config(root, **asked))
+    (root / "mixed.jsonl").write_text("\n".join(lines[1:-2]) + "\n")
+    with pytest.raises(DataError, match=r"made no token to learn of 8 documents; nothing was written\. 7 documents"):
+        open_corpus(skipping)
+
+
+def test_bad_lines_of_bytes_are_left_out_too(root):
+    (root / "mixed.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n{"text": "three"}\n')
+    asked = {"path": "mixed.jsonl", "data__tokenizer": "bytes", "data__validation_fraction": 0}
+    with pytest.raises(DataError, match=r"mixed\.jsonl, line 2"):
+        open_corpus(config(root, **asked))
+    corpus = open_corpus(config(root, data__bad="skip", **asked))
+    assert corpus.train.lengths.tolist() == [3, 5] and "mixed.jsonl, line 2: this JSON" in str(corpus.left_out[0])
+
+
+def test_long_conversations_are_left_out_by_default(root):
+    long = [TALK[0] | {"content": "x" * 100}, TALK[1]]
+    (root / "mixed.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in (TALK, long, TALK)))
+    asked = {"path": "mixed.jsonl", "data__conversations": True, "data__validation_fraction": 0}
+    corpus = open_corpus(config(root, **asked))
+    assert len(corpus.train) == 2 and str(corpus.left_out[0]) == "1 document of more than 96 tokens"
+    cut = open_corpus(config(root, data__longer="split", **asked))
+    assert len(cut.train) == 3, "the first piece has nothing to learn"
+    with pytest.raises(DataError, match="more than `context_length` 96"):
+        open_corpus(config(root, data__longer="error", **asked))
+
+
 def test_ranks_wait_for_rank_0_and_hear_its_error(root, monkeypatch):
     """Two ranks as threads, with words of rank 0 that pass in turn."""
     import torch.distributed as dist
@@ -181,3 +233,28 @@ def test_ranks_wait_for_rank_0_and_hear_its_error(root, monkeypatch):
 def test_a_run_without_any_setting_has_documents():
     asked = parse_run_config([])
     assert open_corpus(asked).train.lengths.max() == asked.data.context_length
+
+
+def test_tokens_that_a_node_sees_late_are_waited_for(root, monkeypatch):
+    asked = config(root)
+    prefixes = tokens.make_tokens(asked)
+    hidden = {file: file.with_name(f".{file.name}") for file in Path(prefixes[0]).parent.iterdir()}
+    for file, aside in hidden.items():
+        file.rename(aside)
+    listed, listdir = [], os.listdir
+
+    def appears(folder):
+        listed.append(Path(folder))
+        if listed.count(Path(prefixes[0]).parent) == 3:
+            for file, aside in hidden.items():
+                aside.rename(file)
+        return listdir(folder)
+
+    monkeypatch.setattr(tokens.os, "listdir", appears)
+    monkeypatch.setattr(tokens, "_LOOK_AGAIN_S", 0.01)
+    assert len(tokens.open_tokens(asked, prefixes).lengths) == 20
+    assert asked.resolved_cache in map(str, listed), "the folder above is stale as well"
+    Path(f"{prefixes[0]}.idx").unlink()
+    monkeypatch.setattr(tokens, "_SEEN_S", 0.05)
+    with pytest.raises(DataError, match=r"are not there on this node, 0 s later; set `cache` to a folder"):
+        tokens.open_tokens(asked, prefixes)

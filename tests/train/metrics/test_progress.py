@@ -1,5 +1,6 @@
 import io
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,12 @@ def test_summary_shows_what_is_known_and_what_exists(tmp_path: Path) -> None:
     folder.timeline.touch()  # of an earlier start of the run
     screen = io.StringIO()
     summary = RunSummary(steps=60, first_loss=5.5, last_loss=1.25, imbalance_before=2.0, bytes_moved=3 * 2**20)
+    summary = replace(summary, left_out=("2 documents of more than 96 tokens", "1 document without a token to learn"))
     print_summary(summary, folder, [folder.phases_plot], Console(file=screen, width=200))
     shown = screen.getvalue()
     assert "60 steps " in shown and "loss, step 1 → 60" in shown and "5.5000 → 1.2500" in shown
     assert "3.0 MiB" in shown
+    assert shown.count("left out") == 2 and "2 documents of more than 96 tokens" in shown
     assert str(folder.metrics) in shown
     for absent in ("validation", "MFU", "measured", "timeline", "checkpoint"):
         assert absent not in shown

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distca.plan import lay_out, plan_at_home, route
+from distca.plan import AttentionKind, lay_out, plan_at_home, route
 from distca.runtime.device_routes import ServerRoute
 from distca.transport import Part
 from tests.transport.exchanges import (
@@ -18,6 +18,8 @@ from tests.transport.exchanges import (
     one_row,
 )
 from tests.transport.nvshmem.streams import Fabric, World
+
+KINDS = [AttentionKind(1.0)]
 
 
 def _run(seed, credits=True):
@@ -79,7 +81,7 @@ def test_sources_are_held_while_they_are_sent():
 def _kept_by_engine(fabric):
     """A part of four rows, all of which stay."""
     fabric.intranode.policy = replace(fabric.intranode.policy, keep_from_bytes=0, keep_from_bytes_per_range=0)
-    moves = ServerRoute.of(route(plan_at_home(lay_out([4], 1)[0]), 0), "cpu").q_to_server
+    moves = ServerRoute.of(route(plan_at_home(lay_out([4], 1)[0]), 0), KINDS, "cpu").q_to_server
     return Part(torch.ones(4, 4), torch.zeros(4, 4), moves)
 
 

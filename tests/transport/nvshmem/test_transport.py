@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from distca.errors import TransportError
-from distca.plan import Links, Plan, Tasks, lay_out, route
+from distca.plan import AttentionKind, Links, Plan, Tasks, lay_out, route
 from distca.runtime.device_routes import ServerRoute
 from distca.testing.host_fabric import HostFabric
 from distca.testing.plans import random_plan
@@ -14,6 +14,8 @@ from distca.testing.ranks import run_ranks
 from distca.transport import Part
 from distca.transport.collective import CollectiveTransport
 from distca.transport.nvshmem.transport import OneSidedTransport
+
+KINDS = [AttentionKind(1.0)]
 
 HEADS, DTYPE = 3, torch.bfloat16
 LENGTHS = ([40, 3, 1, 17, 90], [61], [1, 1, 1], [7] * 30, [1])
@@ -23,7 +25,7 @@ def _exchanges(rank, ranks, seeds):
     """Moves of q and of k,v in both directions, of many random plans; two ranks share a node."""
     for seed in range(seeds):
         plan = random_plan(lay_out(LENGTHS[seed % len(LENGTHS)], ranks)[0], seed, cuts=3 * (1 + seed % 2))
-        routed = ServerRoute.of(route(plan, rank, Links(2)), "cpu")
+        routed = ServerRoute.of(route(plan, rank, Links(2)), KINDS, "cpu")
         yield (routed.q_to_server, routed.kv_to_server)
         yield (routed.q_to_home, routed.kv_to_home)
 
@@ -105,7 +107,7 @@ def _send_only(exchanges):
     transport = OneSidedTransport(fabric, "host")
     layout = lay_out([60], 2, rank_of=[0])[0]
     plan = Plan(layout, Tasks.sorted(*np.array([[0, 0, 60, 1]]).T))
-    moves = ServerRoute.of(route(plan, rank), "cpu").q_to_server
+    moves = ServerRoute.of(route(plan, rank), KINDS, "cpu").q_to_server
     wrong = 0
     for number in range(exchanges):
         source = torch.full((moves.source_rows, 32), float(number))

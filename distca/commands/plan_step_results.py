@@ -1,0 +1,58 @@
+"""What ``distca plan`` shows of a whole step, from the file that a failed plan left."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distca.plan import Links, StepPlan, route
+from distca.plan.step_file import StepInputs
+from distca.words import count, format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def replanned(inputs: StepInputs) -> Table:
+    """A table of what the step's plan achieves, once it, and every rank's routes, could be made.
+
+    Raises:
+        PlanError: its documents cannot be laid out. What the planner itself fails with is not caught.
+    """
+    from rich.table import Table
+
+    began = time.perf_counter()
+    plan = inputs.plan()
+    seconds, balance = time.perf_counter() - began, plan.balance()
+    if inputs.options.disaggregate:
+        _route_all(plan, inputs.options.links)
+    options = inputs.options
+    documents = count(sum(map(len, inputs.lengths)), "document")
+    table = Table(title=f"a step of {documents}, {count(plan.tokens, 'token')}", show_header=True)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    rows = [
+        ("data-parallel ranks, pipeline stages", f"{options.ranks}, {options.stages}"),
+        ("micro-batches, halves of each", f"{len(plan.layouts)}, {options.nano_batches}"),
+        ("slowest / mean attention time of a phase, at worst, documents in order", _worst(balance.seconds_before)),
+        ("slowest / mean time of a phase, at worst, planned", _worst(balance.seconds_after + balance.other_seconds)),
+        ("bytes of one layer of every stage", format_bytes(balance.bytes_moved)),
+        ("planning", f"{seconds * 1e3:.1f} ms"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _route_all(plan: StepPlan, links: Links) -> None:
+    for _, phase in plan.phases:
+        for each in phase.plans:
+            for rank in range(each.layout.ranks):
+                route(each, rank, links)
+
+
+def _worst(seconds: np.ndarray) -> str:
+    mean = seconds.mean(axis=1)
+    return f"{(seconds.max(axis=1)[mean > 0] / mean[mean > 0]).max(initial=1.0):.3f}"

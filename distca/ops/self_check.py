@@ -1,0 +1,183 @@
+"""Whether fused operations compute on this machine what their plain versions compute in float64, forward and backward.
+
+An operation that is further off than its dtype explains is not run: its plain version takes its place, on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from distca.cluster.verdict import first_objection
+from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
+from distca.ops.output_loss import add_product
+from distca.ops.rms_norm import rms_norm
+from distca.ops.rotary import Rotation, split_and_rotate
+from distca.ops.swiglu import swiglu
+from distca.ops.triton import Operation, refuse
+
+logger = logging.getLogger(__name__)
+
+_ROWS, _COLUMNS = 112, 10_016
+"""Rows of an operand, and columns of logits: more than a block, and multiples of 16, for which training compiles."""
+_WHOLE, _ROW = 1.0, 4.0
+"""How far off a right operation may be, in units of the dtype's spacing of numbers at 1: a tensor, and any row of it.
+What is computed in float32 and rounded once is 0.25 units off."""
+_SUM = 256.0
+"""The same of sums in float32."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of a rank's operands.
+
+    Attributes:
+        hidden: columns of a norm.
+        ffn: columns of an MLP's activation.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: elements per head.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Draws the same numbers for both runs: rounded to ``dtype``, then held in ``held``."""
+
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype
+    held: torch.dtype
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.dtype).to(self.device, self.held)
+
+    def wide(self, *shape: int) -> torch.Tensor:
+        """Numbers between 0 and 1 that are float32 in training."""
+        values = torch.rand(*shape, generator=self.generator).to(self.device)
+        return values.to(torch.promote_types(self.held, torch.float32))
+
+
+Outputs = dict[str, torch.Tensor]
+
+
+def check_operations(widths: Widths, dtype: torch.dtype, device: torch.device) -> dict[Operation, str | None]:
+    """Check every fused operation, and let those that are wrong on any rank be computed by their plain versions, with a
+    warning. Every rank calls it together.
+
+    Args:
+        widths: of this rank's operands.
+        dtype: of parameters and activations.
+        device: where they live.
+
+    Returns:
+        By operation what speaks against it, the same on every rank; None where it is right.
+    """
+    found: dict[Operation, str | None] = {}
+    for operation, run in _operations(widths).items():
+        found[operation] = objection = first_objection(why_wrong(run, dtype, device))
+        if objection is not None:
+            refuse(operation)
+            logger.warning("The fused %s is refused, and torch's own runs, more slowly: %s.", operation, objection)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def why_wrong(run: Callable[[_Draw], Outputs], dtype: torch.dtype, device: torch.device, seed: int = 0) -> str | None:
+    """Why an operation cannot be trusted, part of a sentence; None if it is right.
+
+    Args:
+        run: computes outputs and gradients by name, in the type of what it draws.
+        dtype: of operands.
+        device: where they live.
+        seed: of the numbers.
+    """
+    try:
+        actual, exact = (
+            run(_Draw(torch.Generator().manual_seed(seed), device, dtype, held)) for held in (dtype, torch.float64)
+        )
+        return next(_too_far(actual, exact), None)
+    except Exception as error:  # compilers and drivers raise anything
+        logger.debug("The self-check of an operation failed.", exc_info=True)
+        return f"it fails: {(str(error).splitlines() or [''])[0] or type(error).__name__}"
+
+
+def _too_far(actual: Outputs, exact: Outputs) -> Iterator[str]:
+    for name, values in actual.items():
+        dtype, expected = values.dtype, exact[name]
+        explained = torch.finfo(dtype).eps, _SUM * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        difference_N, norm_N = _squares(values.double() - expected), _squares(expected)
+        whole = float((difference_N.sum() / norm_N.sum()).sqrt())
+        row = float((difference_N / norm_N.clamp_min(norm_N.mean() / 4)).max().sqrt())
+        for off, units, where in ((whole, _WHOLE, "the whole"), (row, _ROW, "a row")):
+            most = units * explained[0] + explained[1]
+            if not off <= most:  # also where it is no number
+                shown = str(dtype).removeprefix("torch.")
+                yield f"{name} is {off:.2%} off the reference in {where}, and {shown} explains {most:.2%}"
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    """[N] sums of squares of rows; a vector's rows are its elements."""
+    rows = x.detach().flatten(1) if x.dim() > 1 else x.detach()[:, None]
+    return rows.square().sum(1)
+
+
+def _operations(widths: Widths) -> dict[Operation, Callable[[_Draw], Outputs]]:
+    return {
+        "rotation": lambda draw: _rotation(draw, widths),
+        "SwiGLU": lambda draw: _swiglu(draw, widths.ffn),
+        "RMSNorm": lambda draw: _norm(draw, widths.hidden) | _norm(draw, widths.head_dim, "of a head "),
+        "cross-entropy": _cross_entropy,
+        "weight gradients": _weight_gradients,
+    }
+
+
+def _rotation(draw: _Draw, widths: Widths) -> Outputs:
+    heads, groups, dim = widths.heads, widths.kv_heads, widths.head_dim
+    mixed_NF = draw(_ROWS, (heads + 2 * groups) * dim).requires_grad_()
+    angles_NE = 1e3 * torch.rand(_ROWS, dim // 2, generator=draw.generator)
+    rotation = Rotation(angles_NE.cos().to(draw.device), angles_NE.sin().to(draw.device))
+    q_NHD, kv_N2GD = split_and_rotate(mixed_NF, rotation, groups)
+    upstream = [draw(*q_NHD.shape), draw(*kv_N2GD.shape)]
+    (d_mixed_NF,) = torch.autograd.grad((q_NHD, kv_N2GD), mixed_NF, upstream)
+    return {"q": q_NHD, "k, v": kv_N2GD, "the projection's gradient": d_mixed_NF}
+
+
+def _swiglu(draw: _Draw, ffn: int) -> Outputs:
+    x = draw(_ROWS, 2 * ffn).requires_grad_()
+    out = swiglu(x)
+    (d_x,) = torch.autograd.grad(out, x, draw(_ROWS, ffn))
+    return {"the output": out, "the input's gradient": d_x}
+
+
+def _norm(draw: _Draw, columns: int, of: str = "") -> Outputs:
+    x, weight = draw(_ROWS, columns).requires_grad_(), draw(columns).requires_grad_()
+    out = rms_norm(x, weight, 1e-5)
+    d_x, d_weight = torch.autograd.grad(out, (x, weight), draw(_ROWS, columns))
+    return {f"the output {of}": out, f"the input's gradient {of}": d_x, f"the weight's gradient {of}": d_weight[None]}
+
+
+def _cross_entropy(draw: _Draw) -> Outputs:
+    logits_NV = 2 * draw(_ROWS, _COLUMNS)
+    targets_N = torch.randint(-_COLUMNS // 4, _COLUMNS, (_ROWS,), generator=draw.generator).to(draw.device)
+    maximum_N, sum_N, target_N = row_statistics(logits_NV, targets_N)
+    lse_N = maximum_N + sum_N.log()
+    logits_to_gradient_(logits_NV, targets_N, lse_N, draw.wide(_ROWS))
+    return {"log-sum-exp": lse_N, "the targets' logits": target_N, "the logits' gradient": logits_NV}
+
+
+def _weight_gradients(draw: _Draw) -> Outputs:
+    a_NV, b_NH = draw(_ROWS, 256), draw(_ROWS, 128)
+    sum_VH = draw.wide(256, 128)
+    add_product(sum_VH, a_NV.t(), b_NH)
+    return {"the sum": sum_VH}

@@ -1,0 +1,35 @@
+"""Which head dimensions are served: by rotary positions in any case, and by each core-attention kernel.
+
+Commands, settings and the choice of a kernel all ask here.
+"""
+
+from __future__ import annotations
+
+FLASH4 = frozenset({24, 32, 56, 64, 88, 96, 120, 128, 136, 144, 160, 176, 192, 208, 224, 240, 256})
+"""Head dimensions for which flash-attn-4 4.0.0b36 was right on H100, forward and backward, against float64. For 16, 40,
+48, 72, 80, 104 and 112 its backward is wrong by 100 %; the other multiples of 8 were never proved."""
+
+_TORCH_MULTIPLE, _TORCH_MOST = 8, 256
+
+
+def unserved(head_dim: int) -> str | None:
+    """What is wrong with a head dimension, whatever kernel is taken; None if nothing is."""
+    if head_dim < 1 or head_dim % 2:
+        return f"{head_dim}, but rotary positions need an even one"
+    return None
+
+
+def unserved_by(kernel: str, head_dim: int) -> str | None:
+    """Why a kernel is not taken for a head dimension, or None if it is.
+
+    Args:
+        kernel: "flash4", "torch" or "reference".
+        head_dim: elements per head, of queries, keys and values.
+    """
+    if kernel == "flash4" and head_dim not in FLASH4:
+        return (
+            f"its backward was not proved for head dimension {head_dim}, only for {', '.join(map(str, sorted(FLASH4)))}"
+        )
+    if kernel == "torch" and (head_dim % _TORCH_MULTIPLE or head_dim > _TORCH_MOST):
+        return f"it takes head dimensions up to {_TORCH_MOST} in steps of {_TORCH_MULTIPLE}, not {head_dim}"
+    return None

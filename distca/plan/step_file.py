@@ -1,0 +1,138 @@
+"""A step's document lengths, and how it is planned, as a file: of a step that could not be planned, to be sent and
+planned again by ``distca plan``. JSON with plain numbers; token ids are not in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.cost.analytic import AnalyticCost
+from distca.plan.cost.model import AttentionShape, CostModel, LinearRate
+from distca.plan.cost.table import LoadFactors, TableCost
+from distca.plan.scheduler.network_cost import Links
+from distca.plan.step import NonAttention, PlanOptions, StepPlan, plan_step
+
+_KIND = "distca_step"
+_PLAIN = ("ranks", "stages", "nano_batches", "align", "shares", "resend", "disaggregate", "tolerance")
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What :func:`distca.plan.step.plan_step` is given.
+
+    Attributes:
+        lengths: by micro-batch, tokens per document.
+        options: how to plan, without a scheduler of its own.
+        homes: by micro-batch, the home rank of every document, or None.
+        room: by micro-batch, most tokens of documents that are dealt anew; None deals none.
+    """
+
+    lengths: Sequence[Sequence[int] | np.ndarray]
+    options: PlanOptions
+    homes: Sequence[Sequence[int] | np.ndarray | None] | None = None
+    room: Sequence[int] | None = None
+
+    def plan(self) -> StepPlan:
+        """Plan the step.
+
+        Raises:
+            PlanError: as :func:`distca.plan.step.plan_step`.
+        """
+        return plan_step(self.lengths, self.options, self.homes, self.room)
+
+
+def write_step(path: Path, inputs: StepInputs) -> None:
+    """Write a step whole, so that several ranks may write the same one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    options = inputs.options
+    content = {
+        _KIND: 1,
+        "lengths": [np.asarray(each).tolist() for each in inputs.lengths],
+        "homes": [None if each is None else np.asarray(each).tolist() for each in inputs.homes or ()] or None,
+        "room": None if inputs.room is None else list(inputs.room),
+        "options": {name: getattr(options, name) for name in _PLAIN},
+        "links": asdict(options.links),
+        "non_attention": None if options.non_attention is None else asdict(options.non_attention),
+        "cost": _cost_content(options.cost),
+    }
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read_step(path: str | Path) -> StepInputs | None:
+    """The step of a file; None where it is another kind of file.
+
+    Raises:
+        PlanError: it is one of a step, but not usable.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            if file.read(1) != "{":
+                return None
+            content = json.loads("{" + file.read())
+    except (OSError, ValueError, RecursionError):  # who reads lengths from it says so
+        return None
+    if _KIND not in content:
+        return None
+    try:
+        options = {name: content["options"][name] for name in _PLAIN}
+        between = content["non_attention"]
+        return StepInputs(
+            [np.asarray(each, np.int64) for each in content["lengths"]],
+            PlanOptions(
+                cost=_cost(content["cost"]),
+                links=Links(**content["links"]),
+                non_attention=None if between is None else NonAttention(**between),
+                **options,
+            ),
+            content["homes"] and [None if each is None else np.asarray(each, np.int64) for each in content["homes"]],
+            content["room"] and [int(each) for each in content["room"]],
+        )
+    except PlanError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise PlanError(f"The step in {path} is not as it was written ({error!r}); take the file as it was.") from None
+
+
+def _cost_content(cost: CostModel) -> dict[str, Any]:
+    linear = None if cost.linear is None else asdict(cost.linear)
+    content: dict[str, Any] = {"shape": asdict(cost.shape), "block": cost.block, "linear": linear}
+    if isinstance(cost, TableCost):
+        content |= {name: _numbers(column) for name, column in cost.measured.items()}
+        load = cost.load
+        content["load"] = load and {name: _numbers(column) for name, column in vars(load).items()}
+    elif isinstance(cost, AnalyticCost):
+        content |= {"forward_terms": cost.forward_terms, "backward_terms": cost.backward_terms}
+    else:
+        raise TypeError(f"a {type(cost).__name__} cannot be written")
+    return content
+
+
+def _cost(content: Mapping[str, Any]) -> CostModel:
+    shape = AttentionShape(**content["shape"])
+    block, linear = content["block"], None if content["linear"] is None else LinearRate(**content["linear"])
+    if "forward_terms" in content:
+        return AnalyticCost(shape, block, tuple(content["forward_terms"]), tuple(content["backward_terms"]), linear)
+    q_rows, kv_rows, forward, backward = (np.asarray(content[name], np.float64) for name in TableCost.COLUMNS)
+    load = content["load"]
+    factors = None if load is None else LoadFactors(**{name: np.asarray(each) for name, each in load.items()})
+    return TableCost(shape, q_rows, kv_rows, forward, backward, block, factors, linear)
+
+
+def _numbers(column: Any) -> Any:
+    """Nested lists, with None for nan, which is no JSON."""
+    array = np.asarray(column, np.float64)
+    if array.ndim > 1:
+        return [_numbers(row) for row in array]
+    return [None if np.isnan(number) else number for number in array.tolist()]

@@ -1,0 +1,329 @@
+"""A checkpoint's ``.metadata``, read as data: a pickle is a program, and this runs only the part that makes numbers,
+text, lists and the classes that torch describes checkpoints with.
+
+The standard library takes the pickle apart. What it names is never looked up: a class is a name with values beside it
+until all is read. Then each is built from checked values, so a file can neither call, import nor change anything.
+"""
+
+from __future__ import annotations
+
+import math
+import pickletools
+from collections.abc import Callable
+from copy import copy
+from functools import lru_cache, partial
+from pathlib import Path, PurePath
+from pickle import UnpicklingError
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+_TORCH = "torch.distributed.checkpoint.metadata."
+_PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
+"""Where the checkpoint lay when it was saved, which nobody reads; Python 3.13 has the last one."""
+_MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
+_MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
+_MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
+_CALLED = {*_PATHS, "torch.Size", "torch.serialization._get_layout", f"{_TORCH}_MEM_FORMAT_ENCODING"}
+_DIMENSIONS = 64
+"""A tensor's at most, as in torch."""
+
+
+class _Name(NamedTuple):
+    """What a pickle names, which is not looked up."""
+
+    text: str
+
+
+class _Record:
+    """What a pickle makes of a name: its arguments and, once it is said, its state. Equal to itself only."""
+
+    __slots__ = ("arguments", "name", "state")
+
+    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.name, self.arguments, self.state = name, arguments, None
+
+
+def read_metadata(file: BinaryIO) -> Metadata:
+    """A checkpoint's description.
+
+    Args:
+        file: its ``.metadata``.
+
+    Raises:
+        UnpicklingError: it is no description of a checkpoint, or is more than data, of which nothing was run.
+    """
+    return copy(_built(file.read()))
+
+
+@lru_cache(maxsize=1)
+def _built(pickled: bytes) -> Metadata:
+    try:
+        return _Builder().metadata(_Machine().run(pickled))
+    except UnpicklingError:
+        raise
+    except Exception as error:  # a file that is garbage can fail in nearly any way
+        words = str(error).splitlines() or [type(error).__name__]
+        raise UnpicklingError(f"it cannot be read ({words[0]})") from None
+
+
+def forget_metadata() -> None:
+    """Free what was read last, which is kept because loading a checkpoint reads its description several times."""
+    _built.cache_clear()
+
+
+def check_files(checkpoint: Path, metadata: Metadata) -> None:
+    """Refuse a description whose tensors are not whole, or whose values are not all in regular files of the folder.
+
+    Args:
+        checkpoint: the folder.
+        metadata: its description.
+
+    Raises:
+        UnpicklingError: naming the tensor or the file.
+    """
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        file = checkpoint / name
+        if not file.is_file():
+            raise UnpicklingError(f"{name} is missing, or is no regular file")
+        if file.stat().st_size < end:
+            raise UnpicklingError(f"{name} has {file.stat().st_size:,} bytes, but must have {end:,}")
+    for name, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata) and not _is_whole(tensor):
+            raise UnpicklingError(f"the parts of {name} do not make up its shape {list(tensor.size)}")
+        if isinstance(tensor, TensorStorageMetadata) and _bytes(tensor) > sum(ends.values()):
+            raise UnpicklingError(f"{name} has shape {list(tensor.size)}, for which the files are too small")
+
+
+def _is_whole(tensor: TensorStorageMetadata) -> bool:
+    """Whether every part lies inside, at a place of its own, and all have the elements of the whole together."""
+    parts = tensor.chunks
+    if any(len(part.offsets) != len(tensor.size) or len(part.sizes) != len(tensor.size) for part in parts):
+        return False
+    inside = all(
+        begin + size <= most
+        for part in parts
+        for begin, size, most in zip(part.offsets, part.sizes, tensor.size, strict=True)
+    )
+    held = [part for part in parts if math.prod(part.sizes)]
+    apart = len({part.offsets for part in held}) == len(held)
+    return inside and apart and sum(math.prod(part.sizes) for part in held) == math.prod(tensor.size)
+
+
+def _bytes(tensor: TensorStorageMetadata) -> int:
+    return math.prod(tensor.size) * tensor.properties.dtype.itemsize
+
+
+class _Machine:
+    """Runs the operations of a pickle that make data; every other one is refused."""
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        plain = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
+        fixed = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+        self._operations: dict[str, Callable[[Any], object]] = {
+            **dict.fromkeys(plain, self._push),
+            **{name: partial(self._push_fixed, value) for name, value in fixed.items()},
+            **{f"TUPLE{size}": partial(self._tuple, size) for size in (1, 2, 3)},
+            "PROTO": lambda _: None,
+            "FRAME": lambda _: None,
+            "STOP": lambda _: None,
+            "MARK": lambda _: self._mark(),
+            "EMPTY_LIST": lambda _: self._push([]),
+            "EMPTY_DICT": lambda _: self._push({}),
+            "TUPLE": lambda _: self._push(tuple(self._to_mark())),
+            "APPEND": lambda _: self._append([self._stack.pop()]),
+            "APPENDS": lambda _: self._append(self._to_mark()),
+            "SETITEM": lambda _: self._set([self._stack.pop(-2), self._stack.pop()]),
+            "SETITEMS": lambda _: self._set(self._to_mark()),
+            "BINPUT": self._put,
+            "LONG_BINPUT": self._put,
+            "MEMOIZE": lambda _: self._put(len(self._memo)),
+            "BINGET": lambda number: self._push(self._memo[number]),
+            "LONG_BINGET": lambda number: self._push(self._memo[number]),
+            "GLOBAL": lambda names: self._name(*names.split(" ", 1)),
+            "STACK_GLOBAL": lambda _: self._name(self._stack.pop(-2), self._stack.pop()),
+            "NEWOBJ": lambda _: self._make(_MADE),
+            "REDUCE": lambda _: self._make(_CALLED),
+            "BUILD": lambda _: self._say_state(self._stack.pop()),
+        }
+
+    def run(self, pickled: bytes) -> Any:
+        """What the pickle makes: names and records in place of classes and objects."""
+        for operation, argument, _ in pickletools.genops(pickled):
+            do = self._operations.get(operation.name)
+            if do is None:
+                raise UnpicklingError(f"its operation {operation.name} is no part of a checkpoint and was not run")
+            do(argument)
+        (made,) = self._stack
+        return made
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _push_fixed(self, value: Any, _: Any) -> None:
+        self._stack.append(value)
+
+    def _mark(self) -> None:
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def _to_mark(self) -> list[Any]:
+        above, self._stack = self._stack, self._marks.pop()
+        return above
+
+    def _tuple(self, size: int, _: Any) -> None:
+        self._stack[-size:] = [tuple(self._stack[-size:])]
+
+    def _put(self, number: int) -> None:
+        self._memo[number] = self._stack[-1]
+
+    def _append(self, values: list[Any]) -> None:
+        _of(list, self._stack[-1]).extend(values)
+
+    def _set(self, pairs: list[Any]) -> None:
+        names = pairs[::2]
+        if not all(isinstance(name, str | _Record) for name in names):  # a deep tuple overflows the stack of C
+            raise UnpicklingError("it has a dict whose keys are no names")
+        _of(dict, self._stack[-1]).update(zip(names, pairs[1::2], strict=True))
+
+    def _name(self, module: str, name: str) -> None:
+        text = f"{module}.{name}"
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if text not in _MADE | _CALLED and not is_dtype and text != "collections.OrderedDict":
+            raise UnpicklingError(f"it names {text}, which is no part of a checkpoint and was not run")
+        self._push(_Name(text))
+
+    def _make(self, allowed: set[str]) -> None:
+        arguments, name = _of(tuple, self._stack.pop()), _of(_Name, self._stack.pop())
+        if name.text == "collections.OrderedDict" and not arguments:
+            self._push({})
+        elif name.text in allowed:
+            self._push(_Record(name.text, arguments))
+        else:
+            raise UnpicklingError(f"it makes a {name.text}, which is no part of a checkpoint and was not run")
+
+    def _say_state(self, state: Any) -> None:
+        record = _of(_Record, self._stack[-1])
+        if record.state is not None or record.name not in _MADE:
+            raise UnpicklingError(f"it changes a {record.name}, which is no part of a checkpoint and was not run")
+        record.state = state
+
+
+class _Builder:
+    """Builds what records describe, each from values of checked types."""
+
+    def __init__(self) -> None:
+        self._properties: dict[int, TensorProperties] = {}
+        self._parts_left = 0
+
+    def metadata(self, made: Any) -> Metadata:
+        if not isinstance(made, _Record) or made.name != f"{_TORCH}Metadata":
+            raise UnpicklingError("it is no metadata of a checkpoint")
+        """Without where the checkpoint lay and how a state dict is nested, which no reader of ours asks for."""
+        said = _fields(made, "Metadata")
+        stored = {_index(key): _info(each) for key, each in _of(dict, said["storage_data"]).items()}
+        self._parts_left = len(stored)
+        described = {_of(str, key): self._stored(each) for key, each in _of(dict, said["state_dict_metadata"]).items()}
+        return Metadata(described, storage_data=stored, version=_maybe(str, said.get("version")))
+
+    def _stored(self, made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        if _of(_Record, made).name == f"{_TORCH}BytesStorageMetadata":
+            return BytesStorageMetadata()
+        said = _fields(made, "TensorStorageMetadata")
+        parts = _of(list, said["chunks"])
+        self._parts_left -= len(parts)
+        if self._parts_left < 0:  # a list that many tensors share would take long to read
+            raise UnpicklingError("it has more parts of tensors than places where they lie")
+        return TensorStorageMetadata(
+            self._of_tensor(said["properties"]), _shape(said["size"]), [_chunk(part) for part in parts]
+        )
+
+    def _of_tensor(self, made: Any) -> TensorProperties:
+        """dtype, layout, whether it takes gradients, memory format, whether it is pinned."""
+        if (known := self._properties.get(id(made))) is not None:
+            return known
+        dtype, layout, gradient, _, pinned = _of(tuple, _record(made, "TensorProperties").state)
+        if _of(_Record, layout).arguments != ("torch.strided",):
+            raise UnpicklingError("it has a tensor that is not dense")
+        found = vars(torch)[_of(_Name, dtype).text.removeprefix("torch.")]
+        properties = TensorProperties(
+            _of(torch.dtype, found), requires_grad=_of(bool, gradient), pin_memory=_of(bool, pinned)
+        )
+        return self._properties.setdefault(id(made), properties)
+
+
+def _chunk(made: Any) -> ChunkStorageMetadata:
+    said = _fields(made, "ChunkStorageMetadata")
+    return ChunkStorageMetadata(_shape(said["offsets"]), _shape(said["sizes"]))
+
+
+def _index(made: Any) -> MetadataIndex:
+    said = _fields(made, "MetadataIndex")
+    offset = said.get("offset")
+    return MetadataIndex(
+        _of(str, said["fqn"]), None if offset is None else _shape(offset), _maybe(int, said.get("index"))
+    )
+
+
+def _info(made: Any) -> _StorageInfo:
+    """Where a part lies: in a file right in the checkpoint's folder, as it is."""
+    if _of(_Record, made).name != "torch.distributed.checkpoint.filesystem._StorageInfo":
+        raise UnpicklingError(f"it has a {made.name} in place of where a part lies")
+    said = _of(dict, made.state)
+    name, offset, length = _of(str, said["relative_path"]), _of(int, said["offset"]), _of(int, said["length"])
+    if not name or PurePath(name).name != name or name == ".." or "\0" in name:
+        raise UnpicklingError(f"it names {name!r}, which is no file of the checkpoint")
+    if min(offset, length) < 0 or said.get("transform_descriptors"):
+        raise UnpicklingError(f"it has a part of {name} that cannot be read")
+    return _StorageInfo(name, offset, length)
+
+
+def _shape(made: Any) -> torch.Size:
+    """Sizes or offsets, none of them negative."""
+    sizes = made
+    if isinstance(made, _Record) and made.name == "torch.Size":
+        (sizes,) = made.arguments
+    if len(_of(tuple, sizes)) > _DIMENSIONS:
+        raise UnpicklingError(f"it has a tensor of {len(sizes)} dimensions")
+    found = torch.Size(_of(int, size) for size in sizes)
+    if min(found, default=0) < 0:
+        raise UnpicklingError("it has a negative size")
+    return found
+
+
+def _record(made: Any, name: str) -> _Record:
+    record = _of(_Record, made)
+    if record.name != f"{_TORCH}{name}" or record.arguments:
+        raise UnpicklingError(f"it has a {record.name} in place of a {name}")
+    return record
+
+
+def _fields(made: Any, name: str) -> dict[str, Any]:
+    fields: dict[str, Any] = _of(dict, _record(made, name).state)
+    return fields
+
+
+def _of(kind: type, value: Any) -> Any:
+    """The value, which must be of exactly that type."""
+    if type(value) is not kind:
+        raise UnpicklingError(f"it has a {type(value).__name__} in place of a {kind.__name__}")
+    return value
+
+
+def _maybe(kind: type, value: Any) -> Any:
+    return None if value is None else _of(kind, value)

@@ -1,0 +1,120 @@
+"""What a model was when it was attached. Much of it is read only once, or on some ranks alone, so it must stay so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from distca.runtime import AttentionPool
+
+# Fields that CAD itself sets, or that schedules read anew in every step.
+_MAY_CHANGE = {
+    "gradient_accumulation_fusion",
+    "deallocate_pipeline_outputs",
+    "disable_parameter_transpose_cache",
+    "fused_single_qkv_rope",
+    "timers",
+    "barrier_with_L1_time",
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NEVER_CALLED = ("", ".self_attention", ".self_attention.core_attention")
+"""Parts of a disaggregated layer whose own parts are called one by one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attached:
+    """How a model was when :meth:`megatron_patches.api.CAD.attach` was done with it.
+
+    Attributes:
+        pool: the server pool of the CAD that attached it.
+        fields: values of its configuration by field.
+        modules: all modules by name.
+        disaggregated: whether core attention is.
+    """
+
+    pool: AttentionPool
+    fields: dict[str, Any]
+    modules: dict[str, torch.nn.Module]
+    disaggregated: bool
+
+
+def note_attached(model: GPTModel, pool: AttentionPool, disaggregated: bool) -> None:
+    """Note in the model how it is."""
+    model.attached = Attached(pool, fields_of(model.config), dict(model.named_modules()), disaggregated)
+
+
+def check_same_config(model: GPTModel, config: TransformerConfig) -> None:
+    """Refuse a model that was built with another configuration than its CAD's.
+
+    Raises:
+        SupportError: naming the first field that differs.
+    """
+    for name, ours, theirs in _differences(fields_of(config), fields_of(model.config)):
+        raise SupportError(
+            f"The model was built with {name} {theirs!r}, but the CAD with {ours!r}: give both the same "
+            "TransformerConfig."
+        )
+
+
+def check_as_attached(model: Any, pool: AttentionPool) -> None:
+    """Refuse a model that is another one's, or is not what it was when it was attached.
+
+    Args:
+        model: the GPTModel, attached.
+        pool: the server pool of the CAD that runs it.
+
+    Raises:
+        SupportError: naming what is different.
+    """
+    then: Attached = model.attached
+    if then.pool is not pool:
+        raise SupportError("The model was attached by another CAD: run it with the CAD that attached it.")
+    for name, before, now in _differences(then.fields, fields_of(model.config)):
+        raise SupportError(
+            f"{name} of the model's configuration is {now!r}, but was {before!r} when CAD attached the model, and "
+            "parts of it go by that: set it back, or set it before CAD, and build and attach the model anew."
+        )
+    modules = dict(model.named_modules())
+    for name, module in then.modules.items():
+        if modules.get(name) is not module:
+            raise SupportError(
+                f"{name} of the model was replaced or removed after CAD.attach: change the model before, where what is "
+                "not served is refused."
+            )
+    if then.disaggregated:
+        _check_hooks(model)
+
+
+def _check_hooks(model: Any) -> None:
+    for number, layer in enumerate(model.decoder.layers):
+        for part in _NEVER_CALLED:
+            module = layer.get_submodule(part.removeprefix("."))
+            if any(getattr(module, hooks) for hooks in _HOOKS):
+                raise SupportError(
+                    f"decoder.layers.{number}{part} has a hook, which nobody would call: a disaggregated layer's parts "
+                    "are called one by one. Put it on its norms, linear_qkv, linear_proj or mlp."
+                )
+
+
+def fields_of(config: TransformerConfig) -> dict[str, Any]:
+    """Values by field of what a configuration says; functions, and what may change, are left out."""
+    names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_CHANGE)
+    values = {name: getattr(config, name) for name in names}
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name == "activation_func" or not name.endswith(("_func", "_method"))
+    }
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in before | now:
+        ours, theirs = before.get(name), now.get(name)
+        if ours is not theirs and ours != theirs:
+            yield name, ours, theirs

@@ -1,0 +1,107 @@
+"""Fused operations that are wrong are not run any more, and right ones are never refused."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.ops import self_check, triton
+from distca.ops.self_check import Widths, check_operations
+from distca.testing.ranks import run_ranks
+
+CPU, WIDTHS = torch.device("cpu"), Widths(96, 80, 4, 2, 24)
+
+
+@pytest.fixture(autouse=True)
+def _trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "_refused", set())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_right_operations_are_never_refused(dtype) -> None:
+    for seed in range(3):
+        for run in self_check._operations(WIDTHS).values():
+            assert self_check.why_wrong(run, dtype, CPU, seed) is None
+
+
+_swiglu, _rms_norm, _rotate = self_check.swiglu, self_check.rms_norm, self_check.split_and_rotate
+_statistics, _gradient, _add = self_check.row_statistics, self_check.logits_to_gradient_, self_check.add_product
+
+
+def _wrong(name):
+    """(attribute, function) of an operation that is wrong in all types but float64."""
+
+    def rms_norm(x, weight, epsilon):
+        return _rms_norm(x, weight, epsilon + (0.05 if x.dtype != torch.float64 else 0))
+
+    def rotate(mixed, rotation, groups):
+        q, kv = _rotate(mixed, rotation, groups)
+        return (q, kv) if mixed.dtype == torch.float64 else (q.roll(1, 1), kv)
+
+    def row_rotated_late(mixed, rotation, groups):
+        q, kv = _rotate(mixed, rotation, groups)
+        if mixed.dtype != torch.float64:
+            q = torch.cat((q[:-1], q[-1:] * 1.2))
+        return q, kv
+
+    def gradient(logits, targets, lse, weights):
+        _gradient(logits, targets - int(logits.dtype != torch.float64), lse, weights)
+
+    def statistics(logits, targets):
+        maximum, total, target = _statistics(logits, targets)
+        return maximum, total * (1.001 if logits.dtype != torch.float64 else 1), target
+
+    def add(total, a, b):
+        _add(total, a * (1.01 if a.dtype != torch.float64 else 1), b)
+
+    def swiglu(x):
+        return _swiglu(x if x.dtype == torch.float64 else x.roll(40, -1))
+
+    return {
+        "RMSNorm": ("rms_norm", rms_norm),
+        "rotation": ("split_and_rotate", rotate),
+        "rotation of one row": ("split_and_rotate", row_rotated_late),
+        "cross-entropy": ("logits_to_gradient_", gradient),
+        "cross-entropy by its sum": ("row_statistics", statistics),
+        "weight gradients": ("add_product", add),
+        "SwiGLU": ("swiglu", swiglu),
+    }[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RMSNorm",
+        "rotation",
+        "rotation of one row",
+        "cross-entropy",
+        "cross-entropy by its sum",
+        "weight gradients",
+        "SwiGLU",
+    ],
+)
+def test_wrong_operations_are_refused_with_a_warning(monkeypatch, caplog, name, dtype) -> None:
+    monkeypatch.setattr(self_check, *_wrong(name))
+    with caplog.at_level(logging.WARNING, "distca.ops.self_check"):
+        found = check_operations(WIDTHS, dtype, CPU)
+    (operation,) = (each for each, objection in found.items() if objection)
+    assert name.startswith(operation)
+    assert not triton.is_trusted(operation) and len(triton._refused) == 1
+    (line,) = caplog.messages
+    assert line.startswith(f"The fused {operation} is refused, and torch's own runs, more slowly: ")
+    assert "% off the reference in " in line
+
+
+def _wrong_on_one_rank() -> tuple[list[str], bool]:
+    if dist.get_rank() == 1:
+        setattr(self_check, *_wrong("SwiGLU"))
+    found = check_operations(WIDTHS, torch.float32, CPU)
+    return [str(each) for each in found.values() if each], triton.is_trusted("SwiGLU")
+
+
+def test_ranks_refuse_together() -> None:
+    first, second = run_ranks(2, _wrong_on_one_rank)
+    assert first == second and first[1] is False
+    assert first[0][0].startswith("on rank 1, the output is ")

@@ -1,0 +1,125 @@
+"""The file of a step that could not be planned: what is planned from it is the same, and `distca plan` takes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distca.commands.plan import plan
+from distca.errors import FailedPlanError, OptionError, PlanError
+from distca.plan import Layout, Links, Plan, PlanOptions, analytic_cost, area_cost
+from distca.plan.cost.table_file import TABLES, find_table, load_table
+from distca.plan.step import NonAttention
+from distca.plan.step_file import StepInputs, read_step, write_step
+
+LENGTHS = [[700, 12_000, 900, 31], [5000, 6000, 1]]
+TABLE = TABLES / "cpu_reference_4x2x32.json"
+
+
+def _inputs() -> dict[str, StepInputs]:
+    measured = find_table("NVIDIA H200", "flash4", 32, 8, 128)  # with load factors and holes
+    assert measured is not None and measured.load is not None
+    assert np.isnan(measured.measured["forward_seconds"]).any()
+    stages = PlanOptions(
+        4, measured, stages=2, nano_batches=2, align=16, shares=2, resend=True, links=Links(2, 3.5),
+        non_attention=NonAttention(1e-9, 3e-9), tolerance=0.01,
+    )  # fmt: skip
+    return {
+        "measured, in stages": StepInputs(LENGTHS, stages, room=[14_000, 14_000]),
+        "measured": StepInputs(LENGTHS, PlanOptions(4, load_table(TABLE))),
+        "analytic, with homes": StepInputs(
+            LENGTHS, PlanOptions(2, analytic_cost(8, 2, 64)), [np.array([0, 1, 0, 0]), None]
+        ),
+        "at home": StepInputs([[5, 6]], PlanOptions(2, area_cost(), disaggregate=False), [[0, 1]]),
+    }
+
+
+@pytest.mark.parametrize("name", ["measured, in stages", "measured", "analytic, with homes", "at home"])
+def test_a_step_is_planned_from_its_file_as_it_was(name: str, tmp_path: Path, capsys: Any) -> None:
+    inputs, path = _inputs()[name], tmp_path / "step.json"
+    write_step(path, inputs)
+    again = read_step(path)
+    assert again is not None and list(tmp_path.iterdir()) == [path]
+    ours, theirs = inputs.plan(), again.plan()
+    assert ours.fingerprint == theirs.fingerprint
+    for before, after in zip(ours.drawn, theirs.drawn, strict=True):
+        assert np.array_equal(before, after)
+    assert np.array_equal(ours.balance().seconds_after, theirs.balance().seconds_after)
+    plan(str(path))
+    assert f"{ours.tokens:,} tokens" in capsys.readouterr().out
+
+
+def test_options_beside_a_steps_file_are_refused(tmp_path: Path) -> None:
+    write_step(tmp_path / "step.json", _inputs()["measured"])
+    with pytest.raises(OptionError, match=r"--ranks is given, but .*step\.json is a step's file, with options of its"):
+        plan(str(tmp_path / "step.json"), ranks=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lengths": "many"}, {"lengths": None}, {"options": {}}, {"cost": {}}, {"links": {"ranks": 1}}, {"room": 3},
+        {"lengths": [[5, 0]]}, {"lengths": []}, {"homes": [[0], [1]]}, {"links": None}, {"cost": {"shape": {}}},
+    ],
+)  # fmt: skip
+def test_a_steps_file_that_was_changed_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    write_step(path, _inputs()["measured"])
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(PlanError):
+        plan(str(path))
+
+
+@pytest.mark.parametrize("text", ["7\n5\n", "{", '{"lengths": [1]}', ""])
+def test_other_files_are_no_steps(text: str, tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text(text)
+    assert read_step(tmp_path / "lengths.txt") is None
+    assert read_step(tmp_path) is None and read_step("pretrain") is None
+
+
+def _fails(layout: Layout, direction: str) -> Plan:
+    raise IndexError(f"index {layout.ranks} is out of bounds")
+
+
+def test_a_step_that_the_planner_fails_on_is_written_and_named(tmp_path: Path, capsys: Any) -> None:
+    from megatron_patches.step import make_step
+    from megatron_patches.step_documents import StepDocuments
+
+    documents = StepDocuments([[np.arange(length) for length in each] for each in LENGTHS])
+    options = PlanOptions(2, area_cost(), nano_batches=2, scheduler=_fails)
+    with pytest.raises(FailedPlanError) as failed:
+        make_step(documents, options, 0, 0, "cpu", number=12, folder=tmp_path, room=40_000)
+    path = tmp_path / "failed_plan_of_step_12.json"
+    assert str(failed.value) == (
+        "Step 12, of 7 documents and 24,632 tokens, could not be planned (IndexError('index 2 is out of bounds')). "
+        f"{path} has its lengths and options; `distca plan {path}` plans it again. Please report it with that file, "
+        "which holds no token ids."
+    )
+    plan(str(path))
+    assert "24,632 tokens" in capsys.readouterr().out
+    written = read_step(path)
+    assert written is not None and written.room == [40_000, 40_000]
+
+
+def test_a_step_that_cannot_be_written_where_it_should_be_is_written_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_patches.failed_plans import reporting_failure
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with (
+        pytest.raises(FailedPlanError, match=r"failed_plan_of_step_3\.json has its lengths"),
+        reporting_failure(StepInputs([[5]], PlanOptions(1, area_cost())), 3, tmp_path / "missing"),
+    ):
+        raise ZeroDivisionError
+    assert (tmp_path / "failed_plan_of_step_3.json").exists()
+    with (
+        pytest.raises(PlanError, match=r"^no layout$"),
+        reporting_failure(StepInputs([[5]], PlanOptions(1, area_cost())), 4, tmp_path),
+    ):
+        raise PlanError("no layout")
+    assert not (tmp_path / "failed_plan_of_step_4.json").exists()
