@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from megatron.core.activations import squared_relu
+from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import gelu
 
 from distca.models.rope import RopeScaling
@@ -27,14 +28,10 @@ def megatron_variants(tp: int, pp: int = 1) -> list[ParityCase]:
         {"config": {"normalization": "LayerNorm", "add_qkv_bias": True, **no_gate}, "rotary_percent": 0.75},
         {"config": {"no_rope_freq": [1, 0, 0, 1], "normalization": "LayerNorm", **_ALTERNATE}},
     ]
+    if hasattr(TransformerConfig, "use_mup"):  # from version 0.17 on
+        scaled = {"use_mup": True, "mup_base_hidden_size": 8, "mup_embedding_mult": 3.0, "mup_attn_scale_power": 0.9}
+        models.append({"config": scaled})
     return _cases(models, tp, pp)
-
-
-def width_scaled_variant(tp: int) -> ParityCase:
-    """Megatron's muP, whose fields version 0.16 does not have."""
-    config = {"use_mup": True, "mup_base_hidden_size": 8, "mup_embedding_mult": 3.0, "mup_attn_scale_power": 0.9}
-    (case,) = _cases([{"config": config}], tp, 1)
-    return case
 
 
 def option_variants(tp: int, pp: int = 1) -> list[ParityCase]:
