@@ -75,7 +75,7 @@ from megatron_patches.support.attached import check_same_config, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
-from megatron_patches.support.model_options import check_model_options
+from megatron_patches.support.model_options import check_model_options, check_own_rotary
 from megatron_patches.support.process_groups import check_groups
 from megatron_patches.support.same_on_ranks import check_same_on_ranks
 from megatron_patches.support.trained_weights import check_weights_before
@@ -287,6 +287,7 @@ class CAD:
         """
         check_bare(model)
         check_same_config(model, self.config)
+        check_own_rotary(model, self._model_options)
         options = self._model_options
         if LayerKinds.of(model.config, options.score_softcap) != self._kinds:
             raise SupportError(

@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from distca.errors import SupportError
 from distca.models.rope import RopeScaling
 from distca.plan.fp8_shapes import Fp8
 from megatron_patches.patches.gpt_forward import leave_out_padding
@@ -135,7 +136,16 @@ def build_gpt(
         config: from :func:`transformer_config`.
         spec: of its layers, such as CAD.block_spec gives.
         rotary_percent: how much of each head is rotated.
+
+    Raises:
+        SupportError: a part of each head, and a scaling with an attention factor, which ``softmax_scale`` has for whole
+            heads only.
     """
+    if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
+        raise SupportError(
+            f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor, which is on scores of whole "
+            "heads: give CAD ModelOptions with `rotations` for all layers in place of both."
+        )
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rows = -(-vocabulary // tp) * tp
     model = GPTModel(

@@ -49,8 +49,8 @@ class ModelOptions:
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
         rotations: by layer of the whole model, its rotary positions; None for a layer with those that GPTModel was
-            built with. Empty where all have them. Layers without rotary positions are those of Megatron's
-            ``no_rope_freq``.
+            built with, or with none. Empty where all have those of GPTModel. Megatron's ``no_rope_freq`` says which
+            layers have none.
         query_scaling: how queries grow with their position; None where they do not.
         norms: where a layer's norms are. "pre": before attention and before the MLP. "post": behind each, before the
             residual is added (OLMo 2). "both": before and behind (Gemma 2).

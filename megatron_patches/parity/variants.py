@@ -63,7 +63,12 @@ def option_variants(tp: int, pp: int = 1) -> list[ParityCase]:
         },
         {  # Cohere 2
             "config": {"normalization": "LayerNorm", "rotary_interleaved": True, "no_rope_freq": 2, **_ALTERNATE},
-            "options": ModelOptions(norm_bias=False, parallel_mlp=True, logit_multiplier=0.25),
+            "options": ModelOptions(
+                norm_bias=False,
+                parallel_mlp=True,
+                logit_multiplier=0.25,
+                rotations=(Rotary(base=1e4, scaling=_YARN, percent=0.5), None) * 2,
+            ),
         },
         {  # Hunyuan's norms, and positions that go by the length of each document
             "config": {"qk_layernorm": True},

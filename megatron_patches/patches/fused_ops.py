@@ -19,6 +19,7 @@ from megatron.core.transformer.mlp import MLP
 
 from distca.ops.discard_output import forget_until_backward
 from distca.ops.output_loss import add_product
+from distca.ops.recomputed import recomputed
 from distca.ops.rotary import Rotation, split_and_rotate
 from distca.ops.swiglu import fill_swiglu, swiglu
 from megatron_patches.te.quantization import keeps_inputs
@@ -73,25 +74,60 @@ class SwigluMLP(MLP):
         """[rows, 1, hidden] of the normalised rows, and no bias."""
         assert per_token_scale is None  # of mixtures of experts
         gate_and_up, _ = self.linear_fc1(hidden_states)
-        activated = swiglu(gate_and_up)
+        activated = self._activated(gate_and_up)
         output, _ = self.linear_fc2(activated)
         if keeps_inputs(self.linear_fc2):
-            forget_until_backward(activated, partial(fill_swiglu, gate_and_up.detach()), output)
+            forget_until_backward(activated, partial(self._fill, gate_and_up.detach()), output)
         return output, None
+
+    @staticmethod
+    def _activated(gate_and_up: torch.Tensor) -> torch.Tensor:
+        return swiglu(gate_and_up)
+
+    @staticmethod
+    def _fill(gate_and_up: torch.Tensor, out: torch.Tensor) -> None:
+        fill_swiglu(gate_and_up, out)
+
+
+class LeanMLP(SwigluMLP):
+    """The same for any other activation, gated or not, without a kernel."""
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return recomputed(self._function, x)
+
+    def _fill(self, x: torch.Tensor, out: torch.Tensor) -> None:  # type: ignore[override]
+        out.copy_(self._function(x))
+
+    def _function(self, x: torch.Tensor) -> torch.Tensor:
+        """What megatron's MLP computes between its linear layers."""
+        config = self.config
+        if not config.gated_linear_unit:
+            return config.activation_func(x)
+        gate, up = x.chunk(2, dim=-1)
+        if (most := config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=most), up.clamp(-most, most)
+        return config.activation_func(gate) * (up + config.glu_linear_offset if config.glu_linear_offset else up)
 
 
 def fuse_swiglu(model: torch.nn.Module) -> None:
-    """Let every MLP whose activation is a plain SwiGLU compute it in one pass; all others stay megatron's."""
+    """Let every MLP whose activation is a plain SwiGLU compute it in one pass, and others compute theirs again in
+    backward. Those with biases, or whose activation megatron fuses, stay megatron's."""
     for module in model.modules():
-        if type(module) is MLP and _is_swiglu(module.config):
+        if type(module) is not MLP:
+            continue
+        config: TransformerConfig = module.config
+        if config.add_bias_linear:
+            continue
+        if _is_swiglu(config):
             module.__class__ = SwigluMLP
+        elif not config.bias_activation_fusion:
+            module.__class__ = LeanMLP
 
 
 def _is_swiglu(config: TransformerConfig) -> bool:
     return (
         config.gated_linear_unit
         and config.activation_func is torch.nn.functional.silu
-        and not config.add_bias_linear
         and not config.activation_func_fp8_input_store
         and config.activation_func_clamp_value is None
         and not config.glu_linear_offset

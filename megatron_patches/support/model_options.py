@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
@@ -24,6 +27,30 @@ def check_model_options(options: ModelOptions, config: TransformerConfig) -> Non
     """
     for sentence in (*_values(options), *_norms(options, config), *_rotations(options, config)):
         raise SupportError(sentence)
+
+
+def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
+    """Refuse a model that was built with rotary positions that no layer has.
+
+    Raises:
+        SupportError: so it is.
+    """
+    config = model.config
+    skipped = config.no_rope_freq or [0] * config.num_layers
+    if not options.rotations or any(
+        rotary is None and not skip for rotary, skip in zip(options.rotations, skipped, strict=True)
+    ):
+        return
+    own: Any = model.rotary_pos_emb
+    default = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True).inv_freq
+    plain = isinstance(own, RotaryEmbedding) and own.seq_len_interpolation_factor is None
+    frequencies = own.inv_freq.cpu() if plain else torch.empty(0)
+    if frequencies.shape != default.shape or not torch.allclose(frequencies, default):
+        raise SupportError(
+            "`rotations` has rotary positions for every layer, but GPTModel was built with some of its own, which none "
+            "would have: leave its rotary_base, rotary_percent and rope_scaling out, or set `rotations` to None for "
+            "the layers that have them."
+        )
 
 
 def _values(options: ModelOptions) -> Iterator[str]:
@@ -85,12 +112,6 @@ def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str
             )
         for problem in [] if rotary is None else _problems(rotary, config):
             yield f"`rotations` for layer {number}: {problem}"
-    rotated = [rotary for rotary, skip in zip(options.rotations, skipped, strict=True) if not skip]
-    if None not in rotated:
-        yield (
-            "`rotations` names every layer, so that GPTModel's own rotary positions would not be used: build GPTModel "
-            "with those of some layers, and set these to None."
-        )
 
 
 def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:

@@ -1,11 +1,14 @@
 """Model options that mean nothing, or that something else undoes, are refused with what to change."""
 
+from types import SimpleNamespace
+
 import pytest
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import TransformerConfig
 
 from distca.models.rope import RopeScaling
 from megatron_patches.model_options import MEGATRONS, ModelOptions, QueryScaling, Rotary
-from megatron_patches.support.model_options import check_model_options
+from megatron_patches.support.model_options import check_model_options, check_own_rotary
 from tests.megatron_patches.support.cases import LLAMA, refusal
 
 ROTARY = Rotary(base=100.0)
@@ -60,8 +63,6 @@ def test_options_that_go_together(options, fields):
             {"no_rope_freq": [0, 1]},
             "`rotations` has rotary positions for layer 1, which no_rope_freq leaves without any",
         ),
-        (ModelOptions(rotations=(ROTARY, ROTARY)), {}, "`rotations` names every layer, so that GPTModel's own"),
-        (ModelOptions(rotations=(ROTARY, None)), {"no_rope_freq": [0, 1]}, "`rotations` names every layer"),
         (
             ModelOptions(rotations=(Rotary(base=10.0, percent=0.4), None)),
             {},
@@ -78,6 +79,27 @@ def test_options_that_go_together(options, fields):
 def test_options_that_are_refused(options, fields, said):
     config = TransformerConfig(**{**LLAMA, "add_bias_linear": False, **fields})
     assert (refusal(check_model_options, options, config) or "").startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("rotations", "skipped", "built", "refused"),
+    [
+        ((ROTARY, ROTARY), None, {}, False),
+        ((ROTARY, ROTARY), None, {"rotary_base": 500}, True),
+        ((ROTARY, ROTARY), None, {"rotary_percent": 0.5}, True),
+        ((ROTARY, ROTARY), None, {"seq_len_interpolation_factor": 2.0}, True),
+        ((ROTARY, None), [0, 1], {"rotary_base": 500}, True),
+        ((ROTARY, None), None, {"rotary_base": 500}, False),
+        ((), [1, 1], {"rotary_base": 500}, False),
+    ],
+)
+def test_rotary_positions_that_no_layer_has(rotations, skipped, built, refused):
+    config = TransformerConfig(**LLAMA, no_rope_freq=skipped)
+    options = {"rotary_percent": 1.0, **built}
+    rotary = RotaryEmbedding(config.kv_channels, use_cpu_initialization=True, **options)
+    model = SimpleNamespace(config=config, rotary_pos_emb=rotary)
+    said = refusal(check_own_rotary, model, ModelOptions(rotations=rotations)) or ""
+    assert said.startswith("`rotations` has rotary positions for every layer, but") == refused
 
 
 def test_what_megatrons_own_layers_compute_too():
