@@ -23,9 +23,7 @@ class PlanError(DistcaError):
 class FailedPlanError(PlanError):
     """A step that the planner itself failed on, though its documents could have been planned."""
 
-    next_step = (
-        "report it with that file; to go on, resume with cad.ping_pong false or cad.deal false, which plan anew."
-    )
+    next_step = "report it with that file; to go on, resume without ping-pong or without dealing documents anew."
 
 
 class DataError(DistcaError):

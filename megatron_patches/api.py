@@ -286,15 +286,15 @@ class CAD:
             SupportError: no GPTModel, or a part of the model that is not served.
         """
         check_bare(model)
-        check_same_config(model, self.config)
-        check_own_rotary(model, self._model_options)
         options = self._model_options
+        check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
+        check_same_config(model, self.config)
+        check_own_rotary(model, options)
         if LayerKinds.of(model.config, options.score_softcap) != self._kinds:
             raise SupportError(
                 "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, which "
                 "plans by them: set them before CAD is made, and do not change them."
             )
-        check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
         own = use_position_rotary(model)
         if self._own_layers:
             layers = [layer.layer_number for layer in model.decoder.layers]

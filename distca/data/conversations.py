@@ -68,6 +68,8 @@ def _message(given: Any, number: int, template: str) -> dict[str, Any]:
             f"message {number} has the role {role!r}, which the chat template does not name; usual are "
             f"{', '.join(_ROLES)}"
         )
+    if not isinstance(calls, list):
+        raise ValueError(f"message {number} has tool_calls that are no list")
     if calls:
         message["tool_calls"] = [_call(call, number) for call in calls]
     return message

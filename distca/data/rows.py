@@ -10,7 +10,6 @@ Any other field holds what messages holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from distca.data.conversations import messages_of
@@ -57,26 +56,6 @@ def turns_of(row: Row, template: str) -> tuple[list[dict[str, Any]], list[bool]]
     said = zip(messages, marks, asked, strict=True)
     learned = [ask and mark is not False for message, mark, ask in said if message["role"] == "assistant"]
     return _with_system(messages, row.others.get("system")), learned
-
-
-def learned_spans(spans: Sequence[tuple[int, int]], learned: Sequence[bool]) -> list[tuple[int, int]]:
-    """Those spans that are learned.
-
-    Args:
-        spans: one for each of the assistant's messages.
-        learned: by message of the assistant.
-
-    Raises:
-        ValueError: a message is not learned, and there are more or fewer spans than messages.
-    """
-    if all(learned):
-        return list(spans)
-    if len(spans) != len(learned):
-        raise ValueError(
-            f"a turn is marked not to be learned, but the chat template marks {len(spans)} parts for {len(learned)} "
-            "turns of the assistant; put {% generation %} and {% endgeneration %} around each turn once"
-        )
-    return [span for span, is_learned in zip(spans, learned, strict=True) if is_learned]
 
 
 def _given(row: Row) -> tuple[list[Any], list[bool]]:

@@ -53,7 +53,7 @@ class Plan:
         tasks: its CA-tasks.
         before: tasks of the half before, if their servers keep its k,v rows: these do not travel to them again. Kinds
             with a window keep none.
-        windows: by kind of layer, the keys that a query sees; 0 for all.
+        windows: by kind of layer, the keys that a query sees; 0 for all, and for kinds that the plan has no layers of.
         kind: [D] int64 number of every document's kind of layer, since stages may run different ones; None where all
             documents have the first.
     """
@@ -99,9 +99,7 @@ class Plan:
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
         """[L] rows from the start of their documents that the servers of ``last`` tasks have of the half ``before``,
         and [L] where these begin in their buffers of that half."""
-        assert not np.array(self.windows)[self.kind_of_task].any(), (
-            "kinds with a window keep no rows of the half before"
-        )
+        assert not any(self.windows), "kinds with a window keep no rows of the half before"
         kept = before.take(before.last_on_server)
         documents = len(self.layout.last)
         key = kept.server * documents + kept.document

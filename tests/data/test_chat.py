@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from distca.data import chat, open_source
-from distca.data.chat import ChatTemplate, chat_recipe
+from distca.data import open_source
+from distca.data.chat import chat_recipe
 from distca.data.convert import convert
 from distca.data.recipe import Recipe
 from distca.data.texts import Row, open_texts
@@ -19,10 +19,6 @@ PLAIN = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 THINKING = PLAIN.replace(
     "message['content']", "(message['content'] if loop.last else message['content'].split('</think>')[-1])"
 )
-SYSTEM_MOVES = (
-    "{% for message in messages %}{% if message.role == 'user' and loop.index0 == messages|length - 2 %}"
-    "new {% endif %}{{ message.content }}<|end|>{% endfor %}"
-)
 TALK = [
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": "hello"},
@@ -33,6 +29,7 @@ TALK = [
 
 
 SIMPLE = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
+UPPER = SIMPLE.replace("message.content", "message.content | upper")
 PARTS = [{"type": "text", "text": "hi"}]
 
 
@@ -197,7 +194,11 @@ def test_control_tokens_in_a_message_stay_text(tmp_path):
         (SIMPLE, [*TALK[:3], {"role": "user", "content": PARTS}], "the content of message 4 is a list of parts, which"),
         ("{{ raise_exception('roles must alternate') }}", TALK, "the chat template fails: roles must alternate"),
         ("{{ messages.nothing.more }}", TALK, "the chat template fails: .*has no attribute 'nothing'"),
-        (SYSTEM_MOVES, TALK, r"does not show where message 5, the assistant's, begins and ends; put {% generation %}"),
+        (
+            UPPER,
+            TALK,
+            "the chat template changes the texts of messages, so that they cannot be found in what it writes",
+        ),
     ],
 )
 def test_mistakes_of_conversations_are_sentences(tmp_path, template, messages, said):
@@ -217,7 +218,9 @@ def test_mistakes_of_templates_are_sentences(tmp_path):
 
 
 def test_a_template_may_take_parts_of_a_content(tmp_path):
-    template = SIMPLE.replace("message.content", "(message.content if message.content is string else 'hi')")
+    template = SIMPLE.replace(
+        "message.content", "(message.content if message.content is string else message.content[0].text)"
+    )
     plain = [{"role": "user", "content": "hi"}, *TALK[2:]]
     assert learned(tmp_path, template, [{"role": "user", "content": PARTS}, *TALK[2:]]) == learned(
         tmp_path, SIMPLE, plain
@@ -237,15 +240,6 @@ def test_where_templates_are(tmp_path, where):
     file = "tokenizer_config.json" if where == "several" else where
     (tmp_path / file).write_text(json.dumps(said | {"chat_template": held}))
     assert chat_recipe(Recipe(find_tokenizer(str(tmp_path)))).template == PLAIN
-
-
-def test_a_template_runs_in_a_sandbox():
-    with pytest.raises(ValueError, match=r"the chat template fails: .*unsafe"):
-        ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render(TALK, [])
-
-
-def test_marks_are_taken_out():
-    assert chat._unmarked(f"a{chat._OPEN}b{chat._SHUT}c{chat._OPEN}{chat._SHUT}") == ("abc", [(1, 2), (3, 3)])
 
 
 def test_a_template_gets_tokens_that_only_the_special_tokens_map_names(tmp_path):

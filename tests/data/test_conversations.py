@@ -60,6 +60,7 @@ def test_tools_as_a_list_or_as_json() -> None:
         ([{"from": "function_call", "value": "{"}], "message 1 is a function_call, but its value is no JSON"),
         ([{"role": "user"}], "message 1 is not"),
         ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "message 1 calls a tool without a name"),
+        ([{"role": "assistant", "tool_calls": 7}], "message 1 has tool_calls that are no list"),
         (
             [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "{"}]}],
             "message 1 calls a with arguments that are no JSON",

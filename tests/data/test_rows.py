@@ -19,7 +19,6 @@ USER, SAID = {"role": "user", "content": "u"}, {"role": "assistant", "content": 
 SYSTEM = {"role": "system", "content": "s"}
 TALK = [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
 LONG = [USER, SAID | {"weight": 0}, USER, {"role": "assistant", "content": "b", "weight": 1}]
-TWICE = CHAT.replace("{% generation %}", "{% generation %}{% endgeneration %}{% generation %}")
 
 
 @pytest.mark.parametrize("template", [PLAIN, CHAT], ids=["plain", "with generation"])
@@ -36,12 +35,6 @@ def test_a_turn_that_is_marked_so_is_not_learned(tmp_path: Any, template: str, m
     _, text, runs = learned(tmp_path, template, messages)
     assert text == "<|begin|>user\nu<|end|>assistant\na<|end|>user\nu<|end|>assistant\nb<|end|>"
     assert runs == ["b<|end|>"]
-
-
-def test_marks_need_a_template_that_shows_turns(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="marks 4 parts for 2 turns"):
-        learned(tmp_path, TWICE, LONG)
-    learned(tmp_path, TWICE, [USER, SAID])
 
 
 @pytest.mark.parametrize(

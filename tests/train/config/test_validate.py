@@ -212,7 +212,11 @@ def test_a_cost_table_is_read_before_anything_starts(tmp_path: Path) -> None:
     for more, table, said in (
         ([], str(CONFIGS / "tiny.yaml"), "tiny.yaml is not JSON ("),
         ([], _table(tmp_path), "was measured for 32 query heads, 8 key/value heads and head size 128, but a rank of"),
-        (shape, _table(tmp_path, heads="many"), "has heads 'many', which must be a whole number of at least 1;"),
+        (
+            shape,
+            _table(tmp_path, heads="many"),
+            "has heads 'many', which must be a whole number of at least 1 and at most",
+        ),
         (shape, _table(tmp_path, kv_rows="many"), "has something else where numbers should be ("),
         (shape, _table(tmp_path, q_rows=[]), "q_rows must be positive and increasing, not []."),
     ):

@@ -1,0 +1,1 @@
+"""Chat templates: how they run, where in what they write the assistant speaks, and its ids."""
