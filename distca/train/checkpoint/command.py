@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import warnings
@@ -22,6 +23,8 @@ from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.config.schema import RunConfig
 from distca.train.run.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["export_weights", "import_weights"]
 
 _CONFIG, _METADATA, _FITS = "config.yaml", ".metadata", "fits.json"
@@ -40,6 +43,8 @@ def import_weights(folder: str, *, output: str) -> None:
     """
     source, target = Path(folder), Path(output)
     described = describe_folder(source)
+    for warning in described.warnings:
+        logger.warning("%s", warning)
     files = TensorFiles(source)
     files.check(described)
     stored = files.dtype(EMBEDDING)
@@ -95,11 +100,12 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
             weights = SavedWeights(path, model.model)
             with _writing(target), _progress(f"writing {output}", model.model, model.dtype) as advance:
                 begin(target)
-                writer = ShardWriter(target, 1, count_shards(model, weights.names()))
+                writer = ShardWriter(target, 1, count_shards(model, weights.names(), others=True), model.stored)
                 for name, tensor in weights.tensors():
                     tensor = tensor.to(getattr(torch, model.dtype))
                     writer.add(name, tensor)
                     advance(tensor.numel() * tensor.element_size())
+                writer.add_others(model)
                 writer.flush()
                 finish(target, writer.file_of, model)
         except UnreadableError as error:
