@@ -86,6 +86,11 @@ def text_family(family: str) -> str:
     return COMPOSITES[family].families[0] if family in COMPOSITES else family
 
 
+def scalings(family: str) -> tuple[str, ...]:
+    """The kinds of scaling of rotary positions that transformers has in a family's models."""
+    return FAMILIES[text_family(family)].rope_kinds
+
+
 def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of a config.json that describe the text part."""
     composite = COMPOSITES.get(str(config.get("model_type")))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.errors import ConfigError, ModelError
-from distca.models.description import ModelDescription, describe_folder, family_of
+from distca.models.description import ModelDescription, describe_folder, family_of, scalings
 from distca.models.rope import RopeScaling
 from distca.train.config.schema import ModelConfig, RunConfig
 
@@ -66,6 +66,46 @@ def first_scaling(config: RunConfig) -> RopeScaling:
     return config.model.rope_scaling if first is None else first.rope_scaling
 
 
+def window_problem(config: RunConfig) -> str | None:
+    """Why documents of the run's context do not fit the windows of the model that it begins with, if so."""
+    first, longest = _first(config), config.data.context_length
+    if first is None or first.window is None or longest <= first.window:
+        return None
+    return (
+        f"data.context_length is {longest}, but layers of the model in checkpoint.init_from "
+        f"{config.checkpoint.init_from} attend to {first.window} tokens only (its sliding_window), and longer "
+        f"documents are not served with windows; lower data.context_length to {first.window}."
+    )
+
+
+def context_warning(config: RunConfig) -> str | None:
+    """A sentence where the run trains positions that the model it begins with never saw, and stretches none."""
+    first, model, longest = _first(config), config.model, config.data.context_length
+    if first is None or model.rope_base != first.rope_base:
+        return None
+    known = _known_positions(first.positions, first.rope_scaling, model.rope_scaling)
+    if known is None or longest <= known:
+        return None
+    return (
+        f"data.context_length is {longest}, but the model in checkpoint.init_from {config.checkpoint.init_from} knows "
+        f"{known} positions, and nothing stretches them further. Set model.rope_base to a larger base, or "
+        f"model.rope_scaling.kind to yarn and model.rope_scaling.factor to {-(-longest // first.positions)} or more, "
+        f"or data.context_length to {known} or less."
+    )
+
+
+def _known_positions(positions: int, first: RopeScaling, own: RopeScaling) -> int | None:
+    """Positions of the model with a scaling; None where it goes by each document's length."""
+    if own.kind == "dynamic":
+        return None
+    if own.kind == "linear":
+        return positions if own == first else round(positions * own.factor)
+    if own.kind in ("yarn", "llama3"):
+        stretched = round(own.original_length * own.factor)
+        return max(positions, stretched) if own == first else stretched
+    return positions
+
+
 def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
     """What a run's model is, for its export.
 
@@ -84,6 +124,11 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
             "No model of transformers that is served has both model.qkv_bias and model.qk_norm, so this one cannot be "
             "exported; set one of them to false, or leave out checkpoint.export."
         )
+    if first is not None and scaling.kind != "none" and scaling.kind not in scalings(family):
+        raise ModelError(
+            f"model.rope_scaling.kind is {scaling.kind}, which models of {family} do not have in transformers, so this "
+            "one cannot be exported; set it to none, or leave out checkpoint.export."
+        )
     positions = max(config.data.context_length, first.positions if first is not None else 0)
     if scaling.kind == "yarn":
         positions = max(positions, round(scaling.original_length * scaling.factor))
@@ -91,7 +136,8 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
         positions = scaling.original_length  # which is what this kind of scaling goes by
     values = {name: getattr(model, name) for name in _shared()}
     values |= {"vocabulary": vocabulary, "head_dim": model.resolved_head_dim}
-    return ModelDescription(family=family, positions=positions, **values)
+    window = None if first is None else first.window
+    return ModelDescription(family=family, positions=positions, window=window, **values)
 
 
 def _first(config: RunConfig) -> ModelDescription | None:
