@@ -80,6 +80,21 @@ class ModelDescription:
         """What the names of tensors begin with that belong to other parts of the model, such as one for images."""
         return COMPOSITES[self.family].others if self.family in COMPOSITES else ()
 
+    def check_length(self, longest: int) -> None:
+        """Refuse documents that are longer than the windows of some layers.
+
+        Args:
+            longest: tokens of the longest document.
+
+        Raises:
+            ModelError: naming both numbers.
+        """
+        if self.window is not None and longest > self.window:
+            raise ModelError(
+                f"Layers of the model attend to {self.window} tokens only (its sliding_window), but a document has "
+                f"{longest}; longer documents are not served with windows."
+            )
+
 
 def text_family(family: str) -> str:
     """The family of a model's text part, which is the model itself where it has no others."""
