@@ -108,7 +108,7 @@ def bases() -> dict[str, dict[str, Any]]:
         **{"rms_norm_eps": 1e-5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     }
     own: dict[str, dict[str, Any]] = {
-        "mistral": {"sliding_window": None},
+        "mistral": {"sliding_window": None, "head_dim": 8},
         "ministral": {"sliding_window": None, "head_dim": 8},
         "seed_oss": {"head_dim": 8},
     }
@@ -119,11 +119,13 @@ def bases() -> dict[str, dict[str, Any]]:
 def moved() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every field of every model type with each of its other values, by a name that says so."""
     for kind, base in bases().items():
-        inside = COMPOSITES[kind].text if kind in COMPOSITES else None
         for field, default in sorted(_fields(kind).items()):
             for value in _values(field, default):
                 yield f"{kind}, {field} {json.dumps(value)}", base | {field: value}
-        for field, values in MOVES.items() if inside else ():
+        if kind not in COMPOSITES:
+            continue
+        inside = COMPOSITES[kind].text
+        for field, values in MOVES.items():
             for value in values:
                 yield f"{kind}, {inside}.{field} {json.dumps(value)}", base | {inside: base[inside] | {field: value}}
 

@@ -133,6 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} is no folder; a folder with {CONFIG} and safetensors files is needed.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, indent=1)  # as an export will, which must not fail behind the training
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({system_words(error)}); a model's folder has one.") from None
     except (ValueError, RecursionError) as error:

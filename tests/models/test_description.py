@@ -166,7 +166,8 @@ def test_folders_without_a_readable_config(tmp_path: Path) -> None:
         describe_folder(tmp_path / "missing")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         describe_folder(tmp_path)
-    for content, said in (("{", "is no JSON"), ("[]", "holds a list")):
+    deep = '{"a": ' + "[" * 3000 + "]" * 3000 + "}"
+    for content, said in (("{", "is no JSON"), ("[]", "holds a list"), (deep, "is no JSON")):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ModelError, match=said):
             describe_folder(tmp_path)

@@ -29,8 +29,7 @@ _MISTRAL = SHAPE | {
 
 MISTRAL: Final = Family(
     architecture="MistralForCausalLM",
-    fields=_MISTRAL
-    | {"layer_types": Inert("The class of transformers takes sliding_window in all layers, whatever this says.")},
+    fields=_MISTRAL | {"layer_types": Inert("A window counts as that of all layers, whatever kinds they are.")},
     windows="every",
 )
 
