@@ -69,15 +69,32 @@ def judge(configs: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Change
         configs: by name, the content of a config.json of a small model, with ids below 60.
         changes: by name, what is done to the folder when its weights are written, before anybody reads it.
     """
-    verdicts, names = dict[str, Verdict](), list(configs)
+    changes = changes or {}
+    refused = {name: said for name, config in configs.items() if name not in changes and (said := _refused(config))}
+    # Transformers draws no weights for what is refused: some of its defaults fill the memory.
+    verdicts = {name: Verdict("refused", said) for name, said in refused.items()}
+    names = [name for name in configs if name not in refused]
     for first in range(0, len(names), _AT_ONCE):
         some = names[first : first + _AT_ONCE]
         with tempfile.TemporaryDirectory(prefix="distca-judge-") as root:
             folders = {name: Path(root) / str(number) for number, name in enumerate(some)}
-            theirs = {name: _theirs(configs[name], folders[name], (changes or {}).get(name)) for name in some}
+            theirs = {name: _theirs(configs[name], folders[name], changes.get(name)) for name in some}
             (ours,) = run_ranks(1, _all_ours, list(folders.values()), timeout=600.0)
         verdicts |= {name: _verdict(*theirs[name], own) for name, own in zip(some, ours, strict=True)}
     return verdicts
+
+
+def _refused(config: Mapping[str, Any]) -> str:
+    """The sentence with which a config.json is refused; empty where it is described, or ends in a traceback."""
+    from distca.models.description import describe
+
+    try:
+        describe(config, "config.json")
+    except ModelError as error:
+        return str(error)
+    except Exception:  # which comes again, as the verdict
+        return ""
+    return ""
 
 
 def documents() -> list[list[int]]:
