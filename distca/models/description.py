@@ -151,14 +151,10 @@ def describe_folder(folder: Path) -> ModelDescription:
     """
     config, where = read_config(folder), str(folder / CONFIG)
     described = describe(config, where)
-    if config.get("model_type") in COMPOSITES and _says_nothing_of_ties(config):
+    if config.get("model_type") in COMPOSITES and config.get("tie_word_embeddings") is None:
         # Its class ties by default, and does not where the files have an output layer of its own.
         return replace(described, tie_embeddings=not has_tensor(folder, _OUTPUT))
     return described
-
-
-def _says_nothing_of_ties(config: Mapping[str, Any]) -> bool:
-    return all(fields.get("tie_word_embeddings") is None for fields in (config, text_fields(config)))
 
 
 def describe(config: Mapping[str, Any], where: str) -> ModelDescription:

@@ -78,7 +78,7 @@ _SAMPLE = (
     *("seed_oss, attention_bias false", "seed_oss, attention_out_bias true", "seed_oss, attention_dropout 0.65"),
     *("ministral, sliding_window 8", "mistral3, tie_word_embeddings true", "mistral3, text_config.is_causal false"),
 )
-_PUBLIC = ("Llama-3.2-1B", "phi-4", "Mistral-Small-3.1-24B", "Seed-OSS-36B", "Qwen2.5-7B-Instruct-1M")
+_PUBLIC = ("Llama-3.2-1B", "phi-4", "Mistral-Small-3.2-24B", "Seed-OSS-36B", "Qwen2.5-7B-Instruct-1M")
 
 
 def test_a_sample_of_fields_and_of_public_configurations() -> None:
