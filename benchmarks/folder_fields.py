@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.folder_judge import Verdict, judge
+from benchmarks.folder_judge import LENGTHS, Verdict, judge
 from benchmarks.public_configs import PUBLIC, Public, shrunk
 from distca.models.families import COMPOSITES, FAMILIES
 from distca.models.families.common import COMMON, ELSEWHERE
@@ -109,7 +109,7 @@ def bases() -> dict[str, dict[str, Any]]:
     }
     own: dict[str, dict[str, Any]] = {
         "mistral": {"sliding_window": None, "head_dim": 8},
-        "ministral": {"sliding_window": None, "head_dim": 8},
+        "ministral": {"sliding_window": max(LENGTHS), "head_dim": 8},
         "seed_oss": {"head_dim": 8},
     }
     found = {name: small | {"model_type": name} | own.get(name, {}) for name in FAMILIES}

@@ -26,6 +26,8 @@ def read_window(windows: Windows, said: Mapping[str, Any], where: str) -> int | 
         return None
     window: int | None = said["sliding_window"]
     if windows == "every":
+        if said.get("layer_types") is not None:  # with which transformers takes a Mistral for a Ministral
+            _check(said["layer_types"], said["num_hidden_layers"], window, where)
         return window
     if windows == "switched" and not said["use_sliding_window"]:
         window = None

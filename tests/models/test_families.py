@@ -82,7 +82,7 @@ _PUBLIC = ("Llama-3.2-1B", "phi-4", "Mistral-Small-3.2-24B", "Seed-OSS-36B", "Qw
 
 
 def test_a_sample_of_fields_and_of_public_configurations() -> None:
-    """The whole is benchmarks/folder_fields.py."""
+    """The whole is benchmarks/results/folders.json."""
     fields = {name: config for name, config in moved() if name in _SAMPLE}
     assert fields.keys() == set(_SAMPLE)
     verdicts = judge(fields | {name: shrunk(PUBLIC[name].fields) for name in _PUBLIC})
@@ -97,6 +97,12 @@ def test_a_sample_of_fields_and_of_public_configurations() -> None:
         ),
         *("seed_oss, attention_dropout 0.65", "mistral3, tie_word_embeddings true"),
     }
+
+
+def test_the_kept_result_has_nothing_wrong_and_is_of_today() -> None:
+    kept = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "folders.json").read_text())
+    assert kept["wrong"] == [] and kept["public"].keys() == PUBLIC.keys()
+    assert kept["fields"].keys() == {name for name, _ in moved()}
 
 
 _ODD: list[Any] = [
