@@ -115,7 +115,7 @@ def test_the_window_of_layers_that_have_one() -> None:
     assert _described(QWEN2, use_sliding_window=True).window == 131072
     assert _described(MISTRAL, sliding_window=4096).window == 4096
     assert _described({name: value for name, value in MISTRAL.items() if name != "sliding_window"}).window == 4096
-    # The class of transformers knows neither of these, and takes the window in all layers.
+    # MistralForCausalLM knows neither of these, and takes the window in all layers.
     assert _described(MISTRAL, sliding_window=4096, use_sliding_window=False).window == 4096
     assert _described(MISTRAL, sliding_window=4096, layer_types=["full_attention"] * 32).window == 4096
 
@@ -135,6 +135,7 @@ def test_the_window_of_layers_that_have_one() -> None:
         (LLAMA, {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5"),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types of 2 layers, but"),
         (QWEN3, {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]}, "but no sliding_window for them"),
+        (MISTRAL, {"layer_types": ["linear_attention"] * 32}, "has layers of linear_attention"),
         (QWEN3, {"layer_types": ["full_attention"] * 31 + ["linear_attention"]}, "has layers of linear_attention"),
         (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "has 'longrope' in rope_scaling, but served"),
         (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by kind of layer"),

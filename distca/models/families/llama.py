@@ -6,7 +6,7 @@ from typing import Final
 
 from distca.models.families.common import SHAPE
 from distca.models.families.family import Family
-from distca.models.fields import OFF, Inert, LeftOut, Only, Read
+from distca.models.fields import OFF, LeftOut, Only, Read
 
 _BIASES = "of all biases only those of q, k and v are served, of Qwen2 and Seed-OSS"
 _POSITIONS = 4096 * 32
@@ -29,7 +29,7 @@ _MISTRAL = SHAPE | {
 
 MISTRAL: Final = Family(
     architecture="MistralForCausalLM",
-    fields=_MISTRAL | {"layer_types": Inert("A window counts as that of all layers, whatever kinds they are.")},
+    fields=_MISTRAL | {"layer_types": Read("texts", None, optional=True)},
     windows="every",
 )
 
