@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from distca.data.batch import rank_batch
 from distca.models.rope import RopeScaling
 from distca.plan import Direction, Layout, Plan, lay_out
+from distca.plan.kinds import windows_of
 from distca.testing.plans import random_plan
 from distca.testing.reference_attention import relative_error
 from megatron_patches.api import CAD
@@ -64,11 +65,13 @@ class ParityShape:
     qk_norm: bool = False
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     sinks: bool = False
+    layer_types: tuple[str, ...] = ("full",)
+    window: int = 0
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """No layer has one, unless the case's configuration says so."""
-        return (0,) * self.layers
+        """By layer; a case's configuration may say otherwise."""
+        return windows_of(self.layer_types, self.window, self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
