@@ -118,6 +118,8 @@ def why_not(name: str, spec: AttentionSpec) -> str | None:
             return f"{torch.cuda.get_device_name(spec.device)} is older than Hopper"
     if name == "torch" and spec.deterministic:
         return "its backward is not deterministic"
+    if name == "torch" and any(kind.softcap for kind in spec.kinds):
+        return "it has no softcap of scores"
     return unserved_by(name, spec.head_dim)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from distca.attention import AttentionSpec, choose_kernel, select
 from distca.attention.reference import ReferenceKernel
+from distca.plan.kinds import AttentionKind
 
 
 def test_cpu_ranks_take_the_reference_kernel_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,3 +32,8 @@ def test_a_gpu_left_with_the_reference_kernel_is_warned_of(
         "Core attention kernel: reference, which is slow (not flash4: flash-attn-4 is not installed; not torch: its "
         "backward is not deterministic)"
     )
+
+
+def test_a_kernel_without_softcap_is_not_taken_for_it() -> None:
+    spec = AttentionSpec(2, 1, 64, torch.bfloat16, torch.device("cuda"), kinds=(AttentionKind(0.1, softcap=50.0),))
+    assert select.why_not("torch", spec) == "it has no softcap of scores"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from distca.errors import ConfigError, PlanError
+from distca.errors import ConfigError, SupportError
 from distca.testing.ranks import run_ranks
 from distca.train.run import consistency
 from tests.train.small_runs import arguments, train_all, write_texts
@@ -14,7 +14,7 @@ from tests.train.small_runs import arguments, train_all, write_texts
 def _train_with_own_settings(lines: list[list[str]], compared: bool) -> str:
     if not compared:
         consistency.by_setting = lambda _: {}  # type: ignore[assignment]
-    with pytest.raises(ConfigError if compared else PlanError) as caught:
+    with pytest.raises(ConfigError if compared else SupportError) as caught:
         train_all([lines[dist.get_rank()]])
     return str(caught.value)
 
@@ -25,7 +25,7 @@ def _train_with_own_settings(lines: list[list[str]], compared: bool) -> str:
         ("optimizer__lr", (0.01, 0.02), True, "Rank 1 was started with optimizer.lr 0.02, rank 0 with 0.01"),
         ("train__steps", (6, 7), True, "Rank 1 was started with train.steps 7, rank 0 with 6"),
         ("data__path", ("texts", "fewer"), True, "Ranks [1] see other documents than rank 0"),
-        ("cad__enabled", (True, False), False, "planned step 1 differently from rank 0"),
+        ("cad__enabled", (True, False), False, "disaggregate is False on rank 1 and True on rank 0"),
     ],
 )
 def test_a_rank_that_was_started_otherwise_ends_the_run(
