@@ -65,10 +65,11 @@ def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
     if gpus:
         device = torch.device("cuda", torch.cuda.current_device())
         cases = suite.all_modes(tp, suite.GPU_LENGTHS) + suite.edge_cases(tp, suite.GPU_EDGES)
+        cases += suite.kind_cases(tp, suite.GPU_LENGTHS)
         suites: list[Any] = [("bfloat16 ratio", cases, suite.bfloat16_ratios, suite.BFLOAT16_RATIO)]
     else:
         device = torch.device("cpu")
-        cases = suite.all_modes(tp) + suite.edge_cases(tp)
+        cases = suite.all_modes(tp) + suite.edge_cases(tp) + suite.kind_cases(tp)
         suites = [
             ("float32", cases, suite.float32_differences, suite.FLOAT32_TOLERANCE),
             ("float64", cases, suite.float64_errors, suite.FLOAT64_TOLERANCE),

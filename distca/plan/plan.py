@@ -53,7 +53,7 @@ class Plan:
         tasks: its CA-tasks.
         before: tasks of the half before, if their servers keep its k,v rows: these do not travel to them again. Kinds
             with a window keep none.
-        windows: by kind of layer, the keys that a query sees; 0 for all.
+        windows: by kind of layer, the keys that a query sees; 0 for all, and for kinds that the plan has no layers of.
         kind: [D] int64 number of every document's kind of layer, since stages may run different ones; None where all
             documents have the first.
     """

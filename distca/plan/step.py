@@ -414,7 +414,8 @@ def _with_kinds(plan: Plan, half: Sequence[Layout | None], kinds: Sequence[int],
     if not any(kinds) and not any(options.windows):
         return plan
     documents = [0 if layout is None else len(layout.first) for layout in half]
-    return replace(plan, windows=options.windows, kind=np.repeat(np.asarray(kinds, np.int64), documents))
+    windows = tuple(window if number in kinds else 0 for number, window in enumerate(options.windows))
+    return replace(plan, windows=windows, kind=np.repeat(np.asarray(kinds, np.int64), documents))
 
 
 def _at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:

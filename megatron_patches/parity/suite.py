@@ -77,17 +77,18 @@ def model_cases(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list
     return [*cases, ParityCase(micro_batches=lengths, tp=tp, shape=wide_heads)]
 
 
-def kind_cases(tp: int, pp: int = 1, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[ParityCase]:
+def kind_cases(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS, pp: int = 1) -> list[ParityCase]:
     """Windows shorter and longer than shards and documents, sinks, and layers of both kinds; with stages that run
     different kinds at the same time. A Megatron window excludes the row itself."""
-    every_second = {"window_size": (6, 0), "window_attn_skip_freq": 2}
+    short, middle, long = (6, 19, 28) if lengths is LENGTHS else (127, 700, 1299)
+    every_second = {"window_size": (short, 0), "window_attn_skip_freq": 2}
     models: list[dict[str, Any]] = [
         {"window_size": (0, 0)},
         every_second,
         {**every_second, "softmax_type": "learnable"},
-        {"window_size": (19, 0), "window_attn_skip_freq": [1, 0, 0, 1], "softmax_type": "learnable"},
+        {"window_size": (middle, 0), "window_attn_skip_freq": [1, 0, 0, 1], "softmax_type": "learnable"},
         {"softmax_type": "learnable", "qk_layernorm": True},
-        {"window_size": (28, 0), "window_attn_skip_freq": [1, 1, 1, 0], "softmax_scale": 0.11},
+        {"window_size": (long, 0), "window_attn_skip_freq": [1, 1, 1, 0], "softmax_scale": 0.11},
     ]
     levels: tuple[Recompute, ...] = ("none", "all", MLP)
     return [
@@ -96,7 +97,7 @@ def kind_cases(tp: int, pp: int = 1, lengths: tuple[tuple[int, ...], ...] = LENG
             tp=tp,
             pp=pp,
             backward=BACKWARDS[number % 2] if pp == 1 else "resend",
-            ping_pong=number % 3 < 2,
+            ping_pong=number < 5,
             recompute=levels[number % 3],
             scheduler=("random", "real")[(number // 2 + pp) % 2] if pp == 1 else "real",  # type: ignore[arg-type]
             offload=pp == 1 and levels[number % 3] == "all" and BACKWARDS[number % 2] == "resend",
@@ -150,7 +151,7 @@ def float64_errors(cases: Sequence[ParityCase], device: torch.device) -> list[Er
 
 def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
     """Our block's distance from float64, over that of megatron-core with the same kernel and tensor parallelism."""
-    cases = [replace(case, shape=GPU_SHAPE) for case in cases]
+    cases = [replace(case, shape=replace(GPU_SHAPE, layers=case.shape.layers)) for case in cases]
     weights = [block.rounded_weights(case, torch.bfloat16) for case in cases]
     exact, unmodified = [], []
     for case, full in zip(cases, weights, strict=True):

@@ -19,7 +19,7 @@ def _ratios(tp, name, per_node):
     return list(zip(cases, figures, strict=True)), suite.BFLOAT16_RATIO
 
 
-@pytest.mark.parametrize("name", ["all_modes", "edge_cases", "model_cases"])
+@pytest.mark.parametrize("name", ["all_modes", "edge_cases", "model_cases", "kind_cases"])
 @pytest.mark.parametrize("ranks,tp,per_node", [(1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (4, 1, 2), (4, 2, 0)])
 def test_no_farther_from_float64_than_stock(ranks, tp, per_node, name):
     results, ratio = run_ranks(ranks, _ratios, tp, name, per_node, timeout=400, gpus=True)[0]

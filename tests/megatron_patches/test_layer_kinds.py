@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def _kinds(tp, pp, per_node, float64):
     suite = _suite()
-    cases = [suite.replace(case, ranks_per_node=per_node) for case in suite.kind_cases(tp, pp)]
+    cases = [suite.replace(case, ranks_per_node=per_node) for case in suite.kind_cases(tp, pp=pp)]
     compare = suite.float64_errors if float64 else suite.float32_differences
     tolerance = suite.FLOAT64_TOLERANCE if float64 else suite.FLOAT32_TOLERANCE
     return [(case, figures, tolerance) for case, figures in zip(cases, compare(cases, CPU), strict=True)]
