@@ -12,7 +12,7 @@ key/value heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class Halo:
     @staticmethod
     def of(pieces: Pieces, lengths: np.ndarray, group: CpGroup, device: Destination, window: int) -> Halo:
         """This rank's halo. ``pieces``: of all groups."""
-        members = np.arange(group.size)
+        members = range(group.size)
         place = pieces.rank - group.number * group.size
         held = [pieces.where(place == each) for each in members]
         offset = np.cumsum(lengths) - lengths
@@ -82,7 +82,7 @@ class Halo:
             """Which of the rows that a rank fetches are another's."""
             return np.flatnonzero(holder[reads[reader].tokens] == owner)
 
-        order = [*members[members != me].tolist(), me]
+        order = [*(each for each in members if each != me), me]
         counts = np.array([[len(read_of(reader, owner)) for owner in members] for reader in members])
         fetched = np.concatenate([reads[me].at[read_of(me, owner)] for owner in order])
         sent = np.concatenate([row[reads[reader].tokens[read_of(reader, me)]] for reader in order])
@@ -185,9 +185,8 @@ class HaloMicroBatch(GatheredMicroBatch):
     ) -> HaloMicroBatch:
         """This rank's micro-batch. ``pieces``: head–tail pieces of all groups."""
         whole = GatheredMicroBatch.of(pieces, lengths, group, device, keep=True)
-        columns = (getattr(whole, each.name) for each in fields(whole) if not each.kw_only)
         each = {window: Halo.of(pieces, lengths, group, device, window) for window in sorted(set(windows) - {0})}
-        return HaloMicroBatch(*columns, each)
+        return HaloMicroBatch(whole.batch, whole.rows, group, whole.most, whole.tails, whole.heads, whole.keep, each)
 
 
 def halo_rows(layout: Layout, window: int) -> int:

@@ -143,6 +143,8 @@ def attention_errors(
         if own_sink is not None:
             total = torch.zeros_like(own_sink) if own_sink.grad is None else own_sink.grad.clone()
             dist.all_reduce(total)
-            found.append(relative_error(total, wanted[-1]))
+            like = wanted[-1]
+            assert like is not None
+            found.append(relative_error(total, like))
         errors[mode.name] = dict(zip(("o", "dq", "dk", "dv", "dsink"), found, strict=False))
     return errors
