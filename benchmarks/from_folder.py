@@ -34,7 +34,8 @@ from benchmarks.throughput.settings import parse
 from distca.errors import DistcaError
 from distca.log import die, setup_logging
 from distca.models.description import ModelDescription
-from distca.models.folder import ExportedModel, ShardWriter, config_fields, count_shards, finish
+from distca.models.exported_config import config_fields
+from distca.models.folder import ExportedModel, ShardWriter, count_shards, finish
 from distca.models.layout import expected_shapes
 from distca.models.rope import RopeScaling
 from distca.train.config.names import with_settings

@@ -1,22 +1,35 @@
 """DistCA: long-context LLM training by core attention disaggregation. Importing it needs numpy only.
 
-``CAD``, ``StepDocuments``, ``rows_of``, ``join_world`` and ``leave_world`` are the public API; they load torch and
-megatron-core when they are first asked for.
+``CAD``, ``StepDocuments``, ``ModelOptions`` with ``Rotary`` and ``QueryScaling``, ``rows_of``, ``join_world`` and
+``leave_world`` are the public API; they load torch and megatron-core when they are first asked for.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_patches.api import CAD
+    from megatron_patches.model_options import ModelOptions, QueryScaling, Rotary
     from megatron_patches.per_document import rows_of
     from megatron_patches.step_documents import StepDocuments
     from megatron_patches.world import join_world, leave_world
 
 __version__ = "0.1.0"
-__all__ = ["CAD", "StepDocuments", "join_world", "leave_world", "rows_of"]
+__all__ = [
+    "CAD",
+    "ModelOptions",
+    "QueryScaling",
+    "Rotary",
+    "StepDocuments",
+    "join_world",
+    "leave_world",
+    "rows_of",
+]
 
 _FACE = {
     "CAD": "megatron_patches.api",
+    "ModelOptions": "megatron_patches.model_options",
+    "QueryScaling": "megatron_patches.model_options",
+    "Rotary": "megatron_patches.model_options",
     "StepDocuments": "megatron_patches.step_documents",
     "join_world": "megatron_patches.world",
     "leave_world": "megatron_patches.world",

@@ -35,6 +35,8 @@ def takes(hint: Any) -> str:
         return f"a list of {len(get_args(hint))} whole numbers"
     if hint == list[int]:
         return "a list of whole numbers"
+    if get_origin(hint) is list:
+        return f"a list, each {takes(*get_args(hint))}"
     words: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(hint, str(hint))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -71,7 +71,8 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
         if is_dataclass(hint):
             groups += _section(hint, f"{prefix}{item.name}.", f"`{prefix}{item.name}`")
         else:
-            cells = (f"`{prefix}{item.name}`", takes(hint), f"`{_yaml(item.default)}`", meanings[item.name])
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            cells = (f"`{prefix}{item.name}`", takes(hint), f"`{_yaml(default)}`", meanings[item.name])
             lines.append(f"| {' | '.join(cells)} |")
     return lines + groups
 
@@ -88,6 +89,8 @@ def _meanings(kind: Any) -> dict[str, str]:
 
 
 def _yaml(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml, value))}]"
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from distca.attention import AttentionSpec, choose_kernel
 from distca.data.batch import Document
 from distca.device.offload import Offload
 from distca.errors import SupportError
+from distca.ops.logits import LogitTransform
 from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
@@ -40,14 +42,22 @@ from megatron_patches.full_recompute import recompute_layers
 from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.layer_kinds import LayerKinds
+from megatron_patches.model_options import MEGATRONS, ModelOptions
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
-from megatron_patches.patches.gpt_forward import check_attached, check_unwrapped, patch_forward
+from megatron_patches.patches.gpt_forward import (
+    check_attached,
+    check_unwrapped,
+    patch_forward,
+    scale_embeddings,
+    transform_logits,
+)
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.per_document import gather_documents
 from megatron_patches.pipeline_schedule import run_ticks
 from megatron_patches.plan_options import Level, attention_shape, plan_options
 from megatron_patches.readiness import known_ids, made_ready, note_trained
+from megatron_patches.rotations import LayerRotary
 from megatron_patches.self_check import check_layers
 from megatron_patches.step import Step, make_step
 from megatron_patches.step_documents import StepDocuments, check_room, listed
@@ -65,6 +75,7 @@ from megatron_patches.support.attached import check_same_config, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
+from megatron_patches.support.model_options import check_model_options, check_own_rotary
 from megatron_patches.support.process_groups import check_groups
 from megatron_patches.support.same_on_ranks import check_same_on_ranks
 from megatron_patches.support.trained_weights import check_weights_before
@@ -112,6 +123,8 @@ class CAD:
             current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
             FP8 numbers alone and :meth:`data_parallel` needs the distributed optimizer. "auto": Transformer Engine's
             where they can be used.
+        model_options: what the model does beside core attention that Megatron's configuration has no field for. The
+            defaults are a model that is all in the configuration.
 
     Attributes:
         options: how steps are planned.
@@ -145,12 +158,14 @@ class CAD:
         recompute: Recompute = "none",
         offload: bool = False,
         linears: Linears = "auto",
+        model_options: ModelOptions = MEGATRONS,
     ) -> None:
         check_version()
         drop_log_lines()
         check_groups(config)
         check_config(config)
         check_types(config)
+        check_model_options(model_options, config)
         check_arguments(
             tokens_per_rank=tokens_per_rank,
             tolerance=tolerance,
@@ -172,9 +187,11 @@ class CAD:
                 "tolerance": tolerance,
                 "ranks_per_node": ranks_per_node,
                 "deterministic": deterministic,
+                "model_options": repr(model_options),
             },
         )
         self.config, self._disaggregate, self._recompute_all = config, disaggregate, recompute == "all"
+        self._model_options, self._own_layers = model_options, disaggregate or model_options.own_layers
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage, self._rank = (
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -192,7 +209,7 @@ class CAD:
         if offload:
             check_offload(disaggregate, recompute, how, self._stages)
         self._te = use_te(linears, config, self.device)
-        self._kinds = LayerKinds.of(config)
+        self._kinds = LayerKinds.of(config, model_options.score_softcap)
         check_layers(config, self.device, self._te)
         self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb, offload)
         self.options = plan_options(
@@ -221,7 +238,7 @@ class CAD:
         if self._recompute_all:
             # FP8 copies of weights are then made for one segment or layer at a time: all would be as large as weights.
             config.disable_parameter_transpose_cache = True
-        if not disaggregate and not config.qk_layernorm:  # these norms come between projection and rotation
+        if not self._own_layers:
             fuse_rotation(config)
 
     @property
@@ -258,7 +275,8 @@ class CAD:
             check_layer_spec(layer)
             if has_te_linears(layer) and not self._te:
                 refuse_te_spec(self.config, self.device)
-        return block_spec(self.config, layer, disaggregate=self._disaggregate, te=self._te)
+        options = self._model_options
+        return block_spec(self.config, layer, options=options, disaggregate=self._disaggregate, te=self._te)
 
     def attach(self, model: GPTModel) -> GPTModel:
         """Let a model that was built with :meth:`block_spec` run disaggregated; returns it. A subclass of GPTModel
@@ -268,17 +286,25 @@ class CAD:
             SupportError: no GPTModel, or a part of the model that is not served.
         """
         check_bare(model)
-        check_model(model, SplitTransformerLayer if self._disaggregate else TransformerLayer)
+        options = self._model_options
+        check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
         check_same_config(model, self.config)
-        if LayerKinds.of(model.config) != self._kinds:
+        check_own_rotary(model, options)
+        if LayerKinds.of(model.config, options.score_softcap) != self._kinds:
             raise SupportError(
                 "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, which "
                 "plans by them: set them before CAD is made, and do not change them."
             )
+        own = use_position_rotary(model)
+        if self._own_layers:
+            layers = [layer.layer_number for layer in model.decoder.layers]
+            model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
         # Of several models, steps serve all.
-        self._lengths |= use_position_rotary(model).needs_lengths
+        self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
         patch_forward(model, DisaggregatedMicroBatch if self._disaggregate else PackedMicroBatch)
+        transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
+        scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         if self._disaggregate:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
@@ -287,6 +313,7 @@ class CAD:
         for module in model.modules():
             if isinstance(module, PackedAttention):
                 module.kernel, module.timeline = self.pool.kernel, self.pool.timeline
+                module.kind = replace(module.kind, softcap=options.score_softcap)
         note_attached(model, self.pool, self._disaggregate)
         return model
 

@@ -13,6 +13,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
@@ -22,13 +23,15 @@ from megatron.core.utils import make_viewless_tensor
 
 from distca.device.offload import Offload
 from distca.errors import SupportError
-from distca.ops.rotary import Rotation
 from distca.runtime import AttentionPool, run_layers
-from megatron_patches.batch_context import DisaggregatedMicroBatch, gather_nano_rows
+from megatron_patches.batch_context import DisaggregatedMicroBatch
 from megatron_patches.full_recompute import differentiable
 from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.linear_bias import with_bias
+from megatron_patches.model_options import MEGATRONS, ModelOptions
 from megatron_patches.packed_attention import PackedAttention
-from megatron_patches.patches.rms_norm import RMSNorm
+from megatron_patches.patches.norms import KeyWidthNorm, QueryWidthNorm, norm_class
+from megatron_patches.rotations import RowRotations
 from megatron_patches.support.config_fields import check_config, check_recomputation
 from megatron_patches.support.layer_spec import check_layer_spec, mlp_submodules
 
@@ -38,14 +41,14 @@ class _BoundLayer:
     """A split layer with the rotations of the micro-batch's halves."""
 
     layer: SplitTransformerLayer
-    rotations: Sequence[Rotation]
+    rotations: Sequence[RowRotations]
 
     @property
     def sink(self) -> torch.Tensor | None:
         return self.layer.self_attention.core_attention.softmax_offset
 
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer.pre(hidden, self.rotations[nano])
+        return self.layer.pre(hidden, self.rotations[nano].of(self.layer.layer_number))
 
     def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
         return self.layer.post(o_NHD, hidden)
@@ -63,7 +66,7 @@ class DisaggregatedBlock(TransformerBlock):
         self,
         hidden_states: torch.Tensor,
         attention_mask: DisaggregatedMicroBatch,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: RowRotations | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Run the block.
@@ -71,7 +74,7 @@ class DisaggregatedBlock(TransformerBlock):
         Args:
             hidden_states: [rows, 1, hidden], this sequence-parallel rank's share of every nano-batch.
             attention_mask: the micro-batch's routes.
-            rotary_pos_emb: [all rows, 1, 1, head_dim] angles in micro-batch order.
+            rotary_pos_emb: of all rows in micro-batch order.
         """
         micro_batch = attention_mask
         if self.config.pipeline_model_parallel_size > 1 and not self.in_phases:
@@ -83,8 +86,7 @@ class DisaggregatedBlock(TransformerBlock):
         if recompute or self.in_phases:  # in which all stages go back through all layers, frozen ones too
             hidden_states = differentiable(hidden_states)
         assert rotary_pos_emb is not None
-        halves_angles = gather_nano_rows(rotary_pos_emb, micro_batch.nano_rows, micro_batch.chunks)
-        rotations = [Rotation.of(angles) for angles in halves_angles]
+        rotations = rotary_pos_emb.halves(micro_batch.nano_rows, micro_batch.chunks)
         halves = hidden_states.split([rows // micro_batch.chunks for rows in micro_batch.nano_rows])
         outputs = run_layers(
             [_BoundLayer(layer, rotations) for layer in self.layers],
@@ -136,7 +138,12 @@ def disaggregate_block(block: TransformerBlock, pool: AttentionPool, recompute_s
 
 
 def block_spec(
-    config: TransformerConfig, layer: ModuleSpec | None = None, *, disaggregate: bool = True, te: bool = False
+    config: TransformerConfig,
+    layer: ModuleSpec | None = None,
+    *,
+    options: ModelOptions = MEGATRONS,
+    disaggregate: bool = True,
+    te: bool = False,
 ) -> TransformerBlockSubmodules:
     """Megatron's local spec with norms that know sequence parallelism and core attention that knows documents.
 
@@ -144,31 +151,38 @@ def block_spec(
         config: of the model.
         layer: Megatron's spec of a dense layer, the local one or Transformer Engine's; None takes the local one of the
             configuration.
-        disaggregate: layers that are cut at core attention; False leaves Megatron's own.
+        options: of the model.
+        disaggregate: layers that are cut at core attention; False leaves Megatron's own, unless they do not know the
+            options.
         te: Transformer Engine's linear layers in place of Megatron's. Norms stay apart from them in either case.
 
     Raises:
         SupportError: a spec of other layers.
     """
-    local = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    local = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = layer or local
     check_layer_spec(layer)
     layer = deepcopy(layer)
-    if disaggregate:
+    if disaggregate or options.own_layers:
         layer.module = SplitTransformerLayer
+        layer.params = {**layer.params, "options": options}
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    norm = norm_class(config, options.norm_bias)
+    parts.input_layernorm = IdentityOp if options.norms == "post" else norm
+    parts.pre_mlp_layernorm = IdentityOp if options.norms == "post" or options.parallel_mlp else norm
     # Checkpoints name norms as if they were in the linear layers.
     parts.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        both = (QueryWidthNorm, KeyWidthNorm) if options.query_key_norm == "width" else (norm, norm)
+        attention.q_layernorm, attention.k_layernorm = both
     column, row = _linears(te)
     mlp = mlp_submodules(parts.mlp)
     attention.linear_qkv = mlp.linear_fc1 = column
-    attention.linear_proj = mlp.linear_fc2 = row
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), RMSNorm)
+    attention.linear_proj = with_bias(row) if options.attention_output_bias else row
+    mlp.linear_fc2 = row
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), norm)
 
 
 def _linears(te: bool) -> tuple[type, type]:

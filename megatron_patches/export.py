@@ -79,9 +79,10 @@ def _write_stage(
     own = _own_slots(gpt, exported.model)
     group = parallel_state.get_pipeline_model_parallel_group()
     counts: list[Any] = [None] * group.size()
-    mine = count_shards(exported, [name for _, slot in own for name in slot.names])
+    first = parallel_state.is_pipeline_first_stage()  # its files hold the tensors of other parts, too
+    mine = count_shards(exported, [name for _, slot in own for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
-    writer = ShardWriter(folder, 1 + sum(counts[: group.rank()]), sum(counts))
+    writer = ShardWriter(folder, 1 + sum(counts[: group.rank()]), sum(counts), exported.stored)
     writes = parallel_state.get_tensor_model_parallel_rank() == 0
     problem: str | None = None
     for slot, tensors in _whole_tensors(own, values, getattr(torch, exported.dtype), writes):
@@ -93,6 +94,8 @@ def _write_stage(
                 problem = f"rank {dist.get_rank()}: {error}"
     if problem is None:
         try:
+            if writes and first:
+                writer.add_others(exported)
             writer.flush()
         except Exception as error:
             problem = f"rank {dist.get_rank()}: {error}"

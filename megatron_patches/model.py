@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from distca.errors import SupportError
 from distca.models.rope import RopeScaling
 from distca.plan.fp8_shapes import Fp8
 from megatron_patches.patches.gpt_forward import leave_out_padding
@@ -120,7 +121,11 @@ def transformer_config(
 
 
 def build_gpt(
-    shape: ModelShape, vocabulary: int, config: TransformerConfig, spec: ModuleSpec | TransformerBlockSubmodules
+    shape: ModelShape,
+    vocabulary: int,
+    config: TransformerConfig,
+    spec: ModuleSpec | TransformerBlockSubmodules,
+    rotary_percent: float = 1.0,
 ) -> GPTModel:
     """Megatron's GPTModel of a LLaMA, this stage's part of it, on the current device.
 
@@ -130,7 +135,17 @@ def build_gpt(
             tensor-parallel size, which the loss leaves out.
         config: from :func:`transformer_config`.
         spec: of its layers, such as CAD.block_spec gives.
+        rotary_percent: how much of each head is rotated.
+
+    Raises:
+        SupportError: a part of each head, and a scaling with an attention factor, which ``softmax_scale`` has for whole
+            heads only.
     """
+    if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
+        raise SupportError(
+            f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor, which is on scores of whole "
+            "heads: give CAD ModelOptions with `rotations` for all layers in place of both."
+        )
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rows = -(-vocabulary // tp) * tp
     model = GPTModel(
@@ -141,12 +156,16 @@ def build_gpt(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
+        rotary_percent=rotary_percent,
         rotary_base=shape.rope_base,  # type: ignore[arg-type]  # any number works
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
     )
     if shape.rope_scaling.kind != "none":
-        model.rotary_pos_emb = PositionRotary.of(shape.resolved_head_dim, shape.rope_base, shape.rope_scaling)
+        dims = int(shape.resolved_head_dim * rotary_percent)
+        model.rotary_pos_emb = PositionRotary.of(
+            dims, shape.rope_base, shape.rope_scaling, interleaved=config.rotary_interleaved
+        )
     if rows > vocabulary:
         leave_out_padding(model, vocabulary)
     return model

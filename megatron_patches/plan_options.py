@@ -195,6 +195,7 @@ def _non_attention(
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     assert ffn is not None and config.num_query_groups is not None and config.kv_channels is not None
     layers = config.num_layers // stages
-    weights = layer_weights(hidden, ffn, config.num_attention_heads, config.num_query_groups, config.kv_channels)
-    recomputed = weights if recompute_segments else 3 * hidden * ffn if config.recompute_granularity else 0
+    heads, gated = (config.num_attention_heads, config.num_query_groups, config.kv_channels), config.gated_linear_unit
+    weights, no_mlp = layer_weights(hidden, ffn, *heads, gated), layer_weights(hidden, 0, *heads)
+    recomputed = weights if recompute_segments else weights - no_mlp if config.recompute_granularity else 0
     return between_attentions(in_fp8 or rate, weights, recomputed, layers, tp)

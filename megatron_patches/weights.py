@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from distca.models.description import ModelDescription
 from distca.models.layout import EMBEDDING, FINAL_NORM, OUTPUT, layer_prefix
 from distca.models.tensors import TensorFiles
+from distca.models.weight_map import WeightMap
 from megatron_patches.te.fp8_weights import set_values
 
 
@@ -85,6 +86,19 @@ class _Columns:
         return (torch.cat(list(shares), dim=1),)
 
 
+def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
+    """Rows of a part. It is a tensor of its own, or lies behind the parts before it in a single one."""
+    if len(names) == len(sizes):
+        return files.read(names[part], rows)
+    skipped = sum(sizes[:part])
+    return files.read(names[0], slice(skipped + rows.start, skipped + rows.stop))
+
+
+def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold these parts: one each, or a single one."""
+    return tuple(parts) if len(names) == len(parts) else (torch.cat(list(parts)),)
+
+
 @dataclass(frozen=True)
 class _GateUp:
     """On each rank its rows of the gate, then those of the up projection."""
@@ -93,11 +107,13 @@ class _GateUp:
     rows: int
 
     def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
-        own = self.rows // ranks
-        return torch.cat([files.read(name, slice(rank * own, (rank + 1) * own)) for name in self.names])
+        own, sizes = self.rows // ranks, (self.rows, self.rows)
+        rows = slice(rank * own, (rank + 1) * own)
+        return torch.cat([_rows(files, self.names, sizes, part, rows) for part in range(2)])
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.cat(halves) for halves in zip(*(share.chunk(2) for share in shares), strict=True))
+        parts = [torch.cat(halves) for halves in zip(*(share.chunk(2) for share in shares), strict=True)]
+        return _stored(self.names, parts)
 
 
 @dataclass(frozen=True)
@@ -110,18 +126,21 @@ class _QueryKeyValue:
     head_dim: int
 
     def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
-        own = self.groups // ranks
-        parts = []
-        for name, heads in zip(self.names, (self.queries, 1, 1), strict=True):
-            rows = own * heads * self.head_dim
-            part = files.read(name, slice(rank * rows, (rank + 1) * rows))
-            parts.append(part.unflatten(0, (own, heads * self.head_dim)))
+        own, widths = self.groups // ranks, self._widths()
+        sizes, parts = [self.groups * width for width in widths], []
+        for number, width in enumerate(widths):
+            rows = slice(rank * own * width, (rank + 1) * own * width)
+            parts.append(_rows(files, self.names, sizes, number, rows).unflatten(0, (own, width)))
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        sizes = [heads * self.head_dim for heads in (self.queries, 1, 1)]
-        groups = torch.cat([share.unflatten(0, (-1, sum(sizes))) for share in shares])
-        return tuple(part.flatten(0, 1) for part in groups.split(sizes, dim=1))
+        widths = self._widths()
+        groups = torch.cat([share.unflatten(0, (-1, sum(widths))) for share in shares])
+        return _stored(self.names, [part.flatten(0, 1) for part in groups.split(widths, dim=1)])
+
+    def _widths(self) -> list[int]:
+        """Rows of a group in q, in k and in v."""
+        return [heads * self.head_dim for heads in (self.queries, 1, 1)]
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription) -> Slot:
@@ -138,26 +157,28 @@ def slot_of(parameter: str, layer: int, model: ModelDescription) -> Slot:
         return _Vocabulary((EMBEDDING if model.tie_embeddings else OUTPUT,), model.vocabulary)
     if parameter == "decoder.final_layernorm.weight":
         return _Whole((FINAL_NORM,))
-    place, name = layer_prefix(layer), parameter.split(".", 3)[3]
-    if name in _NORMS:
-        return _Whole((place + _NORMS[name],))
+    place, name, stored = layer_prefix(layer), parameter.split(".", 3)[3], model.weights
+    kind = name.rpartition(".")[2]
+    if (norm := _norms(stored).get(name)) is not None:
+        return _Whole((f"{place}{norm}.weight",))
     if name.startswith("self_attention.linear_qkv."):
-        names = tuple(f"{place}self_attn.{part}_proj.{name.rpartition('.')[2]}" for part in "qkv")
+        names = tuple(f"{place}{part}.{kind}" for part in stored.query_key_value)
         return _QueryKeyValue(names, model.heads // model.kv_heads, model.kv_heads, model.head_dim)
     if name == "self_attention.linear_proj.weight":
-        return _Columns((f"{place}self_attn.o_proj.weight",), model.heads * model.head_dim)
+        return _Columns((f"{place}{stored.attention_output}.weight",), model.heads * model.head_dim)
     if name == "mlp.linear_fc1.weight":
-        return _GateUp((f"{place}mlp.gate_proj.weight", f"{place}mlp.up_proj.weight"), model.ffn)
+        return _GateUp(tuple(f"{place}{part}.weight" for part in stored.gate_up), model.ffn)
     assert name == "mlp.linear_fc2.weight", f"{parameter} is no parameter of a model that is served"
-    return _Columns((f"{place}mlp.down_proj.weight",), model.ffn)
+    return _Columns((f"{place}{stored.down}.weight",), model.ffn)
 
 
-_NORMS = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-}
+def _norms(stored: WeightMap) -> dict[str, str]:
+    return {
+        "input_layernorm.weight": stored.attention_norm,
+        "pre_mlp_layernorm.weight": stored.mlp_norm,
+        "self_attention.q_layernorm.weight": stored.query_norm,
+        "self_attention.k_layernorm.weight": stored.key_norm,
+    }
 
 
 def slots(gpt: GPTModel, model: ModelDescription) -> Iterator[tuple[torch.nn.Parameter, Slot]]:

@@ -29,7 +29,7 @@ ROWS = (
 )
 KNOWS_MEGATRON = {"megatron_patches", "distca.commands", "distca.train"}
 # The public names of `distca` are loaded when they are asked for; the names are checked against this.
-FACE = {f"megatron_patches.{name}" for name in ("api", "per_document", "step_documents", "world")}
+FACE = {f"megatron_patches.{name}" for name in ("api", "model_options", "per_document", "step_documents", "world")}
 # With what they import of ours.
 NUMPY_ONLY = {"distca", "distca.errors", "distca.json_file", "distca.plan"}
 

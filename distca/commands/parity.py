@@ -79,7 +79,7 @@ def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
         for case, figures in zip(cases, compare(cases, device), strict=True):
             settings = asdict(case)
             settings["documents"] = [len(lengths) for lengths in case.micro_batches]
-            for detail in ("shape", "micro_batches", "changed_document", "seed"):
+            for detail in ("shape", "micro_batches", "changed_document", "seed", "options", "rotary_percent"):
                 del settings[detail]
             rows.append(
                 {"suite": name, "ranks": ranks, **settings, **figures, "worst": _worst(figures), "limit": limit}

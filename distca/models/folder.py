@@ -6,15 +6,17 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from distca.errors import ConfigError, VersionError, system_words
-from distca.models.description import CONFIG, ModelDescription, architecture
-from distca.models.layout import expected_shapes
-from distca.models.tensors import INDEX, SINGLE
+from distca.models.description import CONFIG, ModelDescription
+from distca.models.exported_config import config_fields
+from distca.models.layout import EMBEDDING, expected_shapes
+from distca.models.stored import INDEX, SINGLE
+from distca.models.tensors import TensorFiles
 
 if TYPE_CHECKING:
     import torch
@@ -88,66 +90,6 @@ def clear(folder: Path) -> None:
     shutil.rmtree(folder / PARTIAL, ignore_errors=True)
 
 
-def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json.
-
-    Args:
-        model: what it describes.
-        dtype: of the tensors, such as "bfloat16".
-        first: the config.json that training began with, of which all else is kept; empty where there was none.
-    """
-    fields = {name: value for name, value in first.items() if name not in _REPLACED}
-    fields |= {
-        "architectures": [architecture(model.family)],
-        "model_type": model.family,
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocabulary,
-        "max_position_embeddings": model.positions,
-        "rms_norm_eps": model.norm_epsilon,
-        "tie_word_embeddings": model.tie_embeddings,
-        "hidden_act": "silu",
-        "sliding_window": None,
-        "dtype" if "dtype" in first else "torch_dtype": dtype,
-    }
-    scaling, rope = _scaling_fields(model), dict[str, Any]()
-    if "rope_parameters" in first:
-        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base, **scaling}}
-    else:  # version 5 reads the older fields too, and version 4 reads no others
-        rope = {"rope_theta": model.rope_base, "rope_scaling": scaling or None}
-    return fields | rope
-
-
-_REPLACED = {
-    "dtype",
-    "torch_dtype",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "original_max_position_embeddings",
-}
-
-
-def _scaling_fields(model: ModelDescription) -> dict[str, Any]:
-    scaling = model.rope_scaling
-    if scaling.kind == "none":
-        return {}
-    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind in ("llama3", "yarn"):
-        fields["original_max_position_embeddings"] = scaling.original_length
-    if scaling.kind == "llama3":
-        fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    if scaling.kind == "yarn":
-        fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-        if scaling.attention_factor is not None:  # else a later extension by another factor would keep it
-            fields["attention_factor"] = scaling.attention_factor
-    return fields
-
-
 def copy_companions(source: Path, folder: Path) -> list[str]:
     """Copy tokenizer, chat templates and generation settings; returns the names that were there."""
     there = [
@@ -167,14 +109,35 @@ class ExportedModel:
         model: what it describes.
         fields: content of its config.json.
         dtype: of its tensors, such as "bfloat16".
-        source: the folder that training began with, for tokenizer, chat template and generation settings; None where
-            there was none.
+        source: the folder that training began with, for tokenizer, chat template, generation settings and tensors of
+            other parts; None where there was none.
+        stored: its tensors' names in the files, by those that a model of text alone would have; by default the same.
+        others: bytes of each tensor of other parts, by its name in the files of ``source``.
     """
 
     model: ModelDescription
     fields: Mapping[str, Any]
     dtype: str
     source: Path | None = None
+    stored: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def after(cls, model: ModelDescription, first: Mapping[str, Any], source: Path) -> ExportedModel:
+        """The folder of a model that began with another one.
+
+        Args:
+            model: what is trained.
+            first: the config.json that training began with.
+            source: its folder.
+
+        Raises:
+            ModelError: a file of it cannot be read.
+        """
+        files = TensorFiles(source, "numpy")
+        dtype = files.dtype(EMBEDDING)
+        others = {name: files.size(name) for name in files.of_other_parts(model)}
+        return cls(model, config_fields(model, dtype, first), dtype, source, files.stored, others)
 
 
 class ShardWriter:
@@ -184,21 +147,34 @@ class ShardWriter:
         folder: for which :func:`begin` made room.
         first: number of the first file.
         files: how many there are in all, by all writers.
+        stored: the names of tensors in the files, where they differ.
     """
 
-    def __init__(self, folder: Path, first: int, files: int) -> None:
+    def __init__(self, folder: Path, first: int, files: int, stored: Mapping[str, str] | None = None) -> None:
         self._folder, self._number, self._files = folder / PARTIAL, first, files
+        self._stored = stored or {}
         self._held: dict[str, torch.Tensor] = {}
         self._bytes = 0
         self.file_of: dict[str, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor, of the type in which it is written; OSError where that cannot be done."""
-        size = tensor.numel() * tensor.element_size()
+        name, size = self._stored.get(name, name), tensor.numel() * tensor.element_size()
         if self._held and self._bytes + size > SHARD_BYTES:
             self.flush()
         self._held[name] = tensor.contiguous()
         self._bytes += size
+
+    def add_others(self, exported: ExportedModel) -> None:
+        """Take the tensors of other parts as they are in the first folder; OSError where that cannot be done.
+
+        Raises:
+            ModelError: one cannot be read any more.
+        """
+        if exported.others and exported.source is not None:
+            files = TensorFiles(exported.source)
+            for name in exported.others:
+                self.add(name, files.read(name))
 
     def flush(self) -> None:
         """Write what is held."""
@@ -217,12 +193,12 @@ class ShardWriter:
         self._number, self._held, self._bytes = self._number + 1, {}, 0
 
 
-def count_shards(exported: ExportedModel, names: Iterable[str]) -> int:
-    """Files that a writer makes of tensors of these names, in this order."""
+def count_shards(exported: ExportedModel, names: Iterable[str], others: bool = False) -> int:
+    """Files that a writer makes of tensors of these names, in this order, and then of those of other parts."""
     shapes, value_bytes = expected_shapes(exported.model), VALUE_BYTES[exported.dtype]
+    sizes = [math.prod(shapes[name]) * value_bytes for name in names]
     files = held = 0
-    for name in names:
-        size = math.prod(shapes[name]) * value_bytes
+    for size in sizes + (list(exported.others.values()) if others else []):
         if not files or held + size > SHARD_BYTES:
             files, held = files + 1, 0
         held += size
@@ -241,7 +217,7 @@ def finish(folder: Path, file_of: Mapping[str, str], exported: ExportedModel) ->
     if names != [SINGLE]:
         values = sum(math.prod(shape) for shape in expected_shapes(exported.model).values())
         index = {
-            "metadata": {"total_size": values * VALUE_BYTES[exported.dtype]},
+            "metadata": {"total_size": values * VALUE_BYTES[exported.dtype] + sum(exported.others.values())},
             "weight_map": dict(sorted(file_of.items())),
         }
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

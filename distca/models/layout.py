@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distca.models.description import ModelDescription
 
 _BODY = "model"
@@ -25,20 +27,24 @@ def expected_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
-    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    q, kv, names = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.weights
     shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (model.hidden,),
-        "self_attn.q_proj.weight": (q, model.hidden),
-        "self_attn.k_proj.weight": (kv, model.hidden),
-        "self_attn.v_proj.weight": (kv, model.hidden),
-        "self_attn.o_proj.weight": (model.hidden, q),
-        "post_attention_layernorm.weight": (model.hidden,),
-        "mlp.gate_proj.weight": (model.ffn, model.hidden),
-        "mlp.up_proj.weight": (model.ffn, model.hidden),
-        "mlp.down_proj.weight": (model.hidden, model.ffn),
+        f"{names.attention_norm}.weight": (model.hidden,),
+        f"{names.attention_output}.weight": (model.hidden, q),
+        f"{names.mlp_norm}.weight": (model.hidden,),
+        f"{names.down}.weight": (model.hidden, model.ffn),
     }
-    if model.qkv_bias:
-        shapes |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+    for name, rows in stored_rows(names.query_key_value, (q, kv, kv)).items():
+        shapes[f"{name}.weight"] = (rows, model.hidden)
+        if model.qkv_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    for name, rows in stored_rows(names.gate_up, (model.ffn, model.ffn)).items():
+        shapes[f"{name}.weight"] = (rows, model.hidden)
     if model.qk_norm:
-        shapes |= {f"self_attn.{name}_norm.weight": (model.head_dim,) for name in "qk"}
+        shapes |= {f"{name}.weight": (model.head_dim,) for name in (names.query_norm, names.key_norm)}
     return shapes
+
+
+def stored_rows(names: Sequence[str], rows: Sequence[int]) -> dict[str, int]:
+    """Rows of each tensor that holds parts of so many rows: one each, or a single one that holds all of them."""
+    return {names[0]: sum(rows)} if len(names) == 1 else dict(zip(names, rows, strict=True))

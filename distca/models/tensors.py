@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +11,29 @@ from typing import TYPE_CHECKING, Any
 from distca.errors import ModelError, VersionError, system_words
 from distca.json_file import inside, open_regular, read_object
 from distca.models.description import ModelDescription
-from distca.models.layout import OUTPUT, expected_shapes
+from distca.models.layout import EMBEDDING, OUTPUT, expected_shapes
+from distca.models.stored import INDEX, SINGLE, plain_name, same_bytes
 from distca.words import count
 
 if TYPE_CHECKING:
     import torch
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _COMPUTED = ".rotary_emb.inv_freq"
 """Frequencies that older versions of transformers saved, though config.json says all of them."""
 _NAMED = 3
+_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+} | dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
+"""Of a value, by the type of its tensor."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
@@ -28,6 +42,7 @@ class TensorFiles:
 
     Attributes:
         folder: where they are.
+        stored: by the name that a model of text alone would have, the name in the files.
     """
 
     def __init__(self, folder: Path, framework: str = "pt") -> None:
@@ -44,6 +59,7 @@ class TensorFiles:
         self.folder, self._framework = folder, framework
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
+        self.stored = self._plain_names()
 
     def check(self, model: ModelDescription) -> None:
         """Refuse tensors that are not those of a model.
@@ -60,11 +76,39 @@ class TensorFiles:
                 )
             self.dtype(name)
         self._refuse_others(model)
+        if model.tie_embeddings and OUTPUT in self.stored:
+            self._check_tied()
+
+    def _check_tied(self) -> None:
+        """Refuse an output layer that was trained, though config.json says that it is the embedding."""
+        names = [self.stored[name] for name in (EMBEDDING, OUTPUT)]
+        files = [self.folder / self._file_of[name] for name in names]
+        if not same_bytes(files[0], names[0], files[1], names[1]):
+            raise ModelError(
+                f"{self.folder} has {names[1]}, which is not {names[0]}, though by config.json tie_word_embeddings is "
+                "true; set it to false there to train both, or remove that tensor."
+            )
+
+    def of_other_parts(self, model: ModelDescription) -> tuple[str, ...]:
+        """Names, in the files, of tensors that belong to other parts of the model, such as one for images."""
+        return tuple(sorted(name for name in self._file_of if name.startswith(model.other_parts)))
+
+    def size(self, name: str) -> int:
+        """Bytes of a tensor, by its name in the files."""
+        part = self._slice(name)
+        return math.prod(part.get_shape()) * _BYTES[part.get_dtype()]
 
     def _refuse_others(self, model: ModelDescription) -> None:
         """Refuse tensors that the model does not have, without which another one would be trained."""
         known = {*expected_shapes(model), OUTPUT}  # which a folder may hold though it is the embedding
-        others = [name for name in self._file_of if name not in known and not name.endswith(_COMPUTED)]
+        theirs = {*self.of_other_parts(model)}
+        others = [
+            stored
+            for plain, stored in self.stored.items()
+            if stored not in theirs
+            and not stored.endswith(_COMPUTED)
+            and (plain not in known or (plain != OUTPUT and (plain != stored) != bool(model.other_parts)))
+        ]
         if others:
             left = len(others) - _NAMED
             more = f" and {count(left, 'other')}" if left > 0 else ""
@@ -101,6 +145,7 @@ class TensorFiles:
         return tensor
 
     def _slice(self, name: str) -> Any:
+        name = self.stored.get(name, name)
         if name not in self._file_of:
             raise ModelError(f"{self.folder} has no tensor {name}, which a model of its config.json has.")
         file = self._file(self._file_of[name])
@@ -110,6 +155,13 @@ class TensorFiles:
             raise ModelError(
                 f"{self.folder / self._file_of[name]} has no tensor {name}, though {INDEX} says so."
             ) from None
+
+    def _plain_names(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for stored in self._file_of:
+            if (other := found.setdefault(plain_name(stored), stored)) != stored:
+                raise ModelError(f"{self.folder} has {other} and {stored}, which are the same tensor of the model.")
+        return found
 
     def _find(self) -> Mapping[str, str]:
         index = self.folder / INDEX

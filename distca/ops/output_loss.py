@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from distca.device.sizes import LOGITS_BYTES
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics, wide
+from distca.ops.logits import AS_THEY_ARE, LogitTransform
 from distca.ops.triton import is_trusted
 
 
@@ -62,6 +63,7 @@ def output_loss(
     loss_mask_N: torch.Tensor,
     shards: VocabularyShards,
     logits_bytes: int = LOGITS_BYTES,
+    transform: LogitTransform = AS_THEY_ARE,
 ) -> torch.Tensor:
     """Sum of the rows' cross-entropies, the same on every tensor-parallel rank.
 
@@ -71,14 +73,16 @@ def output_loss(
         labels_N: int64 target of every row (of all shares, in the order of the ranks).
         loss_mask_N: weight of every row's loss.
         shards: how the layer is shared.
-        logits_bytes: the most bytes that one chunk's logits may take.
+        logits_bytes: the most bytes that one chunk's logits may take. A limit of logits needs three to five times as
+            many for a while.
+        transform: what becomes of the logits before the softmax.
 
     Returns:
         A float32 scalar, float64 for float64 input. Where gradients are enabled it can be differentiated once with
         regard to hidden_NH and weight_VH; the weight's gradient is added up in float32 and rounded once.
     """
     gradients = torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)
-    work = _Chunks(hidden_NH.detach(), weight_VH.detach(), labels_N, loss_mask_N, shards, logits_bytes)
+    work = _Chunks(hidden_NH.detach(), weight_VH.detach(), labels_N, loss_mask_N, shards, logits_bytes, transform)
     return _OutputLoss.apply(hidden_NH, weight_VH, work, gradients)  # type: ignore[no-any-return]
 
 
@@ -88,6 +92,7 @@ def log_probabilities(
     labels_N: torch.Tensor,
     shards: VocabularyShards,
     logits_bytes: int = LOGITS_BYTES,
+    transform: LogitTransform = AS_THEY_ARE,
 ) -> torch.Tensor:
     """Logarithm of the probability of every row's target, the same on every tensor-parallel rank.
 
@@ -98,12 +103,16 @@ def log_probabilities(
         weight_VH: this rank's rows of the output layer's weight.
         labels_N: int64 target of every row (of all shares, in the order of the ranks).
         shards: how the layer is shared.
-        logits_bytes: the most bytes that one chunk's logits may take.
+        logits_bytes: the most bytes that one chunk's logits may take. A limit of logits needs three to five times as
+            many for a while.
+        transform: what becomes of the logits before the softmax.
 
     Returns:
         [N] float32, float64 for float64 input; can be differentiated once with regard to hidden_NH and weight_VH.
     """
-    return _LogProbabilities.apply(hidden_NH, weight_VH, labels_N, shards, logits_bytes)  # type: ignore[no-any-return]
+    return _LogProbabilities.apply(  # type: ignore[no-any-return]
+        hidden_NH, weight_VH, labels_N, shards, logits_bytes, transform
+    )
 
 
 class _LogProbabilities(torch.autograd.Function):
@@ -115,9 +124,10 @@ class _LogProbabilities(torch.autograd.Function):
         labels_N: torch.Tensor,
         shards: VocabularyShards,
         logits_bytes: int,
+        transform: LogitTransform,
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden_NH, weight_VH, labels_N)
-        ctx.how = shards, logits_bytes
+        ctx.how = shards, logits_bytes, transform
         work = _Chunks(hidden_NH, weight_VH, labels_N, torch.zeros_like(labels_N, dtype=torch.bool), *ctx.how)
         work.run(gradients=False)
         return -work.row_losses.flatten()
@@ -127,7 +137,7 @@ class _LogProbabilities(torch.autograd.Function):
     def backward(ctx: Any, upstream_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         hidden_NH, weight_VH, labels_N = ctx.saved_tensors
         _, d_hidden_NH, d_weight_VH = _Chunks(hidden_NH, weight_VH, labels_N, -upstream_N, *ctx.how).run(gradients=True)
-        return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), None, None, None
+        return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), None, None, None, None
 
 
 class _OutputLoss(torch.autograd.Function):
@@ -170,8 +180,9 @@ class _Chunks:
         loss_mask_N: torch.Tensor,
         shards: VocabularyShards,
         logits_bytes: int,
+        transform: LogitTransform,
     ) -> None:
-        self._hidden, self._weight, self._shards = hidden_NH, weight_VH, shards
+        self._hidden, self._weight, self._shards, self._transform = hidden_NH, weight_VH, shards, transform
         self._wide = wide(hidden_NH.dtype)
         first_column = shards.group.rank() * len(weight_VH)
         self._targets = (labels_N - first_column).view(shards.shares, -1)
@@ -189,6 +200,7 @@ class _Chunks:
         for rows, hidden in self._gathered():
             targets, row_weights = (x[:, rows].reshape(-1) for x in (self._targets, self._row_weights))
             logits = hidden @ self._weight.t()
+            slope = self._transform.apply_(logits, gradients)
             self._shards.mask_padding_(logits)
             lse, target_logits = self._reduce(*row_statistics(logits, targets))
             losses = lse - target_logits
@@ -196,11 +208,13 @@ class _Chunks:
             loss += (losses * row_weights).sum()
             if d_hidden is not None and d_weight is not None:
                 logits_to_gradient_(logits, targets, lse, row_weights)
+                if isinstance(slope, torch.Tensor) or slope != 1.0:
+                    logits *= slope
                 started = self._start_sum(logits, d_hidden[rows])
                 add_product(d_weight, logits.t(), hidden)
                 if started is not None:
                     started.wait()
-            del logits  # or the next chunk's would be beside them
+            del logits, slope  # or the next chunk's would be beside them
         return (loss,) if d_hidden is None or d_weight is None else (loss, d_hidden, d_weight)
 
     def _gathered(self) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -12,14 +12,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
     Args:
         x: [..., columns].
-        weight: [columns].
+        weight: [columns] of the type of ``x`` or of a wider one.
         epsilon: is added to the mean of squares.
     """
     if has_kernels(x, "RMSNorm"):
         from distca.ops.triton import rms_norm as kernels
 
         return kernels.rms_norm(x, weight, epsilon)
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, epsilon)
+    return _plain(x, weight, epsilon)
 
 
 def fill_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> None:
@@ -29,4 +29,8 @@ def fill_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: to
 
         kernels.fill(x.contiguous(), weight, epsilon, out)
     else:
-        out.copy_(torch.nn.functional.rms_norm(x, x.shape[-1:], weight, epsilon))
+        out.copy_(_plain(x, weight, epsilon))
+
+
+def _plain(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, epsilon).to(x.dtype)

@@ -151,7 +151,7 @@ def levelled(items: Items, filled: Filled, rate: float) -> Parts:
     whole = np.repeat(np.add.reduceat(part, heads), count)
     rows, work = items.rows[item], items.work[item]
     surplus, need, space = work - rate * rows, filled.need.copy(), filled.space.copy()
-    tiny = 1e-6 * (LEAST_SHARE * filled.mean)
+    tiny = np.maximum(1e-6 * (LEAST_SHARE * filled.mean), 1e-300)
     for _ in range(_LEVELLINGS):
         # A rank with several shares changes them alike.
         size, own = part * surplus, part * rows
@@ -201,6 +201,7 @@ class _Bins:
         self._mean, self._rate = mean, 0.0
         self._in_turn, self._newest = in_turn, -1
         self._heap: list[tuple[float, int]] = []
+        self._full: list[tuple[float, int]] = []
 
     @property
     def filled(self) -> Filled:
@@ -214,6 +215,7 @@ class _Bins:
         self._rate, self._newest = rate, -1
         pairs = zip(self._need, self._space, strict=True)
         self._heap = [(rate * tokens - lacks, at) for at, (lacks, tokens) in enumerate(pairs)]
+        self._full = []
         heapq.heapify(self._heap)
 
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
@@ -250,7 +252,11 @@ class _Bins:
             if found:
                 self._put(item, at, 1.0, own, brings)
         for each in aside:
-            heapq.heappush(self._heap, each)
+            # No whole document finds room again where there is less than a token.
+            if self._space[each[1]] < 1.0:
+                self._full.append(each)
+            else:
+                heapq.heappush(self._heap, each)
         return found
 
     def take_back(self, *, first: bool = False) -> None:
@@ -268,6 +274,8 @@ class _Bins:
         """Put parts of an item that all of it has ``own`` rows and ``brings`` work into one bin after the other; with
         ``within_need`` as much as they lack, else as much as they have tokens for. Returns what is left of it."""
         aside = []
+        while self._full:
+            heapq.heappush(self._heap, self._full.pop())
         most = brings - self._sparse * own
         over = max(self._over, _OVERFULL_WITH_KEYS * self._mean) if self.many_keys else self._over
         least = min(self.least / max(brings, 1e-12), 1.0)

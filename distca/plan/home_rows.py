@@ -191,6 +191,8 @@ def _cut_whole(
     square, slope = _growth(own, dealt.work[document], work)
     documents = _Documents(owner, own, square, slope - rate, square / own**2)
     columns = [x.tolist() for x in (own, surplus[document], square, documents.slope)]
+    # Shares may overfill a half: what they have too much is cut off later, and nothing else has room there.
+    room = [np.maximum(each, 0.0) for each in room]
     spaces, level = [each.tolist() for each in room], dealt.halves.ping
     for _ in range(_LEVELLINGS):
         wanted = level * total - more[0]

@@ -5,6 +5,7 @@ Layers of one kind share a plan. What differs between layers at home only (rotat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,17 @@ class AttentionKind:
         parts = [f"window {self.window:,}" if self.window else "full"]
         parts += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sink
         return ", ".join(parts)
+
+
+def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[int, ...]:
+    """By layer, the keys that a query sees; 0 for all before it.
+
+    Args:
+        layer_types: "full" or "window", for each layer, from the first on again where there are more layers.
+        window: keys in layers of type window.
+        layers: of the model.
+    """
+    return tuple(window * (layer_types[layer % len(layer_types)] == "window") for layer in range(layers))
 
 
 def first_key(window: int | np.ndarray, start: np.ndarray) -> np.ndarray:

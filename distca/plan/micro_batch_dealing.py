@@ -50,10 +50,18 @@ def deal_over_micro_batches(
     if stages > 1:
         turn.sort(key=lambda number: min(number, len(tokens) - 1 - number))  # from both ends
     left, dealt = tokens.tolist(), np.empty(len(length), np.int64)
-    for document, own in zip(order.tolist(), length[order].tolist(), strict=True):
-        at = next((number for number in turn if left[number] >= own), None)
-        if at is None:
+    rows = length[order]
+    heads = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
+    ends = np.append(heads[1:], len(rows))[: len(heads)]
+    # Documents of one length fill one micro-batch after the other.
+    for own, begin, end in zip(rows[heads].tolist(), heads.tolist(), ends.tolist(), strict=True):
+        for at in turn:
+            some = min(left[at] // own, end - begin)
+            dealt[order[begin : begin + some]] = at
+            left[at] -= some * own
+            begin += some
+            if begin == end:
+                break
+        else:
             return None
-        left[at] -= own
-        dealt[document] = at
     return [np.flatnonzero(dealt == number) for number in range(len(tokens))]

@@ -28,7 +28,7 @@ import numpy as np
 
 from distca.plan.bins import LEAST_SHARE, OVERFULL, Filled, Items, Parts, Rates, deal_to_bins, levelled
 from distca.plan.cost.model import CostModel
-from distca.plan.sorting import order_by
+from distca.plan.sorting import in_turns, order_by
 
 Placement = Literal["in_order", "spread", "spread_by_half"]
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -37,6 +37,8 @@ SMALL_POOL = 16
 """Ranks of a stage up to which two placements are planned (``choice.py``)."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents, with this part of all work, are not dealt one by one."""
+ONE_BY_ONE = 2048
+"""Documents per rank that are dealt one by one at most: the longest. So many are level with whatever fills ranks up."""
 _PING = 0.25
 """Of the work is for ping where documents are in shares: the heads of half the rows have as much. Less would move fewer
 bytes, but leave little attention to hide those of pong behind."""
@@ -104,7 +106,7 @@ class Dealt:
 
     Attributes:
         shares: of those that were dealt; the shares of one document follow each other.
-        short: [N] documents to fill budgets with, in their order.
+        short: [N] documents to fill budgets with.
         left: [M] (document, low, high) of what found no room.
         work: [D] work of every document.
         short_rate: work per token of the short documents.
@@ -149,6 +151,9 @@ def deal(
     from_here = np.append(np.cumsum(whole[::-1])[::-1], 0.0)
     count = int((from_here[:-1] > _SHORT_DOCUMENTS * from_here[0]).sum())
     short = np.sort(order[count:])
+    if count > ONE_BY_ONE * len(budgets):
+        count = ONE_BY_ONE * len(budgets)
+        short = order[count:][in_turns(len(order) - count, len(budgets))]
     filler = (float(from_here[count]) / max(int(rows[count:].sum()), 1), int(rows[count:].sum()))
     rows, whole = rows[:count], whole[:count]
     added = _added_by_share(rows, whole, work)

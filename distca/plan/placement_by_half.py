@@ -18,9 +18,9 @@ import numpy as np
 
 from distca.plan.cost.model import CostModel
 from distca.plan.nano_split import Stream
-from distca.plan.placement import Work, work_of
+from distca.plan.placement import ONE_BY_ONE, Work, work_of
 from distca.plan.scheduler.range_split import area
-from distca.plan.sorting import merged, order_by
+from distca.plan.sorting import in_turns, merged, order_by
 
 _DENSE = 0.6
 """Documents with at least this part of the mean work per token are cut where they exceed a rank's work; less dense
@@ -147,7 +147,8 @@ def _deal(
     ranges = _take(ranges, np.argsort(ranges.start - ranges.stop, kind="stable"))
     rows, cost = ranges.stop - ranges.start, work(ranges.start, ranges.stop)
     rows_from, work_from = (np.append(np.cumsum(x[::-1])[::-1], 0) for x in (rows, cost))
-    count = int((work_from[:-1] > _SHORT_DOCUMENTS * work_from[0]).sum())
+    count, most = int((work_from[:-1] > _SHORT_DOCUMENTS * work_from[0]).sum()), ONE_BY_ONE * len(tokens_left)
+    many, count = count > most, min(count, most)
     lacking, tokens = work_left.tolist(), tokens_left.tolist()
     rank_of = [-1] * len(rows)
     begin = 0
@@ -172,12 +173,13 @@ def _deal(
         begin = end
     rank = np.array(rank_of, np.int64)
     dealt = rank >= 0
-    return _take(ranges, dealt), rank[dealt], _take(ranges, ~dealt)
+    rest = _take(ranges, ~dealt)
+    order = in_turns(len(rest.stop), len(tokens_left)) if many else order_by(rest.document, rest.start)
+    return _take(ranges, dealt), rank[dealt], _take(rest, order)
 
 
 def _fill(ranges: Stream, tokens_left: np.ndarray) -> tuple[Stream, np.ndarray]:
     """Lay ranges end to end into what is left of the ranks' budgets, cut where a budget ends."""
-    ranges = _take(ranges, order_by(ranges.document, ranges.start))
     ends, tops = np.cumsum(ranges.stop - ranges.start), np.cumsum(tokens_left)
     begins = ends - (ranges.stop - ranges.start)
     cuts = merged(begins, tops[tops < (ends[-1] if len(ends) else 0)])

@@ -35,3 +35,9 @@ def expand(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(begin - (ends - count), count)
+
+
+def in_turns(count: int, turns: int) -> np.ndarray:
+    """[count] indices of what is sorted, reordered so that every part of ``turns`` has some of all sizes: every so
+    many-th from the first on, then from the second on, and so forth."""
+    return np.concatenate([np.arange(first, count, turns) for first in range(min(turns, max(count, 1)))])

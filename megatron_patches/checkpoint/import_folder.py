@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from distca.cluster.interface import bind_gloo
 from distca.models.description import ModelDescription
 from distca.models.tensors import TensorFiles
 from megatron_patches.block import block_spec
 from megatron_patches.checkpoint.whole_weights import save_weights
-from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
 from megatron_patches.model import ModelShape, build_gpt, transformer_config
-from megatron_patches.patches.cpu import use_cpu
+from megatron_patches.one_process import one_process
 from megatron_patches.weights import load_weights
 
 
@@ -38,25 +34,9 @@ def import_folder(
         target: an existing empty folder.
         advance: called with the bytes of each parameter.
     """
-    with _alone():
+    with one_process():
         config = transformer_config(shape, dtype, cpu_initialization=True)
         config.perform_initialization = False
         gpt = build_gpt(shape, described.vocabulary, config, block_spec(config, disaggregate=False))
         load_weights(gpt, described, files, advance)
         save_weights(gpt, target)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Megatron's groups of one rank, on the CPU."""
-    use_cpu()
-    bind_gloo()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        initialize_model_parallel(1, 1, seed=1)
-        try:
-            yield
-        finally:
-            destroy_model_parallel()
-    finally:
-        dist.destroy_process_group()

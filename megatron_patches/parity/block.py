@@ -26,6 +26,7 @@ from megatron_patches.parity.harness import (
     hidden_scores,
     unmodified,
 )
+from megatron_patches.parity.plain_model import PlainModel
 from megatron_patches.parity.weights import load_full_weights
 from megatron_patches.parity.whole_gradients import gather_shares
 
@@ -65,7 +66,8 @@ def rounded_weights(case: ParityCase, dtype: torch.dtype) -> dict[str, torch.Ten
 def block_unmodified(
     case: ParityCase, dtype: torch.dtype, device: torch.device, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
-    """Megatron-Core's own block on the case's first micro-batch, by the first rank alone; every rank calls it."""
+    """Megatron-Core's own block on the case's first micro-batch, or the one written out, by the first rank alone; every
+    rank calls it."""
     model = unmodified(case, dtype).to(device=device, dtype=dtype)
     lengths = np.array(case.micro_batches[0])
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -108,13 +110,21 @@ def _alone(
     load_full_weights(model, weights, 0, case.gated)
     parameter = next(model.parameters())
     hidden, weight = _rows(case, len(positions), parameter.dtype, parameter.device)
+    if case.beyond_megatron:
+        named = dict(model.named_parameters())
+        plain = PlainModel(named, model.config, case.options, case.shape, case.rotary_percent)
+        outputs = [plain.block(document) for document in hidden.split(lengths.tolist())]
+        return _outcome(model, hidden, torch.cat(outputs), weight)
     outputs = []
     ends = np.cumsum(lengths).tolist()
     for part in map(slice, [0, *ends], ends) if case.apart else [slice(len(positions))]:
         model.rotary_pos_emb.set_positions(torch.from_numpy(positions[part]).to(parameter.device))
         scores = hidden_scores(lengths, positions, part).to(parameter.device)
         outputs.append(model.decoder(hidden[part, None], scores, rotary_pos_emb=model.rotary_pos_emb())[:, 0])
-    output = torch.cat(outputs)
+    return _outcome(model, hidden, torch.cat(outputs), weight)
+
+
+def _outcome(model: GPTModel, hidden: torch.Tensor, output: torch.Tensor, weight: torch.Tensor) -> BlockOutcome:
     (output * weight).sum().backward()
     assert hidden.grad is not None
     gradients = {name: p.grad.cpu() for name, p in model.decoder.named_parameters()}

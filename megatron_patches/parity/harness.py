@@ -26,11 +26,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from distca.data.batch import rank_batch
 from distca.models.rope import RopeScaling
 from distca.plan import Direction, Layout, Plan, lay_out
+from distca.plan.kinds import windows_of
 from distca.testing.plans import random_plan
 from distca.testing.reference_attention import relative_error
 from megatron_patches.api import CAD
+from megatron_patches.block import block_spec
 from megatron_patches.groups import initialize_model_parallel, server_pool_group
 from megatron_patches.model import build_gpt, transformer_config
+from megatron_patches.model_options import MEGATRONS, ModelOptions
+from megatron_patches.parity.plain_model import PlainModel
 from megatron_patches.parity.weights import load_full_weights
 from megatron_patches.parity.whole_gradients import gather_gradients, names_in_whole
 from megatron_patches.patches.position_rotary import use_position_rotary
@@ -61,11 +65,13 @@ class ParityShape:
     qk_norm: bool = False
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     sinks: bool = False
+    layer_types: tuple[str, ...] = ("full",)
+    window: int = 0
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """No layer has one, unless the case's configuration says so."""
-        return (0,) * self.layers
+        """By layer; a case's configuration may say otherwise."""
+        return windows_of(self.layer_types, self.window, self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,8 @@ class ParityCase:
         tie_embeddings: the output layer's weights are the embedding's.
         shape: the model's sizes.
         config: fields of megatron's configuration that differ from those of a LLaMA, with their values.
+        options: what the model does that megatron's configuration has no field for.
+        rotary_percent: how much of each head is rotated.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -103,6 +111,13 @@ class ParityCase:
     tie_embeddings: bool = False
     shape: ParityShape = field(default_factory=ParityShape)
     config: Mapping[str, Any] = field(default_factory=dict)
+    options: ModelOptions = MEGATRONS
+    rotary_percent: float = 1.0
+
+    @property
+    def beyond_megatron(self) -> bool:
+        """Unmodified Megatron-Core cannot compute it, so that the reference is written out in :mod:`plain_model`."""
+        return self.options != MEGATRONS or bool(self.config.get("layernorm_zero_centered_gamma"))
 
     @property
     def apart(self) -> bool:
@@ -174,6 +189,8 @@ def run_unmodified(
     """The reference, computed by the first rank alone; also returns the full weights. Every rank calls it together."""
     model = unmodified(case, dtype).to(device)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if case.beyond_megatron:
+        return computed_once(lambda: _plain_outcome(case, model)), weights
     return computed_once(lambda: unmodified_outcome(case, model, device)), weights
 
 
@@ -182,6 +199,18 @@ def computed_once(compute: Callable[[], T]) -> T:
     result = [compute() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(result, device=torch.device("cpu"))
     return cast(T, result[0])
+
+
+def _plain_outcome(case: ParityCase, model: GPTModel) -> Outcome:
+    """What :class:`PlainModel` computes with a model's weights."""
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    plain = PlainModel(weights, model.config, case.options, case.shape, case.rotary_percent)
+    per_document = [[plain.losses(torch.from_numpy(ids)) for ids in documents] for documents in case_documents(case)]
+    sums = [torch.stack([losses.sum() for losses in documents]) for documents in per_document]
+    total, tokens = torch.stack([each.sum() for each in sums]).sum(), sum(len(x) for each in per_document for x in each)
+    (total / tokens).backward()
+    gradients = {name: weight.grad.double() for name, weight in weights.items() if weight.grad is not None}
+    return Outcome(total.item() / tokens, gradients, [each.detach().double() for each in sums])
 
 
 def unmodified_outcome(case: ParityCase, model: GPTModel, device: torch.device) -> Outcome:
@@ -210,14 +239,18 @@ def unmodified_outcome(case: ParityCase, model: GPTModel, device: torch.device) 
 
 
 def unmodified(case: ParityCase, dtype: torch.dtype) -> GPTModel:
-    """Megatron-Core's own model of the case on the CPU, but for the positions of its rotary embedding."""
+    """Megatron-Core's own model of the case on the CPU, but for the positions of its rotary embedding; of a case that
+    is beyond Megatron ours, which holds the reference's weights."""
     initialize_model_parallel(1, 1, case.seed)
     config = _config(replace(case, recompute="none"), dtype)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    # Megatron would take Transformer Engine's final norm where that is installed, which knows no float64.
-    spec = TransformerBlockSubmodules([layer] * config.num_layers, WrappedTorchNorm)
-    model = build_gpt(_shape(case), case.shape.vocabulary, config, spec)
-    if case.config:
+    if case.beyond_megatron:
+        spec = block_spec(config, options=case.options)
+    else:
+        layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        # Megatron would take Transformer Engine's final norm where that is installed, which knows no float64.
+        spec = TransformerBlockSubmodules([layer] * config.num_layers, WrappedTorchNorm)
+    model = build_gpt(_shape(case), case.shape.vocabulary, config, spec, case.rotary_percent)
+    if case.config or case.beyond_megatron:
         _draw_vectors(model)
     use_position_rotary(model)
     return model
@@ -331,13 +364,13 @@ def attached(
         recompute="all" if case.recompute == "all" and disaggregate else "none",
         offload=case.offload and disaggregate,
         linears=linears,
+        model_options=case.options,
     )
     if case.scheduler == "random":
         cad.options = replace(cad.options, scheduler=partial(_random_plan, case))
     config.gradient_accumulation_fusion = reduced
-    model = cad.attach(build_gpt(_shape(case), case.shape.vocabulary, config, cad.block_spec())).to(
-        device=device, dtype=dtype
-    )
+    built = build_gpt(_shape(case), case.shape.vocabulary, config, cad.block_spec(), case.rotary_percent)
+    model = cad.attach(built).to(device=device, dtype=dtype)
     load_weights(case, cad, model, weights)
     return cad, model
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.mlp import MLP
 
 from distca.ops.discard_output import forget_until_backward
 from distca.ops.output_loss import add_product
+from distca.ops.recomputed import recomputed
 from distca.ops.rotary import Rotation, split_and_rotate
 from distca.ops.swiglu import fill_swiglu, swiglu
 from megatron_patches.te.quantization import keeps_inputs
@@ -27,7 +28,12 @@ _KEPT = "distca_rotation"
 
 
 def fuse_rotation(config: TransformerConfig) -> None:
-    """Let the layers that are built with ``config`` split their QKV projection and rotate q and k in one pass."""
+    """Let the layers that are built with ``config`` split their QKV projection and rotate q and k in one pass.
+
+    Norms of query and key heads come in between, layers without RoPE have no angles, and interleaved pairs no kernel:
+    such models stay with Megatron's own."""
+    if config.qk_layernorm or config.no_rope_freq or config.rotary_interleaved:
+        return
     attention.apply_fused_qkv_rotary_pos_emb = _split_and_rotate
     attention.HAVE_FUSED_QKV_ROPE = True
     config.fused_single_qkv_rope = True
@@ -49,7 +55,7 @@ def _split_and_rotate(
     # Cosines and sines are those of all layers; they live as long as the micro-batch's angles.
     rotation = getattr(angles, _KEPT, None)
     if rotation is None:
-        rotation = Rotation.of(angles)
+        rotation = Rotation.of(angles, sizes[-1])
         setattr(angles, _KEPT, rotation)
     assert sum(sizes) == mixed.shape[3]
     q_NHD, kv_N2GD = split_and_rotate(mixed.flatten(1), rotation, mixed.shape[2])
@@ -68,25 +74,60 @@ class SwigluMLP(MLP):
         """[rows, 1, hidden] of the normalised rows, and no bias."""
         assert per_token_scale is None  # of mixtures of experts
         gate_and_up, _ = self.linear_fc1(hidden_states)
-        activated = swiglu(gate_and_up)
+        activated = self._activated(gate_and_up)
         output, _ = self.linear_fc2(activated)
         if keeps_inputs(self.linear_fc2):
-            forget_until_backward(activated, partial(fill_swiglu, gate_and_up.detach()), output)
+            forget_until_backward(activated, partial(self._fill, gate_and_up.detach()), output)
         return output, None
+
+    @staticmethod
+    def _activated(gate_and_up: torch.Tensor) -> torch.Tensor:
+        return swiglu(gate_and_up)
+
+    @staticmethod
+    def _fill(gate_and_up: torch.Tensor, out: torch.Tensor) -> None:
+        fill_swiglu(gate_and_up, out)
+
+
+class LeanMLP(SwigluMLP):
+    """The same for any other activation, gated or not, without a kernel."""
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return recomputed(self._function, x)
+
+    def _fill(self, x: torch.Tensor, out: torch.Tensor) -> None:  # type: ignore[override]
+        out.copy_(self._function(x))
+
+    def _function(self, x: torch.Tensor) -> torch.Tensor:
+        """What megatron's MLP computes between its linear layers."""
+        config = self.config
+        if not config.gated_linear_unit:
+            return config.activation_func(x)
+        gate, up = x.chunk(2, dim=-1)
+        if (most := config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=most), up.clamp(-most, most)
+        return config.activation_func(gate) * (up + config.glu_linear_offset if config.glu_linear_offset else up)
 
 
 def fuse_swiglu(model: torch.nn.Module) -> None:
-    """Let every MLP whose activation is a plain SwiGLU compute it in one pass; all others stay megatron's."""
+    """Let every MLP whose activation is a plain SwiGLU compute it in one pass, and others compute theirs again in
+    backward. Those with biases, or whose activation megatron fuses, stay megatron's."""
     for module in model.modules():
-        if type(module) is MLP and _is_swiglu(module.config):
+        if type(module) is not MLP:
+            continue
+        config: TransformerConfig = module.config
+        if config.add_bias_linear:
+            continue
+        if _is_swiglu(config):
             module.__class__ = SwigluMLP
+        elif not config.bias_activation_fusion:
+            module.__class__ = LeanMLP
 
 
 def _is_swiglu(config: TransformerConfig) -> bool:
     return (
         config.gated_linear_unit
         and config.activation_func is torch.nn.functional.silu
-        and not config.add_bias_linear
         and not config.activation_func_fp8_input_store
         and config.activation_func_clamp_value is None
         and not config.glu_linear_offset

@@ -3,6 +3,7 @@ probabilities of the labels."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from distca.errors import SupportError
+from distca.ops.logits import AS_THEY_ARE, LogitTransform
 from distca.ops.output_loss import VocabularyShards, log_probabilities, output_loss
 from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 
@@ -26,6 +28,7 @@ class PatchedForward(GPTModel):
 
     _returns: Literal["", "summed_loss", "log_probabilities"] = ""
     vocabulary: int | None = None
+    logit_transform = AS_THEY_ARE
     takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]
 
     def forward(  # type: ignore[override]
@@ -75,9 +78,12 @@ class PatchedForward(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
         shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
         hidden, labels = hidden_states.squeeze(1), kwargs["labels"].flatten()
+        transform = self.logit_transform
+        if getattr(self.config, "use_mup", False):  # to whose logits Megatron gives the factor itself
+            transform = replace(transform, multiplier=transform.multiplier * self.config.mup_output_mult)
         if self._returns == "log_probabilities":
-            return log_probabilities(hidden, weight, labels, shards)[None]
-        return output_loss(hidden, weight, labels, kwargs["loss_mask"].flatten(), shards)
+            return log_probabilities(hidden, weight, labels, shards, transform=transform)[None]
+        return output_loss(hidden, weight, labels, kwargs["loss_mask"].flatten(), shards, transform=transform)
 
 
 def patch_forward(model: GPTModel, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
@@ -100,7 +106,7 @@ def _own_output(model: PatchedForward) -> str:
             return f"a {name} of its own"
     layer = model.output_layer if model.post_process else None
     hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()] if layer is not None else []
-    foreign = [hook for hook in hooks if getattr(hook, "func", None) is not _mask_padding]
+    foreign = [hook for hook in hooks if getattr(hook, "func", None) not in (_mask_padding, _transform_logits)]
     return "hooks on its output layer" if foreign else ""
 
 
@@ -144,3 +150,31 @@ def leave_out_padding(model: GPTModel, vocabulary: int) -> None:
 def _mask_padding(vocabulary: int, layer: Any, _: Any, output: tuple[torch.Tensor, Any]) -> None:
     logits = output[0]
     VocabularyShards(layer.tp_group, layer.sequence_parallel, vocabulary).mask_padding_(logits)
+
+
+def transform_logits(model: GPTModel, transform: LogitTransform) -> None:
+    """Let logits become others before the softmax, of padding too, which is left out afterwards.
+
+    Args:
+        model: with this forward.
+        transform: what becomes of them.
+    """
+    model.logit_transform = transform
+    if model.post_process and transform != AS_THEY_ARE:
+        model.output_layer.register_forward_hook(partial(_transform_logits, transform), prepend=True)
+
+
+def _transform_logits(
+    transform: LogitTransform, _: Any, __: Any, output: tuple[torch.Tensor, Any]
+) -> tuple[torch.Tensor, Any]:
+    return transform(output[0]), output[1]
+
+
+def scale_embeddings(model: GPTModel, scale: float) -> None:
+    """Multiply what the embedding returns by ``scale``, rounded to its type."""
+    if model.pre_process and scale != 1.0:
+        model.embedding.register_forward_hook(partial(_scaled, scale))
+
+
+def _scaled(scale: float, _: Any, __: Any, embeddings: torch.Tensor) -> torch.Tensor:
+    return embeddings * torch.tensor(scale, dtype=embeddings.dtype)

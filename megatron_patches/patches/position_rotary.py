@@ -26,6 +26,7 @@ class PositionRotary(torch.nn.Module):
         interpolation: positions are divided by it; None leaves them.
         by_length: [rows, head_dim / 2] of the same, given the [rows] lengths of the rows' documents, where the angles
             depend on them; then ``inv_freq`` is not read.
+        interleaved: the two numbers of a pair are neighbours, not in the two halves of a head.
     """
 
     def __init__(
@@ -33,18 +34,21 @@ class PositionRotary(torch.nn.Module):
         inv_freq: torch.Tensor,
         interpolation: float | None = None,
         by_length: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
         # No buffer: checkpoints keep unmodified megatron's keys, and a cast of the model leaves it as it is.
         self._inv_freq, self._interpolation, self._by_length = inv_freq, interpolation, by_length
+        self._interleaved = interleaved
         self._angles: torch.Tensor | None = None
 
     @staticmethod
-    def of(head_dim: int, base: float, scaling: RopeScaling) -> PositionRotary:
-        """The angles of a model, whatever their scaling. Its attention factor is part of the configuration's
-        softmax_scale."""
-        by_length = partial(dynamic_frequencies, head_dim, base, scaling) if scaling.kind == "dynamic" else None
-        return PositionRotary(inverse_frequencies(head_dim, base, scaling), by_length=by_length)
+    def of(dims: int, base: float, scaling: RopeScaling, *, interleaved: bool = False) -> PositionRotary:
+        """The angles of the first ``dims`` dimensions of a head, whatever their scaling, without its attention
+        factor."""
+        by_length = partial(dynamic_frequencies, dims, base, scaling) if scaling.kind == "dynamic" else None
+        return PositionRotary(inverse_frequencies(dims, base, scaling), by_length=by_length, interleaved=interleaved)
 
     @property
     def needs_lengths(self) -> bool:
@@ -74,14 +78,15 @@ class PositionRotary(torch.nn.Module):
             if self._interpolation is not None:
                 scaled *= 1 / self._interpolation  # as megatron rounds it
             angles = torch.outer(scaled, self._inv_freq)
-        self._angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        both = angles.repeat_interleave(2, dim=-1) if self._interleaved else torch.cat((angles, angles), dim=-1)
+        self._angles = both[:, None, None, :]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
         """Asked by GPTModel before it calls this module; the angles do not depend on it."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """[rows, 1, 1, head_dim] angles, as megatron's RotaryEmbedding returns them."""
+        """[rows, 1, 1, dims] angles, as megatron's RotaryEmbedding returns them."""
         assert self._angles is not None, "set_positions was not called for this micro-batch"
         return self._angles
 
@@ -90,7 +95,9 @@ def use_position_rotary(model: torch.nn.Module) -> PositionRotary:
     """Replace a GPTModel's rotary embedding, unless that is one by position already."""
     rotary: Any = model.rotary_pos_emb
     if isinstance(rotary, RotaryEmbedding):  # frequencies are scaled already where megatron scales RoPE
-        rotary = PositionRotary(rotary.inv_freq, rotary.seq_len_interpolation_factor)
+        rotary = PositionRotary(
+            rotary.inv_freq, rotary.seq_len_interpolation_factor, interleaved=rotary.rotary_interleaved
+        )
         model.rotary_pos_emb = rotary
     assert isinstance(rotary, PositionRotary)
     return rotary

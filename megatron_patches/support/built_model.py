@@ -19,10 +19,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
 from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.linear_bias import with_bias
+from megatron_patches.model_options import MEGATRONS, ModelOptions
 from megatron_patches.packed_attention import PackedAttention
 from megatron_patches.patches.gpt_forward import PatchedForward
+from megatron_patches.patches.norms import KeyWidthNorm, QueryWidthNorm, norm_class
 from megatron_patches.patches.position_rotary import PositionRotary
-from megatron_patches.patches.rms_norm import RMSNorm
 from megatron_patches.support.config_fields import LIMITS, Limit, check_config, check_limit
 from megatron_patches.support.layer_spec import name_of
 
@@ -34,13 +36,12 @@ SERVED_ARGUMENTS_BY = {
         vocab_size max_sequence_length pre_process post_process share_embeddings_and_output_weights""",
     "the loss, which takes the ranks' shares of the logits in either case": "parallel_output",
     "the angles of RoPE, from the frequencies and the interpolation of megatron's embedding": """
-        rotary_base rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
+        rotary_base rotary_percent rope_scaling rope_scaling_factor seq_len_interpolation_factor""",
 }
 SERVED_ARGUMENTS = {*" ".join(SERVED_ARGUMENTS_BY.values()).split()}
 
 ARGUMENTS = {
     "position_embedding_type": Limit("RoPE is all that is served", ("rope",)),
-    "rotary_percent": Limit("RoPE rotates all of a head", (1.0,)),
     "mtp_block_spec": Limit("only the next token is predicted", (None,)),
     "vp_stage": Limit("a rank has one pipeline stage", (None,)),
     "fp16_lm_cross_entropy": Limit("losses are computed in float32", (False,)),
@@ -63,12 +64,15 @@ def check_bare(model: Any) -> None:
         raise SupportError("The model is attached already: call CAD.attach once.")
 
 
-def check_model(model: GPTModel, layer: type[TransformerLayer] = SplitTransformerLayer) -> None:
+def check_model(
+    model: GPTModel, layer: type[TransformerLayer] = SplitTransformerLayer, options: ModelOptions = MEGATRONS
+) -> None:
     """Refuse what a model was built with, beyond its configuration, and would not get.
 
     Args:
         model: a GPTModel as built: nothing of it replaced yet.
-        layer: class of its layers; Megatron's own where core attention stays at home.
+        layer: class of its layers; Megatron's own where core attention stays at home and they know the options.
+        options: of the model.
 
     Raises:
         SupportError: the first argument or module that is not served.
@@ -81,10 +85,11 @@ def check_model(model: GPTModel, layer: type[TransformerLayer] = SplitTransforme
         _expect("rotary_pos_emb", type(model.rotary_pos_emb), RotaryEmbedding)
     _expect("decoder", type(model.decoder), TransformerBlock)
     if model.decoder.final_layernorm is not None:
-        _expect("decoder.final_layernorm", type(model.decoder.final_layernorm), RMSNorm)
+        norm = norm_class(model.config, options.norm_bias)
+        _expect("decoder.final_layernorm", type(model.decoder.final_layernorm), norm)
     for number, each in enumerate(model.decoder.layers):
         _expect(f"decoder.layers.{number}", type(each), layer)
-        _check_layer(f"decoder.layers.{number}", each, model.config)
+        _check_layer(f"decoder.layers.{number}", each, model.config, options)
     if model.post_process:
         _expect("output_layer", type(model.output_layer), ColumnParallelLinear)
 
@@ -112,30 +117,36 @@ def _check_groups(model: GPTModel) -> None:
             )
 
 
-def _check_layer(path: str, layer: Any, config: TransformerConfig) -> None:
+def _check_layer(path: str, layer: Any, config: TransformerConfig, options: ModelOptions) -> None:
     attention, mlp = layer.self_attention, layer.mlp
+    norm = norm_class(config, options.norm_bias)
     expected = {
-        "input_layernorm": RMSNorm,
+        "input_layernorm": IdentityOp if options.norms == "post" else norm,
         "self_attention": SelfAttention,
         "self_attention.core_attention": PackedAttention,
         "pre_cross_attn_layernorm": IdentityOp,
         "cross_attention": IdentityOp,
-        "pre_mlp_layernorm": RMSNorm,
+        "pre_mlp_layernorm": IdentityOp if options.norms == "post" or options.parallel_mlp else norm,
         "mlp": MLP,
     }
     column, row = _linears_like(attention.linear_qkv)
-    expected |= {"self_attention.linear_qkv": column, "self_attention.linear_proj": row}
+    projection = with_bias(row) if options.attention_output_bias else row
+    expected |= {"self_attention.linear_qkv": column, "self_attention.linear_proj": projection}
     expected |= {"mlp.linear_fc1": column, "mlp.linear_fc2": row}
     for name, served in expected.items():
         _expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
-    head_norms = (RMSNorm,) if config.qk_layernorm else (IdentityOp, type(None))
-    for name in ("q_layernorm", "k_layernorm"):
+    head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
+    for name, served in zip(("q_layernorm", "k_layernorm"), head_norms, strict=True):
         found = getattr(attention, name)
-        if type(found) not in head_norms:
+        if type(found) not in ((served,) if config.qk_layernorm else (IdentityOp, type(None))):
             raise SupportError(
                 f"qk_layernorm is {config.qk_layernorm}, but {path}.self_attention.{name} is a "
                 f"{type(found).__name__}: give the layer spec and the configuration the same qk_layernorm."
             )
+    if isinstance(layer, SplitTransformerLayer) and layer.options != options:
+        raise SupportError(
+            f"{path} was built with other model options than CAD has: build the model with this CAD's block_spec."
+        )
     for name in ("self_attn_bda", "mlp_bda"):
         _expect(f"{path}.{name}", getattr(layer, name), get_bias_dropout_add)
     check_limit(f"{path}.hidden_dropout", layer.hidden_dropout, LIMITS["hidden_dropout"])

@@ -23,7 +23,11 @@ _SERVED_BY = {
         tensor_model_parallel_size sequence_parallel disable_bf16_reduced_precision_matmul bf16
         hetereogenous_dist_checkpoint""",
     "our layers and the core-attention servers": """
-        softmax_scale window_size window_attn_skip_freq qk_layernorm layernorm_epsilon""",
+        softmax_scale window_size window_attn_skip_freq qk_layernorm layernorm_epsilon layernorm_zero_centered_gamma
+        no_rope_freq rotary_interleaved""",
+    "megatron's embedding, initialization and configuration, and our loss": """
+        use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
+        mup_attn_scale_power""",
     # They choose among implementations, precisions and fusions of what is replaced, never what it computes.
     "a replacement, which has its own way of computing the same": """
         attention_backend flash_attention_version attention_softmax_in_fp32 masked_softmax_fusion apply_rope_fusion
@@ -106,24 +110,15 @@ LIMITS = {
     ),
     "hybrid_context_parallel": Limit("core attention disaggregation itself spreads sequences over ranks", (False,)),
     # Positions
-    "rotary_interleaved": Limit("RoPE rotates the two halves of a head", (False,)),
-    "no_rope_freq": Limit("RoPE rotates the heads of every layer", (None,)),
     "mrope_section": Limit("a token has one position", (None,)),
     # Layer and block
-    "normalization": Limit("norms are RMSNorms", ("RMSNorm",)),
-    "layernorm_zero_centered_gamma": Limit("the norms' weights are factors as they are", (False,)),
+    "normalization": Limit("norms are RMSNorms or LayerNorms", ("RMSNorm", "LayerNorm")),
     "hidden_dropout": Limit("layers have no dropout", (0.0,)),
     "fp32_residual_connection": Limit("the residual has the type of the layers' output", (False,)),
     "apply_residual_connection_post_layernorm": Limit("the residual is what comes before the norm", (False,)),
     "test_mode": Limit("megatron's own checks of query, key and value are not run", (False,)),
     "mlp_chunks_for_training": Limit("a layer's MLP takes all rows at once", (1,)),
     "heterogeneous_block_specs": Limit("all layers have the same configuration", (False,)),
-    "use_mup": Limit(
-        "the loss does not scale logits",
-        (False,),
-        """mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
-        mup_attn_scale_power""",
-    ),
     "mtp_num_layers": Limit(
         "only the next token is predicted",
         (None,),

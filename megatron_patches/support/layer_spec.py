@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from distca.errors import SupportError
 from megatron_patches.layer import SplitTransformerLayer
 from megatron_patches.packed_attention import PackedAttention
-from megatron_patches.patches.rms_norm import RMSNorm
+from megatron_patches.patches.norms import LayerNorm, LayerNormWithoutBias, RMSNorm
 
+_NORMS = (WrappedTorchNorm, RMSNorm, LayerNorm, LayerNormWithoutBias, TENorm)
 _LOCAL = ": give the spec of megatron's get_gpt_layer_local_spec(normalization='RMSNorm')."
 
 
@@ -61,8 +62,7 @@ def check_layer_spec(spec: ModuleSpec) -> None:
     cores = (DotProductAttention, PackedAttention, TEDotProductAttention)
     _expect_in_spec("self_attention.core_attention", heads.core_attention, *cores)
     for name in ("q_layernorm", "k_layernorm"):
-        served = (IdentityOp, WrappedTorchNorm, RMSNorm, TENorm)
-        _expect_in_spec(f"self_attention.{name}", getattr(heads, name), *served)
+        _expect_in_spec(f"self_attention.{name}", getattr(heads, name), IdentityOp, *_NORMS)
     _expect_in_spec("mlp", _module(parts.mlp), MLP)
     linears = mlp_submodules(parts.mlp)
     _expect_norm_and_linear(parts, "input_layernorm", "self_attention.linear_qkv", heads.linear_qkv)
@@ -88,7 +88,7 @@ def _expect_norm_and_linear(parts: Any, norm: str, path: str, linear: Any) -> No
     if linear is TELayerNormColumnParallelLinear and found is IdentityOp:
         return
     _expect_in_spec(path, linear, ColumnParallelLinear, TEColumnParallelLinear)
-    _expect_in_spec(norm, found, WrappedTorchNorm, RMSNorm, TENorm)
+    _expect_in_spec(norm, found, *_NORMS)
 
 
 def _module(spec: Any) -> Any:

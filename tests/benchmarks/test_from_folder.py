@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.from_folder import SHAPES
 from distca.models.description import ModelDescription, describe
-from distca.models.folder import config_fields
+from distca.models.exported_config import config_fields
 from distca.models.layout import expected_shapes
 
 

@@ -100,11 +100,17 @@ def test_pipelines_level_attention_with_linear_layers_in_fp8(
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
     config: Any = SimpleNamespace(
         num_attention_heads=32, num_query_groups=8, kv_channels=128, hidden_size=4096, ffn_hidden_size=14336,
-        num_layers=8, recompute_granularity=None, fp8=None, fp8_recipe="tensorwise",
+        num_layers=8, recompute_granularity=None, fp8=None, fp8_recipe="tensorwise", gated_linear_unit=True,
     )  # fmt: skip
     cost = find_table("NVIDIA H200", "flash4", 16, 4, 128)
     assert cost is not None and cost.linear is not None
     plain = _non_attention(config, cost, "time", True, False)
+    config.gated_linear_unit = False
+    ungated = _non_attention(config, cost, "time", True, False)
+    assert plain is not None and ungated is not None
+    weights = 4096 * 128 * 80 + 3 * 4096 * 14336
+    assert ungated.forward == pytest.approx(plain.forward * (1 - 4096 * 14336 / weights))
+    config.gated_linear_unit = True
     config.fp8 = "hybrid"
     quick = _non_attention(config, cost, "time", True, False)
     assert plain is not None and quick is not None

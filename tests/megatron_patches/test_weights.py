@@ -1,5 +1,6 @@
 """Weights of Hugging Face folders in GPTModels: the same logits as transformers in every layout, and back again."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -173,7 +174,7 @@ def _round_trips(root, target, layouts):
                 folder.mkdir()
             dist.barrier()
             described, _, ddp = _model(path, tp, pp, True, torch.bfloat16)
-            export_weights(ddp, ExportedModel(described, read_config(path), "bfloat16", path), folder)
+            export_weights(ddp, ExportedModel.after(described, read_config(path), path), folder)
 
 
 def _tensors(folder):
@@ -189,7 +190,10 @@ def _tensors(folder):
 def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, tmp_path):
     root, target = tmp_path / "from", tmp_path / "to"
     target.mkdir()
-    for name in ("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3"):
+    for name in (
+        *("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "seed_oss"),
+        *("mistral3", "mistral, windows"),
+    ):
         folders.write_folder(name, root / name, torch.bfloat16)
     run_ranks(ranks, _round_trips, str(root), str(target), layouts, timeout=200)
     assert len(list(target.iterdir())) == len(list(root.iterdir())) * len(layouts)
@@ -199,6 +203,7 @@ def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, tmp_p
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+        assert json.loads((folder / "config.json").read_text()) == json.loads((source / "config.json").read_text())
         assert (folder / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
         theirs, ours = folders.loaded(source), folders.loaded(folder)
         assert type(ours) is type(theirs)

@@ -47,6 +47,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True, "sliding_window": 8}),
     "qwen3": ("Qwen3", {"head_dim": 16, **_rope("yarn", 1000.0, **_YARN)}),
+    "mistral, windows": ("Mistral", {"sliding_window": 7}),
+    "qwen2, windows in later layers": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "ministral": (
+        "Ministral",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.1, "residual_dropout": 0.1}),
+    "mistral3": ("Mistral3", {"sliding_window": None, "head_dim": 16}),
+}
+VISION = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 
@@ -56,14 +78,23 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
 
     kind, fields = CASES[name]
     torch.manual_seed(list(CASES).index(name))
-    config = getattr(transformers, f"{kind}Config")(**(_SIZES | fields))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms start at one and biases at zero, where a wrong place would not show
-                parameter += 0.3 * torch.randn_like(parameter)
+    made = _SIZES | fields
+    if kind == "Mistral3":
+        made = {"text_config": made | {"model_type": "mistral"}, "vision_config": VISION, "tie_word_embeddings": False}
+    config = getattr(transformers, f"{kind}Config")(**made)
+    head = "ConditionalGeneration" if kind == "Mistral3" else "CausalLM"
+    model = getattr(transformers, f"{kind}For{head}")(config).eval()
+    disturb(model)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+def disturb(model: Any) -> None:
+    """Move norms from one and biases from zero, where a wrong place would not show."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
 
 
 def documents() -> list[list[int]]:
@@ -82,7 +113,9 @@ def loaded(folder: Path) -> Any:
     """The model that transformers makes of a folder, in float32."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    several = '"vision_config"' in (folder / "config.json").read_text(encoding="utf-8")
+    kind = transformers.AutoModelForImageTextToText if several else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 CHAT = (

@@ -8,7 +8,7 @@ import pytest
 
 from distca.errors import ModelError
 from distca.models.description import describe, describe_folder, family_of
-from distca.models.folder import config_fields
+from distca.models.exported_config import config_fields
 from distca.models.rope import RopeScaling
 
 # As the folders of Llama-3.1-8B, Mistral-7B-v0.3, Qwen2.5-7B and Qwen3-8B have them.
@@ -105,10 +105,24 @@ def test_scaling_of_earlier_versions() -> None:
 
 
 def test_a_window_that_no_layer_uses_is_none() -> None:
-    assert _described(QWEN2).layers == 32
-    assert _described(QWEN2, use_sliding_window=True, max_window_layers=32).layers == 32
-    assert _described(MISTRAL, sliding_window=4096, use_sliding_window=False).layers == 32
-    assert _described(QWEN3, layer_types=["full_attention"] * 32, sliding_window=4096).layers == 32
+    for described in (
+        _described(QWEN2),
+        _described(QWEN2, use_sliding_window=True, max_window_layers=32),
+        _described(QWEN3, layer_types=["full_attention"] * 32, sliding_window=4096),
+        _described(MISTRAL),
+    ):
+        assert (described.layer_types, described.window) == (["full"], 0)
+
+
+def test_the_window_of_layers_that_have_one() -> None:
+    some = _described(QWEN2, use_sliding_window=True)
+    assert some.window == 131072 and some.layer_types == ["full"] * 28 + ["window"] * (some.layers - 28)
+    assert _described(MISTRAL, sliding_window=4096).layer_types == ["window"]
+    assert _described(MISTRAL, sliding_window=4096).window == 4096
+    assert _described({name: value for name, value in MISTRAL.items() if name != "sliding_window"}).window == 4096
+    # MistralForCausalLM knows neither of these, and takes the window in all layers.
+    assert _described(MISTRAL, sliding_window=4096, use_sliding_window=False).window == 4096
+    assert _described(MISTRAL, sliding_window=4096, layer_types=["full_attention"] * 32).window == 4096
 
 
 @pytest.mark.parametrize(
@@ -116,7 +130,6 @@ def test_a_window_that_no_layer_uses_is_none() -> None:
     [
         (LLAMA, {"model_type": "mixtral"}, "has model_type 'mixtral', but served are llama, mistral, qwen2, qwen3"),
         (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM is served"),
-        (LLAMA, {"auto_map": {"AutoModel": "code.Model"}}, "has auto_map, code that comes with the weights"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
         (QWEN3, {"num_experts": 8}, "has num_experts 8, but mixtures of experts"),
         (LLAMA, {"kv_lora_rank": 512}, "multi-head latent attention is not served"),
@@ -125,9 +138,10 @@ def test_a_window_that_no_layer_uses_is_none() -> None:
         (LLAMA, {"mlp_bias": True}, "has mlp_bias, but of all biases"),
         (LLAMA, {"attention_dropout": 0.1}, "has attention_dropout 0.1"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5"),
-        (MISTRAL, {"sliding_window": 4096}, "has sliding_window 4096, but every token attends to its whole document"),
-        (QWEN2, {"use_sliding_window": True}, "has sliding_window 131072"),
-        (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "has layers of sliding_attention"),
+        (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types of 2 layers, but"),
+        (QWEN3, {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]}, "but no sliding_window for them"),
+        (MISTRAL, {"layer_types": ["linear_attention"] * 32}, "has layers of linear_attention"),
+        (QWEN3, {"layer_types": ["full_attention"] * 31 + ["linear_attention"]}, "has layers of linear_attention"),
         (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "has 'longrope' in rope_scaling, but served"),
         (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by kind of layer"),
         (
@@ -158,7 +172,8 @@ def test_folders_without_a_readable_config(tmp_path: Path) -> None:
         describe_folder(tmp_path / "missing")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         describe_folder(tmp_path)
-    for content, said in (("{", "is no JSON"), ("[]", "holds a list")):
+    deep = '{"a": ' + "[" * 3000 + "]" * 3000 + "}"
+    for content, said in (("{", "is no JSON"), ("[]", "holds a list"), (deep, "is no JSON")):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ModelError, match=said):
             describe_folder(tmp_path)

@@ -106,10 +106,11 @@ def test_a_tensor_of_another_shape_or_type(folder: Path, tensor: torch.Tensor, s
         _check(folder)
 
 
-def _add(folder: Path, *names: str) -> None:
+def _add(folder: Path, *names: str, **tensors: torch.Tensor) -> None:
     index = json.loads((folder / INDEX).read_text())
-    save_file({name: torch.zeros(2) for name in names}, folder / "more.safetensors")
-    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
+    tensors = {name: torch.zeros(2) for name in names} | tensors
+    save_file(tensors, folder / "more.safetensors")
+    index["weight_map"] |= dict.fromkeys(tensors, "more.safetensors")
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -127,8 +128,55 @@ def test_tensors_that_the_model_does_not_have(folder: Path) -> None:
 
 def test_an_output_layer_that_is_the_embedding_may_be_there(tmp_path: Path) -> None:
     write_folder("qwen2, tied", tmp_path)
-    _add(tmp_path, "lm_head.weight")
+    embedding = TensorFiles(tmp_path).read("model.embed_tokens.weight")
+    _add(tmp_path, **{"lm_head.weight": embedding})
     _check(tmp_path)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (-1, -1)])
+def test_an_output_layer_beside_a_tied_embedding_is_the_same_to_the_last_byte(
+    tmp_path: Path, place: tuple[int, int]
+) -> None:
+    write_folder("qwen2, tied", tmp_path)
+    embedding = TensorFiles(tmp_path).read("model.embed_tokens.weight").clone()
+    embedding[place] += 1
+    _add(tmp_path, **{"lm_head.weight": embedding})
+    with pytest.raises(ModelError, match=r"has lm_head\.weight, which is not .* set it to false there to train both"):
+        _check(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", ""], ids=["of the hub", "of version 5"])
+def test_tensors_of_several_parts(tmp_path: Path, prefix: str) -> None:
+    write_folder("mistral3", tmp_path)
+    if not prefix:
+        _rename(tmp_path, {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"})
+    _check(tmp_path)
+    files, model = TensorFiles(tmp_path), describe_folder(tmp_path)
+    assert files.stored["lm_head.weight"] == f"{prefix}lm_head.weight"
+    assert all(name.startswith(("vision_tower.", "multi_modal_projector.")) for name in files.of_other_parts(model))
+    assert len(files.of_other_parts(model)) == 15
+    _add(tmp_path, "audio_tower.weight")
+    with pytest.raises(ModelError, match=r"has audio_tower\.weight, which a model of its"):
+        _check(tmp_path)
+
+
+def test_a_model_of_one_part_has_no_tensors_of_several(folder: Path) -> None:
+    _rename(folder, {"model.": "model.language_model."})
+    with pytest.raises(ModelError, match=r"has model\.language_model\..*, which a model of its config\.json does not"):
+        _check(folder)
+
+
+def _rename(folder: Path, prefixes: dict[str, str]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    for file in set(index["weight_map"].values()):
+        renamed = {}
+        for name, tensor in load_file(folder / file).items():
+            prefix = next((each for each in prefixes if name.startswith(each)), "")
+            renamed[prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
+            index["weight_map"].pop(name)
+            index["weight_map"] |= dict.fromkeys(renamed, file)
+        save_file(renamed, folder / file)
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def test_a_folder_of_pickles_only(folder: Path) -> None:

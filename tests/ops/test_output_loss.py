@@ -21,19 +21,22 @@ def _data(rows=ROWS):
     return hidden, weight, labels, torch.rand(rows, generator=generator) < 0.7
 
 
-def _expected(rows=ROWS, upstream=1.0):
+def _expected(rows=ROWS, upstream=1.0, multiplier=1.0, softcap=0.0):
     hidden, weight, labels, mask = _data(rows)
     hidden.requires_grad_(), weight.requires_grad_()
-    losses = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+    logits = hidden @ weight.t() * multiplier
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     loss = (losses * mask).sum()
     (loss * upstream).backward()
     return loss.detach(), hidden.grad, weight.grad
 
 
-def _fused(sequence_parallel, rows, chunk_rows, upstream, dtype, by_row=True):
+def _fused(sequence_parallel, rows, chunk_rows, upstream, dtype, by_row=True, transform=(1.0, 0.0)):
     """This rank's loss, gradient of its hidden rows and of its weight's rows."""
     import torch.distributed as dist
 
+    from distca.ops.logits import LogitTransform
     from distca.ops.output_loss import VocabularyShards, output_loss
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -42,23 +45,23 @@ def _fused(sequence_parallel, rows, chunk_rows, upstream, dtype, by_row=True):
     hidden = hidden.to(dtype).requires_grad_()
     weight = weight.chunk(ranks)[rank].to(dtype).requires_grad_()
     shards = VocabularyShards(dist.group.WORLD, sequence_parallel)
-    logits_bytes = chunk_rows * len(weight) * weight.element_size()
-    loss = output_loss(hidden, weight, labels, mask, shards, logits_bytes)
+    how = (shards, chunk_rows * len(weight) * weight.element_size(), LogitTransform(*transform))
+    loss = output_loss(hidden, weight, labels, mask, *how)
     (loss * upstream).backward()
     if by_row and dtype == torch.float64 and rows:
-        _check_log_probabilities(loss, hidden, weight, labels, mask * upstream, shards, logits_bytes)
+        _check_log_probabilities(loss, hidden, weight, labels, mask * upstream, how)
     with torch.no_grad():
-        assert torch.equal(output_loss(hidden, weight, labels, mask, shards, logits_bytes), loss)
+        assert torch.equal(output_loss(hidden, weight, labels, mask, *how), loss)
     assert hidden.grad.dtype == weight.grad.dtype == dtype
     return loss.detach(), hidden.grad, weight.grad
 
 
-def _check_log_probabilities(loss, hidden, weight, labels, weights, shards, logits_bytes):
+def _check_log_probabilities(loss, hidden, weight, labels, weights, how):
     """Row by row, weighed afterwards, they give the same loss and gradients."""
     from distca.ops.output_loss import log_probabilities
 
     own = [each.detach().requires_grad_() for each in (hidden, weight)]
-    rows = log_probabilities(*own, labels, shards, logits_bytes)
+    rows = log_probabilities(*own, labels, *how)
     assert rows.shape == labels.shape and (rows < 0).all()
     (-(rows * weights).sum()).backward()
     assert relative_error(-(rows.detach() * (weights != 0)).sum(), loss.detach()) < 1e-14
@@ -77,9 +80,11 @@ def test_loss_and_gradients_in_float64(ranks, sequence_parallel):
         (sequence_parallel, rows, chunk_rows, upstream, torch.float64)
         for rows, chunk_rows, upstream in ((ROWS, ROWS, 1.0), (ROWS, 7, -0.25), (ROWS, 2, 1.0), (2, 1, 3.0))
     ]
+    transforms = ((0.125, 0.0), (1.0, 5.0), (0.7, 2.0))  # scaled, limited, and both
+    cases += [(sequence_parallel, ROWS, 7, 1.5, torch.float64, True, transform) for transform in transforms]
     everyone = run_ranks(ranks, _all, cases)
     for case, *outcomes in zip(cases, *everyone, strict=True):
-        loss, d_hidden, d_weight = _expected(case[1], case[3])
+        loss, d_hidden, d_weight = _expected(case[1], case[3], *(case[6] if case[6:] else ()))
         for outcome in outcomes:
             assert relative_error(outcome[0], loss) < 1e-14
             if not sequence_parallel:

@@ -1,6 +1,8 @@
-"""The fused SwiGLU and the MLP around it against megatron-core's own, and what they keep for backward."""
+"""The fused SwiGLU, other activations, and the MLPs around them against megatron-core's own, and what they keep."""
 
 import warnings
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -34,11 +36,13 @@ def test_values_and_gradient(rows, dtype, limit):
 
 
 def _mlps(tp):
-    """(output, gradients) of megatron's MLP and of ours with the same weights, in float64."""
+    """(name of ours, output and gradients of megatron's MLP, and of ours with the same weights) in float64, for some
+    activations."""
     warnings.filterwarnings("ignore")
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
+    from megatron.core.activations import squared_relu
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
@@ -48,8 +52,19 @@ def _mlps(tp):
     from megatron_patches.patches.fused_ops import fuse_swiglu
 
     initialize_model_parallel(tp, 1, 1)
-    config = transformer_config(ParityShape(), torch.float64, cpu_initialization=True)
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    geglu = {"activation_func": partial(torch.nn.functional.gelu, approximate="tanh")}
+    changes = (
+        {},
+        {**geglu, "bias_activation_fusion": False},
+        {**geglu, "bias_activation_fusion": False, "glu_linear_offset": 0.7, "activation_func_clamp_value": 0.5},
+        {"activation_func": squared_relu, "bias_activation_fusion": False, "gated_linear_unit": False},
+    )
+    plain = transformer_config(ParityShape(), torch.float64, cpu_initialization=True)
+    return [_both(replace(plain, **fields), submodules, MLP, fuse_swiglu) for fields in changes]
+
+
+def _both(config, submodules, MLP, fuse_swiglu):
     results = []
     for fused in (False, True):
         torch.manual_seed(2)
@@ -62,12 +77,27 @@ def _mlps(tp):
         assert bias is None
         out.square().sum().backward()
         results.append((out.detach(), x.grad, *(weight.grad for weight in mlp.parameters())))
-    return results
+    return type(mlp).__name__, *results
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_mlp_is_megatrons(tp):
-    for stock, ours in run_ranks(tp, _mlps, tp):
-        assert len(ours) == len(stock) == 4
-        for mine, theirs in zip(ours, stock, strict=True):
-            assert relative_error(mine, theirs) < 1e-14
+    for found in run_ranks(tp, _mlps, tp):
+        assert [name for name, _, _ in found] == ["SwigluMLP", "LeanMLP", "LeanMLP", "LeanMLP"]
+        for _, stock, ours in found:
+            assert len(ours) == len(stock) == 4
+            for mine, theirs in zip(ours, stock, strict=True):
+                assert relative_error(mine, theirs) < 1e-14
+
+
+def test_a_recomputed_function_keeps_its_input_alone():
+    from distca.ops.recomputed import recomputed
+
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+        out = recomputed(lambda y: torch.sin(y) * torch.exp(y), x)
+    assert [y.data_ptr() for y in kept] == [x.data_ptr()]
+    d_out = torch.randn_like(x)
+    expected = d_out * (torch.cos(x) + torch.sin(x)) * torch.exp(x)
+    assert relative_error(torch.autograd.grad(out, x, d_out)[0], expected.detach()) < 1e-14

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.data.mixes import Mix, sample_lengths
+from distca.data.mixes import Mix, sample_lengths, sample_long_context
 from distca.errors import PlanError
-from distca.plan import PlanOptions, analytic_cost, deal_over_micro_batches, plan_step
+from distca.plan import PlanOptions, analytic_cost, deal_over_micro_batches, plan_at_home, plan_step, server_seconds
 from distca.plan.step import NonAttention
 
 LLAMA_8B = analytic_cost(32, 8, 128)
@@ -30,6 +30,25 @@ def test_every_document_is_in_one_micro_batch_that_has_room(lengths: list[int], 
     again = deal_over_micro_batches(np.array(lengths, np.int64), room, stages)
     assert again is not None
     assert all(np.array_equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@given(
+    st.lists(st.integers(1, 6), max_size=40), st.lists(st.integers(0, 90), min_size=1, max_size=5), st.integers(1, 3)
+)
+def test_documents_of_one_length_go_where_each_by_itself_would(
+    lengths: list[int], room: list[int], stages: int
+) -> None:
+    turn = sorted(range(len(room)), key=lambda at: min(at, len(room) - 1 - at) if stages > 1 else at)
+    left, wanted = list(room), [[] for _ in room]
+    for document in sorted(range(len(lengths)), key=lambda at: -lengths[at]):
+        at = next((at for at in turn if left[at] >= lengths[document]), None)
+        if at is None:
+            assert deal_over_micro_batches(lengths, room, stages) is None
+            return
+        left[at] -= lengths[document]
+        wanted[at].append(document)
+    found = deal_over_micro_batches(lengths, room, stages)
+    assert found is not None and [each.tolist() for each in found] == [sorted(each) for each in wanted]
 
 
 @pytest.mark.parametrize("mix", ["pretrain", "prolong"])
@@ -63,6 +82,21 @@ def test_stages_wait_less(mix: Mix) -> None:
             balance = plan_step(drawn, options, room=room).balance()
             took[at] += (balance.seconds_after + balance.other_seconds).max(axis=1).sum()
     assert took[1] < 0.98 * took[0]
+
+
+@pytest.mark.parametrize("mix", ["pretrain", "prolong"])
+def test_small_budgets_are_level_in_backward_too(mix: Mix) -> None:
+    """No cut of backward that adds less than a quarter of its time fits into what servers lack there."""
+    options, over, mean, alone = PlanOptions(4, LLAMA_8B, stages=2, nano_batches=2, resend=True), 0.0, 0.0, 0.0
+    for seed in range(2):
+        drawn = [sample_long_context(mix, 4 * 16_384, 16_384, 10 * seed + number) for number in range(4)]
+        for phase in plan_step(drawn, options).backward:
+            seconds = sum(server_seconds(plan, LLAMA_8B, "backward") for plan in phase.plans)
+            over, mean = over + seconds.max(), mean + seconds.mean()
+            alone += sum(server_seconds(plan_at_home(plan.layout), LLAMA_8B, "backward").mean() for plan in phase.plans)
+    assert over < 1.05 * mean
+    # What cuts add is less than they save.
+    assert over < 1.1 * alone
 
 
 def test_with_stages_the_longest_are_first_and_last() -> None:

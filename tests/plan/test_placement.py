@@ -23,7 +23,7 @@ from distca.plan import (
 )
 from distca.plan.cost.model import CostModel
 from distca.plan.home_rows import home_rows as rows_of
-from distca.plan.placement import Placement, deal, work_of
+from distca.plan.placement import ONE_BY_ONE, Placement, deal, work_of
 from tests.plan.cases import home_imbalance, home_rows, kilobytes, lengths
 
 LLAMA_8B = analytic_cost(32, 8, 128)
@@ -273,3 +273,22 @@ def test_where_rows_are_scarce_ping_gets_whole_documents_rather_than_heads_of_al
     assert heads.sum() <= 50 and 90 - heads.sum() <= 60
     (reached,) = documents.surplus_of(np.array(cuts), 1)
     assert reached == 2200 - missing >= 1600 > documents.surplus_of(heads, 1)[0]
+
+
+@pytest.mark.parametrize("placement", ["spread", "spread_by_half"])
+@pytest.mark.parametrize("nano_batches", [1, 2])
+def test_documents_in_hundreds_of_thousands_are_level_though_only_the_longest_are_dealt(
+    placement: Placement, nano_batches: int
+) -> None:
+    """They are given from the shortest to the longest: laid end to end they would not be."""
+    documents = np.repeat(np.arange(1, 17), 10_000)
+    found = lay_out(documents, 8, nano_batches=nano_batches, dealing="even", placement=placement, cost=LLAMA_8B)
+    assert all(home_imbalance(layout, LLAMA_8B) < 1.02 for layout in found)
+
+
+def test_only_so_many_documents_are_dealt_one_by_one() -> None:
+    ones, ranks = np.ones(300_000, np.int64), 32
+    budgets = np.full(ranks, len(ones) // ranks)
+    dealt = deal(ones, budgets, work_of(np.zeros_like(ones), ones, ranks, LLAMA_8B), np.zeros(ranks, np.int64), 2)
+    assert len(dealt.shares.document) == ONE_BY_ONE * ranks
+    assert np.array_equal(np.sort(np.concatenate((dealt.shares.document, dealt.short))), np.arange(len(ones)))

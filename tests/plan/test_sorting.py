@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.plan.sorting import expand, merged, order_by
+from distca.plan.sorting import expand, in_turns, merged, order_by
 
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 60), st.sampled_from((3, 1000, 2**40, 2**60)))
@@ -25,3 +25,11 @@ def test_merging_two_sorted_lists_keeps_every_value_once(first: list[int], secon
 def test_ranges_become_their_numbers(ranges: list[tuple[int, int]]) -> None:
     begin, count = np.array(ranges, np.int64).reshape(-1, 2).T
     assert expand(begin, count).tolist() == [number for first, rows in ranges for number in range(first, first + rows)]
+
+
+@given(st.integers(0, 60), st.integers(1, 9))
+def test_turns_have_every_index_once_and_parts_have_some_of_all_sizes(count: int, turns: int) -> None:
+    found = in_turns(count, turns)
+    assert sorted(found.tolist()) == list(range(count))
+    assert all((np.diff(found[found % turns == turn]) == turns).all() for turn in range(turns))
+    assert (np.diff(found % turns) >= 0).all()

@@ -45,7 +45,7 @@ def _counted(cases, layers, qk_norm):
     from distca import CAD
     from megatron_patches.groups import initialize_model_parallel
     from megatron_patches.model import build_gpt, transformer_config
-    from megatron_patches.patches.rms_norm import RMSNorm
+    from megatron_patches.patches.norms import RMSNorm
     from megatron_patches.training_step import summed_loss_step
 
     RMSNorm.forward = lambda self, x: LeanNorm.apply(x, self.weight)

@@ -109,9 +109,9 @@ class LinearRate:
             ) from None
 
 
-def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Weights of a layer's four matrix products: q,k,v; output; gate and up; down."""
-    return hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * ffn
+def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
+    """Weights of a layer's four matrix products: q,k,v; output; gate, if ``gated``, and up; down."""
+    return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
 
 
 class CostModel(ABC):

@@ -21,6 +21,10 @@ _FAILED = 64
 left, and they would take longer than all moves before."""
 _PARTNERS = 8
 """Receivers with which an exchange of pieces is tried."""
+_CRUMB = 64
+"""A piece that brings less than such a part of what a server should lose is handed over together with others."""
+_MOST_EXCHANGED = 1024
+"""Pieces of a server that are looked at for an exchange."""
 _NO_DOCUMENT = -1
 _KV_SHARE = 0.56
 """Share of k,v rows in the bytes of a range at its best place; what a receiver saves that has them already."""
@@ -90,6 +94,11 @@ class Balancer:
         if self._move_whole(sender, pieces, price, need, room, free, wanted):
             return _NO_DOCUMENT
         for best in _cheapest(price):
+            if (_CRUMB * pieces.seconds[:, best] < need).all():
+                # One by one they would each be looked at as long as all of them.
+                crumbs = (_CRUMB * pieces.seconds < need[:, None]).all(axis=0)
+                if self._move_whole(sender, pieces, np.where(crumbs, price, np.inf), need, room, free, wanted):
+                    return _NO_DOCUMENT
             if self._move_part(sender, best, need, room, free):
                 return int(pieces.place[0, best])
         moved = self._move_one(sender, pieces, need, room, free) or self._exchange(sender, pieces, need, room, free)
@@ -147,15 +156,17 @@ class Balancer:
     def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
         """Where nothing fits alone: a whole piece against a slightly smaller one of a receiver, the shortest such
         pair."""
+        given = pieces.shortest(_MOST_EXCHANGED)
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)
-            change = pieces.seconds[:, :, None] - theirs.seconds[:, None, :]
+            taken = theirs.shortest(_MOST_EXCHANGED)
+            change = pieces.seconds[:, given][:, :, None] - theirs.seconds[:, taken][:, None, :]
             fits = ((change >= need[:, None, None]) & (change <= room[:, receiver, None, None])).all(axis=0)
             if fits.any():
-                rows = pieces.rows[:, None] + theirs.rows
+                rows = pieces.rows[given][:, None] + theirs.rows[taken]
                 mine, other = divmod(int(np.where(fits, rows, rows.max() + 1).argmin()), rows.shape[1])
-                self._hand_over(sender, pieces, np.array([mine]), receiver)
-                return self._hand_over(receiver, theirs, np.array([other]), sender)
+                self._hand_over(sender, pieces, given[[mine]], receiver)
+                return self._hand_over(receiver, theirs, taken[[other]], sender)
         return False
 
     def _hand_over(self, sender: int, pieces: Pieces, chosen: np.ndarray, receiver: int) -> bool:

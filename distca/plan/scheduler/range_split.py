@@ -23,7 +23,8 @@ import numpy as np
 from distca.plan.cost.model import CostModel, Direction
 
 MOST_OVERHEAD = 0.25
-"""A cut that adds more than this share of the time it moves is refused; the shortest shards follow from it."""
+"""A cut that adds more than this share of the time it moves is refused, as long as servers can be relieved otherwise;
+the shortest shards follow from it."""
 
 Rows = TypeVar("Rows", float, np.ndarray)
 
@@ -49,11 +50,13 @@ class Timer:
     Attributes:
         cost, direction: what to count.
         unit: [K] mean load of a server.
+        most_overhead: share of the time it moves that a cut may add.
     """
 
     cost: CostModel
     direction: Direction
     unit: list[float]
+    most_overhead: float = MOST_OVERHEAD
 
     def block(self, per_row: list[float]) -> int:
         """Rows to round cuts to: the kernel's tile, or less where a tile of [K] ``per_row`` seconds is a visible part
@@ -312,12 +315,12 @@ def _over(split: RangeSplit) -> list[bool]:
 
 def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
     """[N] ranges whose cut from the rows behind them (and, for the first, before them) costs too much."""
-    wasteful, cuts = [True] * len(split.chosen), split.cuts
+    wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
     # Ranges joined with the rows behind them; last, the first with those before it.
     seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
     for moved, (before, behind), joined in zip(split.moved, split.kept, seconds, strict=True):
         others = [*moved[1:], behind]
         added = [own - both + other for own, both, other in zip(moved, joined[:-1], others, strict=True)]
         added[0] += before + moved[0] - joined[-1]
-        wasteful = [was and more > MOST_OVERHEAD * own for was, more, own in zip(wasteful, added, moved, strict=True)]
+        wasteful = [was and more > most * own for was, more, own in zip(wasteful, added, moved, strict=True)]
     return wasteful

@@ -20,7 +20,7 @@ from distca.plan.metrics import server_seconds
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler.balancer import ENOUGH, Balancer
 from distca.plan.scheduler.network_cost import Links
-from distca.plan.scheduler.range_split import Timer
+from distca.plan.scheduler.range_split import MOST_OVERHEAD, Timer
 from distca.plan.scheduler.state import SchedulerState
 from distca.plan.tasks import Tasks
 
@@ -34,11 +34,16 @@ _FINEST_TOLERANCE, _SERVERS_OF_DEFAULT = 0.005, 128
 _AIM = 0.95
 _JOININGS = 3
 """Times that ranges are balanced again after those that touch were joined."""
-_SHORT_TRIES = 2
+_USUAL_TRIES = 4
+"""Limits that are tried before cuts may add more work."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
 """Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
 little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
 relieve."""
+_MORE_OVERHEAD = 1.0
+"""Share of the time it moves that a cut may add, tried before more tolerance. Where budgets are small a shard that pays
+for its cut is a quarter of a server's backward: shorter ones add work, but a server that nobody can relieve keeps all
+others waiting for longer."""
 _LEAST_SLACK = 0.0003
 """A limit so little above what forward and backward disagree about is not tried: a thousand moves would miss it."""
 
@@ -104,6 +109,7 @@ class _Search:
         best: tasks of the fastest plan so far.
         lowest: its slowest server's load over the mean one.
         before: [K] slowest at home.
+        grown: [K] mean seconds of a server after the last try.
     """
 
     home: Plan
@@ -115,6 +121,7 @@ class _Search:
     best: Tasks = field(init=False)
     lowest: float = np.inf
     before: np.ndarray = field(init=False)
+    grown: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.best = self.home.tasks
@@ -122,13 +129,19 @@ class _Search:
     def run(self, tolerance: float, least: float) -> bool:
         """Try limits from a little under ``tolerance`` on, none that forward and backward leave no room for, as the
         mean of their larger one is ``least`` above the mean. Returns whether a plan was found or none kept to it."""
-        aims = [_AIM * tolerance, tolerance, *(tolerance + more for more in _MORE_TOLERANCE)]
+        more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
+        usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf
-        for tried, aim in enumerate(aims):
-            if aim < least + _LEAST_SLACK and tried < len(aims) - 1:
+        for tried, aim in enumerate((*usual, *more)):
+            last = tried == len(usual) + len(more) - 1
+            if (aim < least + _LEAST_SLACK and not last) or aim >= self.lowest - 1 > tolerance:
                 continue
-            # Once one server is left above what the next try aims at, the first tries need not see to the others.
-            over = self._at_limit(aim, tolerance, aims[tried + 1] if tried < _SHORT_TRIES else np.inf)
+            # Once one server is left above what comes next, these tries need not see to the others.
+            at_most = usual[min(tried + 1, len(usual) - 1)] if tried < len(usual) else np.inf
+            # Cuts add work: a limit that only grows with it leaves those who were filled first with crumbs of room.
+            expected = self.grown if tried > len(usual) else None
+            overhead = MOST_OVERHEAD if tried < len(usual) else _MORE_OVERHEAD
+            over = self._at_limit(aim, tolerance, at_most, overhead, expected)
             if over <= max(aim, tolerance) + ENOUGH:
                 break
         if over > tolerance + ENOUGH:
@@ -136,9 +149,11 @@ class _Search:
             return True
         return self.best is not self.home.tasks or self.lowest <= 1 + tolerance
 
-    def _at_limit(self, aim: float, tolerance: float, at_most: float) -> float:
-        """Balance to ``aim`` above the mean; a server that stays ``at_most`` above it ends it. Returns how far above
-        the mean the slowest server then is."""
+    def _at_limit(
+        self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None
+    ) -> float:
+        """Balance to ``aim`` above the mean, or the ``expected`` one, with cuts of at most so much ``overhead``; a
+        server that stays ``at_most`` above it ends it. Returns how far above the mean the slowest server then is."""
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
             state = SchedulerState(
@@ -148,14 +163,17 @@ class _Search:
                 tolerance=aim,
                 other_seconds=self.other_seconds,
                 links=self.links,
+                expected=expected,
             )
             unit = np.maximum(state.mean, 1e-300)
             if start is self.home:
                 self.before = state.slowest
                 self.lowest = min(self.lowest, float((self.before / unit).max()))
             moved = self.cost.shape.moved_bytes(self.direction, self.resend)
-            Balancer(state, Timer(self.cost, self.direction, unit.tolist()), *moved).run(at_most, tolerance)
+            timer = Timer(self.cost, self.direction, unit.tolist(), overhead)
+            Balancer(state, timer, *moved).run(at_most, tolerance)
             tasks = state.joined()
+            self.grown = state.mean
             slowest = float((state.slowest / unit).max())
             # Forward and backward run apart: where they share their tasks, the one must not gain less than the other
             # loses.

@@ -38,6 +38,13 @@ class Pieces(NamedTuple):
         """[P] query rows."""
         return np.asarray(self.place[2] - self.place[1])
 
+    def shortest(self, most: int) -> np.ndarray:
+        """[P'] indices of all pieces, or of ``most`` of them at most: the shortest, each length at each place once."""
+        if len(self) <= most:
+            return np.arange(len(self))
+        rows, stop = self.rows, self.place[2]
+        return np.unique(rows * (int(stop.max()) + 1) + stop, return_index=True)[1][:most]
+
     def take(self, chosen: np.ndarray | list[int]) -> Pieces:
         return Pieces(self.place.take(chosen, axis=1), self.seconds.take(chosen, axis=1))
 
@@ -57,7 +64,8 @@ class SchedulerState:
 
     Attributes:
         load: [K, R] seconds.
-        mean: [K] seconds of a server if the work, with what cuts added so far, were spread evenly.
+        mean: [K] seconds of a server if the work, with what cuts added so far, were spread evenly. Limits follow the
+            [K] ``expected`` ones from the start, where cuts are known to add much.
         order: [R] ranks by the first document they hold, ranks without tokens last; ties are broken in this order, so
             that a plan does not depend on how ranks are numbered.
         node: [R] node of every rank.
@@ -74,6 +82,7 @@ class SchedulerState:
         tolerance: float,
         other_seconds: Sequence[float] | np.ndarray | None,
         links: Links,
+        expected: np.ndarray | None = None,
     ) -> None:
         layout = self.layout = home.layout
         self.links = links
@@ -86,6 +95,7 @@ class SchedulerState:
         self._target = TargetLoad(layout.ranks, other_seconds)
         self._tolerance = tolerance
         self.mean = self.load.sum(axis=1) / layout.ranks
+        self._expected = np.zeros_like(self.mean) if expected is None else expected
         self.order = _canonical_order(tasks, self._bounds)
         self.node = links.nodes(layout.ranks)
         self._held = HeldRows(layout.kv, self.node)
@@ -111,8 +121,9 @@ class SchedulerState:
 
     @property
     def limit(self) -> np.ndarray:
-        """[K, R] or [K, 1] the most each server may have."""
-        return self.target + self.mean[:, None] * self._tolerance
+        """[K, R] or [K, 1] the most each server may have, of the mean that is expected at last if it is larger."""
+        mean = np.maximum(self.mean, self._expected)
+        return self._target.of(mean) + mean[:, None] * self._tolerance
 
     def above_target(self, rank: int) -> float:
         """How far above its target ``rank`` is, as part of the mean, in its worse direction."""
@@ -169,14 +180,21 @@ class SchedulerState:
                 load[receiver] += seconds
         self.mean = self.mean + np.array(more) / self.layout.ranks
         both = Pieces(*(np.concatenate(column, axis=1) for column in zip(pieces, left, strict=True)))
-        gone = set(chosen)
-        self._pieces[sender] = both.take([at for at, rows in enumerate(both.rows.tolist()) if rows and at not in gone])
+        stays = both.rows > 0
+        stays[chosen] = False
+        self._pieces[sender] = both.take(np.flatnonzero(stays))
         for column, new in zip(self._moved, moved[:4], strict=True):
             column += new
+        more_kept, found = [], self._readers
         for document, stop, receiver in zip(moved.document, moved.stop, moved.receiver, strict=True):
-            readers = self._readers.setdefault(document, {})
-            self.kept[receiver] += max(stop - readers.get(receiver, 0), 0)
-            readers[receiver] = max(readers.get(receiver, 0), stop)
+            if document not in found:
+                found[document] = {receiver: stop}
+                more_kept.append(stop)
+                continue
+            had = found[document].get(receiver, 0)
+            found[document][receiver] = max(had, stop)
+            more_kept.append(max(stop - had, 0))
+        np.add.at(self.kept, moved.receiver, more_kept)
 
     def joined(self) -> Tasks:
         """All pieces where they are now, those that touch joined; their loads then count joined ranges too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -32,6 +33,8 @@ from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.config.schema import RunConfig
 from distca.train.run.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["export_weights", "import_weights"]
 
 _CONFIG, _METADATA, _FITS = "config.yaml", ".metadata", "fits.json"
@@ -50,6 +53,8 @@ def import_weights(folder: str, *, output: str) -> None:
     """
     source, target = Path(folder), Path(output)
     described = describe_folder(source)
+    for warning in described.warnings:
+        logger.warning("%s", warning)
     files = TensorFiles(source)
     files.check(described)
     stored = files.dtype(EMBEDDING)
@@ -104,11 +109,12 @@ def export_weights(run: str, *, output: str, step: int | None = None) -> None:
         try:
             with _writing(target), _progress(f"writing {output}", model.model, model.dtype) as advance:
                 weights = SavedWeights(path, model.model)
-                writer = ShardWriter(target, 1, count_shards(model, weights.names()))
+                writer = ShardWriter(target, 1, count_shards(model, weights.names(), others=True), model.stored)
                 for name, tensor in weights.tensors():
                     tensor = tensor.to(getattr(torch, model.dtype))
                     writer.add(name, tensor)
                     advance(tensor.numel() * tensor.element_size())
+                writer.add_others(model)
                 writer.flush()
                 finish(target, writer.file_of, model)
         except UnreadableError as error:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distca.models.description import read_config
-from distca.models.folder import ExportedModel, config_fields
-from distca.models.layout import EMBEDDING
-from distca.models.tensors import TensorFiles
+from distca.models.exported_config import config_fields
+from distca.models.folder import ExportedModel
 from distca.train.config.initial import description_of
 from distca.train.config.schema import RunConfig
 from distca.words import format_bytes
@@ -39,12 +38,11 @@ def exported(config: RunConfig, vocabulary: int) -> ExportedModel:
             source,
         )
         source = None
-    dtype = "bfloat16" if config.train.precision == "bf16" else "float32"
-    first: dict[str, Any] = {}
-    if source is not None:
-        first, dtype = read_config(source), TensorFiles(source, "numpy").dtype(EMBEDDING)
     described = description_of(config, vocabulary)
-    return ExportedModel(described, config_fields(described, dtype, first), dtype, source)
+    if source is not None:
+        return ExportedModel.after(described, read_config(source), source)
+    dtype = "bfloat16" if config.train.precision == "bf16" else "float32"
+    return ExportedModel(described, config_fields(described, dtype, {}), dtype)
 
 
 def export(trainer: Trainer, folder: Path) -> None:

@@ -15,7 +15,7 @@ from distca.models.folder import check_empty, is_written
 from distca.models.layout import EMBEDDING
 from distca.models.tensors import TensorFiles
 from distca.train.checkpoint.integrity import COMPLETE
-from distca.train.config.initial import description_of
+from distca.train.config.initial import context_warning, description_of
 from distca.train.config.schema import RunConfig
 from distca.train.run.run_folder import Checkpoint, resume_run_folder
 from distca.words import format_bytes
@@ -46,6 +46,8 @@ def check_folders(config: RunConfig) -> None:
         folder = Path(settings.init_from)
         described = describe_folder(folder)
         TensorFiles(folder, "numpy").check(described)
+        for warning in (*described.warnings, *filter(None, [context_warning(config)])):
+            logger.warning("%s", warning)
     if settings.export:
         description_of(config, 1)
         if resumed is None or resumed[1].step < config.train.steps or lacks_export(config, resumed[1]):

@@ -52,6 +52,38 @@ def parse_run_config(argv: list[str] | None = None) -> RunConfig:
     return config
 
 
+def check_data_named(argv: list[str], config: RunConfig) -> None:
+    """Refuse a run that begins with a model's folder where nobody said what it is to be trained on.
+
+    Args:
+        argv: the command line that the run was parsed from.
+        config: the run.
+
+    Raises:
+        ConfigError: data.source is neither on the command line nor in a file that it names.
+    """
+    if config.checkpoint.init_from is None or _is_given("data.source", argv):
+        return
+    raise ConfigError(
+        f"checkpoint.init_from is {config.checkpoint.init_from}, but nothing says what to train it on; set DATA_SOURCE "
+        "and DATA_PATH (data.source and data.path). To try it out on purpose, set DATA_SOURCE=mix DATA_PATH=pretrain "
+        "for random tokens, or DATA_SOURCE=stdlib for Python's standard library."
+    )
+
+
+def _is_given(setting: str, argv: list[str]) -> bool:
+    """Whether a setting stands on a command line, or in a file that it names."""
+    names = [argument.partition("=")[0] for argument in argv]
+    if f"--{setting}" in names:
+        return True
+    files = [
+        argument.partition("=")[2] or after
+        for argument, name, after in zip(argv, names, [*argv[1:], ""], strict=True)
+        if name == "--config"
+    ]
+    return any(setting in flat(read_yaml(Path(file), ConfigError) or {}) for file in files)
+
+
 def _made_parser() -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(
         prog="pretrain_llama.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.errors import ConfigError, ModelError
-from distca.models.description import ModelDescription, describe_folder, family_of
+from distca.models.description import ModelDescription, describe_folder, family_of, scalings
 from distca.models.rope import RopeScaling
 from distca.train.config.schema import ModelConfig, RunConfig
 
@@ -66,6 +66,34 @@ def first_scaling(config: RunConfig) -> RopeScaling:
     return config.model.rope_scaling if first is None else first.rope_scaling
 
 
+def context_warning(config: RunConfig) -> str | None:
+    """A sentence where the run trains positions that the model it begins with never saw, and stretches none."""
+    first, model, longest = _first(config), config.model, config.data.context_length
+    if first is None or model.rope_base != first.rope_base:
+        return None
+    known = _known_positions(first.positions, first.rope_scaling, model.rope_scaling)
+    if known is None or longest <= known:
+        return None
+    return (
+        f"data.context_length is {longest}, but the model in checkpoint.init_from {config.checkpoint.init_from} knows "
+        f"{known} positions, and nothing stretches them further. Set model.rope_base to a larger base, or "
+        f"model.rope_scaling.kind to yarn and model.rope_scaling.factor to {-(-longest // first.positions)} or more, "
+        f"or data.context_length to {known} or less."
+    )
+
+
+def _known_positions(positions: int, first: RopeScaling, own: RopeScaling) -> int | None:
+    """Positions of the model with a scaling; None where it goes by each document's length."""
+    if own.kind == "dynamic":
+        return None
+    if own.kind == "linear":
+        return positions if own == first else round(positions * own.factor)
+    if own.kind in ("yarn", "llama3"):
+        stretched = round(own.original_length * own.factor)
+        return max(positions, stretched) if own == first else stretched
+    return positions
+
+
 def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
     """What a run's model is, for its export.
 
@@ -83,6 +111,16 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
         raise ModelError(
             "No model of transformers that is served has both model.qkv_bias and model.qk_norm, so this one cannot be "
             "exported; set one of them to false, or leave out checkpoint.export."
+        )
+    if first is None and (any(model.windows) or model.sinks):
+        raise ModelError(
+            "The model has windows or sinks, and no folder of a family that has them, so it cannot be exported; begin "
+            "with a folder, or leave out checkpoint.export."
+        )
+    if first is not None and scaling.kind != "none" and scaling.kind not in scalings(family):
+        raise ModelError(
+            f"model.rope_scaling.kind is {scaling.kind}, which models of {family} do not have in transformers, so this "
+            "one cannot be exported; set it to none, or leave out checkpoint.export."
         )
     positions = max(config.data.context_length, first.positions if first is not None else 0)
     if scaling.kind == "yarn":

@@ -12,6 +12,7 @@ from typing import Literal
 
 from distca.models.rope import RopeScaling
 from distca.plan.cost.model import AttentionShape
+from distca.plan.kinds import windows_of
 from distca.plan.receive_buffer import receive_buffer_gb
 
 RESUME_OR_START = ("job", "auto")
@@ -72,8 +73,7 @@ class ModelConfig:
     @property
     def windows(self) -> tuple[int, ...]:
         """By layer, the tokens that a token attends to; 0 for its whole document up to itself."""
-        types = self.layer_types or ["full"]
-        return tuple(self.window * (types[layer % len(types)] == "window") for layer in range(self.layers))
+        return windows_of(self.layer_types or ["full"], self.window, self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)

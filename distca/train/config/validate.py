@@ -129,7 +129,7 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
     if vocabulary is not None and model.vocabulary and model.vocabulary < vocabulary:
         remedy = "raise it, or set it to 0"
         if config.checkpoint.init_from:
-            remedy = "it is that of checkpoint.init_from, so use the tokenizer of that folder"
+            remedy = _remedy_of_folder(config)
         problems.append(f"model.vocabulary is {model.vocabulary}, but the data uses {vocabulary} tokens; {remedy}.")
     sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")}
     for name, size in sizes.items():
@@ -137,6 +137,17 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
             problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
     scaling = model.rope_scaling.problems() + model.rope_scaling.unused(first_scaling(config))
     return problems + [f"model.rope_scaling.{problem}" for problem in scaling]
+
+
+def _remedy_of_folder(config: RunConfig) -> str:
+    """What to do about a tokenizer with more tokens than a folder's embedding."""
+    folder, tokenizer = Path(str(config.checkpoint.init_from)), Path(config.data.tokenizer)
+    if folder in (tokenizer, tokenizer.parent):
+        return (
+            f"{tokenizer} is the model's own, but its embedding has no rows for all of them: take tokens that were "
+            "added out of its tokenizer.json, or give the embedding more rows (resize_token_embeddings of transformers)"
+        )
+    return "it is that of checkpoint.init_from, so use the tokenizer of that folder"
 
 
 def _heads(model: ModelConfig) -> list[str]:

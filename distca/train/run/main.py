@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 from distca.data.corpus import Corpus
 from distca.errors import ConfigError, DamagedCheckpointError, DataError, DistcaError
 from distca.log import die, early_lines, setup_logging
-from distca.train.config.cli import files_first, parse_run_config
+from distca.train.config.cli import check_data_named, files_first, parse_run_config
 from distca.train.config.names import settings_named, with_settings
 from distca.train.config.schema import RESUME_OR_START, RunConfig
 from distca.train.config.validate import validate
@@ -51,12 +51,20 @@ def main(argv: list[str] | None = None) -> None:
     setup_logging(int(os.environ.get("RANK", "0")))
     try:
         if check := read_check(arguments):
-            _check(parse_run_config(files_first(check.settings)), check.world_size, check.on_cpus)
+            _check(_parsed(check.settings), check.world_size, check.on_cpus)
         else:
             with early_lines():
-                _run(parse_run_config(files_first(arguments)))
+                _run(_parsed(arguments))
     except DistcaError as error:
         _die(error)
+
+
+def _parsed(arguments: list[str]) -> RunConfig:
+    """The run that a command line asks for."""
+    arguments = files_first(arguments)
+    config = parse_run_config(arguments)
+    check_data_named(arguments, config)
+    return config
 
 
 def _die(error: DistcaError, everywhere: bool = False) -> NoReturn:

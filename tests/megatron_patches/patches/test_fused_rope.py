@@ -25,7 +25,7 @@ def test_the_same_q_k_and_v_as_from_megatron(monkeypatch, rows, heads, groups, d
     angles = torch.cat((half, half), dim=-1)[:, None, None]
     computed = []
     of = fused_rope.Rotation.of
-    monkeypatch.setattr(fused_rope.Rotation, "of", lambda x: computed.append(1) or of(x))
+    monkeypatch.setattr(fused_rope.Rotation, "of", lambda *x: computed.append(1) or of(*x))
     for _ in range(2):  # layers
         found = attention.apply_fused_qkv_rotary_pos_emb(mixed, angles, angles, sizes)
     assert len(computed) == 1, "cosines and sines are those of all layers"

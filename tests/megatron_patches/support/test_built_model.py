@@ -3,6 +3,7 @@
 import copy
 import inspect
 import warnings
+from functools import partial
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -29,6 +30,7 @@ def _models():
     use_cpu()
     from megatron_patches.block import block_spec
     from megatron_patches.groups import initialize_model_parallel
+    from megatron_patches.model_options import ModelOptions
 
     initialize_model_parallel(1, 1, 1)
     results = {}
@@ -39,8 +41,8 @@ def _models():
         named = {"config": config, "transformer_layer_spec": spec, "vocab_size": 16, "max_sequence_length": 32}
         return GPTModel(**named, **{"position_embedding_type": "rope", **arguments})
 
-    def note(what, expected, model):
-        results[what] = (expected, refusal(check_model, model))
+    def note(what, expected, model, **how):
+        results[what] = (expected, refusal(partial(check_model, **how), model))
 
     note("served", None, build())
     note("scaled", None, build(rope_scaling=True, rope_scaling_factor=4.0, seq_len_interpolation_factor=2.0))
@@ -56,7 +58,7 @@ def _models():
         build(position_embedding_type="learned_absolute"),
     )
     note("none", "position_embedding_type is 'none', but", build(position_embedding_type="none"))
-    note("partial", "rotary_percent is 0.5, but", build(rotary_percent=0.5))
+    note("partial", None, build(rotary_percent=0.5))
     note("chunk", "vp_stage is 1, but", build(vp_stage=1))
     note("float16", "fp16_lm_cross_entropy is True, but", build(fp16_lm_cross_entropy=True))
     note(
@@ -112,6 +114,12 @@ def _models():
     heads.config.qk_layernorm = False
     said = "qk_layernorm is False, but decoder.layers.0.self_attention.q_layernorm is a RMSNorm"
     note("norms of heads in the spec only", said, heads)
+    options = ModelOptions(norms="post", attention_output_bias=True)
+    spec = block_spec(TransformerConfig(**LLAMA), options=options)
+    note("options", None, build(spec=spec), options=options)
+    said = "decoder.layers.0 was built with other model options than CAD has"
+    note("other options", said, build(), options=ModelOptions(residual_multiplier=0.5))
+    note("norms elsewhere", "decoder.layers.0.input_layernorm is a megatron.core", build(spec=spec))
     groups = build()
     groups.pg_collection = copy.copy(groups.pg_collection)
     groups.pg_collection.tp = torch.distributed.new_group([0], backend="gloo")

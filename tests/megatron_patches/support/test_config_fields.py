@@ -27,7 +27,7 @@ from tests.megatron_patches.support.cases import LLAMA, refusal
 FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
 # A value that is not served, where one that is merely not the default might be.
 UNSERVED = {
-    "normalization": "LayerNorm",
+    "normalization": "L2Norm",
     "params_dtype": torch.float16,
     "transformer_impl": "inference_optimized",
     "recompute_granularity": "full",
@@ -87,10 +87,7 @@ def test_defaults_of_limited_fields_are_served_where_a_llama_has_them():
         ("attention_dropout", 0.1),
         ("hidden_dropout", 0.1),
         ("context_parallel_size", 2),
-        ("rotary_interleaved", True),
-        ("no_rope_freq", [0, 1]),
-        ("normalization", "LayerNorm"),
-        ("layernorm_zero_centered_gamma", True),
+        ("normalization", "L2Norm"),
         ("fp32_residual_connection", True),
         ("num_moe_experts", 8),
         ("mtp_num_layers", 1),

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import planner_invariants
 from distca.data.mixes import sample_lengths, sample_mix
 from distca.errors import PlanError
 from distca.plan import (
@@ -265,3 +266,18 @@ def test_mistakes_are_sentences(options: dict, words: str) -> None:
     (layout,) = lay_out([5, 6], 2)
     with pytest.raises(PlanError, match=words):
         schedule(layout, area_cost(), **options)
+
+
+def test_crumbs_are_handed_over_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of documents of one token beside one that no cut of which pays: a move each took minutes."""
+    moves: list[int] = []
+    move = Balancer._move
+
+    def counted(balancer: Balancer, sender: int, *rest: np.ndarray) -> int | None:
+        moves.append(sender)
+        return move(balancer, sender, *rest)
+
+    monkeypatch.setattr(Balancer, "_move", counted)
+    step = planner_invariants.drawn(6912)
+    planner_invariants.check_plan(planner_invariants.plan_of(step), step)
+    assert sum(len(each) for each in step.lengths) > 50_000 > 2000 > len(moves)

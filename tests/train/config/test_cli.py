@@ -66,7 +66,7 @@ def test_yaml_is_read_back_as_an_equal_configuration(tmp_path_factory, steps, lr
 def test_shipped_configurations_are_read(file: Path) -> None:
     config = parse_run_config(["--config", str(file)])
     written = yaml.safe_load(file.read_text())
-    assert config.name == written["name"] and config.data.source == written["data"]["source"]
+    assert config.name == written["name"] and config.data.source == written["data"].get("source", "stdlib")
     assert config.model.layers == written.get("model", {"layers": ModelConfig().layers})["layers"]
 
 

@@ -1,0 +1,194 @@
+"""Every field of a config.json moved off its default, one at a time, and public configurations: logits as transformers
+has them, or a refusal.
+
+    python -m benchmarks.folder_fields --output benchmarks/results/folders.json
+
+For each served model type the fields are those of its class in transformers, those that all classes have, and those of
+other models that are well known. FOLDER has each verdict; the command fails where one is served with other logits,
+or ends in a traceback. It runs on CPUs in a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.folder_judge import LENGTHS, Verdict, judge
+from benchmarks.public_configs import PUBLIC, Public, shrunk
+from distca.models.families import COMPOSITES, FAMILIES
+from distca.models.families.common import COMMON, ELSEWHERE
+from distca.versions import command_line, header, write_report
+
+_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = _ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_SCALINGS: list[Any] = [
+    None,
+    {"rope_type": "linear", "factor": 4.0},
+    {"type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0},
+    {"rope_type": "mrope", "mrope_section": [1, 1, 2]},
+    _LLAMA3,
+    _ROPE,
+    *(
+        _ROPE | more
+        for more in (
+            {"attention_factor": 1.3},
+            {"beta_fast": 4.0, "beta_slow": 0.5},
+            {"truncate": False},
+            {"truncate": "false"},
+            {"mscale": 1.5, "mscale_all_dim": 0.5},
+            {"attn_factor": 0.8},
+            {"partial_rotary_factor": 0.5},
+            {"llama_4_scaling_beta": 0.1},
+            {"finetuned": True},
+            {"type": "linear"},
+            {"factor": True},
+            {"factor": float("nan")},
+            {"rope_theta": None},
+            {"rope_theta": float("inf")},
+            {"rope_theta": 1.0},
+        )
+    ),
+    {"full_attention": _ROPE, "sliding_attention": _ROPE},
+    "yarn",
+]
+MOVES: dict[str, list[Any]] = {
+    "hidden_size": [48, "32", 33, None],
+    "intermediate_size": [40, 48.5],
+    "num_hidden_layers": [3, 0, True],
+    "num_attention_heads": [8, 2, 5],
+    "num_key_value_heads": [1, 4, 3, None],
+    "head_dim": [4, 16, 7, None],
+    "vocab_size": [71, -1],
+    "hidden_act": ["gelu", "swish", None],
+    "max_position_embeddings": [16, 0],
+    "rms_norm_eps": [1e-2, float("nan"), float("inf"), True, "1e-5"],
+    "tie_word_embeddings": [True, "false", 1],
+    "rope_theta": [500.0, 500, float("nan"), float("inf"), -1.0, "1e6"],
+    "rope_parameters": _SCALINGS,
+    "rope_scaling": _SCALINGS,
+    "sliding_window": [8, 40, 39, None],
+    "use_sliding_window": [True, "true"],
+    "max_window_layers": [0, 1, 2],
+    "layer_types": [
+        *(["full_attention"] * 2, ["full_attention", "sliding_attention"], ["sliding_attention"] * 2),
+        *(["full_attention"], ["linear_attention"] * 2, "full_attention"),
+    ],
+    "dtype": ["float16", "float8_e4m3fn", 16],
+    "torch_dtype": ["float16"],
+    "architectures": [["LlamaModel"], [], "LlamaForCausalLM"],
+    "partial_rotary_factor": [0.5, 1.0],
+    "original_max_position_embeddings": [16],
+    "is_causal": [False, True],
+    "is_decoder": [True],
+    "no_rope_layers": [[0, 1]],
+    "attention_multiplier": [0.2],
+    "text_config": [{"hidden_size": 8}],
+    "vision_config": [{"hidden_size": 8}],
+    "per_layer_config": [{"0": {"hidden_act": "gelu"}}],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "auto_map": [{"AutoModelForCausalLM": "code.Model"}],
+    "of_nobody": [1],
+}
+"""Values that fields are given; others get the opposite, a half more, or a text."""
+
+
+def bases() -> dict[str, dict[str, Any]]:
+    """A small configuration of each served model type; documents are longer than its positions."""
+    small: dict[str, Any] = {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "initializer_range": 0.3},
+        **{"rms_norm_eps": 1e-5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    }
+    own: dict[str, dict[str, Any]] = {
+        "mistral": {"sliding_window": None, "head_dim": 8},
+        "ministral": {"sliding_window": max(LENGTHS), "head_dim": 8},
+        "seed_oss": {"head_dim": 8},
+    }
+    found = {name: small | {"model_type": name} | own.get(name, {}) for name in FAMILIES}
+    return found | {"mistral3": shrunk(PUBLIC["Mistral-Small-3.2-24B"].fields) | {"tie_word_embeddings": False}}
+
+
+def moved() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every field of every model type with each of its other values, by a name that says so."""
+    for kind, base in bases().items():
+        for field, default in sorted(_fields(kind).items()):
+            for value in _values(field, default):
+                yield f"{kind}, {field} {json.dumps(value)}", base | {field: value}
+        if kind not in COMPOSITES:
+            continue
+        inside = COMPOSITES[kind].text
+        for field, values in MOVES.items():
+            for value in values:
+                yield f"{kind}, {inside}.{field} {json.dumps(value)}", base | {inside: base[inside] | {field: value}}
+
+
+def _fields(kind: str) -> dict[str, Any]:
+    """Fields and their defaults: of the class, of all classes, and of other models."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
+    names = dict.fromkeys((*COMMON, *ELSEWHERE, *MOVES))
+    return {name: default for name, default in (names | own).items() if name != "model_type"}
+
+
+def _values(field: str, default: Any) -> list[Any]:
+    if field in MOVES:
+        return MOVES[field]
+    if isinstance(default, bool):
+        return [not default, str(default).lower()]
+    if isinstance(default, int | float):
+        return [default * 1.5 + 0.5 if isinstance(default, float) else default + 1]
+    return [3] if field.endswith("_id") else [True, 0.5]
+
+
+def kept(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as it is written."""
+    return {name: value for name, value in dataclasses.asdict(verdict).items() if value}
+
+
+def as_expected(public: Public, verdict: Verdict) -> bool:
+    """Whether a public configuration is served with its warning, or refused for its reason."""
+    if public.refused:
+        return verdict.kind == "refused" and public.refused in verdict.said
+    return (
+        verdict.kind == "equal"
+        and bool(public.warned) == bool(verdict.warnings)
+        and public.warned in " ".join(verdict.warnings)
+    )
+
+
+def main() -> None:
+    """Write the report; exit code 1 where a verdict is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    asked = parser.parse_args()
+    fields = judge(dict(moved()))
+    public = judge({name: shrunk(each.fields) for name, each in PUBLIC.items()})
+    wrong = [name for name, verdict in fields.items() if verdict.kind in ("different", "traceback")]
+    wrong += [name for name, verdict in public.items() if not as_expected(PUBLIC[name], verdict)]
+    counts = {
+        name: dict(Counter(each.kind for each in some.values()))
+        for name, some in (("fields", fields), ("public", public))
+    }
+    report = {
+        **header(command_line("python -m benchmarks.folder_fields"), 1),
+        "counts": counts,
+        "wrong": wrong,
+        "public": {name: kept(verdict) for name, verdict in public.items()},
+        "fields": {name: kept(verdict) for name, verdict in fields.items()},
+    }
+    write_report(asked.output, report)
+    sys.stdout.write(json.dumps({"counts": counts, "wrong": wrong}, indent=2) + "\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

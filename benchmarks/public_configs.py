@@ -1,0 +1,345 @@
+"""What the config.json of public models sets, by name: model type, the fields that matter, and why some are refused.
+
+Sizes are those of the models; ``shrunk`` makes them small and keeps everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Public(NamedTuple):
+    """A model's configuration.
+
+    Attributes:
+        fields: of its config.json.
+        refused: what the sentence says with which it is refused; empty where it is served.
+        warned: what a warning about it says; empty where there is none.
+    """
+
+    fields: dict[str, Any]
+    refused: str = ""
+    warned: str = ""
+
+
+def _sizes(
+    hidden: int, layers: int, ffn: int, heads: int, kv_heads: int, vocabulary: int, positions: int, base: float
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "rope_theta": base,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+    }
+
+
+def _of(model_type: str, architecture: str, sizes: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model_type": model_type, "architectures": [architecture], **sizes, **fields}
+
+
+def _llama(*sizes: Any, **fields: Any) -> dict[str, Any]:
+    own = {"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 1}
+    return _of("llama", "LlamaForCausalLM", _sizes(*sizes), **own | {"bos_token_id": 1, "eos_token_id": 2} | fields)
+
+
+def _mistral(*sizes: Any, **fields: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": None}
+    return _of("mistral", "MistralForCausalLM", _sizes(*sizes), **own | fields)
+
+
+def _qwen2(*sizes: Any, **fields: Any) -> dict[str, Any]:
+    own = {"attention_dropout": 0.0, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}
+    return _of("qwen2", "Qwen2ForCausalLM", _sizes(*sizes), **own | {"rms_norm_eps": 1e-6} | fields)
+
+
+def _qwen3(*sizes: Any, **fields: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        **{"attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "rms_norm_eps": 1e-6},
+        **{"use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "rope_scaling": None},
+    }
+    return _of("qwen3", "Qwen3ForCausalLM", _sizes(*sizes), **own | fields)
+
+
+def _phi3(*sizes: Any, **fields: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        **{"attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        **{"original_max_position_embeddings": 4096, "rope_scaling": None, "sliding_window": None},
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3"},
+    }
+    return _of("phi3", "Phi3ForCausalLM", _sizes(*sizes), **own | fields)
+
+
+def _mistral3(**text: Any) -> dict[str, Any]:
+    sizes = _sizes(5120, 40, 32768, 32, 8, 131072, 131072, 1e9)
+    inner = {name: value for name, value in sizes.items() if name not in ("torch_dtype", "transformers_version")}
+    inner.pop("tie_word_embeddings")
+    inner |= {"attention_dropout": 0.0, "head_dim": 128, "model_type": "mistral", "sliding_window": None}
+    return {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+        "text_config": inner | text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "num_hidden_layers": 24, "patch_size": 14},
+    }
+
+
+def _other(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
+    return _of(model_type, architecture, _sizes(4096, 32, 14336, 32, 8, 128000, 32768, 1e6), **fields)
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+_LLAMA8 = (4096, 32, 14336, 32, 8, 128256, 131072, 500000.0)
+_LLAMA70 = (8192, 80, 28672, 64, 8, 128256, 131072, 500000.0)
+_LLAMA2 = (4096, 32, 11008, 32, 32, 32000, 4096, 10000.0)
+_MISTRAL7 = (4096, 32, 14336, 32, 8, 32000, 32768, 10000.0)
+_QWEN7 = (3584, 28, 18944, 28, 4, 152064, 131072, 1e6)
+_QWEN3_8 = (4096, 36, 12288, 32, 8, 151936, 40960, 1e6)
+_PHI4 = (5120, 40, 17920, 40, 10, 100352, 16384, 250000.0)
+_PHI_MINI = (3072, 32, 8192, 32, 32, 32064, 4096, 10000.0)
+_CODE = "auto_map, code that comes with the weights"
+_DROPOUT = "attention_dropout 0.1, which is left out"
+_LONGROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+
+PUBLIC: dict[str, Public] = {
+    "Llama-2-7b": Public(_llama(*_LLAMA2, rope_scaling=None)),
+    "Llama-2-70b": Public(_llama(8192, 80, 28672, 64, 8, 32000, 4096, 10000.0, rope_scaling=None)),
+    "CodeLlama-7b": Public(_llama(4096, 32, 11008, 32, 32, 32016, 16384, 1e6, rope_scaling=None)),
+    "CodeLlama-34b": Public(_llama(8192, 48, 22016, 64, 8, 32000, 16384, 1e6)),
+    "vicuna-7b-v1.5-16k": Public(
+        _llama(*_LLAMA2, rope_scaling={"factor": 4.0, "type": "linear"}, max_sequence_length=16384),
+        warned="max_sequence_length, which no class of transformers reads",
+    ),
+    "Yarn-Llama-2-7b-128k": Public(
+        _llama(
+            *(4096, 32, 11008, 32, 32, 32000, 131072, 10000.0),
+            rope_scaling={
+                **{"factor": 32.0, "finetuned": True, "type": "yarn"},
+                "original_max_position_embeddings": 4096,
+            },
+            auto_map={"AutoModelForCausalLM": "modeling_llama_together_yarn.LlamaForCausalLM"},
+        ),
+        warned=_CODE,
+    ),
+    "Llama-3-8B": Public(_llama(4096, 32, 14336, 32, 8, 128256, 8192, 500000.0, rope_scaling=None)),
+    "Llama-3.1-8B": Public(_llama(*_LLAMA8, rope_scaling=_llama3(8.0))),
+    "Llama-3.1-70B": Public(_llama(*_LLAMA70, rope_scaling=_llama3(8.0), eos_token_id=[1, 2, 3])),
+    "Llama-3.2-1B": Public(
+        _llama(
+            *(2048, 16, 8192, 32, 8, 128256, 131072, 500000.0),
+            head_dim=64,
+            rope_scaling=_llama3(32.0),
+            tie_word_embeddings=True,
+        )
+    ),
+    "Llama-3.2-3B": Public(
+        _llama(
+            *(3072, 28, 8192, 24, 8, 128256, 131072, 500000.0),
+            head_dim=128,
+            rope_scaling=_llama3(32.0),
+            tie_word_embeddings=True,
+        )
+    ),
+    "Llama-3.3-70B-Instruct": Public(_llama(*_LLAMA70, rope_scaling=_llama3(8.0), head_dim=128)),
+    "DeepSeek-R1-Distill-Llama-8B": Public(_llama(*_LLAMA8, rope_scaling=_llama3(8.0))),
+    "deepseek-llm-7b": Public(_llama(4096, 30, 11008, 32, 32, 102400, 4096, 10000.0, rope_scaling=None)),
+    "deepseek-coder-6.7b": Public(
+        _llama(4096, 32, 11008, 32, 32, 32256, 16384, 100000, rope_scaling={"factor": 4.0, "type": "linear"})
+    ),
+    "TinyLlama-1.1B": Public(_llama(2048, 22, 5632, 32, 4, 32000, 2048, 10000.0, rope_scaling=None)),
+    "Yi-1.5-9B": Public(_llama(4096, 48, 11008, 32, 4, 64000, 4096, 5e6, rope_scaling=None)),
+    "Yi-34B-200K": Public(_llama(7168, 60, 20480, 56, 8, 64000, 200000, 1e7)),
+    "SOLAR-10.7B": Public(_llama(4096, 48, 14336, 32, 8, 32000, 4096, 10000.0, rope_scaling=None)),
+    "SmolLM2-1.7B": Public(
+        _llama(
+            *(2048, 24, 8192, 32, 32, 49152, 8192, 130000),
+            rope_interleaved=False,
+            tie_word_embeddings=True,
+            **{"transformers.js_config": {"dtype": "q4"}},
+        )
+    ),
+    "Falcon3-7B": Public(_llama(3072, 28, 23040, 12, 4, 131072, 32768, 1000042, activation="swiglu", head_dim=256)),
+    "Llama-3.1-8B, FP8": Public(
+        _llama(*_LLAMA8, quantization_config={"quant_method": "compressed-tensors"}), "quantised weights"
+    ),
+    "granite-8b-code": Public(
+        _llama(4096, 36, 14336, 32, 8, 49152, 4096, 1e7, attention_bias=True, mlp_bias=True), "has attention_bias, but"
+    ),
+    "Mistral-7B-v0.1": Public(_mistral(*_MISTRAL7, sliding_window=4096)),
+    "zephyr-7b-beta": Public(_mistral(*_MISTRAL7, sliding_window=4096, pad_token_id=2)),
+    "Mistral-7B-Instruct-v0.2": Public(_mistral(4096, 32, 14336, 32, 8, 32000, 32768, 1e6)),
+    "Mistral-7B-v0.3": Public(_mistral(4096, 32, 14336, 32, 8, 32768, 32768, 1e6)),
+    "Yarn-Mistral-7b-128k": Public(
+        _mistral(
+            *_MISTRAL7,
+            sliding_window=131072,
+            rope_scaling={
+                **{"factor": 16.0, "finetuned": True, "type": "yarn"},
+                "original_max_position_embeddings": 8192,
+            },
+            auto_map={"AutoModelForCausalLM": "modeling_mistral_yarn.MistralForCausalLM"},
+        ),
+        warned=_CODE,
+    ),
+    "Mistral-Nemo-2407": Public(_mistral(5120, 40, 14336, 32, 8, 131072, 1024000, 1e6, head_dim=128)),
+    "Mistral-Small-24B-2501": Public(_mistral(5120, 40, 32768, 32, 8, 131072, 32768, 1e8, head_dim=128)),
+    "Mistral-Large-2407": Public(_mistral(12288, 88, 28672, 96, 8, 32768, 131072, 1e6)),
+    "Codestral-22B": Public(_mistral(6144, 56, 16384, 48, 8, 32768, 32768, 1e6)),
+    "Ministral-8B-Instruct-2410": Public(
+        _mistral(4096, 36, 12288, 32, 8, 131072, 32768, 1e8, head_dim=128, sliding_window=32768)
+    ),
+    "Mistral-Small-3.1-24B": Public(_mistral3()),
+    "Mistral-Small-3.2-24B": Public(_mistral3(tie_word_embeddings=False)),
+    "Qwen1.5-7B": Public(_qwen2(4096, 32, 11008, 32, 32, 151936, 32768, 1e6, sliding_window=32768)),
+    "Qwen2-0.5B": Public(_qwen2(896, 24, 4864, 14, 2, 151936, 131072, 1e6, tie_word_embeddings=True)),
+    "Qwen2-7B": Public(_qwen2(*_QWEN7)),
+    "Qwen2.5-0.5B": Public(
+        _qwen2(896, 24, 4864, 14, 2, 151936, 32768, 1e6, tie_word_embeddings=True, use_mrope=False),
+        warned="use_mrope, which no class of transformers reads",
+    ),
+    "Qwen2.5-72B": Public(_qwen2(8192, 80, 29568, 64, 8, 152064, 131072, 1e6, max_window_layers=80)),
+    "Qwen2.5-7B-Instruct with YaRN": Public(_qwen2(*_QWEN7, rope_scaling=_YARN)),
+    "Qwen2.5-Math-7B": Public(_qwen2(3584, 28, 18944, 28, 4, 152064, 4096, 10000, sliding_window=4096)),
+    "Qwen2.5-Coder-32B": Public(_qwen2(5120, 64, 27648, 40, 8, 152064, 32768, 1e6, max_window_layers=70)),
+    "Qwen2.5-7B-Instruct-1M": Public(
+        _qwen2(
+            *(3584, 28, 18944, 28, 4, 152064, 1010000, 1e7),
+            dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192},
+        ),
+        warned="dual_chunk_attention_config, which transformers leaves out too",
+    ),
+    "QwQ-32B": Public(_qwen2(5120, 64, 27648, 40, 8, 152064, 40960, 1e6, max_window_layers=64, sliding_window=32768)),
+    "DeepSeek-R1-Distill-Qwen-7B": Public(
+        _qwen2(3584, 28, 18944, 28, 4, 152064, 131072, 10000, use_mrope=False, sliding_window=4096),
+        warned="use_mrope, which no class of transformers reads",
+    ),
+    "Qwen3-0.6B": Public(_qwen3(1024, 28, 3072, 16, 8, 151936, 40960, 1e6, tie_word_embeddings=True)),
+    "Qwen3-8B": Public(_qwen3(*_QWEN3_8)),
+    "Qwen3-32B": Public(_qwen3(5120, 64, 25600, 64, 8, 151936, 40960, 1e6)),
+    "Qwen3-4B-Instruct-2507": Public(_qwen3(2560, 36, 9728, 32, 8, 151936, 262144, 5e6, tie_word_embeddings=True)),
+    "Qwen3-8B, saved by version 5, with Qwen's recipe for YaRN": Public(
+        {name: value for name, value in _qwen3(*_QWEN3_8).items() if name != "rope_theta"}
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rope_scaling": {"rope_type": "yarn"} | _YARN,
+        },
+        "put the scaling and its rope_theta together into rope_parameters",
+    ),
+    "DeepSeek-R1-0528-Qwen3-8B": Public(
+        _qwen3(
+            *(4096, 36, 12288, 32, 8, 151936, 131072, 1e6),
+            rope_scaling={
+                **{"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419},
+                "original_max_position_embeddings": 32768,
+            },
+        ),
+        warned="attn_factor, which no class of transformers reads",
+    ),
+    "phi-4": Public(_phi3(*_PHI4, original_max_position_embeddings=16384), warned=_CODE),
+    "Phi-4-reasoning": Public(
+        _phi3(5120, 40, 17920, 40, 10, 100352, 32768, 500000, original_max_position_embeddings=32768), warned=_CODE
+    ),
+    "Phi-3-mini-4k": Public(_phi3(*_PHI_MINI, sliding_window=2047), warned=_CODE),
+    "Phi-3-medium-4k": Public(_phi3(5120, 40, 17920, 40, 10, 32064, 4096, 10000.0, sliding_window=2047), warned=_CODE),
+    "Phi-3-mini-128k": Public(_phi3(*_PHI_MINI, rope_scaling=_LONGROPE), "has 'longrope' in rope_scaling"),
+    "Phi-4-mini": Public(
+        _phi3(3072, 32, 8192, 24, 8, 200064, 131072, 10000.0, partial_rotary_factor=0.75, rope_scaling=_LONGROPE),
+        "has partial_rotary_factor 0.75, but rotary positions turn all of a head",
+    ),
+    "Seed-OSS-36B": Public(
+        _of(
+            "seed_oss",
+            "SeedOssForCausalLM",
+            _sizes(5120, 64, 27648, 80, 8, 155136, 524288, 1e7),
+            attention_bias=True,
+            attention_out_bias=False,
+            attention_dropout=0.1,
+            residual_dropout=0.1,
+            mlp_bias=False,
+            head_dim=128,
+            rope_scaling={"rope_type": "default"},
+        ),
+        warned=_DROPOUT,
+    ),
+    "gemma-2-9b": Public(_other("gemma2", "Gemma2ForCausalLM"), "capped scores and logits"),
+    "gemma-3-1b": Public(_other("gemma3_text", "Gemma3ForCausalLM"), "two bases of rotary positions"),
+    "OLMo-2-7B": Public(_other("olmo2", "Olmo2ForCausalLM"), "norms behind attention and MLP"),
+    "SmolLM3-3B": Public(_other("smollm3", "SmolLM3ForCausalLM"), "layers without rotary positions"),
+    "granite-3.3-8b": Public(_other("granite", "GraniteForCausalLM"), "multipliers of embeddings"),
+    "GLM-4-9B-0414": Public(_other("glm4", "Glm4ForCausalLM"), "rotary positions of half a head"),
+    "c4ai-command-r7b": Public(_other("cohere2", "Cohere2ForCausalLM"), "attention and MLP side by side"),
+    "EXAONE-4.0-32B": Public(_other("exaone4", "Exaone4ForCausalLM"), "windows, and norms behind"),
+    "ERNIE-4.5-0.3B": Public(_other("ernie4_5", "Ernie4_5ForCausalLM"), "that turn neighbours"),
+    "Hunyuan-7B": Public(_other("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"), "behind the rotation"),
+    "AFM-4.5B": Public(_other("arcee", "ArceeForCausalLM"), "an MLP without a gate"),
+    "gpt-oss-20b": Public(_other("gpt_oss", "GptOssForCausalLM", num_local_experts=32), "sinks of attention"),
+    "Qwen3-30B-A3B": Public(_other("qwen3_moe", "Qwen3MoeForCausalLM", num_experts=128), "mixtures of experts"),
+    "Mixtral-8x7B": Public(_other("mixtral", "MixtralForCausalLM", num_local_experts=8), "mixtures of experts"),
+    "DeepSeek-V3": Public(
+        _other("deepseek_v3", "DeepseekV3ForCausalLM", auto_map={"AutoModel": "code.Model"}, kv_lora_rank=512),
+        "multi-head latent attention",
+    ),
+    "internlm3-8b": Public(
+        _other("internlm3", "InternLM3ForCausalLM", auto_map={"AutoModel": "code.Model"}), "biases of all projections"
+    ),
+    "MiMo-7B": Public(
+        _other("mimo", "MiMoForCausalLM", auto_map={"AutoModel": "code.Model"}, num_nextn_predict_layers=1),
+        "layers that predict several tokens",
+    ),
+    "MiniCPM-2B": Public(
+        _other("minicpm", "MiniCPMForCausalLM", auto_map={"AutoModel": "code.Model"}, scale_emb=12), "multipliers of"
+    ),
+    "Llama-4-Scout": Public(_other("llama4", "Llama4ForConditionalGeneration"), "chunks of attention"),
+    "Ministral-3-8B": Public(_other("ministral3", "Ministral3ForCausalLM"), "queries that are scaled"),
+}
+
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 67,
+}
+_VISION = {
+    **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14},
+}
+
+
+def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with small sizes, where heads share keys as they did, and ids of tokens that the vocabulary has."""
+    if "text_config" in fields:
+        return dict(fields) | {"text_config": shrunk(fields["text_config"]), "vision_config": _VISION}
+    groups = min(fields["num_attention_heads"] // fields["num_key_value_heads"], 4)
+    small = dict(fields) | _SMALL | {"num_key_value_heads": 4 // groups, "initializer_range": 0.3}
+    if "head_dim" in fields:
+        small["head_dim"] = 16
+    if small["model_type"] == "phi3":
+        small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return small

@@ -1,0 +1,97 @@
+"""The config.json of a model that was trained: that of the folder it began with, but for what training changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from distca.models.description import ModelDescription, architecture, describe, text_fields
+from distca.models.families import COMPOSITES
+from distca.models.rope_fields import field_of_rope
+
+
+def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json.
+
+    Args:
+        model: what it describes.
+        dtype: of the tensors, such as "bfloat16".
+        first: the config.json that training began with, of which all else is kept; empty where there was none.
+
+    Raises:
+        ModelError: ``first`` describes no model that is served.
+    """
+    if not first:
+        return _new(model, dtype)
+    began, fields = describe(first, "config.json"), copy.deepcopy(dict(first))
+    text: Any = text_fields(fields)
+    for part in (fields, text):
+        part |= {name: dtype for name in ("dtype", "torch_dtype") if part.get(name) is not None}
+    if not {"dtype", "torch_dtype"} & fields.keys():
+        fields["torch_dtype"] = dtype
+    if model.family in COMPOSITES and fields.get("tie_word_embeddings") is None:
+        fields["tie_word_embeddings"] = model.tie_embeddings  # else its class decides by the tensors
+    if model.positions != began.positions:
+        text["max_position_embeddings"] = model.positions
+    if model.rope_scaling != began.rope_scaling:
+        _set_scaling(text, model)
+    elif model.rope_base != began.rope_base:
+        _set_base(text, model.rope_base)
+    return fields
+
+
+def _new(model: ModelDescription, dtype: str) -> dict[str, Any]:
+    """Of a model that began with no folder."""
+    return {
+        "architectures": [architecture(model.family)],
+        "model_type": model.family,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocabulary,
+        "max_position_embeddings": model.positions,
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tie_embeddings,
+        "hidden_act": "silu",
+        "torch_dtype": dtype,
+        "rope_theta": model.rope_base,  # version 5 reads these two as well, and version 4 no others
+        "rope_scaling": _scaling_fields(model) or None,
+    } | ({"sliding_window": None} if model.family == "mistral" else {})
+
+
+def _set_base(text: dict[str, Any], base: float) -> None:
+    """Write another base where the first one was, or where transformers looks first."""
+    inside = text.get(field_of_rope(text)) or {}
+    (inside if "rope_theta" in inside or "rope_parameters" in text else text)["rope_theta"] = base
+
+
+def _set_scaling(text: dict[str, Any], model: ModelDescription) -> None:
+    """Write another scaling in place of the first one; of that nothing is left."""
+    scaling = _scaling_fields(model)
+    newer = "rope_parameters" in text
+    for name in ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"):
+        text.pop(name, None)
+    if newer:
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_base, **scaling}
+    else:
+        text |= {"rope_theta": model.rope_base, "rope_scaling": scaling or None}
+
+
+def _scaling_fields(model: ModelDescription) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    if scaling.kind == "none":
+        return {}
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("llama3", "yarn"):
+        fields["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "llama3":
+        fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "yarn":
+        fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        if scaling.attention_factor is not None:  # else a later extension by another factor would keep it
+            fields["attention_factor"] = scaling.attention_factor
+    return fields

@@ -1,0 +1,32 @@
+"""The families of models that are served, a table each: a new one is a table of fields and a map of weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from distca.models.families.family import Composite, Family
+from distca.models.families.llama import LLAMA, MINISTRAL, MISTRAL, SEED_OSS
+from distca.models.families.mistral3 import MISTRAL3
+from distca.models.families.phi import PHI3
+from distca.models.families.qwen import QWEN2, QWEN3
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "phi3": PHI3,
+    "ministral": MINISTRAL,
+    "seed_oss": SEED_OSS,
+}
+COMPOSITES: Final[Mapping[str, Composite]] = {"mistral3": MISTRAL3}
+
+
+@cache
+def known_fields() -> frozenset[str]:
+    """Names of fields that some configuration class of transformers has, as tests/models/known_fields.py wrote them."""
+    return frozenset(json.loads((Path(__file__).parent / "known_fields.json").read_text(encoding="utf-8")))

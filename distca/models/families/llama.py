@@ -1,0 +1,56 @@
+"""LLaMA and the families that differ from it in few fields: Mistral, Ministral and Seed-OSS."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from distca.models.families.common import SHAPE
+from distca.models.families.family import Family
+from distca.models.fields import OFF, LeftOut, Only, Read
+
+_BIASES = "of all biases only those of q, k and v are served, of Qwen2 and Seed-OSS"
+_POSITIONS = 4096 * 32
+
+LLAMA: Final = Family(
+    architecture="LlamaForCausalLM",
+    fields=SHAPE
+    | {
+        "num_key_value_heads": Read("count", None, optional=True),
+        "max_position_embeddings": Read("count", 2048),
+        "attention_bias": Only(OFF, _BIASES),
+        "mlp_bias": Only(OFF, _BIASES),
+    },
+)
+
+_MISTRAL = SHAPE | {
+    "max_position_embeddings": Read("count", _POSITIONS),
+    "sliding_window": Read("count", 4096, optional=True),
+}
+
+MISTRAL: Final = Family(
+    architecture="MistralForCausalLM",
+    fields=_MISTRAL | {"layer_types": Read("texts", None, optional=True)},
+    windows="every",
+)
+
+MINISTRAL: Final = Family(
+    architecture="MinistralForCausalLM",
+    # Its class computes no head_dim where there is none.
+    fields=_MISTRAL | {"head_dim": Read("count"), "layer_types": Read("texts", None, optional=True)},
+    windows="typed",
+)
+
+SEED_OSS: Final = Family(
+    architecture="SeedOssForCausalLM",
+    fields=SHAPE
+    | {
+        "max_position_embeddings": Read("count", 524288),
+        "head_dim": Read("count", 128, optional=True),
+        "attention_bias": Only((True,), "projections of q, k and v of Seed-OSS have a bias here"),
+        "attention_out_bias": Only(OFF, _BIASES),
+        "mlp_bias": Only(OFF, _BIASES),
+        "attention_dropout": LeftOut("which is left out: nothing is dropped in training", default=0.1),
+        "residual_dropout": LeftOut("which is left out: nothing is dropped in training", default=0.1),
+    },
+    qkv_bias=True,
+)

@@ -1,0 +1,89 @@
+"""What lies in the safetensors files of a folder, by their headers and bytes; needs no package."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distca.errors import ModelError, system_words
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_WRAPPED = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+"""How models of several parts name the text part's tensors, and what these are called without the others."""
+_HEADER_BYTES = 100 << 20
+"""A header is never longer."""
+_CHUNK = 1 << 24
+"""Bytes that are compared at a time."""
+
+
+def plain_name(stored: str) -> str:
+    """The name of a tensor as a folder of the text part alone has it."""
+    for wrapped, plain in _WRAPPED:
+        if stored.startswith(wrapped):
+            return plain + stored.removeprefix(wrapped)
+    return stored
+
+
+def has_tensor(folder: Path, plain: str) -> bool:
+    """Whether a folder's index, or its only file, has a tensor of that name; false where neither can be read."""
+    try:
+        if (folder / INDEX).is_file():
+            names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        else:
+            names = _header(folder / SINGLE)[0]
+        return plain in map(plain_name, names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def same_bytes(first: Path, name: str, second: Path, other: str) -> bool:
+    """Whether two tensors are alike: type, shape and every byte.
+
+    Args:
+        first: the file of the first one.
+        name: its name there.
+        second: the file of the second one, which may be the same.
+        other: its name there.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    try:
+        (own, begin), (theirs, start) = _entry(first, name), _entry(second, other)
+        if any(own[key] != theirs[key] for key in ("dtype", "shape")):
+            return False
+        size = own["data_offsets"][1] - own["data_offsets"][0]
+        with first.open("rb") as left, second.open("rb") as right:
+            left.seek(begin)
+            right.seek(start)
+            for done in range(0, size, _CHUNK):
+                length = min(_CHUNK, size - done)
+                if left.read(length) != right.read(length):
+                    return False
+        return True
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read ({system_words(error)}).") from None
+    except (ValueError, KeyError, TypeError, struct.error):
+        raise ModelError(f"{first} or {second} is no whole safetensors file, perhaps cut short.") from None
+
+
+def _entry(file: Path, name: str) -> tuple[Mapping[str, Any], int]:
+    """What a header says of a tensor, and where in the file it begins."""
+    header, data = _header(file)
+    return header[name], data + header[name]["data_offsets"][0]
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """A file's header, and where its data begin."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        if length > _HEADER_BYTES:
+            raise ValueError("no header")
+        return json.loads(opened.read(length)), 8 + length

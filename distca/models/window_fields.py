@@ -1,0 +1,54 @@
+"""The sliding window of a config.json, by the ways in which families say which layers have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distca.errors import ModelError
+from distca.models.families.family import Windows
+
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+
+
+def read_window(windows: Windows, said: Mapping[str, Any], where: str) -> tuple[list[str], int]:
+    """Which layers attend to whole documents ("full") and which to the last tokens of them ("window"), and to how many,
+    the token itself included; 0 where no layer has a window. The types are one where all layers have the same.
+
+    Args:
+        windows: how the family says it.
+        said: the values of its fields.
+        where: name of the file, for messages.
+
+    Raises:
+        ModelError: layer_types does not fit the layers, or names a kind that is not served.
+    """
+    window, layers = None if windows == "none" else said["sliding_window"], said["num_hidden_layers"]
+    kinds = said.get("layer_types")
+    if windows == "every" and kinds is not None:  # with which transformers takes a Mistral for a Ministral
+        _check(kinds, layers, window, where)
+        kinds = None
+    if windows == "switched" and not said["use_sliding_window"]:
+        window = None
+    if windows == "none" or kinds is None:
+        first = said["max_window_layers"] if windows == "switched" else 0
+        has_window = [window is not None and layer >= first for layer in range(layers)]
+    else:
+        _check(kinds, layers, window, where)
+        has_window = [kind == _WINDOW for kind in kinds]
+    if window is None or not any(has_window):
+        return ["full"], 0
+    return ["window"] if all(has_window) else ["window" if each else "full" for each in has_window], window
+
+
+def _check(kinds: list[str], layers: int, window: int | None, where: str) -> None:
+    if len(kinds) != layers:
+        raise ModelError(f"{where} has layer_types of {len(kinds)} layers, but num_hidden_layers is {layers}.")
+    for kind in kinds:
+        if kind not in (_FULL, _WINDOW):
+            raise ModelError(f"{where} has layers of {kind} in layer_types, but only {_FULL} and {_WINDOW} are served.")
+    if window is None and _WINDOW in kinds:
+        raise ModelError(
+            f"{where} has layers of {_WINDOW} in layer_types, but no sliding_window for them; if the model was "
+            f"trained without, make them {_FULL}."
+        )

@@ -1,0 +1,98 @@
+"""What a model does beside core attention that Megatron-Core's configuration has no field for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distca.models.rope import RopeScaling
+
+Norms = Literal["pre", "both", "post"]
+QueryKeyNorm = Literal["head", "width"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """The rotary positions of a layer.
+
+    Attributes:
+        base: of the frequencies.
+        scaling: for contexts longer than the first ones. Its attention factor is on cosines and sines, as each layer
+            has its own.
+        percent: how much of each head is rotated, from its first dimension; 1 is all of it.
+    """
+
+    base: float
+    scaling: RopeScaling = field(default_factory=RopeScaling)
+    percent: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """Queries grow with their position p in the document, by 1 + beta ln(1 + floor(p / original_length)), as those of
+    Ministral 3 do.
+
+    Attributes:
+        beta: how much.
+        original_length: tokens of the first context, within which queries stay as they are.
+    """
+
+    beta: float
+    original_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What a model does beside core attention that Megatron-Core's configuration has no field for. The defaults are
+    what Megatron does.
+
+    Attributes:
+        score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).
+        rotations: by layer of the whole model, its rotary positions; None for a layer with those that GPTModel was
+            built with, or with none. Empty where all have those of GPTModel. Megatron's ``no_rope_freq`` says which
+            layers have none.
+        query_scaling: how queries grow with their position; None where they do not.
+        norms: where a layer's norms are. "pre": before attention and before the MLP. "post": behind each, before the
+            residual is added (OLMo 2). "both": before and behind (Gemma 2).
+        query_key_norm: what the norms of ``qk_layernorm`` go over. "head": each head by itself. "width": all query
+            heads together, and all key heads (OLMo 2).
+        norm_after_rotation: these norms come behind the rotation (Hunyuan), not before it.
+        attention_output_bias: the output projection of attention has a bias, where ``add_bias_linear`` is off.
+        norm_bias: LayerNorms have biases (without: Cohere).
+        parallel_mlp: the MLP reads what attention reads, and both are added to the residual at once (Cohere).
+        embedding_scale: factor on embeddings, rounded to their type (Gemma, Granite).
+        residual_multiplier: factor on what attention and the MLP add to the residual (Granite).
+        logit_multiplier: factor on the logits (Cohere; one over Granite's ``logits_scaling``).
+        final_softcap: limit c of the logits l, which become c tanh(l / c), behind their factor; 0 for none (Gemma 2:
+            30).
+    """
+
+    score_softcap: float = 0.0
+    rotations: tuple[Rotary | None, ...] = ()
+    query_scaling: QueryScaling | None = None
+    norms: Norms = "pre"
+    query_key_norm: QueryKeyNorm = "head"
+    norm_after_rotation: bool = False
+    attention_output_bias: bool = False
+    norm_bias: bool = True
+    parallel_mlp: bool = False
+    embedding_scale: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    final_softcap: float = 0.0
+
+    @property
+    def own_layers(self) -> bool:
+        """Whether Megatron's own layers cannot compute it, so that ours run where attention is at home, too."""
+        layer = ModelOptions(
+            # These are around the layers, or in core attention.
+            score_softcap=self.score_softcap,
+            embedding_scale=self.embedding_scale,
+            logit_multiplier=self.logit_multiplier,
+            final_softcap=self.final_softcap,
+        )
+        return self != layer
+
+
+MEGATRONS = ModelOptions()
+"""A model that is all in Megatron's configuration."""

@@ -1,0 +1,137 @@
+"""Norms for megatron's spec without Transformer Engine: the wrapped torch norms refuse sequence parallelism and
+zero-centred weights.
+
+Under sequence parallelism each tensor-parallel rank normalises its own tokens; the mark on weights and biases makes
+megatron add up their gradients over these ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+
+from distca.ops.cross_entropy import wide
+from distca.ops.rms_norm import fill_rms_norm, rms_norm
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """:func:`distca.ops.rms_norm.rms_norm`, built the way megatron builds norms; with ``layernorm_zero_centered_gamma``
+    its factors are 1 + weight. On GPUs one kernel each for forward and backward, which computes in float32 and rounds
+    once."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centered = _centred(self, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] of the same type."""
+        assert self.eps is not None
+        return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
+
+    def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what :meth:`forward` returns for ``x`` into ``out``, without autograd."""
+        assert self.eps is not None
+        fill_rms_norm(x, _factors(self.weight, self.zero_centered), self.eps, out)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """(x - mean) / √(variance + epsilon) × weight + bias over the last dimension (Ba et al. 2016), by torch; with
+    ``layernorm_zero_centered_gamma`` × (1 + weight)."""
+
+    has_bias = True
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, bias=self.has_bias)
+        self.zero_centered = _centred(self, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] of the same type."""
+        if not self.zero_centered:
+            return super().forward(x)
+        factors = _factors(self.weight, self.zero_centered)
+        bias = None if self.bias is None else self.bias.to(factors.dtype)
+        return torch.nn.functional.layer_norm(x.to(factors.dtype), x.shape[-1:], factors, bias, self.eps).to(x.dtype)
+
+    def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what :meth:`forward` returns for ``x`` into ``out``, without autograd."""
+        out.copy_(self.forward(x))
+
+
+class LayerNormWithoutBias(LayerNorm):
+    """The same without its bias."""
+
+    has_bias = False
+
+
+def norm_class(config: TransformerConfig, bias: bool = True) -> type[RMSNorm] | type[LayerNorm]:
+    """The norms of a configuration; ``bias``: LayerNorms have one."""
+    if config.normalization == "RMSNorm":
+        return RMSNorm
+    return LayerNorm if bias else LayerNormWithoutBias
+
+
+class _WidthNorm(torch.nn.Module):
+    """RMSNorm over all heads of queries or of keys together, those of all tensor-parallel ranks, by torch.
+
+    Every rank holds the whole weight and uses its heads' part: megatron adds up gradients of what it calls q_layernorm
+    and k_layernorm over these ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(self.heads(config) * hidden_size, dtype=config.params_dtype))
+        self.eps, self.zero_centered = eps, _centred(self, config)
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        """Heads of all ranks."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same shape and type as ``x``: [rows, ...], this rank's heads of each row in their order."""
+        flat = x.flatten(1).to(wide(x.dtype))
+        # Every rank's heads depend on the sum, so its gradient is added up over ranks as it is.
+        squares = copy_to_tensor_model_parallel_region(flat.square().sum(1, keepdim=True))
+        mean = reduce_from_tensor_model_parallel_region(squares) / len(self.weight)
+        first = parallel_state.get_tensor_model_parallel_rank() * flat.shape[1]
+        factors = _factors(self.weight, self.zero_centered)[first : first + flat.shape[1]]
+        return (flat * torch.rsqrt(mean + self.eps) * factors).to(x.dtype).view_as(x)
+
+
+class QueryWidthNorm(_WidthNorm):
+    """The norm over all query heads."""
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        heads: int = config.num_attention_heads
+        return heads
+
+
+class KeyWidthNorm(_WidthNorm):
+    """The norm over all key heads."""
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        assert config.num_query_groups is not None
+        return config.num_query_groups
+
+
+def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: TransformerConfig) -> bool:
+    """Mark a norm's parameters; returns whether its weight is the distance of its factors from one."""
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    if config.layernorm_zero_centered_gamma:
+        torch.nn.init.zeros_(norm.weight)
+    return bool(config.layernorm_zero_centered_gamma)
+
+
+def _factors(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    """What normalised numbers are multiplied by: the weight, or one more, in at least float32."""
+    return weight.to(wide(weight.dtype)) + 1 if zero_centered else weight

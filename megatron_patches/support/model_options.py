@@ -1,0 +1,128 @@
+"""Refusals of model options that mean nothing, or that something else would undo."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from megatron_patches.model_options import MEGATRONS, ModelOptions, Norms, QueryKeyNorm, Rotary
+
+_CHOICES = {"norms": Norms, "query_key_norm": QueryKeyNorm}
+_ABOVE_ZERO = ("embedding_scale", "residual_multiplier", "logit_multiplier")
+_FROM_ZERO = ("score_softcap", "final_softcap")
+
+
+def check_model_options(options: ModelOptions, config: TransformerConfig) -> None:
+    """Refuse options that mean nothing beside each other or beside Megatron's configuration.
+
+    Raises:
+        SupportError: the first of them.
+    """
+    for sentence in (*_values(options), *_norms(options, config), *_rotations(options, config)):
+        raise SupportError(sentence)
+
+
+def check_own_rotary(model: GPTModel, options: ModelOptions) -> None:
+    """Refuse a model that was built with rotary positions that no layer has.
+
+    Raises:
+        SupportError: so it is.
+    """
+    config = model.config
+    skipped = config.no_rope_freq or [0] * config.num_layers
+    if not options.rotations or any(
+        rotary is None and not skip for rotary, skip in zip(options.rotations, skipped, strict=True)
+    ):
+        return
+    own: Any = model.rotary_pos_emb
+    default = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True).inv_freq
+    plain = isinstance(own, RotaryEmbedding) and own.seq_len_interpolation_factor is None
+    frequencies = own.inv_freq.cpu() if plain else torch.empty(0)
+    if frequencies.shape != default.shape or not torch.allclose(frequencies, default):
+        raise SupportError(
+            "`rotations` has rotary positions for every layer, but GPTModel was built with some of its own, which none "
+            "would have: leave its rotary_base, rotary_percent and rope_scaling out, or set `rotations` to None for "
+            "the layers that have them."
+        )
+
+
+def _values(options: ModelOptions) -> Iterator[str]:
+    for name, kind in _CHOICES.items():
+        if getattr(options, name) not in get_args(kind):
+            yield f"`{name}` is {getattr(options, name)!r}; it can be {', '.join(get_args(kind))}."
+    for name in (*_ABOVE_ZERO, *_FROM_ZERO):
+        value = getattr(options, name)
+        if not math.isfinite(value) or value < 0 or (name in _ABOVE_ZERO and value == 0):
+            yield f"`{name}` is {value}; it must be a number {'above 0' if name in _ABOVE_ZERO else 'from 0 on'}."
+    scaling = options.query_scaling
+    if scaling is not None and not (scaling.beta > 0 and scaling.original_length > 0):
+        yield (
+            f"`query_scaling` has beta {scaling.beta} and original_length {scaling.original_length}; both must be "
+            "above 0, or leave query_scaling out."
+        )
+
+
+def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
+    if not config.qk_layernorm:
+        for name in ("query_key_norm", "norm_after_rotation"):
+            if getattr(options, name) != getattr(MEGATRONS, name):
+                yield (
+                    f"`{name}` is {getattr(options, name)!r}, but qk_layernorm is False, so there are no norms of "
+                    "queries and keys: set qk_layernorm to True, or leave it out."
+                )
+    if options.query_key_norm == "width" and config.normalization != "RMSNorm":
+        yield (
+            f"`query_key_norm` is 'width', but normalization is {config.normalization!r}: only an RMSNorm goes over "
+            "all heads; set it to 'head'."
+        )
+    if options.norm_after_rotation and options.query_scaling is not None:
+        yield "`query_scaling` is set, but a norm after the rotation undoes it: set norm_after_rotation to False."
+    if not options.norm_bias and config.normalization == "RMSNorm":
+        yield "`norm_bias` is False, but normalization is 'RMSNorm', whose norms have none anyway: leave norm_bias out."
+    if options.parallel_mlp and options.norms != "pre":
+        yield f"`parallel_mlp` is True, but `norms` is {options.norms!r}: attention and MLP share a norm before them."
+    if options.attention_output_bias and config.add_bias_linear:
+        yield (
+            "`attention_output_bias` is True, but add_bias_linear gives all linear layers biases: leave one of them "
+            "out."
+        )
+    if getattr(config, "use_mup", False) and options.final_softcap:
+        yield "`final_softcap` is set and use_mup too, whose factor on logits has no place beside it: leave one out."
+
+
+def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
+    if not options.rotations:
+        return
+    layers, skipped = config.num_layers, config.no_rope_freq or [0] * config.num_layers
+    if len(options.rotations) != layers:
+        yield f"`rotations` has {len(options.rotations)} entries, but the model has {layers} layers: give one for each."
+        return
+    for number, (rotary, skip) in enumerate(zip(options.rotations, skipped, strict=True)):
+        if rotary is not None and skip:
+            yield (
+                f"`rotations` has rotary positions for layer {number}, which no_rope_freq leaves without any: set it "
+                "to None there, or no_rope_freq to 0."
+            )
+        for problem in [] if rotary is None else _problems(rotary, config):
+            yield f"`rotations` for layer {number}: {problem}"
+
+
+def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
+    """What cannot work, each beginning with a field's name."""
+    assert config.kv_channels is not None
+    found = [f"scaling.{problem}" for problem in rotary.scaling.problems()]
+    if not rotary.base > 0:
+        found.append(f"base is {rotary.base}; it must be above 0.")
+    dims = int(config.kv_channels * rotary.percent) if 0 < rotary.percent <= 1 else 0
+    if dims == 0 or dims % 2:
+        found.append(
+            f"percent is {rotary.percent}; of a head of {config.kv_channels} it must leave an even number, at least 2."
+        )
+    return found

@@ -1,0 +1,174 @@
+"""The families' tables against transformers' configuration classes, and a sample of the fields of each."""
+
+import dataclasses
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from benchmarks.folder_fields import as_expected, bases, moved
+from benchmarks.folder_judge import judge
+from benchmarks.public_configs import PUBLIC, shrunk
+from distca.errors import ModelError
+from distca.models.description import describe, describe_folder
+from distca.models.exported_config import config_fields
+from distca.models.families import COMPOSITES, FAMILIES, known_fields
+from distca.models.families.common import COMMON
+from distca.models.families.unserved import UNSERVED
+from distca.models.fields import REQUIRED, Inert, LeftOut, Only, Read
+from tests.models.folders import write_folder
+from tests.models.known_fields import fields_of, installed_fields
+
+
+def test_every_field_of_every_class_of_transformers_is_known() -> None:
+    assert installed_fields() <= known_fields(), "python -m tests.models.known_fields adds new ones"
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *COMPOSITES])
+def test_every_field_of_a_familys_class_is_in_its_table(kind: str) -> None:
+    table = {**COMMON, **(FAMILIES.get(kind) or COMPOSITES[kind]).fields}
+    assert fields_of(kind) <= table.keys()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_where_a_field_is_missing_the_default_is_that_of_the_class(kind: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    defaults = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
+    for name, field in {**COMMON, **FAMILIES[kind].fields}.items():
+        if name not in defaults or name in ("architectures", "dtype", "tie_word_embeddings", "rope_parameters"):
+            continue
+        if isinstance(field, Read) and field.default is not REQUIRED:
+            assert field.default == defaults[name], name
+        if isinstance(field, LeftOut):
+            assert field.default == defaults[name], name
+        if isinstance(field, Only):
+            assert defaults[name] in field.values, name
+
+
+def test_what_generates_text_is_inert() -> None:
+    from transformers import GenerationConfig
+
+    names = GenerationConfig._get_default_generation_params()
+    assert all(isinstance(COMMON.get(name), Inert) for name in names), sorted(names)
+
+
+def test_a_type_is_served_or_not() -> None:
+    assert not {*FAMILIES, *COMPOSITES} & UNSERVED.keys()
+    for kind, missing in UNSERVED.items():
+        with pytest.raises(ModelError) as refused:
+            describe({"model_type": kind, "auto_map": {"AutoModel": "code.Model"}}, "config.json")
+        assert str(refused.value).endswith(f"of its layers, {missing} are not.") and "auto_map" not in str(
+            refused.value
+        )
+
+
+_SAMPLE = (
+    *("llama, is_causal false", 'llama, tie_word_embeddings "false"', "llama, rms_norm_eps NaN", "llama, head_dim 16"),
+    *("llama, rope_theta Infinity", "llama, attention_bias true", "llama, no_rope_layers [0, 1]"),
+    *("llama, attn_logit_softcapping true", "llama, final_logit_softcapping true", "llama, of_nobody 1"),
+    *(
+        "mistral, sliding_window 39",
+        "mistral, sliding_window 40",
+    ),
+    *("qwen2, max_window_layers 0", "qwen3, use_sliding_window true", "qwen3, head_dim null"),
+    *("phi3, num_key_value_heads 1", "phi3, partial_rotary_factor 0.5", "phi3, resid_pdrop 0.5"),
+    *("seed_oss, attention_bias false", "seed_oss, attention_out_bias true", "seed_oss, attention_dropout 0.65"),
+    *("ministral, sliding_window 8", "mistral3, tie_word_embeddings true", "mistral3, text_config.is_causal false"),
+)
+_PUBLIC = ("Llama-3.2-1B", "phi-4", "Mistral-Small-3.2-24B", "Seed-OSS-36B", "Qwen2.5-7B-Instruct-1M")
+
+
+def test_a_sample_of_fields_and_of_public_configurations() -> None:
+    """The whole is benchmarks/results/folders.json."""
+    fields = {name: config for name, config in moved() if name in _SAMPLE}
+    assert fields.keys() == set(_SAMPLE)
+    verdicts = judge(fields | {name: shrunk(PUBLIC[name].fields) for name in _PUBLIC})
+    assert all(as_expected(PUBLIC[name], verdicts[name]) for name in _PUBLIC), verdicts
+    equal = {name for name in fields if verdicts[name].kind == "equal"}
+    assert {verdicts[name].kind for name in fields} == {"equal", "refused"}, verdicts
+    assert equal == {
+        *("llama, head_dim 16", "llama, of_nobody 1", "mistral, sliding_window 40", "qwen3, use_sliding_window true"),
+        *("mistral, sliding_window 39", "ministral, sliding_window 8"),
+        *(
+            "qwen2, max_window_layers 0",
+            "phi3, num_key_value_heads 1",
+        ),
+        *("seed_oss, attention_dropout 0.65", "mistral3, tie_word_embeddings true"),
+    }
+
+
+def test_the_kept_result_has_nothing_wrong_and_is_of_today() -> None:
+    kept = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "folders.json").read_text())
+    assert kept["wrong"] == [] and kept["public"].keys() == PUBLIC.keys()
+    assert kept["fields"].keys() == {name for name, _ in moved()}
+
+
+_ODD: list[Any] = [
+    *(None, True, False, 0, -1, 3.5, 1e308, float("nan"), float("inf"), 10**400, "", "yarn", [], [1], {}, [{}]),
+    *({"a": 1}, {"__float__": "NaN"}, {"rope_type": []}, {"rope_type": "yarn"}, {"type": {}}),
+]
+
+
+def test_a_changed_config_is_served_or_refused_in_a_sentence() -> None:
+    """Whatever a field holds; the values are no part of what transformers writes."""
+    starts, random = [*bases().values(), *(each.fields for each in PUBLIC.values())], Random(1)
+    for _ in range(1500):
+        config = dict(random.choice(starts))
+        for _ in range(random.choice((1, 1, 2))):
+            config[random.choice([*config, "rope_parameters", "layer_types", "text_config", "dtype", "head_dim"])] = (
+                random.choice(_ODD)
+            )
+        try:
+            described = describe(config, "config.json")
+        except ModelError:
+            continue
+        json.dumps(config_fields(described, "bfloat16", config))
+
+
+def test_two_scalings_are_refused_unless_they_are_one() -> None:
+    base: dict[str, Any] = bases()["qwen3"]
+    newer = {"rope_type": "default", "rope_theta": 1e6}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    with pytest.raises(ModelError, match=r"takes the second, with the base 10000 instead of the first one's; put"):
+        describe(base | {"rope_parameters": newer, "rope_scaling": yarn}, "config.json")
+    assert describe(base | {"rope_parameters": newer, "rope_scaling": newer}, "config.json").rope_base == 1e6
+
+
+def test_an_export_keeps_what_training_did_not_change() -> None:
+    first = bases()["mistral"] | {
+        **{"sliding_window": 4096, "of_nobody": [1], "torch_dtype": "bfloat16", "rope_theta": 500.0},
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "attn_factor": 0.8, "original_max_position_embeddings": 16},
+    }
+    model = describe(first, "config.json")
+    assert config_fields(model, "bfloat16", first) == first
+    stretched = dataclasses.replace(model, rope_base=1e6, positions=128)
+    assert config_fields(stretched, "bfloat16", first) == first | {"rope_theta": 1e6, "max_position_embeddings": 128}
+    anew = dataclasses.replace(model, rope_scaling=dataclasses.replace(model.rope_scaling, factor=8.0))
+    written = config_fields(anew, "float32", first)
+    assert written["torch_dtype"] == "float32" and written["rope_scaling"]["factor"] == 8.0
+    assert "attn_factor" not in written["rope_scaling"] and written["of_nobody"] == [1]
+    assert describe(written, "config.json") == dataclasses.replace(anew, dtype="float32")
+
+
+def test_the_text_part_of_several_is_exported_in_its_place(tmp_path: Path) -> None:
+    write_folder("mistral3", tmp_path)
+    first = json.loads((tmp_path / "config.json").read_text())
+    model = describe_folder(tmp_path)
+    assert (model.family, model.head_dim, model.tie_embeddings) == ("mistral3", 16, False)
+    assert config_fields(model, "float32", first) == first
+    written = config_fields(dataclasses.replace(model, rope_base=1e6), "float32", first)
+    assert written["text_config"]["rope_parameters"]["rope_theta"] == 1e6
+    assert written | {"text_config": None} == first | {"text_config": None}
+
+
+def test_a_composite_that_says_nothing_of_ties_goes_by_its_tensors(tmp_path: Path) -> None:
+    write_folder("mistral3", tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for part in (fields, fields["text_config"]):
+        part.pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert not describe_folder(tmp_path).tie_embeddings
+    assert not describe(fields, "config.json").tie_embeddings
