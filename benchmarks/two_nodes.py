@@ -173,6 +173,13 @@ def compared(content: dict[str, Any], beside: str | None) -> dict[str, Any]:
     from benchmarks.calibration_runs import runs_of
     from distca.simulate import load_rates
 
+    model = content["model"]
+    if model.get("window") or model.get("sinks"):
+        raise ConfigError(
+            "The simulator prices full layers only, and this model has layers with windows or sinks; read what was "
+            "measured in benchmark.json, or give a model without them."
+        )
+
     found: dict[str, Any] = {}
     for run in runs_of("", content):
         tokens = sum(each.tokens for each in run.batches)

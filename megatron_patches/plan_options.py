@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -72,7 +73,7 @@ def plan_options(
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     shares = tp if config.sequence_parallel else 1
     cost = cost_model(config, kernel, device, cost_table)
-    costs = tuple(_cost_of(kind, cost) for kind in layer_kinds.kinds)
+    costs = tuple(_cost_of(kind, cost, kernel, device) for kind in layer_kinds.kinds)
     non_attention = None
     if disaggregate:
         usual = device.type == "cuda" and stages > 1 and ping_pong and transport != "nvshmem"
@@ -116,30 +117,45 @@ def cost_model(
     """
     shape = attention_shape(config)
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    # All ranks must plan the same, so all plan with the first one's table, whatever files or GPUs the others have.
+    table = _first_ranks(
+        lambda: open_table(cost_table, *heads) if cost_table else find_table(_name(device), kernel.name, *heads)
+    )
+    if table is not None:
+        return table
+    count = area_cost if kernel.name == "reference" else analytic_cost
+    return count(*heads, value_bytes=shape.value_bytes)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+
+
+def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
+    """The table that the first rank finds: all ranks must plan the same, whatever files or GPUs the others have."""
     found: list[TableCost | PlanError | None] = [None]
     try:
-        found = [open_table(cost_table, *heads) if cost_table else find_table(name, kernel.name, *heads)]
+        found = [find()]
     except PlanError as error:
         found = [error]
     dist.broadcast_object_list(found)
     if isinstance(found[0], PlanError):
         raise found[0]
-    if found[0] is not None:
-        return found[0]
-    count = area_cost if kernel.name == "reference" else analytic_cost
-    return count(*heads, value_bytes=shape.value_bytes)
+    return found[0]
 
 
-def _cost_of(kind: AttentionKind, cost: CostModel) -> CostModel:
-    """Seconds per CA-task of a kind. Nobody measured windows yet, so a model counts them; beside a table it is scaled
-    to what the table says of a long document."""
+def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch.device) -> CostModel:
+    """Seconds per CA-task of a kind. Beside a measured table those of a window are measured too, where somebody did;
+    else a model counts them, which beside a table is scaled to what the table says of a long document."""
     if not kind.window:
         return cost
     if isinstance(cost, AnalyticCost):
         return replace(cost, window=kind.window)
     shape = cost.shape
+    heads = (shape.heads, shape.kv_heads, shape.head_dim)
+    table = _first_ranks(lambda: find_table(_name(device), kernel.name, *heads, window=kind.window))
+    if table is not None:
+        table.linear = cost.linear
+        return table
     model = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=cost.block)
     rows = np.array([_LONG])
     scale = [float(getattr(cost, way)(rows, rows)[0] / getattr(model, way)(rows, rows)[0]) for way in _WAYS]

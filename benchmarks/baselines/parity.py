@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.baselines.groups import CpGroups
+from benchmarks.baselines.groups import CpGroup, CpGroups
 from benchmarks.baselines.prepare import prepare
 from distca import CAD
 from distca.attention import Kernel
@@ -77,7 +77,7 @@ def _run(
 
 def _batches(each: BaselineCase, cad: CAD, groups: CpGroups) -> tuple[Batch, ...]:
     options, mode = cad.options, each.mode
-    group = groups.of(mode.degree) if mode.degree > 1 else None
+    group = _group(mode, groups)
     rows, attention = [], []
     with uploading(cad.device) as upload:
         for documents, group_of in zip(case_documents(each.case), each.group_of, strict=True):
@@ -89,6 +89,10 @@ def _batches(each: BaselineCase, cad: CAD, groups: CpGroups) -> tuple[Batch, ...
         return packed_batches(rows, attention, options, upload)
 
 
+def _group(mode: Mode, groups: CpGroups) -> CpGroup | None:
+    return groups.of(mode.degree) if mode.degree > 1 else None
+
+
 def attention_errors(
     modes: list[Mode],
     lengths: list[int],
@@ -96,17 +100,21 @@ def attention_errors(
     dtype: torch.dtype,
     device: torch.device,
     kernel: Kernel,
+    kind: AttentionKind | None = None,
 ) -> dict[str, dict[str, float]]:
-    """By mode, how far o, dq, dk and dv are from direct attention in float64, as relative norms; one group of all
-    ranks. Every rank calls it together and gets the same."""
+    """By mode, how far o, dq, dk, dv and the gradient of sinks, where ``kind`` has some, are from direct attention in
+    float64, as relative norms; one group of all ranks. Every rank calls it together and gets the same."""
     generator = torch.Generator().manual_seed(3)
     tokens = sum(lengths)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     # Rounded first, so that every precision starts from the same numbers.
     q, k, v, do = (torch.randn(tokens, count, shape.head_dim, generator=generator).to(device, dtype) for count in heads)
     exact = [x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v)]
-    kind = AttentionKind(shape.head_dim**-0.5)
-    expected = packed_attention(exact[0], exact[1], exact[2], lengths)
+    kind = kind or AttentionKind(shape.head_dim**-0.5)
+    sink = torch.randn(shape.heads, generator=generator).to(device, dtype) if kind.sink else None
+    if sink is not None:
+        exact.append(sink.to(torch.float64, copy=True).requires_grad_())
+    expected = packed_attention(exact[0], exact[1], exact[2], lengths, kind, *exact[3:])
     expected.backward(do.double())
     wanted = [expected.detach(), *(x.grad for x in exact)]
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -116,18 +124,27 @@ def attention_errors(
     first = np.cumsum(length) - length
     errors = {}
     for mode in modes:
-        made = prepare(mode, length, np.zeros_like(length), ranks, groups.of(mode.degree), rank, shape, device)
+        group, homes = _group(mode, groups), np.zeros_like(length)
+        made = prepare(mode, length, homes, ranks, group, rank, shape, device, (kind.window,))
         mine = made.layout.q.on_rank(rank)
         number = torch.from_numpy(expand(first[mine.document] + mine.start, mine.stop - mine.start)).to(device)
         own = [x[number].requires_grad_() for x in (q, k, v)]
-        o = made.attention.attend(kernel, own[0], own[1], own[2], kind, lambda _: nullcontext())
+        own_sink = None if sink is None else sink.clone().requires_grad_()
+        o = made.attention.attend(kernel, own[0], own[1], own[2], kind, lambda _: nullcontext(), own_sink)
         o.backward(do[number])
         found = []
-        for part, like in zip((o, *(x.grad for x in own)), wanted, strict=True):
-            assert part is not None and like is not None
+        for part, like in zip((o, *(x.grad for x in own)), wanted, strict=False):
+            assert like is not None
             whole = torch.zeros_like(like)
-            whole[number] = part.detach().double()
+            if part is not None:  # a rank without rows has no gradients
+                whole[number] = part.detach().double()
             dist.all_reduce(whole)
             found.append(relative_error(whole, like))
-        errors[mode.name] = dict(zip(("o", "dq", "dk", "dv"), found, strict=True))
+        if own_sink is not None:
+            total = torch.zeros_like(own_sink) if own_sink.grad is None else own_sink.grad.clone()
+            dist.all_reduce(total)
+            like = wanted[-1]
+            assert like is not None
+            found.append(relative_error(total, like))
+        errors[mode.name] = dict(zip(("o", "dq", "dk", "dv", "dsink"), found, strict=False))
     return errors

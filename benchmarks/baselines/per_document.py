@@ -59,7 +59,7 @@ class GatheredMicroBatch(PackedMicroBatch):
     ) -> torch.Tensor:
         if not self.most:
             return q_NHD * 0
-        return _Gathered.apply(q_NHD, k_NGD, v_NGD, sink_H, self, kernel, kind, timer)
+        return Gathered.apply(q_NHD, k_NGD, v_NGD, sink_H, self, kernel, kind, timer)
 
     @staticmethod
     def of(pieces: Pieces, lengths: np.ndarray, group: CpGroup, device: Destination, keep: bool) -> GatheredMicroBatch:
@@ -117,7 +117,9 @@ class GatheredMicroBatch(PackedMicroBatch):
         return total[:, 0], total[:, 1]
 
 
-class _Gathered(torch.autograd.Function):
+class Gathered(torch.autograd.Function):
+    """Core attention over keys and values that a micro-batch or a halo gathers, and whose gradients it adds up."""
+
     @staticmethod
     def forward(
         ctx: Any,

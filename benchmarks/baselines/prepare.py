@@ -5,11 +5,13 @@ All modes get the same documents. Array legend: D documents, R data-parallel ran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.baselines.groups import CpGroup
+from benchmarks.baselines.halo import HaloMicroBatch, halo_rows
 from benchmarks.baselines.per_document import GatheredMicroBatch
 from benchmarks.baselines.ring import RingMicroBatch
 from benchmarks.baselines.ulysses import UlyssesMicroBatch
@@ -28,7 +30,8 @@ class Prepared:
     Attributes:
         layout: where all tokens live.
         attention: how this rank computes its part.
-        bytes_moved: bytes that all ranks of one tensor-parallel rank send for one layer, forward and backward.
+        bytes_moved: bytes that all ranks of one tensor-parallel rank send for one layer, forward and backward; the
+            mean over layers.
     """
 
     layout: Layout
@@ -45,6 +48,7 @@ def prepare(
     rank: int,
     shape: AttentionShape,
     device: Destination,
+    windows: Sequence[int] = (0,),
 ) -> Prepared:
     """Lay a micro-batch out and make this rank's attention.
 
@@ -57,6 +61,7 @@ def prepare(
         rank: this data-parallel rank.
         shape: attention heads of one tensor-parallel rank.
         device: where it runs; with an upload the attention is ready once that was sent.
+        windows: keys that a query sees, of every layer; 0 for all.
     """
     pieces = pieces_of(mode, lengths, group_of)
     layout = layout_of(pieces, lengths, ranks)
@@ -65,8 +70,12 @@ def prepare(
         packed = PackedMicroBatch(TaskBatch.of(borders, borders, device), int(borders[-1]))
         return Prepared(layout, packed, 0)
     with uploading(device) as upload:
-        attention = _attention(mode, pieces, lengths, group_of, group, upload)
-    return Prepared(layout, attention, _bytes(mode, layout.q_rows, shape))
+        attention = _attention(mode, pieces, lengths, group_of, group, upload, windows)
+    moved = _bytes(mode, layout.q_rows, shape)
+    if mode.method == "cp-halo":
+        by_window = {w: 2 * shape.kv_bytes * halo_rows(layout, w) if w else moved for w in set(windows)}
+        moved = round(sum(by_window[w] for w in windows) / len(windows))
+    return Prepared(layout, attention, moved)
 
 
 def _attention(
@@ -76,11 +85,14 @@ def _attention(
     group_of: np.ndarray,
     group: CpGroup,
     upload: Upload,
+    windows: Sequence[int],
 ) -> PackedMicroBatch:
     if mode.method == "ring":
         return RingMicroBatch.of(pieces, group, upload)
     if mode.method == "ulysses":
         return UlyssesMicroBatch.of(pieces, lengths, group_of, group, upload)
+    if mode.method == "cp-halo":
+        return HaloMicroBatch.with_halos(pieces, lengths, group, upload, windows)
     return GatheredMicroBatch.of(pieces, lengths, group, upload, mode.method == "cp-keep")
 
 
@@ -94,4 +106,4 @@ def _bytes(mode: Mode, q_rows: np.ndarray, shape: AttentionShape) -> int:
         wide = kv * max(4 // shape.value_bytes, 1)
         return int(q_rows.sum()) * (2 * others * kv + mode.degree * wide)
     padded = int(rows.max(axis=1).sum()) * mode.degree
-    return padded * others * kv * (2 if mode.method == "cp-keep" else 3)
+    return padded * others * kv * (3 if mode.method == "cp" else 2)

@@ -15,6 +15,7 @@ than a burst, so the ceiling counts with the rates that are held; results are al
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from benchmarks.baselines import Work
 from distca.attention import Kernel, TaskBatch
 from distca.device.clock import Clock
 from distca.plan import AttentionKind, AttentionShape
+from distca.plan.kinds import pairs
 from distca.profile.linear_fp8 import linear_work
 from distca.profile.timing import median_seconds
 from distca.train.config.schema import RunConfig
@@ -61,6 +63,23 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Core attention of layers with one window, and what it takes for all heads of a rank.
+
+    Attributes:
+        window: keys that a query sees; 0 for all.
+        layers: that have it.
+        forward: seconds per pair of query and key.
+        backward: the same for backward.
+    """
+
+    window: int
+    layers: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class Ceiling:
     """Measured rates of one kind, held or in a burst, averaged over ranks.
 
@@ -68,8 +87,7 @@ class Ceiling:
         matrices: of one layer, and last the output layer.
         layers: of the model.
         tp: tensor-parallel ranks; what was measured is one's share.
-        pair_forward: seconds of core attention per pair of query and key, all heads of a rank.
-        pair_backward: the same for backward.
+        attention: of core attention, by window of the model's layers.
         document: tokens of the document that was measured.
         attention_flops: operations of a pair on a rank, forward; backward counts twice that.
     """
@@ -77,8 +95,7 @@ class Ceiling:
     matrices: tuple[Matrix, ...]
     layers: int
     tp: int
-    pair_forward: float
-    pair_backward: float
+    attention: tuple[Attention, ...]
     document: int
     attention_flops: int
 
@@ -86,7 +103,9 @@ class Ceiling:
     def work(self) -> Work:
         """What a document takes on one rank, over all layers."""
         *layer, output = (matrix.seconds_per_token for matrix in self.matrices)
-        return Work(self.layers * sum(layer) + output, self.layers * (self.pair_forward + self.pair_backward))
+        by_window = {each.window: each.layers * (each.forward + each.backward) for each in self.attention}
+        full = by_window.pop(0, 0.0)
+        return Work(self.layers * sum(layer) + output, full, tuple(by_window.items()))
 
     def step_seconds(self, lengths: np.ndarray, ranks: int) -> float:
         """The ceiling of a global batch with these document lengths on ``ranks`` ranks of all kinds."""
@@ -98,10 +117,18 @@ class Ceiling:
             "matrices": [asdict(matrix) | {"tflops": matrix.tflops} for matrix in self.matrices],
             "attention": {
                 "document": self.document,
-                "forward_tflops": self.attention_flops / self.pair_forward / 1e12,
-                "backward_tflops": 2 * self.attention_flops / self.pair_backward / 1e12,
+                **self._tflops(self.attention[0]),
                 "backward_counts": "2 x forward, as MFU does; the kernel's own recomputation is not counted",
             },
+            "attention_of_others": [self._tflops(each) for each in self.attention[1:]],
+        }
+
+    def _tflops(self, of: Attention) -> dict[str, Any]:
+        return {
+            "window": of.window,
+            "layers": of.layers,
+            "forward_tflops": self.attention_flops / of.forward / 1e12,
+            "backward_tflops": 2 * self.attention_flops / of.backward / 1e12,
         }
 
 
@@ -141,20 +168,22 @@ def measure_ceiling(
         else:
             held, burst = _matrix_seconds(*size, rows, device, dtype)
         took.append((held / rows, burst / rows))
-    took += _attention_seconds(shape, kernel, document, device, dtype)
+    # Those without a window first, as they are most of the work.
+    windows = Counter(sorted(model.windows, key=lambda window: (window > 0, -window)))
+    for window in windows:
+        took += _attention_seconds(shape, kernel, document, device, dtype, window)
     everyone = torch.tensor(took, dtype=torch.float64)
     dist.all_reduce(everyone)
-    pairs = document * (document + 1) / 2
+    pairs_of = [float(pairs(np.array([document]), np.array([document]), window)[0]) for window in windows]
 
     def ceiling(seconds: list[float]) -> Ceiling:
-        *products, forward, backward = seconds
-        matrices = zip(sizes.items(), products, strict=True)
+        matrices = zip(sizes.items(), seconds[: len(sizes)], strict=True)
+        of_kinds = zip(windows.items(), pairs_of, seconds[len(sizes) :: 2], seconds[len(sizes) + 1 :: 2], strict=True)
         return Ceiling(
             tuple(Matrix(name, *size, per_token) for (name, size), per_token in matrices),
             model.layers,
             tp,
-            forward / pairs,
-            backward / pairs,
+            tuple(Attention(*each, forward / count, backward / count) for each, count, forward, backward in of_kinds),
             document,
             4 * heads,
         )
@@ -186,11 +215,11 @@ def _matrix_seconds(width: int, out: int, tokens: int, device: torch.device, dty
 
 
 def _attention_seconds(
-    shape: AttentionShape, kernel: Kernel, document: int, device: torch.device, dtype: torch.dtype
+    shape: AttentionShape, kernel: Kernel, document: int, device: torch.device, dtype: torch.dtype, window: int
 ) -> list[tuple[float, float]]:
     """Seconds of forward and of backward of one document, each held and in a burst."""
     borders = np.array([0, document])
-    batch, kind = TaskBatch.of(borders, borders, device), AttentionKind(shape.head_dim**-0.5)
+    batch, kind = TaskBatch.of(borders, borders, device), AttentionKind(shape.head_dim**-0.5, window)
     q, do = (torch.randn(document, shape.heads, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(document, shape.kv_heads, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
     o, lse = kernel.forward(q, k, v, batch, kind)

@@ -55,9 +55,10 @@ def _documents(
 class _Baseline:
     def __init__(self, mode: Mode, trainer: Trainer, batches: Batches, groups: CpGroups, work: Work) -> None:
         self._mode, self._cad, self._work = mode, trainer.cad, work
+        self._vocabulary = trainer.vocabulary  # which all tokens are drawn from
         self._bins, self._room = batches.bins, trainer.config.data.tokens_per_rank
         self._group = groups.of(mode.degree) if mode.degree > 1 else None
-        self._shape = trainer.config.attention_shape
+        self._shape, self._windows = trainer.config.attention_shape, trainer.config.model.windows
 
     def make(self, documents: StepDocuments) -> Step:
         """Deal, lay out and load a global batch."""
@@ -71,7 +72,17 @@ class _Baseline:
                 began = time.perf_counter()
                 lengths.append(np.array([len(document) for document in micro_batch]))
                 group_of = groups_of(self._mode, lengths[-1], bin_of, self._bins, options.ranks, self._room, self._work)
-                made = prepare(self._mode, lengths[-1], group_of, options.ranks, self._group, rank, self._shape, upload)
+                made = prepare(
+                    self._mode,
+                    lengths[-1],
+                    group_of,
+                    options.ranks,
+                    self._group,
+                    rank,
+                    self._shape,
+                    upload,
+                    self._windows,
+                )
                 planning_ms += (time.perf_counter() - began) * 1e3
                 bytes_moved += made.bytes_moved * options.stages
                 layouts.append((made.layout,))
@@ -81,7 +92,7 @@ class _Baseline:
         unplanned = np.zeros((1, options.pool_ranks))
         plan = StepPlan(options, tuple(lengths), tuple(documents.homes), tuple(layouts), (), (), drawn=())
         balance = StepBalance(unplanned, unplanned, unplanned, bytes_moved)
-        return Step(documents, plan, balance, None, ready, planning_ms)
+        return Step(documents, plan, balance, None, ready, planning_ms, vocabulary=self._vocabulary)
 
 
 def check_fits(mode: Mode, batches: Batches, ranks: int, room: int, work: Work) -> None:

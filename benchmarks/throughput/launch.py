@@ -28,7 +28,7 @@ from distca.train.launch.pretrain import configuration
 from distca.train.launch.say import leave, report, say
 from distca.words import count
 
-_TAKE_DEGREE = {"cp": "cp{}", "cp-keep": "cp{}-keep", "ring": "ring{}", "ulysses": "ulysses{}"}
+_TAKE_DEGREE = {"cp": "cp{}", "cp-keep": "cp{}-keep", "cp-halo": "cp{}-halo", "ring": "ring{}", "ulysses": "ulysses{}"}
 _LAUNCHERS = {"3d": Launcher.RUN_3D, "4d": Launcher.RUN_4D}
 
 
@@ -112,7 +112,7 @@ def _options(values: Mapping[str, str], data_ranks: int) -> list[str]:
     if degree and not {"all", *_TAKE_DEGREE} & set(modes):
         raise LaunchError(
             f"CP_SIZE is {degree}, but no mode of '{values['MODE']}' takes it.",
-            "unset it, or add cp, cp-keep, ring or ulysses to MODE.",
+            "unset it, or add cp, cp-keep, cp-halo, ring or ulysses to MODE.",
         )
     words = ["--modes", *(_TAKE_DEGREE.get(mode, mode).format(degree or data_ranks) for mode in modes)]
     words += ["--mixes", *values["MIX"].split(), "--contexts", *values["CONTEXT_LENGTH"].split()]

@@ -19,7 +19,7 @@ from benchmarks.throughput.inputs import check_fits
 from benchmarks.throughput.links import measure_links
 from benchmarks.throughput.measure import RankRecord, measure_mode
 from benchmarks.throughput.report import compare, figures, write
-from benchmarks.throughput.settings import Cell, Settings
+from benchmarks.throughput.settings import Cell, Settings, kinds_of
 from benchmarks.throughput.sweep import plot
 from benchmarks.throughput.table import links
 from distca.attention import AttentionSpec, KernelError, choose_kernel
@@ -224,7 +224,7 @@ class Session:
         config, device = self._settings.config, self._world.device
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         shape = self._shape
-        spec = AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, dtype, device)
+        spec = AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, dtype, device, kinds=kinds_of(config))
         kernel = choose_kernel(config.cad.kernel, spec)
         if any(mode.method == "ring" for mode in self._settings.modes):
             wrong = first_objection(check(kernel, replace(spec, causal=False)).objection)

@@ -14,6 +14,7 @@ from distca.baselines.errors import BaselineError
 from distca.baselines.mode import Mode, every_mode, parse_mode
 from distca.data.mixes import Mix
 from distca.errors import ConfigError
+from distca.plan import AttentionKind
 from distca.train.config.cli import parse_run_config
 from distca.train.config.environment import settings_among
 from distca.train.config.schema import RunConfig
@@ -149,20 +150,27 @@ def _modes(
 ) -> tuple[tuple[Mode, ...], dict[str, str]]:
     """The modes to run, and of all modes those that cannot be, with the reason."""
     ranks, kv_heads = config.parallel.data_parallel(world_size), config.model.kv_heads // config.parallel.tp
+    kinds = kinds_of(config)
     if arguments.modes != ["all"]:
         modes = tuple(parse_mode(name) for name in arguments.modes)
         for mode in modes:
-            mode.check(ranks, kv_heads)
+            mode.check(ranks, kv_heads, kinds)
         return modes, {}
     runnable, left_out = [], {}
-    for mode in every_mode(ranks):
+    for mode in every_mode(ranks, any(kind.window for kind in kinds)):
         if arguments.degree in (None, mode.degree) or mode.degree == 1:
             try:
-                mode.check(ranks, kv_heads)
+                mode.check(ranks, kv_heads, kinds)
                 runnable.append(mode)
             except BaselineError as error:
                 left_out[mode.name] = str(error)
     return tuple(runnable), left_out
+
+
+def kinds_of(config: RunConfig) -> tuple[AttentionKind, ...]:
+    """The kinds of the model's layers, each once, in the order of its layers."""
+    scale, sinks = config.attention_shape.head_dim**-0.5, config.model.sinks
+    return tuple(AttentionKind(scale, window, sink=sinks) for window in dict.fromkeys(config.model.windows))
 
 
 def _check_some_run(modes: tuple[Mode, ...], cells: tuple[Cell, ...], ranks: int, room: int) -> None:

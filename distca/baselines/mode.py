@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from distca.baselines.errors import BaselineError
+from distca.plan import AttentionKind
 
-Method = Literal["distca", "packed", "packed-dealt", "variable", "cp", "cp-keep", "ring", "ulysses"]
-_GROUPED = ("cp", "cp-keep", "ring", "ulysses")
+Method = Literal["distca", "packed", "packed-dealt", "variable", "cp", "cp-keep", "cp-halo", "ring", "ulysses"]
+_GROUPED = ("cp", "cp-keep", "cp-halo", "ring", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Mode:
         variable: whole documents, unequal tokens per rank so that every rank has the same work.
         cp: every document cut into head–tail pieces over the group, keys and values all-gathered, again in backward.
         cp-keep: the same with gathered keys and values kept for backward: more memory, one all-gather less.
+        cp-halo: the same in layers without a window; in others, ranks exchange the rows before each piece that its
+            queries see.
         ring: the group's documents as one sequence, cut zigzag; keys and values travel in a ring.
         ulysses: the group's documents as one sequence; attention is sharded by heads through all-to-alls.
 
@@ -42,8 +46,9 @@ class Mode:
         head, _, tail = self.method.partition("-")
         return f"{head}{self.degree}" + (f"-{tail}" if tail else "")
 
-    def check(self, ranks: int, kv_heads: int) -> None:
-        """Refuse a mode that ``ranks`` data-parallel ranks with ``kv_heads`` key/value heads each cannot run.
+    def check(self, ranks: int, kv_heads: int, kinds: Sequence[AttentionKind] = ()) -> None:
+        """Refuse a mode that ``ranks`` data-parallel ranks with ``kv_heads`` key/value heads each cannot run, or not
+        with layers of these kinds.
 
         Raises:
             BaselineError: in a sentence.
@@ -58,6 +63,12 @@ class Mode:
                 f"{self.name} shards {kv_heads} key/value head{'s' if kv_heads > 1 else ''} over {self.degree} ranks, "
                 "which does not divide them; choose a degree that does, or a smaller tensor-parallel size."
             )
+        other = next((kind.name for kind in kinds if kind.window or kind.sink or kind.softcap), None)
+        if self.method in ("ring", "ulysses") and other:
+            raise BaselineError(
+                f"{self.name} takes models of full layers only, and this one has others ({other}); choose packed, cp, "
+                "cp-keep, cp-halo or distca."
+            )
 
 
 def parse_mode(name: str) -> Mode:
@@ -66,12 +77,12 @@ def parse_mode(name: str) -> Mode:
     Raises:
         BaselineError: there is none.
     """
-    match = re.fullmatch(r"([a-z]+?)(\d*)(-keep|-dealt)?", name)
+    match = re.fullmatch(r"([a-z]+?)(\d*)(-keep|-halo|-dealt)?", name)
     method = f"{match[1]}{match[3] or ''}" if match else name
     if match is None or method not in get_args(Method) or bool(match[2]) != (method in _GROUPED):
         raise BaselineError(
             f"There is no mode {name!r}; choose among distca, packed, packed-dealt, variable, and with a number of "
-            "ranks of 2 or more cp, cp-keep, ring and ulysses, such as cp4, cp4-keep, ring4, ulysses4."
+            "ranks of 2 or more cp, cp-keep, cp-halo, ring and ulysses, such as cp4, cp4-keep, ring4, ulysses4."
         )
     degree = int(match[2] or 1)
     if method in _GROUPED and degree < 2:
@@ -82,10 +93,11 @@ def parse_mode(name: str) -> Mode:
     return Mode(method, degree)  # type: ignore[arg-type]
 
 
-def every_mode(ranks: int) -> list[Mode]:
+def every_mode(ranks: int, windows: bool = False) -> list[Mode]:
     """Every mode with groups that divide ``ranks`` data-parallel ranks: DistCA first, and last what needs the most
-    memory. Some may not pass :meth:`Mode.check`."""
+    memory; "cp-halo" only with ``windows``, as it is "cp-keep" without. Some may not pass :meth:`Mode.check`."""
+    grouped = [each for each in get_args(Method) if each in _GROUPED and (windows or each != "cp-halo")]
     modes = [Mode("distca"), Mode("packed")]
     for degree in (size for size in range(2, ranks + 1) if ranks % size == 0):
-        modes += [Mode(method, degree) for method in get_args(Method) if method in _GROUPED]
+        modes += [Mode(method, degree) for method in grouped]
     return [*modes, Mode("variable")]

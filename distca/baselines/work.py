@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.plan.kinds import pairs
+
 
 @dataclass(frozen=True)
 class Work:
@@ -13,16 +15,21 @@ class Work:
 
     Attributes:
         per_token: of everything but core attention.
-        per_pair: of core attention, for each pair of query and key.
+        per_pair: of core attention in layers without a window, for each pair of query and key.
+        windowed: the same of layers with windows: (window, seconds per pair).
     """
 
     per_token: float
     per_pair: float
+    windowed: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, lengths: np.ndarray) -> np.ndarray:
         """[D] seconds."""
         length = np.asarray(lengths, np.float64)
-        return self.per_token * length + self.per_pair * length * (length + 1) / 2
+        found = self.per_token * length + self.per_pair * length * (length + 1) / 2
+        for window, per_pair in self.windowed:
+            found += per_pair * pairs(length, length, window)
+        return found
 
 
 def deal(lengths: np.ndarray, bins: int, work: Work, capacity: int | None = None) -> np.ndarray | None:

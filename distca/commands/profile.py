@@ -19,7 +19,7 @@ from distca.cluster.interface import LOOPBACK, bind_gloo, on_one_node
 from distca.commands.options import check_head_dim, check_least, check_most, check_writable
 from distca.errors import PlanError
 from distca.log import console
-from distca.plan import AttentionShape
+from distca.plan import AttentionKind, AttentionShape
 from distca.plan.cost.table_file import table_name, write_table
 from distca.profile.links import measure_links
 from distca.profile.measure import measure_device
@@ -38,6 +38,7 @@ def profile(
     hidden: int = 4096,
     ffn: int = 14336,
     kernel: KernelName = "auto",
+    window: int = 0,
     ranks: int | None = None,
 ) -> None:
     """Measure this machine and write one cost table (JSON), for cad.cost_table and `distca plan --cost_table`.
@@ -55,9 +56,12 @@ def profile(
         hidden: width of the model, for linear layers.
         ffn: width of its MLP.
         kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
+        window: of layers in which a query sees so many keys; 0 is for layers without. Linear layers and links are
+            measured without only.
         ranks: ranks of this machine whose links are measured; by default one for every GPU, 1 without GPUs.
     """
     check_least(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden, ffn=ffn, ranks=ranks)
+    check_least(0, window=window)
     check_head_dim(head_dim)
     gpus = torch.cuda.device_count()
     if not gpus:
@@ -65,15 +69,17 @@ def profile(
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
     dtype = torch.bfloat16 if gpus else torch.float32
     shape = AttentionShape(heads, kv_heads, head_dim, dtype.itemsize)
-    chosen = choose_kernel(kernel, AttentionSpec(heads, kv_heads, head_dim, dtype, device), setting="--kernel")
+    kinds = (AttentionKind(head_dim**-0.5, window),)
+    spec = AttentionSpec(heads, kv_heads, head_dim, dtype, device, kinds=kinds)
+    chosen = choose_kernel(kernel, spec, setting="--kernel")
     if gpus and ranks is not None and ranks > gpus:
         raise PlanError(f"--ranks is {ranks}, but this machine has {gpus} GPUs; give {gpus} or fewer.")
     if not int(os.environ.get("RANK", "0")):
         # Every default name is written to this folder, whatever the device is called.
-        check_writable("output", output or table_name("cpu", chosen.name, heads, kv_heads, head_dim))
+        check_writable("output", output or table_name("cpu", chosen.name, heads, kv_heads, head_dim, window))
         takes = "about two minutes" if gpus else "about three minutes for 4 heads of 32, eight or more for 32 of 128"
         console().print(f"Measuring {'one GPU' if gpus else 'the CPU'}: {takes}.", highlight=False)
-    links = _links(gpus if ranks is None else ranks, device)
+    links = None if window else _links(gpus if ranks is None else ranks, device)
     if int(os.environ.get("RANK", "0")):
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -85,9 +91,17 @@ def profile(
             return lambda: bar.advance(task)
 
         measured = measure_device(
-            chosen, shape, device, dtype, hidden=hidden, ffn=ffn, scalings=fp8_scalings(device), progress=part
+            chosen,
+            shape,
+            device,
+            dtype,
+            hidden=hidden,
+            ffn=ffn,
+            scalings=[] if window else fp8_scalings(device),
+            window=window,
+            progress=part,
         )
-    path = Path(output or table_name(measured["device"], chosen.name, heads, kv_heads, head_dim))
+    path = Path(output or table_name(measured["device"], chosen.name, heads, kv_heads, head_dim, window))
     about = {"command": command_line("distca"), "versions": versions()}
     write_table(path, {**about, **measured, "links": links})
     _show(measured, links)
@@ -132,10 +146,11 @@ def _show(measured: dict[str, Any], links: dict[str, Any] | None) -> None:
     for direction in ("forward", "backward"):
         error = measured["validation"][f"{direction}_error"]
         table.add_row(f"mixed batches, predicted / measured - 1, {direction}", f"worst {error['worst']:.1%}")
-    for direction in ("forward", "backward"):
-        nanoseconds = measured["linear"][f"{direction}_s_per_token"] * 1e9
+    linear = measured["linear"] or {}
+    for direction in ("forward", "backward") if linear else ():
+        nanoseconds = linear[f"{direction}_s_per_token"] * 1e9
         table.add_row(f"linear layers, {direction}", f"{nanoseconds:,.1f} ns per token and layer")
-    for scaling, factor in measured["linear"].get("fp8", {}).items():
+    for scaling, factor in linear.get("fp8", {}).items():
         table.add_row(f"linear layers in FP8, {scaling} scaling", f"{factor:.2f} times as long")
     if links:
         rates = [pair["bytes_per_s"] / 1e9 for pair in links["pairs"]]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from distca.plan import AttentionShape, analytic_cost
+from distca.plan.cost.analytic import AnalyticCost
 
 # Offsets of 32 bits reach this many elements; padded buffers inside kernels count.
 _MOST_ELEMENTS = 2**31
@@ -36,6 +37,7 @@ class Grid:
         smooth_octaves: how far, in powers of two of rows, neighbouring points are averaged; 0 where they have no noise.
         most_rounds: how often a point is timed at most; 3 times at least.
         mixed_rounds: how often every mixed batch is timed.
+        window: keys that a query sees; 0 for all. Points whose tasks have more keys than queries see are measured once.
     """
 
     q_rows: tuple[int, ...]
@@ -52,6 +54,18 @@ class Grid:
     smooth_octaves: float = 0.0
     most_rounds: int = 8
     mixed_rounds: int = 5
+    window: int = 0
+
+    def base(self, shape: AttentionShape) -> AnalyticCost:
+        """The analytic model of what is measured."""
+        cost = analytic_cost(
+            shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=self.tile
+        )
+        return replace(cost, window=self.window)
+
+    def seen(self, q_rows: int) -> int:
+        """Keys that so many queries see at most."""
+        return q_rows + self.window - 1 if self.window else self.kv_rows[-1]
 
 
 @dataclass(frozen=True)
@@ -128,13 +142,14 @@ def points(grid: Grid, shape: AttentionShape) -> list[Point]:
 
 
 def _points(grid: Grid, shape: AttentionShape) -> Iterator[Point]:
-    cost = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes)
+    cost = grid.base(shape)
     generator = np.random.default_rng(0)
     for row, q in enumerate(grid.q_rows):
         for column, kv in enumerate(grid.kv_rows):
             one = float(cost.forward(np.array(q), np.array(kv)))
             tasks = _tasks(grid, shape, q, kv, one)
-            if q > kv or tasks == 0 or one > grid.longest_s:
+            beyond = column > 0 and grid.kv_rows[column - 1] >= grid.seen(q)
+            if q > kv or beyond or tasks == 0 or one > grid.longest_s:
                 continue
             q_rows, kv_rows = np.full(tasks, q), np.full(tasks, kv)
             if q == kv and tasks > 1:
@@ -155,5 +170,5 @@ def _tasks(grid: Grid, shape: AttentionShape, q: int, kv: int, one: float) -> in
     fill = -(-grid.fill_s // one)
     at_least = min(grid.tasks, max(-(-4 * grid.fill_s // one), 1)) if grid.fill_s else grid.tasks
     tiles = -(-grid.tiles // (shape.heads * -(-q // grid.tile)))
-    held = min(grid.most_q_rows // (q + grid.tile), grid.most_kv_rows // kv)
+    held = min(grid.most_q_rows // (q + grid.tile), grid.most_kv_rows // min(kv, grid.seen(q)))
     return int(min(max(fill, at_least, tiles), held))

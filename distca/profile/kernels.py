@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan import AttentionShape, TableCost, analytic_cost
+from distca.plan import AttentionShape, CostModel, TableCost
 from distca.plan.cost.table import LoadFactors
 from distca.profile.calibration import smoothed
 from distca.profile.grid import Grid, Point
@@ -42,7 +42,7 @@ def measure_points(
 
     Tasks of one batch differ by less than a tile; each counts by its share of the analytic seconds.
     """
-    base = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes)
+    base = grid.base(shape)
     batches = [route(point.q_rows, point.kv_rows) for point in wanted]
     taken = server.samples(batches, [point.rounds for point in wanted], warm_up_s=grid.warm_up_s, advance=advance)
     forward = np.full((len(grid.q_rows), len(grid.kv_rows)), np.nan)
@@ -54,7 +54,19 @@ def measure_points(
             forward[point.at] = took.median("forward") * share
         share = base.backward(*at)[0] / base.backward(point.q_rows, point.kv_rows).sum()
         backward[point.at] = took.median("backward") * share
+    _fill_beyond(grid, base, forward, backward)
     return Measured(forward, backward, noise_of(taken))
+
+
+def _fill_beyond(grid: Grid, base: CostModel, forward: np.ndarray, backward: np.ndarray) -> None:
+    """Tasks with more keys than their queries see cost what those with just enough do."""
+    keys = np.array(grid.kv_rows)
+    for row, q in enumerate(grid.q_rows):
+        enough = int(np.searchsorted(keys, grid.seen(q)))
+        for table, seconds in ((forward, base.forward), (backward, base.backward)):
+            if enough + 1 < len(keys):
+                expected = seconds(np.full_like(keys, q), keys)
+                table[row, enough + 1 :] = table[row, enough] * expected[enough + 1 :] / expected[enough]
 
 
 def noise_of(taken: Sequence[Samples]) -> dict[str, float]:
@@ -64,7 +76,7 @@ def noise_of(taken: Sequence[Samples]) -> dict[str, float]:
 
 def smooth_points(grid: Grid, measured: Measured, shape: AttentionShape) -> Measured:
     """The same with less noise from point to point, as far as the grid asks for it."""
-    base = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=grid.tile)
+    base = grid.base(shape)
     axes = np.array(grid.q_rows, float), np.array(grid.kv_rows, float)
     rows = np.meshgrid(*axes, indexing="ij")
     octaves, least = grid.smooth_octaves, 2 * grid.tile
@@ -76,4 +88,4 @@ def smooth_points(grid: Grid, measured: Measured, shape: AttentionShape) -> Meas
 def table_of(shape: AttentionShape, grid: Grid, measured: Measured, load: LoadFactors | None = None) -> TableCost:
     """The cost model of a measurement."""
     axes = np.array(grid.q_rows, float), np.array(grid.kv_rows, float)
-    return TableCost(shape, *axes, measured.forward, measured.backward, block=grid.tile, load=load)
+    return TableCost(shape, *axes, measured.forward, measured.backward, block=grid.tile, load=load, window=grid.window)

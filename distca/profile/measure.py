@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,35 +47,43 @@ def measure_device(
     hidden: int,
     ffn: int,
     scalings: Sequence[str] = (),
+    window: int = 0,
     progress: Progress,
 ) -> dict[str, Any]:
     """Measure the kernel over the device's grid, mixed batches, some to fit load factors to and some to check the
-    predictions, and linear layers, also in FP8 with each of ``scalings`` ("current", "delayed", "blockwise").
+    predictions, and linear layers, also in FP8 with each of ``scalings`` ("current", "delayed", "blockwise"). Of layers
+    with a ``window`` fewer batches are measured, and no linear layers: these are in the table of layers without.
 
     Returns:
         What ``load_table`` reads (see docs/profiling.md), with ``validation`` and ``linear``; arrays are numpy.
     """
     began = time.perf_counter()
     on_gpu = device.type == "cuda"
-    grid = grid_for(device, shape)
+    grid = replace(grid_for(device, shape), window=window)
+    if window:
+        grid = replace(grid, sample_s=grid.sample_s / 2, mixed_rounds=3)
     wanted = points(grid, shape)
-    route = partial(route_of_tasks, kind=AttentionKind(shape.head_dim**-0.5), device=device)
+    route = partial(route_of_tasks, kind=AttentionKind(shape.head_dim**-0.5, window), device=device)
     server = TimedServer(kernel, shape, device, dtype, q_rows=grid.most_q_rows, kv_rows=grid.most_kv_rows)
     advance = progress(f"{kernel.name} kernel", sum(point.rounds for point in wanted))
     measured = measure_points(server, route, grid, wanted, shape, advance)
     smooth = smooth_points(grid, measured, shape)
     cost = table_of(shape, grid, smooth)
     fitted, held_out, seconds = (24, 10, 25e-3) if on_gpu else (8, 4, 0.25)
+    if window:
+        fitted, held_out = fitted // 2, held_out // 2
     drawn = [random_batch(grid, cost, seconds, seed) for seed in range(fitted + held_out)]
     advance = progress("mixed batches", len(drawn) * grid.mixed_rounds)
     mixed = time_mixed(server, route, grid, drawn, advance)
     load = calibrated(cost, mixed[:fitted])
     validation = validation_of(table_of(shape, grid, smooth, load), mixed[fitted:])
     del server
-    advance = progress("linear layers", 1)
-    linear = measure_linear(shape, hidden, ffn, tokens=8192 if on_gpu else 64, device=device, dtype=dtype)
-    advance()
-    if scalings:
+    linear: dict[str, Any] | None = None
+    if not window:
+        advance = progress("linear layers", 1)
+        linear = measure_linear(shape, hidden, ffn, tokens=8192 if on_gpu else 64, device=device, dtype=dtype)
+        advance()
+    if scalings and linear is not None:
         advance = progress("linear layers in FP8", 1)
         linear["fp8"] = measure_fp8(shape, hidden, ffn, device=device, scalings=scalings)
         advance()
@@ -87,6 +96,7 @@ def measure_device(
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "block": grid.tile,
+        **({"window": window} if window else {}),
         "q_rows": list(grid.q_rows),
         "kv_rows": list(grid.kv_rows),
         "forward_seconds": smooth.forward,

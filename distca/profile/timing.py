@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -68,7 +68,8 @@ def route_of_tasks(q_rows: np.ndarray, kv_rows: np.ndarray, kind: AttentionKind,
     q = Shards(document, first, kv_rows, home, np.cumsum(q_rows) - q_rows)
     kv = Shards(document, np.zeros_like(first), kv_rows, home, np.cumsum(kv_rows) - kv_rows)
     layout = Layout(1, first, kv_rows, q, kv, np.array([own]), np.array([carried]))
-    return ServerRoute.of(route(plan_at_home(layout), 0), [kind], device)
+    plan = replace(plan_at_home(layout), windows=(kind.window,))
+    return ServerRoute.of(route(plan, 0), [kind], device)
 
 
 class TimedServer:

@@ -83,7 +83,7 @@ def deal_micro_batch(job: Job, mode: Mode, micro_batch: MicroBatch, bins: int) -
     rows = np.bincount(pieces.rank, pieces.rows, ranks)
     nothing, none = np.zeros(ranks), job.stage_fabric.exchange(*np.zeros((3, 0), np.int64))
     alone = Dealt(rows, (_block(job, pieces),), nothing, nothing, nothing, nothing, none, none, none)
-    if mode.method in ("cp", "cp-keep"):
+    if mode.method in ("cp", "cp-keep", "cp-halo"):
         return _gathering(job, mode.degree, alone, read=np.bincount(pieces.rank, pieces.stop, ranks))
     if mode.method == "ulysses":
         return _exchanging(job, mode.degree, replace(alone, blocks=(_by_heads(job, mode, lengths, group_of),)))
@@ -254,7 +254,7 @@ class BaselineLayers:
             self.attention += block.backward
             for hop in hops:
                 self._streams.join(hop, layer, 0, "backward")
-        if self._mode.method in ("cp", "cp-keep"):
+        if self._mode.method in ("cp", "cp-keep", "cp-halo"):
             self._exchange(dealt.behind, "dk,dv", layer, "backward")
         self._exchange(dealt.before, "dq,dk,dv", layer, "backward")
 

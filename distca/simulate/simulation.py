@@ -191,7 +191,7 @@ def _baseline_memory(job: Job, mode: Mode, dealt: list[Dealt], stage: int) -> np
     peak = np.zeros(job.data_parallel)
     for each in dealt:
         # Gathered keys and values take the place of the rank's own.
-        kept = each.read_rows if mode.method == "cp-keep" else each.rows
+        kept = each.read_rows if mode.method in ("cp-keep", "cp-halo") else each.rows
         # Of the layer at work, what was gathered and its gradients, in float32 and rounded.
         gathered = each.read_rows * 4 * job.shape.kv_bytes
         peak = np.maximum(peak, memory.at_home(job, each.rows, kept, gathered, in_flight, last))

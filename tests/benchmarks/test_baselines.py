@@ -176,3 +176,60 @@ def test_a_mode_that_documents_do_not_fit_is_refused():
         groups_of(parse_mode("packed"), lengths, bins, 2, 4, 100, work)
     assert groups_of(parse_mode("cp2"), lengths, bins, 2, 4, 100, work).tolist() == [0, 1, 1]
     assert groups_of(parse_mode("cp4"), lengths, bins, 2, 4, 100, work).tolist() == [0, 0, 0]
+
+
+def _kind_errors(names, lengths, kinds):
+    from benchmarks.baselines.parity import attention_errors
+    from distca.attention.reference import ReferenceKernel
+    from distca.baselines.mode import parse_mode
+    from distca.plan import AttentionKind, AttentionShape
+
+    modes, shape = [parse_mode(name) for name in names], AttentionShape(4, 2, 8)
+    return {
+        (window, tuple(each)): attention_errors(
+            modes, list(each), shape, torch.float64, CPU, ReferenceKernel(), AttentionKind(8**-0.5, window, 0.0, sink)
+        )
+        for window, sink in kinds
+        for each in lengths
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_windows_and_sinks_in_float64(ranks):
+    """Windows shorter and longer than pieces, longer than documents; sinks with and without."""
+    names = ["packed", f"cp{ranks}", f"cp{ranks}-keep", f"cp{ranks}-halo"]
+    lengths = [(13, 7, 1, 129, 3, 1), (301,), (1, 2, 1)]
+    kinds = [(1, True), (2, False), (5, True), (40, False), (200, True), (1000, False), (0, True)]
+    for case, errors in run_ranks(ranks, _kind_errors, names, lengths, kinds)[0].items():
+        for name, by_tensor in errors.items():
+            assert max(by_tensor.values()) < 1e-12, (case, name, by_tensor)
+
+
+def test_halos_move_what_a_count_over_documents_says():
+    from benchmarks.baselines.halo import halo_rows
+    from distca.baselines.layouts import head_tail, layout_of
+
+    pieces = head_tail(LENGTHS, GROUPS, 3)
+    rank_of = {}
+    for document, start, stop, rank in zip(pieces.document, pieces.start, pieces.stop, pieces.rank, strict=True):
+        rank_of |= {(document, position): rank for position in range(start, stop)}
+    for window in (1, 2, 40, 5000):
+        needed = {
+            (start, rank_of[document, key], document, key)
+            for document, start, rank in zip(pieces.document, pieces.start, pieces.rank, strict=True)
+            for key in range(max(0, start - window + 1), start)
+            if rank_of[document, key] != rank
+        }
+        assert halo_rows(layout_of(pieces, LENGTHS, 6), window) == len(needed)
+
+
+def test_ring_and_ulysses_refuse_other_layers_than_full_ones():
+    from benchmarks.baselines import BaselineError, parse_mode
+    from distca.plan import AttentionKind
+
+    for name in ("ring2", "ulysses2"):
+        parse_mode(name).check(2, 2, [AttentionKind(1.0)])
+        for kind in (AttentionKind(1.0, 8), AttentionKind(1.0, sink=True)):
+            with pytest.raises(BaselineError, match="full layers only"):
+                parse_mode(name).check(2, 2, [AttentionKind(1.0), kind])
+    parse_mode("cp2-halo").check(2, 2, [AttentionKind(1.0, 8, sink=True)])

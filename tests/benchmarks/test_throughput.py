@@ -126,10 +126,15 @@ def test_a_context_that_fits_nowhere_is_refused():
 
 
 def test_ceiling_adds_up_linear_and_attention_work():
-    from benchmarks.throughput.ceiling import Ceiling, Matrix
+    from benchmarks.throughput.ceiling import Attention, Ceiling, Matrix
 
     layer, output = Matrix("fc", 10, 10, 1e-3), Matrix("output", 10, 10, 5e-3)
-    ceiling = Ceiling((layer, output), 2, 1, 1e-4, 2e-4, 64, 16)
+    ceiling = Ceiling((layer, output), 2, 1, (Attention(0, 2, 1e-4, 2e-4),), 64, 16)
+    windowed = Ceiling((layer, output), 2, 1, (Attention(0, 1, 1e-4, 2e-4), Attention(8, 1, 1e-3, 2e-3)), 64, 16)
+    pairs = 100 * 8 - 28 + 10 * 8 - 28
+    linear = 110 * (2 * 1e-3 + 5e-3)
+    mixed = linear + 3e-4 * (100 * 101 + 10 * 11) / 2 + 3e-3 * pairs
+    assert windowed.step_seconds(np.array([100, 10]), 4) == pytest.approx(mixed / 4)
     expected = 110 * (2 * 1e-3 + 5e-3) + 2 * 3e-4 * (100 * 101 + 10 * 11) / 2
     assert ceiling.step_seconds(np.array([100, 10]), 4) == pytest.approx(expected / 4)
 
@@ -245,3 +250,21 @@ def test_plots_say_what_they_show():
     assert all_of_them.count("links limited to 2 channels") == 2
     assert "links not limited: LINK_CHANNELS is 2," in title([{**reports[-1], "device": "cpu", "link_channels": 2}])
     assert PANELS["tokens/s"][1].format(x=250000) == "250,000" and PANELS["idle share"][1].format(x=0.006) == "0.6%"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
+def test_layers_with_windows_and_sinks_train_alike_in_every_mode(tmp_path):
+    settings = ["--model.layers", "2", "--model.layer_types", "[window, full]", "--model.window", "9"]
+    settings += ["--model.sinks", "true"]
+    arguments = ("--modes", "all", "--mixes", "prolong", "--contexts", "128", "--batches", "2", "--warm-up", "1")
+    result = run(tmp_path, *arguments, settings=settings)
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "benchmark.json").read_text())
+    cell = report["cells"]["prolong 128"]
+    assert list(cell["modes"]) == ["distca", "packed", "cp2", "cp2-keep", "cp2-halo", "variable"]
+    assert list(cell["not_run"]) == ["ring2", "ulysses2"] and "full layers only" in cell["not_run"]["ring2"]
+    assert max(cell["compared"]["loss_difference"].values()) < 1e-5
+    assert max(cell["compared"]["gradient_norm_difference"].values()) < 1e-4
+    kept, halo = (cell["modes"][mode]["bytes_per_step"] for mode in ("cp2-keep", "cp2-halo"))
+    assert kept / 2 < halo < kept  # documents here are hardly longer than the window
+    assert [each["window"] for each in report["ceiling"]["attention_of_others"]] == [9]

@@ -37,3 +37,12 @@ def test_bytes_of_a_checkout_are_those_of_its_planner(capsys: pytest.CaptureFixt
         exec(_MOVED, {})
     # One document over two ranks has to move something, two of one rank each nothing.
     assert int(capsys.readouterr().out) > 0
+
+
+def test_layers_with_windows_are_not_predicted_as_full_ones():
+    from benchmarks.two_nodes import compared
+    from distca.errors import ConfigError
+
+    for model in ({"window": 128, "sinks": False}, {"window": 0, "sinks": True}):
+        with pytest.raises(ConfigError, match="full layers only"):
+            compared({"model": model}, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,7 @@ class TableCost(CostModel):
         block: query rows of one kernel tile.
         load: what all seconds are multiplied with by their k,v rows; nothing if None.
         linear: what matrix products take beside.
+        window: keys that a query sees at most in the layers that were measured; 0 for all.
 
     Raises:
         PlanError: on a table whose axes are not increasing or which has no measured point in some column.
@@ -106,15 +107,16 @@ class TableCost(CostModel):
         block: int = 128,
         load: LoadFactors | None = None,
         linear: LinearRate | None = None,
+        window: int = 0,
     ) -> None:
         self.shape = shape
+        self.window = window
         self.block = block
         self.linear = linear
         self.load = load
         self.measured = dict(zip(self.COLUMNS, (q_rows, kv_rows, forward_seconds, backward_seconds), strict=True))
-        self._base = analytic_cost(
-            shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=block
-        )
+        base = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=block)
+        self._base = replace(base, window=window)
         q_axis, kv_axis = np.asarray(q_rows, np.float64), np.asarray(kv_rows, np.float64)
         for name, axis in (("q_rows", q_axis), ("kv_rows", kv_axis)):
             _check_axis(name, axis)
@@ -147,7 +149,7 @@ class TableCost(CostModel):
         return self.per_direction("backward", q_rows, kv_rows)[0]
 
     def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
-        if q_rows.ndim == 1 and len(q_rows) <= _FEW:
+        if q_rows.ndim == 1 and len(q_rows) <= _FEW and not self.window:
             return np.array(self.of_few(direction, q_rows.tolist(), kv_rows.tolist()))
         seconds = self._base.per_direction(direction, q_rows, kv_rows)
         at = np.array((q_rows, kv_rows), np.float64).reshape(2, -1)
@@ -169,6 +171,8 @@ class TableCost(CostModel):
         return seconds
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
+        if self.window:
+            return super().of_few(direction, q_rows, kv_rows)
         terms, cells = self._few[direction]
         seconds = [[0.0] * len(q_rows) for _ in terms]
         for n, (q, kv) in enumerate(zip(q_rows, kv_rows, strict=True)):

@@ -23,17 +23,18 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
 _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_seconds", "backward_seconds")
-_SIZES = ("heads", "kv_heads", "head_dim", "value_bytes", "block")
-"""The last two may be left out."""
+_SIZES = ("heads", "kv_heads", "head_dim", "value_bytes", "block", "window")
+"""The last three may be left out."""
 _LARGEST = 1 << 20
 """Of a size: what has more heads, or larger ones, is no attention of any model."""
 _SIDES = ("forward", "backward")
 
 
-def table_name(device: str, kernel: str, heads: int, kv_heads: int, head_dim: int) -> str:
-    """File name of a table, such as ``h200_flash4_32x8x128.json``."""
+def table_name(device: str, kernel: str, heads: int, kv_heads: int, head_dim: int, window: int = 0) -> str:
+    """File name of a table, such as ``h200_flash4_32x8x128.json``, or ``h200_flash4_32x8x128_w1024.json`` of layers
+    with a window."""
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia")).strip("-")
-    return f"{short}_{kernel}_{heads}x{kv_heads}x{head_dim}.json"
+    return f"{short}_{kernel}_{heads}x{kv_heads}x{head_dim}{f'_w{window}' if window else ''}.json"
 
 
 def write_table(path: Path, content: dict[str, Any]) -> None:
@@ -45,7 +46,7 @@ def write_table(path: Path, content: dict[str, Any]) -> None:
 
 
 def find_table(
-    device: str, kernel: str, heads: int, kv_heads: int, head_dim: int, *, folder: Path = TABLES
+    device: str, kernel: str, heads: int, kv_heads: int, head_dim: int, *, window: int = 0, folder: Path = TABLES
 ) -> TableCost | None:
     """The measured costs of a device and kernel, or None if nobody measured them.
 
@@ -58,6 +59,7 @@ def find_table(
         heads: query heads on one rank.
         kv_heads: key/value heads on one rank.
         head_dim: size of a head.
+        window: keys that a query sees at most; 0 for all. Tables are for one window.
         folder: where tables lie.
 
     Raises:
@@ -67,6 +69,7 @@ def find_table(
     for path in sorted(folder.glob("*.json")):
         content = _read(path)
         same = content.get("device") == device and content.get("kernel") == kernel
+        same = same and content.get("window", 0) == window
         if same and content["head_dim"] == head_dim and content["heads"] * kv_heads == content["kv_heads"] * heads:
             fitting.append((abs(np.log(content["heads"] / heads)), path, content))
     if not fitting:
@@ -85,6 +88,11 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int) -> Ta
         PlanError: the file is not a usable table, or one of other heads.
     """
     content = _read(Path(path))
+    if window := content.get("window", 0):
+        raise PlanError(
+            f"The cost table {path} was measured for layers with a window of {window:,}, and one for layers without is "
+            "asked for; put it into the folder of tables, where layers with windows find theirs."
+        )
     own = (content["heads"], content["kv_heads"], content["head_dim"])
     if own[2] != head_dim or own[0] * kv_heads != own[1] * heads:
         raise PlanError(
@@ -138,7 +146,9 @@ def _table(path: Path, content: dict[str, Any], heads: int, kv_heads: int) -> Ta
         shape = AttentionShape(heads, kv_heads, content["head_dim"], content.get("value_bytes", 2))
         block, load = content.get("block", 128), LoadFactors.of(content)
         # Seconds per weight are the same for any number of heads.
-        return TableCost(shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content))
+        return TableCost(
+            shape, q_rows, kv_rows, forward, backward, block, load, LinearRate.of(content), content.get("window", 0)
+        )
     except PlanError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
