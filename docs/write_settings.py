@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from distca.train.config.environment import markdown
 from distca.train.config.schema import RunConfig
@@ -71,9 +71,18 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
         if is_dataclass(hint):
             groups += _section(hint, f"{prefix}{item.name}.", f"`{prefix}{item.name}`")
         else:
-            cells = (f"`{prefix}{item.name}`", takes(hint), f"`{_yaml(item.default)}`", meanings[item.name])
+            cells = (f"`{prefix}{item.name}`", _takes(hint), f"`{_yaml(_default(item))}`", meanings[item.name])
             lines.append(f"| {' | '.join(cells)} |")
     return lines + groups
+
+
+def _takes(hint: Any) -> str:
+    """What a setting takes, in words; of a list what each of its values is."""
+    return f"a list, each {takes(*get_args(hint))}" if get_origin(hint) is list else takes(hint)
+
+
+def _default(item: Field[Any]) -> object:
+    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def _sentence(docstring: str) -> str:
@@ -89,6 +98,8 @@ def _meanings(kind: Any) -> dict[str, str]:
 
 def _yaml(value: object) -> str:
     words = {None: "null", True: "true", False: "false"}
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml, value))}]"
     return words[value] if value is None or isinstance(value, bool) else str(value)
 
 

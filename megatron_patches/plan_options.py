@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,10 +13,10 @@ from megatron.core.transformer import TransformerConfig
 from distca.attention import Kernel
 from distca.cluster.topology import pool_links
 from distca.errors import PlanError
-from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
+from distca.plan import AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
 from distca.plan.between_attentions import between_attentions
-from distca.plan.cost.analytic import AnalyticCost
 from distca.plan.cost.model import layer_weights
+from distca.plan.cost.of_kind import cost_of_kind
 from distca.plan.cost.table_file import find_table, open_table
 from distca.plan.fp8_shapes import rows_multiple
 from distca.plan.step import NonAttention
@@ -28,9 +26,6 @@ from megatron_patches.te.quantization import fp8_of
 logger = logging.getLogger(__name__)
 
 Level = Literal["auto", "attention", "time"]
-_LONG = 32768
-"""Tokens of the document by which a model of windows is scaled to a table."""
-_WAYS = ("forward", "backward")
 
 
 def plan_options(
@@ -72,7 +67,7 @@ def plan_options(
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     shares = tp if config.sequence_parallel else 1
     cost = cost_model(config, kernel, device, cost_table)
-    costs = tuple(_cost_of(kind, cost) for kind in layer_kinds.kinds)
+    costs = tuple(cost_of_kind(kind, cost) for kind in layer_kinds.kinds)
     non_attention = None
     if disaggregate:
         usual = device.type == "cuda" and stages > 1 and ping_pong and transport != "nvshmem"
@@ -130,20 +125,6 @@ def cost_model(
         return found[0]
     count = area_cost if kernel.name == "reference" else analytic_cost
     return count(*heads, value_bytes=shape.value_bytes)
-
-
-def _cost_of(kind: AttentionKind, cost: CostModel) -> CostModel:
-    """Seconds per CA-task of a kind. Nobody measured windows yet, so a model counts them; beside a table it is scaled
-    to what the table says of a long document."""
-    if not kind.window:
-        return cost
-    if isinstance(cost, AnalyticCost):
-        return replace(cost, window=kind.window)
-    shape = cost.shape
-    model = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=cost.block)
-    rows = np.array([_LONG])
-    scale = [float(getattr(cost, way)(rows, rows)[0] / getattr(model, way)(rows, rows)[0]) for way in _WAYS]
-    return replace(model.times(*scale), window=kind.window, linear=cost.linear)
 
 
 def _non_attention(

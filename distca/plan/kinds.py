@@ -5,6 +5,7 @@ Layers of one kind share a plan. What differs between layers at home only (rotat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,19 @@ class AttentionKind:
         parts = [f"window {self.window:,}" if self.window else "full"]
         parts += [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sink
         return ", ".join(parts)
+
+
+def numbered(of_layers: Sequence[AttentionKind]) -> tuple[tuple[AttentionKind, ...], tuple[int, ...]]:
+    """The kinds of a model's layers, each once, those that see most keys first; and by layer the number of its
+    kind."""
+    kinds = tuple(sorted(dict.fromkeys(of_layers), key=lambda kind: (kind.window > 0, -kind.window)))
+    return kinds, tuple(kinds.index(kind) for kind in of_layers)
+
+
+def by_stage(of_layer: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
+    """By pipeline stage, what layers of equally long parts of the model have."""
+    each = len(of_layer) // stages
+    return tuple(tuple(of_layer[stage * each : (stage + 1) * each]) for stage in range(stages))
 
 
 def first_key(window: int | np.ndarray, start: np.ndarray) -> np.ndarray:
