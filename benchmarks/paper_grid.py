@@ -162,11 +162,11 @@ def run_cell(cell: GridCell, steps: int) -> dict[str, Any]:
     }
     own: float | None = None
     for name in ("distca", BEST, BEST_HIDDEN):
-        fitting = _fitting(job, name, drawn)
-        if isinstance(fitting, str):
-            found["modes"][name] = {"refused": fitting}
+        ran = fitting(job, name, drawn)
+        if isinstance(ran, str):
+            found["modes"][name] = {"refused": ran}
             continue
-        outcome, (recompute, backward) = fitting
+        outcome, (recompute, backward) = ran
         figures = outcome.figures() | {"recompute": recompute, "backward": backward}
         own = figures["tokens_per_s"] if name == "distca" else own
         if own is not None:
@@ -175,7 +175,7 @@ def run_cell(cell: GridCell, steps: int) -> dict[str, Any]:
     return found
 
 
-def _fitting(job: Job, name: str, drawn: list[Workload]) -> tuple[Outcome, tuple[str, str]] | str:
+def fitting(job: Job, name: str, drawn: list[Workload]) -> tuple[Outcome, tuple[str, str]] | str:
     """A mode with what it computes again, and whether rows are sent again: the first choice that fits into memory, in
     the order of training's ``auto``. Why not where nothing fits."""
     said = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -77,6 +77,10 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
     return lines + groups
 
 
+def _default(item: Field[Any]) -> object:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
 def _sentence(docstring: str) -> str:
     return " ".join(docstring.partition("Attributes:")[0].split())
 
@@ -89,9 +93,9 @@ def _meanings(kind: Any) -> dict[str, str]:
 
 
 def _yaml(value: object) -> str:
+    words = {None: "null", True: "true", False: "false"}
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml, value))}]"
-    words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)
 
 

@@ -465,7 +465,8 @@ class CAD:
         )
         # What is compiled when it is first used is compiled now, and not while other ranks wait for its rows.
         kernel = choose_kernel(kernel_name, spec)
-        buffer = buffer or receive_buffer_gb(shape, self._tokens_per_rank, resend=backward == "resend")
+        resend, sinks = backward == "resend", any(kind.sink for kind in self._kinds.kinds)
+        buffer = buffer or receive_buffer_gb(shape, self._tokens_per_rank, resend=resend, sinks=sinks)
         transport = choose_transport(transport_name, server_pool_group(), buffer)
         parking = Offload(self.device) if offload else None
         return AttentionPool(transport, kernel, Timeline(self.device), backward, parking)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
-from distca.plan.kinds import AttentionKind
+from distca.plan.kinds import AttentionKind, by_stage, numbered
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,12 @@ class LayerKinds:
         Raises:
             SupportError: a window or a list of layers that is none.
         """
-        of_layers = [kind_of_layer(config, number, softcap) for number in range(1, config.num_layers + 1)]
-        kinds = sorted(dict.fromkeys(of_layers), key=lambda kind: (kind.window > 0, -kind.window))
-        return LayerKinds(tuple(kinds), tuple(kinds.index(kind) for kind in of_layers))
+        numbers = range(1, config.num_layers + 1)
+        return LayerKinds(*numbered([kind_of_layer(config, number, softcap) for number in numbers]))
 
     def of_stages(self, stages: int) -> tuple[tuple[int, ...], ...]:
         """By pipeline stage, the numbers of its layers' kinds."""
-        each = len(self.of_layer) // stages
-        return tuple(self.of_layer[stage * each : (stage + 1) * each] for stage in range(stages))
+        return by_stage(self.of_layer, stages)
 
 
 def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float = 0.0) -> AttentionKind:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -18,8 +16,8 @@ from distca.cluster.topology import pool_links
 from distca.errors import PlanError
 from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
 from distca.plan.between_attentions import between_attentions
-from distca.plan.cost.analytic import AnalyticCost
 from distca.plan.cost.model import layer_weights
+from distca.plan.cost.of_kind import cost_of_kind
 from distca.plan.cost.table_file import find_table, open_table
 from distca.plan.fp8_shapes import rows_multiple
 from distca.plan.step import NonAttention
@@ -29,9 +27,6 @@ from megatron_patches.te.quantization import fp8_of
 logger = logging.getLogger(__name__)
 
 Level = Literal["auto", "attention", "time"]
-_LONG = 32768
-"""Tokens of the document by which a model of windows is scaled to a table."""
-_WAYS = ("forward", "backward")
 
 
 def plan_options(
@@ -145,21 +140,14 @@ def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
 
 def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch.device) -> CostModel:
     """Seconds per CA-task of a kind. Beside a measured table those of a window are measured too, where somebody did;
-    else a model counts them, which beside a table is scaled to what the table says of a long document."""
-    if not kind.window:
-        return cost
-    if isinstance(cost, AnalyticCost):
-        return replace(cost, window=kind.window)
-    shape = cost.shape
-    heads = (shape.heads, shape.kv_heads, shape.head_dim)
-    table = _first_ranks(lambda: find_table(_name(device), kernel.name, *heads, window=kind.window))
-    if table is not None:
-        table.linear = cost.linear
-        return table
-    model = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=cost.block)
-    rows = np.array([_LONG])
-    scale = [float(getattr(cost, way)(rows, rows)[0] / getattr(model, way)(rows, rows)[0]) for way in _WAYS]
-    return replace(model.times(*scale), window=kind.window, linear=cost.linear)
+    else a model counts them."""
+    if kind.window and isinstance(cost, TableCost):
+        heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
+        table = _first_ranks(lambda: find_table(_name(device), kernel.name, *heads, window=kind.window))
+        if table is not None:
+            table.linear = cost.linear
+            return table
+    return cost_of_kind(kind, cost)
 
 
 def _non_attention(

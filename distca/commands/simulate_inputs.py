@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.data.mixes import MIX_NAMES, sample_mix
@@ -13,6 +14,7 @@ from distca.simulate import MODELS, Job, Model, Workload
 from distca.simulate.kernel_rate import at_rate
 
 _MOST_SIZE = 2**31 - 1
+_MORE: dict[str, Any] = {"tie_embeddings": False, "sinks": False, "layer_types": ["full"], "window": 0}
 
 
 def read_model(name: str) -> Model:
@@ -30,7 +32,7 @@ def read_model(name: str) -> Model:
         content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))["model"]
         sizes = {key: content[key] for key in wanted}
         sizes |= {key: content[key] for key in ("head_dim", "vocabulary") if content.get(key)}
-        tied = content.get("tie_embeddings", False)
+        more = {key: content.get(key, unset) for key, unset in _MORE.items()}
     except OSError:
         raise OptionError(
             f"--model is {name!r}; give {', '.join(MODELS)} or a configuration file, such as configs/llama-8b.yaml."
@@ -40,14 +42,33 @@ def read_model(name: str) -> Model:
     for key, value in sizes.items():
         if type(value) is not int or not 1 <= value <= _MOST_SIZE:
             raise OptionError(f"--model {name} has {key} {value!r}; it must be a whole number from 1 to {_MOST_SIZE}.")
-    if not isinstance(tied, bool):
-        raise OptionError(f"--model {name} has tie_embeddings {tied!r}; it must be true or false.")
+    for key in ("tie_embeddings", "sinks"):
+        if not isinstance(more[key], bool):
+            raise OptionError(f"--model {name} has {key} {more[key]!r}; it must be true or false.")
     if "head_dim" not in sizes and sizes["hidden"] % sizes["heads"]:
         raise OptionError(
             f"--model {name} has hidden {sizes['hidden']}, which is not divisible by heads {sizes['heads']}; change "
             "one or give head_dim."
         )
-    return Model(**{"head_dim": sizes["hidden"] // sizes["heads"]} | sizes, tied=tied)
+    head_dim = {"head_dim": sizes["hidden"] // sizes["heads"]}
+    windows = _windows(name, more["layer_types"], more["window"])
+    return Model(**head_dim | sizes, tied=more["tie_embeddings"], windows=windows, sinks=more["sinks"])
+
+
+def _windows(name: str, types: Any, window: Any) -> tuple[int, ...]:
+    """Keys that a query sees by layer, as a run with these settings has it.
+
+    Raises:
+        OptionError: they are no types and no window, or lack one.
+    """
+    if not isinstance(types, list) or not types or not set(map(str, types)) <= {"full", "window"}:
+        raise OptionError(f"--model {name} has layer_types {types!r}; it must be a list of full and window.")
+    if type(window) is not int or not 0 <= window <= _MOST_SIZE or (window > 0) != ("window" in types):
+        raise OptionError(
+            f"--model {name} has window {window!r} with layer_types {types}; it must be a whole number of 1 or more "
+            "where there are layers of type window, else 0."
+        )
+    return tuple(window if each == "window" else 0 for each in types)
 
 
 def read_costs(shape: Model, tp: int, cost_table: str | None, tflops: float | None) -> CostModel:

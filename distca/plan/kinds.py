@@ -60,6 +60,19 @@ def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[in
     return tuple(window * (layer_types[layer % len(layer_types)] == "window") for layer in range(layers))
 
 
+def numbered(of_layers: Sequence[AttentionKind]) -> tuple[tuple[AttentionKind, ...], tuple[int, ...]]:
+    """The kinds of a model's layers, each once, those that see most keys first; and by layer the number of its
+    kind."""
+    kinds = tuple(sorted(dict.fromkeys(of_layers), key=lambda kind: (kind.window > 0, -kind.window)))
+    return kinds, tuple(kinds.index(kind) for kind in of_layers)
+
+
+def by_stage(of_layer: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
+    """By pipeline stage, what layers of equally long parts of the model have."""
+    each = len(of_layer) // stages
+    return tuple(tuple(of_layer[stage * each : (stage + 1) * each]) for stage in range(stages))
+
+
 def first_key(window: int | np.ndarray, start: np.ndarray) -> np.ndarray:
     """[N] int64 first key that a query range from [N] ``start`` sees; ``window`` 0 is none."""
     return np.where(np.asarray(window) > 0, np.maximum(start - window + 1, 0), 0)

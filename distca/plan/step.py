@@ -134,6 +134,11 @@ class PlanOptions:
         return tuple(kind.window for kind in self.kinds)
 
     @property
+    def sinks(self) -> bool:
+        """Whether layers have sinks; these are in all layers or in none."""
+        return any(kind.sink for kind in self.kinds)
+
+    @property
     def pool_ranks(self) -> int:
         """Servers of the pool."""
         return self.stages * self.ranks
@@ -249,7 +254,7 @@ class StepPlan:
                     for direction, phase in phases
                 ]
             ),
-            sum(_bytes(phase, options, direction) for direction, phase in phases),
+            round(sum(_bytes(phase, options, direction) for direction, phase in phases)),
         )
 
 
@@ -454,13 +459,13 @@ def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.nda
     )
 
 
-def _bytes(phase: Phase, options: PlanOptions, direction: Direction) -> int:
-    q_bytes, kv_bytes = options.cost.shape.moved_bytes(direction, options.resend)
+def _bytes(phase: Phase, options: PlanOptions, direction: Direction) -> float:
+    q_bytes, kv_bytes = options.cost.shape.moved_bytes(direction, options.resend, options.sinks)
     total = 0.0
     for share, plans in zip(options.shares_of_layers.tolist(), phase.by_combination, strict=True):
         rows = [traffic(plan) for plan in plans]
         total += share * sum(each.q_rows * q_bytes + each.kv_rows * kv_bytes for each in rows)
-    return round(total)
+    return total
 
 
 def _joined(parts: Sequence[Layout | None], ranks: int, some: Sequence[bool] | None = None) -> Layout:

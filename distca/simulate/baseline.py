@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.baselines import Mode, Work, groups_of, pieces_of
-from distca.baselines.layouts import Pieces
+from distca.baselines import BaselineError, Mode, Work, groups_of, pieces_of
+from distca.baselines.layouts import Pieces, layout_of
 from distca.data.sampler import MicroBatch
+from distca.plan import CostModel, plan_at_home, traffic
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import Job
 from distca.simulate.streams import Arrival, Streams
@@ -28,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Dealt:
-    """A micro-batch as a mode deals it. Array legend: R ranks.
+    """A micro-batch as a mode deals it, with what a layer of some kind does. Array legend: R ranks.
 
     Attributes:
         rows: [R] rows of every rank.
@@ -37,6 +38,7 @@ class Dealt:
         read_rows: [R] key/value rows that are kept beside the rank's own.
         gather: [R] seconds of an all-gather of keys and values; 0 without.
         gathered: [R] bytes that a rank sends in it.
+        halo: exchange of keys and values in place of a gather: of the rows before a rank's own that windows see.
         before: exchange before attention; backward has it behind attention.
         behind: exchange behind attention; backward has it before attention.
         hop: of a ring, keys and values to the next rank.
@@ -48,6 +50,7 @@ class Dealt:
     read_rows: np.ndarray
     gather: np.ndarray
     gathered: np.ndarray
+    halo: Exchange
     before: Exchange
     behind: Exchange
     hop: Exchange
@@ -60,36 +63,77 @@ class Dealt:
 
 
 def work_of(job: Job) -> Work:
-    """What documents cost, for dealing them to groups, as the benchmarks measure it: one long document's pairs."""
+    """What documents cost, for dealing them to groups, as the benchmarks measure it: one long document's pairs, or its
+    tokens in layers with a window."""
     length = min(job.tokens_per_rank, 65_536)
-    both = job.cost.per_direction("both", np.array([length]), np.array([length])).sum()
-    layers, head = job.model.layers, job.model.hidden * job.model.vocabulary
+    per_pair = per_token = 0.0
+    for kind in job.model.kinds:
+        cost = job.costs[job.kinds.index(kind)]
+        both = float(cost.per_direction("both", np.array([length]), np.array([length])).sum())
+        if kind.window:
+            per_token += both / length
+        else:
+            per_pair += both / (length * (length + 1) / 2)
+    head = job.model.hidden * job.model.vocabulary
     layer, output = ((rate.forward + rate.backward) / job.tp for rate in (job.linear, job.output))
-    return Work(
-        layer * layers * job.model.layer_weights + output * head, layers * float(both) / (length * (length + 1) / 2)
-    )
+    return Work(layer * job.model.layers * job.model.layer_weights + output * head + per_token, per_pair)
 
 
-def deal_micro_batch(job: Job, mode: Mode, micro_batch: MicroBatch, bins: int) -> Dealt:
-    """Deal and price one micro-batch.
+def deal_micro_batch(
+    job: Job, mode: Mode, micro_batch: MicroBatch, bins: int, halos: bool = False
+) -> tuple[Dealt, ...]:
+    """Deal and price one micro-batch: by kind of layer.
+
+    Args:
+        job: what runs.
+        mode: a baseline.
+        micro_batch: its documents.
+        bins: that the sampler packed.
+        halos: whether context parallelism sends layers with a window only the rows that they see.
 
     Raises:
-        BaselineError: a document does not fit into a rank or a group of this mode.
+        BaselineError: a document does not fit into a rank or a group of this mode, or windows not into the mode.
     """
+    if mode.method == "ring" and any(kind.window for kind in job.kinds):
+        raise BaselineError(f"{mode.name} has no layers with windows; choose another mode.")
     ranks, lengths = job.data_parallel, micro_batch.lengths
     assert micro_batch.rank_of is not None
     group_of = groups_of(mode, lengths, micro_batch.rank_of, bins, ranks, job.tokens_per_rank, work_of(job))
     pieces = pieces_of(mode, lengths, group_of)
     rows = np.bincount(pieces.rank, pieces.rows, ranks)
     nothing, none = np.zeros(ranks), job.stage_fabric.exchange(*np.zeros((3, 0), np.int64))
-    alone = Dealt(rows, (_block(job, pieces),), nothing, nothing, nothing, nothing, none, none, none)
-    if mode.method in ("cp", "cp-keep", "cp-halo"):
-        return _gathering(job, mode.degree, alone, read=np.bincount(pieces.rank, pieces.stop, ranks))
-    if mode.method == "ulysses":
-        return _exchanging(job, mode.degree, replace(alone, blocks=(_by_heads(job, mode, lengths, group_of),)))
-    if mode.method == "ring":
-        return _in_a_ring(job, mode.degree, replace(alone, blocks=_ring_blocks(job, mode.degree, pieces, len(lengths))))
-    return alone
+
+    def of_kind(window: int, cost: CostModel) -> Dealt:
+        sends_halos = window > 0 and (halos or mode.method == "cp-halo")
+        alone = Dealt(rows, (_block(job, cost, pieces),), nothing, nothing, nothing, nothing, none, none, none, none)
+        if mode.method in ("cp", "cp-keep", "cp-halo"):
+            read = pieces.rows + np.minimum(pieces.start, window - 1) if window else pieces.stop
+            gathering = _gathering(job, mode.degree, alone, read=np.bincount(pieces.rank, read, ranks))
+            return _with_halos(job, gathering, pieces, lengths, window) if sends_halos else gathering
+        if mode.method == "ulysses":
+            return _exchanging(
+                job, mode.degree, replace(alone, blocks=(_by_heads(job, cost, mode, lengths, group_of),))
+            )
+        if mode.method == "ring":
+            blocks = _ring_blocks(job, mode.degree, pieces, len(lengths))
+            return _in_a_ring(job, mode.degree, replace(alone, blocks=blocks))
+        return alone
+
+    return tuple(of_kind(kind.window, cost) for kind, cost in zip(job.kinds, job.costs, strict=True))
+
+
+def _with_halos(job: Job, gathering: Dealt, pieces: Pieces, lengths: np.ndarray, window: int) -> Dealt:
+    """Layers with a window exchange the rows before every piece that its rank does not have, each once."""
+    home = plan_at_home(layout_of(pieces, lengths, job.data_parallel))
+    rows = traffic(replace(home, windows=(window,))).kv
+    size = rows.rows * job.shape.kv_bytes
+    return replace(
+        gathering,
+        gather=np.zeros(job.data_parallel),
+        gathered=np.zeros(job.data_parallel),
+        halo=job.stage_fabric.exchange(rows.home, rows.server, size),
+        behind=job.stage_fabric.exchange(rows.server, rows.home, size),
+    )
 
 
 def _gathering(job: Job, degree: int, alone: Dealt, read: np.ndarray) -> Dealt:
@@ -145,14 +189,14 @@ def _everyone(job: Job, degree: int, size: np.ndarray) -> Exchange:
     return job.stage_fabric.exchange(source, target, size[source])
 
 
-def _block(job: Job, pieces: Pieces) -> Block:
-    seconds = job.cost.per_direction("both", pieces.rows, pieces.stop) * job.rates.attention_factor
+def _block(job: Job, cost: CostModel, pieces: Pieces) -> Block:
+    seconds = cost.per_direction("both", pieces.rows, pieces.stop) * job.rates.attention_factor
     return Block(*(np.bincount(pieces.rank, each, job.data_parallel) for each in seconds))
 
 
-def _by_heads(job: Job, mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> Block:
+def _by_heads(job: Job, cost: CostModel, mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> Block:
     """Ulysses: every rank computes all rows of its group's documents, of its share of the heads."""
-    seconds = job.cost.per_direction("both", lengths, lengths) * job.rates.attention_factor / mode.degree
+    seconds = cost.per_direction("both", lengths, lengths) * job.rates.attention_factor / mode.degree
     groups = job.data_parallel // mode.degree
     return Block(*(np.repeat(np.bincount(group_of, each, groups), mode.degree) for each in seconds))
 
@@ -188,45 +232,47 @@ def _priced(job: Job, q: np.ndarray, kv: np.ndarray) -> Block:
 
 
 class BaselineLayers:
-    """Runs the layers of a stage on one micro-batch.
+    """Runs the layers of a stage on one micro-batch, which is dealt by kind of layer.
 
     Args:
         job: what runs.
         mode: a baseline.
         hidden: gathers and exchanges travel beside the rest of a layer, and only what is longer is waited for.
         streams: of a stage's data-parallel ranks.
+        stage: whose layers.
 
     Attributes:
         attention: [R] seconds of core attention so far.
     """
 
-    def __init__(self, job: Job, mode: Mode, streams: Streams, hidden: bool = False) -> None:
+    def __init__(self, job: Job, mode: Mode, streams: Streams, hidden: bool = False, stage: int = 0) -> None:
         self._job, self._mode, self._streams, self._hidden = job, mode, streams, hidden
         self._late: list[Arrival] = []
+        self._kinds = job.layer_kinds[stage]
         self.attention = np.zeros(job.data_parallel)
 
-    def forward(self, dealt: Dealt, rows: np.ndarray) -> None:
+    def forward(self, dealt: tuple[Dealt, ...], rows: np.ndarray) -> None:
         """All layers; ``rows`` [R] may hold padding that linear layers compute too."""
         each = self._job.rows
-        for layer in range(self._job.layers):
+        for layer, kind in enumerate(self._kinds):
             self._compute(rows * each.pre_forward, "pre", layer, "forward")
-            self._attend_forward(dealt, layer)
+            self._attend_forward(dealt[kind], layer)
             self._compute(rows * (each.post_forward + self._job.rotation / 3), "post", layer, "forward")
             self._catch_up(layer)
 
-    def backward(self, dealt: Dealt, rows: np.ndarray) -> None:
+    def backward(self, dealt: tuple[Dealt, ...], rows: np.ndarray) -> None:
         each = self._job.rows
-        for layer in reversed(range(self._job.layers)):
+        for layer, kind in reversed(list(enumerate(self._kinds))):
             if self._job.recompute == "all":
                 # Megatron computes a layer again as a whole, core attention and what it sends too.
-                self._attend_forward(dealt, layer)
+                self._attend_forward(dealt[kind], layer)
             self._compute(rows * (each.post_backward + self._job.rotation * 2 / 3), "post", layer, "backward")
-            self._attend_backward(dealt, layer)
+            self._attend_backward(dealt[kind], layer)
             self._compute(rows * each.pre_backward, "pre", layer, "backward")
             self._catch_up(layer)
 
     def _attend_forward(self, dealt: Dealt, layer: int) -> None:
-        self._gather(dealt, layer)
+        self._gather(dealt, layer, "forward")
         self._exchange(dealt.before, "q,k,v", layer, "forward")
         for number, block in enumerate(dealt.blocks):
             last = number + 1 == len(dealt.blocks)
@@ -241,7 +287,7 @@ class BaselineLayers:
 
     def _attend_backward(self, dealt: Dealt, layer: int) -> None:
         if self._mode.method == "cp":
-            self._gather(dealt, layer)
+            self._gather(dealt, layer, "backward")
         if self._mode.method == "ulysses":
             self._exchange(dealt.behind, "dO", layer, "backward")
         for number, block in enumerate(dealt.blocks):
@@ -258,7 +304,8 @@ class BaselineLayers:
             self._exchange(dealt.behind, "dk,dv", layer, "backward")
         self._exchange(dealt.before, "dq,dk,dv", layer, "backward")
 
-    def _gather(self, dealt: Dealt, layer: int) -> None:
+    def _gather(self, dealt: Dealt, layer: int, direction: str) -> None:
+        self._exchange(dealt.halo, "k,v", layer, direction)
         if not dealt.gather.any():
             return
         arrival = self._streams.collective(dealt.gather, dealt.gathered, self._mode.degree, "gather k,v", layer)

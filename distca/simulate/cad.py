@@ -6,7 +6,8 @@ phase is that of ``distca.runtime.ping_pong`` (a test holds both against each ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,10 +64,10 @@ class Half:
 
 
 def planned(job: Job, workload: Workload) -> StepPlan:
-    """The step's plan, as training makes it."""
+    """The step's plan, as training makes it; with ``plan_by_kind`` False that of layers without a window alone."""
     options = PlanOptions(
         ranks=job.data_parallel,
-        cost=job.cost,
+        cost=job.costs[0],
         stages=job.pp,
         nano_batches=2,
         align=rows_multiple(job.fp8, job.tp),
@@ -79,7 +80,13 @@ def planned(job: Job, workload: Workload) -> StepPlan:
     room = None
     if job.deal and homes is None:
         room = [job.data_parallel * job.tokens_per_rank] * len(workload.micro_batches)
+    if job.plan_by_kind:
+        options = _with_kinds(options, job)
     return plan_step([each.lengths for each in workload.micro_batches], options, homes, room)
+
+
+def _with_kinds(options: PlanOptions, job: Job) -> PlanOptions:
+    return replace(options, kinds=job.kinds, costs=job.costs, layer_kinds=job.layer_kinds)
 
 
 class Cad:
@@ -98,6 +105,7 @@ class Cad:
     def __init__(self, job: Job, plan: StepPlan, streams: Streams) -> None:
         self._job, self._plan, self._streams = job, plan, streams
         self._resend = plan.options.resend
+        self._kinds = _with_kinds(plan.options, job)
         self._traffic: dict[int, Traffic] = {}
         ranks = job.servers
         self.attention = np.zeros(ranks)
@@ -112,8 +120,9 @@ class Cad:
             incoming = passed[direction]
             if incoming is not None:
                 self._streams.join(incoming)
-            halves = [self._half(plan, direction) for plan in phase.plans]
-            busy = np.sum([half.rows for half in halves], axis=0) > 0
+            by_combination = self._halves(phase, direction)
+            halves = [by_combination[number] for number in self._kinds.layer_combinations]
+            busy = np.sum([half.rows for half in halves[0]], axis=0) > 0
             self._streams.compute(np.where(busy, self._job.rates.phase_s, 0.0), "phase", direction=direction)
             if direction == "forward":
                 self._forward(halves)
@@ -121,18 +130,36 @@ class Cad:
                 self._backward(halves)
             passed[direction] = self._pass_on(phase, direction)
 
-    def _half(self, plan: Plan, direction: Direction) -> Half:
+    def _halves(self, phase: Phase, direction: Direction) -> list[list[Half]]:
+        """By combination of the stages' kinds, the halves of a layer."""
+        found = []
+        for number, kinds in enumerate(self._kinds.combinations):
+            plans = phase.by_combination[number if self._plan.options.layer_kinds else 0]
+            seconds = [self._seconds(plan, phase, kinds, nano, direction) for nano, plan in enumerate(plans)]
+            found.append([self._half(plan, each, direction) for plan, each in zip(plans, seconds, strict=True)])
+        return found
+
+    def _seconds(self, plan: Plan, phase: Phase, kinds: Sequence[int], nano: int, direction: Direction) -> np.ndarray:
+        """[R] seconds of core attention of a layer whose stages have these ``kinds``."""
+        if not self._plan.options.layer_kinds:  # a plan that knows one kind
+            documents = [0 if m is None else len(self._plan.layouts[m][nano].first) for m in phase.micro_batches]
+            kind = np.repeat(np.asarray(kinds, np.int64), documents)
+            plan = replace(plan, windows=self._kinds.windows, kind=kind)
+        return server_seconds(plan, self._kinds.cost_of_kind, direction) * self._job.rates.attention_factor
+
+    def _half(self, plan: Plan, seconds: np.ndarray, direction: Direction) -> Half:
         job, shape = self._job, self._job.shape
         if id(plan) not in self._traffic:  # forward and backward often share a plan
             self._traffic[id(plan)] = traffic(plan, job.links)
         found = self._traffic[id(plan)]
-        q, kv, lse = shape.q_bytes, shape.kv_bytes, 4 * shape.heads
+        # Sinks are added at home, so that log-sum-exp travels with keep too.
+        q, kv, lse = shape.q_bytes, shape.kv_bytes, job.lse_bytes if self._resend or job.model.sinks else 0
         if direction == "forward":
-            out, home = (q, kv), (q + (lse if self._resend else 0), 0)
+            out, home = (q, kv), (q + lse, 0)
         elif self._resend:
             out, home = (3 * q + lse, kv), (q, kv)
         else:
-            out, home = (q, 0), (q, kv)
+            out, home = (q + lse, 0), (q, kv)
         tasks, ranks = plan.tasks, job.servers
         q_rows = np.bincount(tasks.server, tasks.stop - tasks.start, ranks)
         kept, copied = context_rows(plan)
@@ -140,7 +167,7 @@ class Cad:
         copies = job.copied(kv * copied * (1 if direction == "forward" else 2))
         return Half(
             plan.layout.q_rows,
-            server_seconds(plan, job.cost, direction) * job.rates.attention_factor,
+            seconds,
             job.copied(q_rows * (out[0] + home[0]) + kept * (out[1] + home[1])) + copies,
             self._hops(found, out, there=True),
             self._hops(found, home, there=False),
@@ -166,7 +193,8 @@ class Cad:
         home, server = np.divmod(pairs, ranks)
         return self._job.fabric.exchange(*((home, server) if there else (server, home)), total)
 
-    def _forward(self, halves: list[Half]) -> None:
+    def _forward(self, halves: list[list[Half]]) -> None:
+        """``halves``: by layer."""
         streams, rows, layers = self._streams, self._job.rows, self._job.layers
         under_way: list[Arrival] = []
 
@@ -176,29 +204,29 @@ class Cad:
         def launch(hops: Hops, what: str, layer: int, nano: int) -> Arrival:
             return streams.launch(hops.first, what, layer, nano, "forward", hops.second)
 
-        for nano, half in enumerate(halves):
+        for nano, half in enumerate(halves[0]):
             compute(half.rows * rows.pre_forward, "pre", 0, nano)
             under_way.append(launch(half.there, "q,k,v", 0, nano))
         for layer in range(layers):
-            for nano, half in enumerate(halves):
+            for nano, half in enumerate(halves[layer]):
                 streams.join(under_way[nano], layer, nano, "forward")
                 self._serve(half, layer, nano, "forward")
                 under_way[nano] = launch(half.back, "o", layer, nano)
             last = layer + 1 == layers
-            for nano, half in enumerate(halves):
+            for nano, half in enumerate(halves[layer]):
                 streams.join(under_way[nano], layer, nano, "forward")
                 between = rows.post_forward + (0.0 if last else rows.pre_forward)
                 compute(half.rows * between, "post" if last else "post+pre", layer, nano)
                 if not last:
-                    under_way[nano] = launch(half.there, "q,k,v", layer + 1, nano)
-        streams.compute(sum(half.rows for half in halves) * self._head, "head", layers - 1, 0, "forward")
+                    under_way[nano] = launch(halves[layer + 1][nano].there, "q,k,v", layer + 1, nano)
+        streams.compute(sum(half.rows for half in halves[0]) * self._head, "head", layers - 1, 0, "forward")
 
-    def _backward(self, halves: list[Half]) -> None:
+    def _backward(self, halves: list[list[Half]]) -> None:
         streams, rows, layers = self._streams, self._job.rows, self._job.layers
-        order = list(enumerate(halves))[::-1]
         under_way: dict[int, Arrival] = {}
         for layer in reversed(range(layers)):
             last = layer + 1 == layers
+            order = list(enumerate(halves[layer]))[::-1]
             for nano, half in order:
                 if not last:
                     streams.join(under_way[nano], layer + 1, nano, "backward")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
 
-from distca.plan import AttentionShape, CostModel, Links
+from distca.plan import AttentionKind, AttentionShape, CostModel, Links
 from distca.plan.between_attentions import between_attentions
 from distca.plan.cost.model import LinearRate
+from distca.plan.cost.of_kind import cost_of_kind
 from distca.plan.fp8_shapes import Fp8, unfit_widths
+from distca.plan.kinds import by_stage, numbered
 from distca.plan.step import NonAttention
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
@@ -50,7 +53,8 @@ class Job:
     Attributes:
         model: its shape.
         cluster: where it runs.
-        cost: seconds per CA-task, for the heads of one tensor-parallel rank.
+        cost: seconds per CA-task of layers without a window, for the heads of one tensor-parallel rank.
+        window_costs: the same by window, where that was measured; others are modelled.
         tp: tensor-parallel ranks, with sequence parallelism; a server is ``tp`` GPUs.
         pp: pipeline stages.
         tokens_per_rank: rows of a micro-batch on a data-parallel rank at most.
@@ -60,6 +64,8 @@ class Job:
         fp8: how linear layers scale tensors to FP8, or "none" for bfloat16. The output layer stays in bfloat16.
         gradients: their type, which memory depends on.
         moments: of Adam, likewise.
+        plan_by_kind: whether layers with windows have plans of their own; False gives all layers the plan of those
+            without, with its rows.
         tolerance: of plans; None takes the one for the size of the pool.
         deal: whether documents are dealt over a step's micro-batches anew.
         level_time: whether a pipeline's phases level linear layers with attention.
@@ -84,6 +90,8 @@ class Job:
     fp8: Fp8 = "none"
     gradients: Narrow = "float32"
     moments: Narrow = "float32"
+    plan_by_kind: bool = True
+    window_costs: Mapping[int, CostModel] = field(default_factory=dict)
     tolerance: float | None = None
     deal: bool = True
     level_time: bool = True
@@ -169,6 +177,26 @@ class Job:
     def shape(self) -> AttentionShape:
         """Attention heads of one GPU."""
         return self.cost.shape
+
+    @cached_property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """Of the model's layers."""
+        return numbered(self.model.kinds)[0]
+
+    @cached_property
+    def costs(self) -> tuple[CostModel, ...]:
+        """Seconds per CA-task by kind."""
+        return tuple(self.window_costs.get(kind.window) or cost_of_kind(kind, self.cost) for kind in self.kinds)
+
+    @cached_property
+    def layer_kinds(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, the number of each of its layers' kind."""
+        return by_stage(numbered(self.model.kinds)[1], self.pp)
+
+    @property
+    def lse_bytes(self) -> int:
+        """Bytes of a row's log-sum-exp."""
+        return 4 * self.shape.heads
 
     @property
     def servers(self) -> int:

@@ -77,7 +77,7 @@ def with_servers(
     Args:
         job: what runs.
         rows: [R] home rows of a micro-batch.
-        q_rows: [R] query rows that a server keeps of one (keep), or home rows (resend).
+        q_rows: [R] query rows that a server keeps of one (keep), or home rows (resend), in the mean over layers.
         kv_rows: [R] key/value rows, likewise.
         received: [R] bytes of the rows at a server while it computes the backward of a half.
         in_flight: [R] micro-batches.
@@ -86,7 +86,9 @@ def with_servers(
     last = np.arange(ranks) >= ranks - ranks // job.pp
     # o lives at home, where the output projection keeps it.
     layer = rows * (kept_per_row(job, job.recompute, norms=False) + shape.q_bytes)
-    layer = layer + q_rows * (shape.q_bytes + 4 * shape.heads) + kv_rows * shape.kv_bytes
+    layer = layer + q_rows * (shape.q_bytes + job.lse_bytes) + kv_rows * shape.kv_bytes
+    if job.model.sinks and not job.resend:
+        layer = layer + rows * job.lse_bytes  # with sinks, at home
     # One half is at work in a layer, all of a micro-batch in the loss.
     working = np.maximum(layer_at_work(job, rows / 2), loss_at_work(job, rows, last))
     return np.asarray(static_bytes(job) + in_flight * job.layers * layer + np.maximum(working, received))

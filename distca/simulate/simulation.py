@@ -27,6 +27,7 @@ def simulate(
     workload: Workload,
     *,
     hidden: bool = False,
+    halos: bool = False,
     plan: StepPlan | None = None,
     watched: Collection[int] = (),
 ) -> Prediction:
@@ -37,11 +38,12 @@ def simulate(
         mode: how.
         workload: its documents.
         hidden: whether gathers of context parallelism travel beside computation.
+        halos: whether context parallelism sends layers with a window only the rows that they see.
         plan: the step's plan where it is made already.
         watched: servers whose timeline is kept.
 
     Raises:
-        BaselineError: documents do not fit into the mode's groups, or the mode not into the ranks.
+        BaselineError: documents do not fit into the mode's groups, or the mode not to the ranks or the layers.
         PlanError: as :func:`distca.plan.plan_step`.
     """
     if mode.method == "distca":
@@ -50,7 +52,7 @@ def simulate(
     micro_batches = workload.micro_batches
     if mode.method == "packed-dealt":
         micro_batches = dealt_anew(micro_batches, job.data_parallel, job.tokens_per_rank, work_of(job))
-    dealt = [deal_micro_batch(job, mode, each, workload.bins) for each in micro_batches]
+    dealt = [deal_micro_batch(job, mode, each, workload.bins, halos) for each in micro_batches]
     if job.pp == 1:
         return _without_stages(job, mode, workload, dealt, hidden, watched)
     return _with_stages(job, mode, workload, dealt, hidden, watched)
@@ -68,65 +70,71 @@ def _with_servers(job: Job, mode: Mode, workload: Workload, plan: StepPlan, watc
 
 
 def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
-    shape, ranks = job.shape, job.servers
-    resend = plan.options.resend
+    shape, ranks, resend = job.shape, job.servers, plan.options.resend
     peak = np.zeros(ranks)
     stage = np.arange(ranks) // job.data_parallel
     flight = np.minimum(2 * (job.pp - 1 - stage) + 1, len(plan.layouts))
+    shares = plan.options.shares_of_layers.tolist()
     for forward, backward in zip(plan.forward, plan.backward, strict=True):
-        rows, q_rows, kv_rows = (np.zeros(ranks) for _ in range(3))
-        received = np.zeros(ranks)
-        for there, back in zip(forward.plans, backward.plans, strict=True):
-            q = np.bincount(back.tasks.server, back.tasks.stop - back.tasks.start, ranks)
-            kept, copied = context_rows(back)
-            rows += there.layout.q_rows
-            q_rows += there.layout.q_rows if resend else q
-            kv_rows += there.layout.q_rows if resend else kept
-            kv = np.maximum(kept, copied)
-            # Of all rows gradients in float32 and rounded, dO, copies; with resend also the rows themselves.
-            sent = q * (2 * shape.q_bytes + shape.kv_bytes) if resend else 0
-            received = np.maximum(received, q * 4 * shape.q_bytes + (kv * 3 + copied) * shape.kv_bytes + sent)
+        rows = np.sum([each.layout.q_rows for each in forward.plans], axis=0)
+        q_rows, kv_rows, received = np.zeros((3, ranks))
+        for share, plans in zip(shares, backward.by_combination, strict=True):
+            for back in plans:
+                q = np.bincount(back.tasks.server, back.tasks.stop - back.tasks.start, ranks)
+                kept, copied = context_rows(back)
+                q_rows, kv_rows = q_rows + share * q, kv_rows + share * kept
+                kv = np.maximum(kept, copied)
+                # Of all rows gradients in float32 and rounded, dO, copies; with resend also the rows themselves.
+                sent = q * (2 * shape.q_bytes + shape.kv_bytes) if resend else 0
+                received = np.maximum(received, q * 4 * shape.q_bytes + (kv * 3 + copied) * shape.kv_bytes + sent)
+        if resend:
+            q_rows = kv_rows = rows
         peak = np.maximum(peak, memory.with_servers(job, rows, q_rows, kv_rows, received, flight))
-    return peak + (receive_buffer_gb(shape, job.tokens_per_rank, resend=resend) * 2**30 if job.one_sided else 0)
+    buffer = receive_buffer_gb(shape, job.tokens_per_rank, resend=resend, sinks=job.model.sinks) * 2**30
+    return peak + (buffer if job.one_sided else 0)
 
 
 def _without_stages(
-    job: Job, mode: Mode, workload: Workload, dealt: list[Dealt], hidden: bool, watched: Collection[int]
+    job: Job, mode: Mode, workload: Workload, dealt: list[tuple[Dealt, ...]], hidden: bool, watched: Collection[int]
 ) -> Prediction:
     streams = Streams(job.stage_fabric, rendezvous=True, watched=watched)
     layers = BaselineLayers(job, mode, streams, hidden)
     began, on_links = 0.0, 0.0
     for each in dealt:
-        layers.forward(each, each.rows)
-        streams.compute(each.rows * job.rows.head + job.rates.phase_s, "head", job.layers - 1, 0, "forward")
+        layers.forward(each, each[0].rows)
+        streams.compute(each[0].rows * job.rows.head + job.rates.phase_s, "head", job.layers - 1, 0, "forward")
         began, on_links = float(streams.now.max()), float(streams.on_links.max())
         streams.compute(np.full(job.data_parallel, job.rates.phase_s), "phase", 0, 0, "backward")
-        layers.backward(each, each.rows)
+        layers.backward(each, each[0].rows)
     backward = float(streams.now.max()) - began
     end = step_end(job, backward, float(streams.on_links.max()) - on_links)
     return _prediction(job, mode.name, workload, streams, layers.attention, end, _baseline_memory(job, mode, dealt, 0))
 
 
 def _with_stages(
-    job: Job, mode: Mode, workload: Workload, dealt: list[Dealt], hidden: bool, watched: Collection[int]
+    job: Job, mode: Mode, workload: Workload, dealt: list[tuple[Dealt, ...]], hidden: bool, watched: Collection[int]
 ) -> Prediction:
     """1F1B. All stages pad a micro-batch to the rows of a rank's largest one, so that they know what they receive."""
-    rows = np.max([each.rows for each in dealt], axis=0)
-    stage = _Stage.of(job, mode, dealt, rows, hidden)
+    rows = np.max([each[0].rows for each in dealt], axis=0)
+    of_kinds = {kinds: number for number, kinds in enumerate(job.layer_kinds)}
+    run = {kinds: _Stage.of(job, mode, dealt, rows, hidden, number) for kinds, number in of_kinds.items()}
+    stages = [run[kinds] for kinds in job.layer_kinds]
     head = rows * job.rows.head
-    forward, backward = (np.repeat(seconds[:, None], job.pp, axis=1) for seconds in (stage.forward, stage.backward))
+    forward, backward = (np.stack([getattr(each, way) for each in stages], axis=1) for way in ("forward", "backward"))
     forward[:, -1] += head
     passes = one_f_one_b.run(forward, backward, np.tile(_hop(job, rows), (len(dealt), 1)))
     streams = Streams(job.fabric, rendezvous=True, watched=watched)
     streams.now = np.full(job.servers, max(float(done.end.max()) for done in passes))
     streams.spans += _spans(passes, watched, job.data_parallel)
     both = 2 * job.rates.phase_s * len(dealt)
-    streams.busy, streams.exposed = np.tile(stage.busy, job.pp) + both, np.tile(stage.exposed, job.pp)
+    busy, streams.exposed, streams.sent, attention = (
+        np.concatenate([getattr(each, name) for each in stages]) for name in ("busy", "exposed", "sent", "attention")
+    )
+    streams.busy = busy + both
     streams.busy[-job.data_parallel :] += len(dealt) * head
-    streams.sent = np.tile(stage.sent, job.pp)
     end = step_end(job, 0.0, 0.0)
     peak = np.concatenate([_baseline_memory(job, mode, dealt, number) for number in range(job.pp)])
-    return _prediction(job, mode.name, workload, streams, np.tile(stage.attention, job.pp), end, peak)
+    return _prediction(job, mode.name, workload, streams, attention, end, peak)
 
 
 @dataclass(frozen=True)
@@ -147,12 +155,12 @@ class _Stage:
     sent: np.ndarray
 
     @staticmethod
-    def of(job: Job, mode: Mode, dealt: list[Dealt], rows: np.ndarray, hidden: bool) -> _Stage:
+    def of(job: Job, mode: Mode, dealt: list[tuple[Dealt, ...]], rows: np.ndarray, hidden: bool, stage: int) -> _Stage:
         forward, backward = np.zeros((2, len(dealt), job.data_parallel))
         busy, exposed, attention, sent = np.zeros((4, job.data_parallel))
         for number, each in enumerate(dealt):
             streams = Streams(job.stage_fabric, rendezvous=True)
-            layers = BaselineLayers(job, mode, streams, hidden)
+            layers = BaselineLayers(job, mode, streams, hidden, stage)
             layers.forward(each, rows)
             middle = streams.now.copy()
             layers.backward(each, rows)
@@ -185,16 +193,18 @@ def _spans(passes: list[one_f_one_b.Pass], watched: Collection[int], lanes: int)
     return spans
 
 
-def _baseline_memory(job: Job, mode: Mode, dealt: list[Dealt], stage: int) -> np.ndarray:
+def _baseline_memory(job: Job, mode: Mode, dealt: list[tuple[Dealt, ...]], stage: int) -> np.ndarray:
     """[lanes] bytes of a stage's ranks."""
     in_flight, last = min(job.pp - stage, len(dealt)), stage == job.pp - 1
     peak = np.zeros(job.data_parallel)
     for each in dealt:
+        layers = [each[kind] for kind in job.layer_kinds[stage]]
+        rows, read = layers[0].rows, [layer.read_rows for layer in layers]
         # Gathered keys and values take the place of the rank's own.
-        kept = each.read_rows if mode.method in ("cp-keep", "cp-halo") else each.rows
+        kept = np.mean(read, axis=0) if mode.method in ("cp-keep", "cp-halo") else rows
         # Of the layer at work, what was gathered and its gradients, in float32 and rounded.
-        gathered = each.read_rows * 4 * job.shape.kv_bytes
-        peak = np.maximum(peak, memory.at_home(job, each.rows, kept, gathered, in_flight, last))
+        gathered = np.max(read, axis=0) * 4 * job.shape.kv_bytes
+        peak = np.maximum(peak, memory.at_home(job, rows, kept, gathered, in_flight, last))
     return peak
 
 

@@ -16,7 +16,8 @@ from distca.simulate.simulation import simulate
 from distca.simulate.streams import Span
 from distca.simulate.workload import Workload
 
-BEST, BEST_HIDDEN = "best-cp", "best-cp-hidden"
+BEST, HALO, HIDDEN = "best-cp", "-halo", "-hidden"
+BEST_HIDDEN = BEST + HIDDEN
 _MOST_DEGREE = 64
 
 
@@ -80,45 +81,50 @@ def run_mode(job: Job, name: str, workloads: Sequence[Workload], watched: Iterab
 
     Args:
         job: what runs.
-        name: "distca", "packed", "variable", "cp4", "cp4-keep", "ring4", "ulysses4" and the like; with "-hidden" behind
-            it, what it sends travels beside computation as far as it can. "best-cp" and "best-cp-hidden" take the
-            fastest of "packed" and all degrees of per-document context parallelism that fit into memory.
+        name: "distca", "packed", "variable", "cp4", "cp4-keep", "ring4", "ulysses4" and the like. With "-halo" behind
+            it, context parallelism gathers nothing in layers with a window, which get the rows that they see; with
+            "-hidden", what a mode sends travels beside computation as far as it can. "best-cp", with these or without,
+            takes the fastest of "packed" and all degrees of per-document context parallelism that fit into memory.
         workloads: the documents of every step.
         watched: servers whose timeline of the first step is kept.
 
     Raises:
         BaselineError, PlanError: the mode does not fit the documents or the ranks, or no degree of a sweep into memory.
     """
-    if name in (BEST, BEST_HIDDEN):
+    mode, halos, hidden = parse(name)
+    if name.startswith(BEST):
         return _best(job, name, workloads, tuple(watched))
-    mode, hidden = parse(name)
     steps = [
-        simulate(job, mode, each, hidden=hidden, watched=() if number else tuple(watched))
+        simulate(job, mode, each, hidden=hidden, halos=halos, watched=() if number else tuple(watched))
         for number, each in enumerate(workloads)
     ]
     return Outcome(name, name, tuple(steps))
 
 
-def parse(name: str) -> tuple[Mode, bool]:
-    """The mode of a name, and whether "-hidden" is behind it; sweeps begin with the first mode that they try.
+def parse(name: str) -> tuple[Mode, bool, bool]:
+    """The mode of a name, and whether "-halo" and "-hidden" are behind it; sweeps begin with the first mode that they
+    try.
 
     Raises:
         BaselineError: there is none.
     """
-    hidden = name.endswith("-hidden")
-    name = name.removesuffix("-hidden")
-    return (Mode("packed") if name == BEST else parse_mode(name)), hidden
+    hidden = name.endswith(HIDDEN)
+    name = name.removesuffix(HIDDEN)
+    if name in (BEST, BEST + HALO):
+        return Mode("packed"), name != BEST, hidden
+    return parse_mode(name), False, hidden
 
 
 def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int, ...]) -> Outcome:
     found: list[Outcome] = []
-    refused, room = "", job.cluster.memory_gib * 2**30
+    refused, how, room = "", name.removeprefix(BEST), job.cluster.memory_gib * 2**30
     for mode in _degrees(job.data_parallel):
         keeps = found and found[-1].chosen.startswith(f"cp{mode.degree}-keep") and found[-1].memory_bytes <= room
         if mode.method == "cp" and keeps:
             continue  # gathers once more than what was just found to fit
         try:
-            found.append(run_mode(job, mode.name + ("-hidden" if name == BEST_HIDDEN else ""), workloads, watched))
+            tried = mode.name + (how if mode.method != "packed" else how.removeprefix(HALO))
+            found.append(run_mode(job, tried, workloads, watched))
         except BaselineError as error:
             refused = str(error)
     fitting = [each for each in found if each.memory_bytes <= room]

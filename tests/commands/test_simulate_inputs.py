@@ -9,8 +9,8 @@ from distca.simulate import MODELS, Model
 
 def test_models_are_names_or_configurations(tmp_path: Path) -> None:
     configurations = Path(__file__).parents[2] / "configs"
-    for name in ("8b", "34b"):
-        assert read_model(str(configurations / f"llama-{name}.yaml")) == MODELS[name]
+    for name, file in (("8b", "llama-8b"), ("34b", "llama-34b"), ("gemma-3-like",) * 2, ("gpt-oss-like",) * 2):
+        assert read_model(str(configurations / f"{file}.yaml")) == MODELS[name]
     (tmp_path / "tied.yaml").write_text(
         "model: {layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 1, tie_embeddings: true}"
     )
@@ -26,6 +26,10 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
         (f"model: {{{sizes.format('true', 2)}}}", "has layers True; it must be a whole number"),
         (f"model: {{{sizes.format(2, 2)}, vocabulary: -5}}", "has vocabulary -5; it must be"),
         (f"model: {{{sizes.format(2, 2)}, tie_embeddings: 1}}", "has tie_embeddings 1; it must be true or false"),
+        (f"model: {{{sizes.format(2, 2)}, sinks: 1}}", "has sinks 1; it must be true or false"),
+        (f"model: {{{sizes.format(2, 2)}, layer_types: [full, chunk]}}", "it must be a list of full and window"),
+        (f"model: {{{sizes.format(2, 2)}, layer_types: [window]}}", "has window 0 with layer_types"),
+        (f"model: {{{sizes.format(2, 2)}, window: 3}}", "has window 3 with layer_types"),
         (f"model: {{{sizes.format(2, 3)}}}", "has hidden 64, which is not divisible by heads 3; change one or give"),
     ):
         (tmp_path / "none.yaml").write_text(content)

@@ -45,11 +45,12 @@ CASES = {
 ROW_MOVES = ("launch", "join", "serve")
 
 
-def _simulated_order(backward):
-    model = Model(LAYERS, hidden=WIDTH, ffn=WIDTH, heads=4, kv_heads=2, head_dim=6, vocabulary=8)
+def _simulated_order(backward, windows=(0,)):
+    model = Model(LAYERS, WIDTH, WIDTH, heads=4, kv_heads=2, head_dim=6, vocabulary=8, windows=windows)
     job = Job(model, Cluster(2), analytic_cost(4, 2, 6), tokens_per_rank=46)
     workload = Workload((MicroBatch(np.arange(5), np.array([13, 7, 40, 29, 3]), None),), 1)
-    options = PlanOptions(2, job.cost, nano_batches=2, resend=backward == "resend")
+    how = {"kinds": job.kinds, "costs": job.costs, "layer_kinds": job.layer_kinds}
+    options = PlanOptions(2, job.costs[0], nano_batches=2, resend=backward == "resend", **how)
     streams = Streams(job.fabric)
     Cad(job, plan_step([each.lengths for each in workload.micro_batches], options), streams).run()
     return [entry for entry in streams.order if entry.startswith(ROW_MOVES)]
@@ -234,6 +235,16 @@ def test_kinds_of_layers(kinds, backward):
     seed = len(kinds)
     _check([13, 7, 1, 40, 3], 3, backward=backward, padding=1, seed=seed, kinds=KINDS[kinds], recompute=seed % 2 == 0)
     _check([50, 3, 4], 4, backward=backward, seed=seed, per_node=2, kinds=KINDS[kinds])
+
+
+@pytest.mark.parametrize("backward", ["keep", "resend"])
+def test_kinds_are_run_in_the_order_in_which_they_are_simulated(backward):
+    kinds = KINDS["windows and full"]
+    results = run_ranks(2, _run_rank, [13, 7, 40, 29, 3], 2, backward, False, 0, 0, None, True, 0, kinds)
+    expected = _simulated_order(backward, tuple(kind.window for kind in kinds))
+    assert len(expected) == len(set(expected)) == LAYERS * 2 * 2 * 5  # halves, directions; two launches, joins, a serve
+    for result in results:
+        assert [entry for entry in result["order"] if entry.startswith(ROW_MOVES)] == expected
 
 
 def test_whole_documents_and_a_rank_without_tokens():

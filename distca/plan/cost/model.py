@@ -47,15 +47,16 @@ class AttentionShape:
         """Bytes of one row of k and v together, or of dK and dV."""
         return 2 * self.kv_heads * self.head_dim * self.value_bytes
 
-    def moved_bytes(self, direction: Direction, resend: bool = False) -> tuple[int, int]:
+    def moved_bytes(self, direction: Direction, resend: bool = False, sinks: bool = False) -> tuple[int, int]:
         """Bytes that travel for one query row and for one key/value row computed away from home.
 
         Forward: q out, o back; k, v out. Backward, keep: dO out, dQ back; dK, dV back. Backward, resend: q, o, dO and
-        lse out, dQ back; k, v out again, dK, dV back; o and lse then also came back in forward.
+        lse out, dQ back; k, v out again, dK, dV back; o and lse then also came back in forward. With sinks, which are
+        added at home, lse comes back in forward and goes out in backward with keep too.
         """
-        lse = 4 * self.heads if resend else 0
+        lse = 4 * self.heads if resend or sinks else 0
         forward = (2 * self.q_bytes + lse, self.kv_bytes)
-        backward = (4 * self.q_bytes + lse, 2 * self.kv_bytes) if resend else (2 * self.q_bytes, self.kv_bytes)
+        backward = (4 * self.q_bytes + lse, 2 * self.kv_bytes) if resend else (2 * self.q_bytes + lse, self.kv_bytes)
         if direction == "both":
             return forward[0] + backward[0], forward[1] + backward[1]
         return forward if direction == "forward" else backward

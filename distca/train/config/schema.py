@@ -387,7 +387,8 @@ class RunConfig:
         if self.cad.nvshmem_buffer_gb:
             return self.cad.nvshmem_buffer_gb
         resend = self.resolved_backward == "resend"
-        return receive_buffer_gb(self.attention_shape, self.data.tokens_per_rank, resend=resend)
+        shape, sinks = self.attention_shape, self.model.sinks
+        return receive_buffer_gb(shape, self.data.tokens_per_rank, resend=resend, sinks=sinks)
 
     @property
     def resolved_warmup_steps(self) -> int:

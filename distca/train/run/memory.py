@@ -33,6 +33,10 @@ elsewhere. A second range of the same document has a copy of its keys. Plans hav
 document shares the pool."""
 
 
+HALOS = 2.0
+"""Windows of keys that live elsewhere, at a busy home rank and per half: shards whose document began before them."""
+
+
 @dataclass(frozen=True)
 class StageMemory:
     """Predicted bytes of one stage's rank.
@@ -119,12 +123,20 @@ class _Stage:
         self._contexts = 1.0 if alone else busy_kv
         self._copied_kv = self._server_kv if self._halves == 2 and (alone or regions > REGIONS_KV[0]) else 0.0
         self._others = 0.0 if alone else BUSY_SERVER_OTHERS
+        # Layers with a window are computed at home; with some without, these need most.
+        self._windows = model.windows[stage * self._layers : (stage + 1) * self._layers]
+        if all(model.windows):
+            self._server_q = float(self._half)
+            self._server_kv = self._half * max(self._keys_at_home(window) for window in model.windows)
+            self._copied_kv = 0.0
 
     def predict(self) -> StageMemory:
         in_flight = self._in_flight()
-        kept, host = self._layers * self._kept(), 0
+        by_layer = [self._kept(window) for window in self._windows]
+        kept, host = sum(by_layer), 0
         if self._config.train.offload == "all":
-            kept, host = min(self._layers, STAYING_HALVES // self._halves) * self._kept(), self._rows * kept
+            staying = min(self._layers, STAYING_HALVES // self._halves)
+            kept, host = sum(sorted(by_layer)[-staying:]), self._rows * kept
         return StageMemory(
             model=model_bytes(self._config, self._parameters(), self._in_linears(), self._data_parallel),
             micro_batches=in_flight,
@@ -162,22 +174,29 @@ class _Stage:
 
     # Bytes that are kept of one token until its backward.
 
-    def _kept(self) -> int:
-        """By one layer."""
+    def _kept(self, window: int) -> int:
+        """By a layer with a window, or one without: 0."""
         if self._recomputes_layers:
             return self._value * self._hidden
         if self._recompute == "all":
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
             o = 0 if self._config.resolved_backward == "resend" else self._q
-            return self._attention() + self._value * (self._hidden + o)
-        return self._attention() + self._segment() + self._head_norms() - self._recomputed_mlp()
+            return self._attention(window) + self._value * (self._hidden + o)
+        return self._attention(window) + self._segment() + self._head_norms() - self._recomputed_mlp()
 
-    def _attention(self) -> int:
+    def _attention(self, window: int) -> int:
         """q, k, v, o and log-sum-exp: at home (resend, attention at home) or, with contexts, at the server (keep). It
-        keeps o of rows that live elsewhere."""
+        keeps o of rows that live elsewhere; home keeps log-sum-exp with sinks."""
         keep = self._config.cad.enabled and self._config.resolved_backward == "keep"
-        o, contexts = (self._others, self._contexts) if keep else (1, 1)
-        return self._value * int((1 + o) * self._q + contexts * self._kv) + self._lse
+        o, contexts = (self._others, self._contexts) if keep else (1.0, 1.0)
+        if keep and window:
+            o, contexts = 0.0, self._keys_at_home(window)
+        lse = self._lse * (2 if keep and self._config.model.sinks else 1)
+        return self._value * int((1 + o) * self._q + contexts * self._kv) + lse
+
+    def _keys_at_home(self, window: int) -> float:
+        """Rows of keys of a layer with a window over a half's home rows: these, and those before a few shards."""
+        return min(1.0 + HALOS * (window - 1) / self._half, max(self._contexts, 1.5))
 
     def _segment(self) -> int:
         """What the rest of a layer keeps beside o: inputs of two norms, with what each row was multiplied by, and of
@@ -249,7 +268,7 @@ class _Stage:
         normed = self._hidden if self._config.cad.enabled and not self._fp8 else 0
         elements = 3 * self._ffn + normed
         if self._recomputes_layers:
-            return self._value * elements + self._attention() + self._segment()
+            return self._value * elements + self._attention(0) + self._segment()
         if self._recompute != "none":
             elements += 2 * self._ffn + self._hidden
         if self._recompute == "all":
@@ -283,9 +302,10 @@ class _Stage:
         return self._halves * self._sent_to_server() + int((4 + self._value) * gradients + o) + home
 
     def _sent_to_server(self) -> int:
-        """A server's rows of one half: dO; with resend also q, k, v, o and log-sum-exp."""
+        """A server's rows of one half: dO, with sinks log-sum-exp; with resend also q, k, v, o and log-sum-exp."""
         if self._config.resolved_backward == "keep":
-            return int(self._value * self._server_q * self._q)
+            lse = self._lse if self._config.model.sinks else 0
+            return int(self._server_q * (self._value * self._q + lse))
         q, kv = self._value * 3 * self._q + self._lse, self._value * self._kv
         return int(self._server_q * q + self._server_kv * kv)
 
