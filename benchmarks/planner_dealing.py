@@ -19,7 +19,7 @@ from distca.data.sampler import Sampler
 from distca.data.sources.mix import RandomTokens
 from distca.plan import Links, PlanOptions, plan_step
 from distca.plan.cost.table_file import find_table
-from distca.plan.step import NonAttention
+from distca.plan.options import NonAttention
 from distca.versions import versions, write_report
 
 TOKENS, STEPS = 131_072, 8

@@ -42,8 +42,8 @@ from distca.plan import (
 from distca.plan.cost.table_file import find_table
 from distca.plan.layout import Shards
 from distca.plan.nano_split import Dealing
+from distca.plan.options import NonAttention
 from distca.plan.placement import SMALL_POOL, Placement
-from distca.plan.step import NonAttention
 from distca.versions import versions, write_report
 
 RESULTS = Path(__file__).parent / "results" / "planner_invariants.json"

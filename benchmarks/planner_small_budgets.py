@@ -18,7 +18,7 @@ from distca.data.mixes import Mix, sample_long_context
 from distca.plan import PlanOptions, plan_at_home, plan_step, server_seconds
 from distca.plan.cost.model import Direction
 from distca.plan.cost.table_file import find_table
-from distca.plan.step import Phase
+from distca.plan.phases import Phase
 from distca.versions import versions, write_report
 
 TOKENS, STEPS = 16_384, 2

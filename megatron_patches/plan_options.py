@@ -20,7 +20,7 @@ from distca.plan.cost.model import layer_weights
 from distca.plan.cost.of_kind import cost_of_kind
 from distca.plan.cost.table_file import find_table, open_table
 from distca.plan.fp8_shapes import rows_multiple
-from distca.plan.step import NonAttention
+from distca.plan.options import NonAttention
 from megatron_patches.layer_kinds import LayerKinds
 from megatron_patches.te.quantization import fp8_of
 
@@ -52,7 +52,7 @@ def plan_options(
         layer_kinds: of its layers.
         kernel: core attention's.
         device: this rank's.
-        disaggregate, resend, tolerance: see :class:`distca.plan.step.PlanOptions`.
+        disaggregate, resend, tolerance: see :class:`distca.plan.options.PlanOptions`.
         ping_pong: two nano-batches.
         ranks_per_node: consecutive servers that are planned as one node; 0 takes those of one machine.
         level: "attention", "time" (linear layers and attention together, in a pipeline's phases), or "auto".

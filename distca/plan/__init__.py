@@ -10,11 +10,12 @@ from distca.plan.layout import Layout, Shards, lay_out
 from distca.plan.metrics import PairRows, Traffic, context_rows, imbalance, makespan_bound, server_seconds, traffic
 from distca.plan.micro_batch import Bytes, MicroBatchPlan, NanoPlan, plan_micro_batch
 from distca.plan.micro_batch_dealing import deal_over_micro_batches
+from distca.plan.options import PlanOptions
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.routes import Route, Routes, RowExchange, Segments, route
 from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.scheduler import DEFAULT_TOLERANCE, schedule, training_tolerance
-from distca.plan.step import PlanOptions, StepPlan, plan_step
+from distca.plan.step import StepPlan, plan_step
 from distca.plan.tasks import Tasks
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distca.plan.cost.model import LinearRate
-from distca.plan.step import NonAttention
+from distca.plan.options import NonAttention
 
 
 def between_attentions(rate: LinearRate, weights: int, recomputed: int, layers: int, tp: int) -> NonAttention:

@@ -12,9 +12,10 @@ import numpy as np
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import imbalance, server_seconds, traffic
+from distca.plan.options import PlanOptions
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler.scheduler import DEFAULT_TOLERANCE
-from distca.plan.step import PlanOptions, StepPlan, plan_step
+from distca.plan.step import StepPlan, plan_step
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def plan_micro_batch(
         cost: seconds per CA-task.
         rank_of: [D] home rank of every document, for documents that stay whole.
         tolerance: how far above the mean the busiest server may be.
-        options: see :class:`distca.plan.step.PlanOptions`.
+        options: see :class:`distca.plan.options.PlanOptions`.
 
     Raises:
         PlanError: on lengths that cannot be laid out.

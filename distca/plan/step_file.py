@@ -16,8 +16,9 @@ from distca.errors import PlanError
 from distca.plan.cost.analytic import AnalyticCost
 from distca.plan.cost.model import AttentionShape, CostModel, LinearRate
 from distca.plan.cost.table import LoadFactors, TableCost
+from distca.plan.options import NonAttention, PlanOptions
 from distca.plan.scheduler.network_cost import Links
-from distca.plan.step import NonAttention, PlanOptions, StepPlan, plan_step
+from distca.plan.step import StepPlan, plan_step
 
 _KIND = "distca_step"
 _PLAIN = ("ranks", "stages", "nano_batches", "align", "shares", "resend", "disaggregate", "tolerance")

@@ -11,7 +11,7 @@ import numpy as np
 from distca.attention import TaskBatch
 from distca.device.host_to_device import Destination, uploading
 from distca.plan import AttentionKind, Layout, Links, Plan, Route, Segments, StepPlan, route
-from distca.plan.step import Phase
+from distca.plan.phases import Phase
 from distca.transport import RowMoves
 
 

@@ -24,7 +24,7 @@ from distca.plan import (
     traffic,
 )
 from distca.plan.fp8_shapes import rows_multiple
-from distca.plan.step import Phase
+from distca.plan.phases import Phase
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import VALUE, Job
 from distca.simulate.streams import Arrival, Streams

@@ -15,7 +15,7 @@ from distca.plan.cost.model import LinearRate
 from distca.plan.cost.of_kind import cost_of_kind
 from distca.plan.fp8_shapes import Fp8, unfit_widths
 from distca.plan.kinds import by_stage, numbered
-from distca.plan.step import NonAttention
+from distca.plan.options import NonAttention
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
 from distca.simulate.fabric import Fabric

@@ -25,8 +25,8 @@ from distca.plan import (
 )
 from distca.plan.cost.model import Direction
 from distca.plan.metrics import traffic
+from distca.plan.options import NonAttention
 from distca.plan.plan import fingerprint
-from distca.plan.step import NonAttention
 
 COST = analytic_cost(4, 2, 32)
 LENGTHS = ([9000, 130, 77, 2049, 1, 4000], [700, 5000, 5000, 300, 12])

@@ -13,7 +13,7 @@ from distca.commands.plan import plan
 from distca.errors import FailedPlanError, OptionError, PlanError
 from distca.plan import Layout, Links, Plan, PlanOptions, analytic_cost, area_cost
 from distca.plan.cost.table_file import TABLES, find_table, load_table
-from distca.plan.step import NonAttention
+from distca.plan.options import NonAttention
 from distca.plan.step_file import StepInputs, read_step, write_step
 
 LENGTHS = [[700, 12_000, 900, 31], [5000, 6000, 1]]

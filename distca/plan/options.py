@@ -1,0 +1,134 @@
+"""How steps are planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.choice import Scheduler
+from distca.plan.cost.model import CostModel
+from distca.plan.kinds import AttentionKind
+from distca.plan.scheduler.network_cost import Links
+
+
+@dataclass(frozen=True)
+class NonAttention:
+    """Seconds per row of what a busy rank computes between two attentions of its stage.
+
+    Attributes:
+        forward: in a forward phase.
+        backward: in a backward phase.
+    """
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How steps are planned; the same on every rank.
+
+    Attributes:
+        ranks: data-parallel ranks of a stage, the homes of its rows.
+        cost: seconds per CA-task.
+        stages: pipeline stages.
+        nano_batches: 1, or 2 for ping and pong.
+        align: rows of a nano-batch on a rank are a multiple of this, which is a multiple of ``shares``.
+        shares: tensor-parallel ranks that share the rows; 1 without sequence parallelism.
+        resend: whether backward has servers of its own; with several stages it has.
+        disaggregate: False computes every document at home.
+        tolerance: how far above the mean the busiest server may be; None takes the one for the size of the pool.
+        links: which servers share a node.
+        kinds: of the model's attention layers; layouts level the work of the first.
+        costs: seconds per CA-task by kind; none where ``cost`` is that of all.
+        layer_kinds: by stage, the number of each of its layers' kind; none where all layers have the first.
+        non_attention: levels a phase's linear layers and attention together; None levels attention alone.
+        scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
+
+    Raises:
+        PlanError: on sizes below 1, or several stages whose servers keep rows for backward.
+    """
+
+    ranks: int
+    cost: CostModel
+    stages: int = 1
+    nano_batches: int = 1
+    align: int = 1
+    shares: int = 1
+    resend: bool = False
+    disaggregate: bool = True
+    tolerance: float | None = None
+    links: Links = field(default_factory=Links)
+    kinds: tuple[AttentionKind, ...] = (AttentionKind(1.0),)
+    costs: tuple[CostModel, ...] = ()
+    layer_kinds: tuple[tuple[int, ...], ...] = ()
+    non_attention: NonAttention | None = None
+    scheduler: Scheduler | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.stages) < 1:
+            raise PlanError(f"A plan needs at least one rank and one stage, not {self.ranks} and {self.stages}.")
+        if self.stages > 1 and self.disaggregate and not self.resend:
+            raise PlanError(
+                f"backward is keep, but with {self.stages} pipeline stages the server of a forward is busy with other "
+                "phases by its backward; set it to auto or resend."
+            )
+        layers = [len(each) for each in self.layer_kinds]
+        if layers and (len(layers) != self.stages or min(layers) != max(layers) or not min(layers)):
+            raise PlanError(f"{self.stages} stages need equally many layers each, not {layers}.")
+
+    @cached_property
+    def combinations(self) -> tuple[tuple[int, ...], ...]:
+        """Which kinds the stages run at the same time: each once, as the number of every stage's kind."""
+        return tuple(dict.fromkeys(zip(*self.layer_kinds, strict=True))) or ((0,) * self.stages,)
+
+    @cached_property
+    def layer_combinations(self) -> tuple[int, ...]:
+        """By layer of a stage, the number of its combination; that of one layer where nothing is known of layers."""
+        each = {combination: number for number, combination in enumerate(self.combinations)}
+        return tuple(each[layer] for layer in zip(*self.layer_kinds, strict=True)) or (0,)
+
+    @property
+    def shares_of_layers(self) -> np.ndarray:
+        """[C] which part of a stage's layers have each combination."""
+        layers = np.array(self.layer_combinations)
+        return np.asarray(np.bincount(layers, minlength=len(self.combinations)) / len(layers))
+
+    @property
+    def cost_of_kind(self) -> tuple[CostModel, ...]:
+        """Seconds per CA-task by kind."""
+        return self.costs or (self.cost,) * len(self.kinds)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Keys that a query sees by kind; 0 for all."""
+        return tuple(kind.window for kind in self.kinds)
+
+    @property
+    def sinks(self) -> bool:
+        """Whether layers have sinks; these are in all layers or in none."""
+        return any(kind.sink for kind in self.kinds)
+
+    @property
+    def pool_ranks(self) -> int:
+        """Servers of the pool."""
+        return self.stages * self.ranks
+
+    @property
+    def keeps(self) -> bool:
+        """Servers keep rows and compute the backward of what they computed forward."""
+        return self.stages == 1 and not self.resend
+
+    @property
+    def stage_node(self) -> int:
+        """Consecutive ranks of a stage that share a node; 0 where all do or none, or where stages share nodes
+        unevenly."""
+        size = self.links.ranks_per_node
+        return size if size > 1 and self.ranks % size == 0 else 0
+
+    def pool_rank(self, stage: int, rank: int) -> int:
+        """Number in the pool of a stage's data-parallel rank."""
+        return stage * self.ranks + rank

@@ -1,0 +1,173 @@
+"""The phases of a step: in each, what all stages run at the same time, and the plans of their layers, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from distca.plan.choice import Scheduler
+from distca.plan.cost.model import Direction
+from distca.plan.layout import Layout, Shards
+from distca.plan.metrics import server_seconds
+from distca.plan.options import PlanOptions
+from distca.plan.plan import Plan, plan_at_home
+from distca.plan.scheduler.scheduler import schedule, training_tolerance
+from distca.plan.tasks import Tasks
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase, forward or backward.
+
+    Attributes:
+        micro_batches: by stage, the micro-batch that it runs; None for an idle stage.
+        by_combination: by combination of the stages' kinds and nano-batch, the plan over the whole pool.
+    """
+
+    micro_batches: tuple[int | None, ...]
+    by_combination: tuple[tuple[Plan, ...], ...]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """By nano-batch, the plan of layers of the first combination."""
+        return self.by_combination[0]
+
+
+def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
+    """[R] non-attention seconds of one layer and nano-batch; 0 where attention alone is levelled."""
+    each = options.non_attention
+    per_row = 0.0 if each is None else each.forward if direction == "forward" else each.backward
+    return per_row * layout.q_rows
+
+
+def plan_phases(
+    layouts: Sequence[tuple[Layout, ...]], options: PlanOptions, scheduler: Scheduler
+) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
+    """All forward phases, and all backward phases."""
+    stages, keeps = options.stages, options.keeps
+
+    def phase(number: int, direction: Direction) -> Phase:
+        due = [number - (stages - 1 - stage if direction == "backward" else stage) for stage in range(stages)]
+        running = tuple(m if 0 <= m < len(layouts) else None for m in due)
+        halves = [[None if m is None else layouts[m][nano] for m in running] for nano in range(len(layouts[0]))]
+        return Phase(
+            running,
+            tuple(_of_combination(each, halves, options, direction, scheduler) for each in options.combinations),
+        )
+
+    numbers = range(len(layouts) + stages - 1)
+    forward = tuple(phase(number, "both" if keeps else "forward") for number in numbers)
+    # Servers that keep rows compute the backward of what they computed forward.
+    return forward, forward if keeps else tuple(phase(number, "backward") for number in numbers)
+
+
+def _of_combination(
+    kinds: Sequence[int],
+    halves: Sequence[Sequence[Layout | None]],
+    options: PlanOptions,
+    direction: Direction,
+    scheduler: Scheduler,
+) -> tuple[Plan, ...]:
+    """By nano-batch, the plan of a phase's layers of some ``kinds`` by stage. Layers with a window are computed at
+    home, where their work is about level; those without are scheduled over all servers, beside what these have of
+    windows."""
+    windows = [options.kinds[kind].window for kind in kinds]
+    if not any(windows):
+        plans = [
+            _with_kinds(scheduler(_joined(half, options.ranks), direction), half, kinds, options) for half in halves
+        ]
+        if options.keeps:  # what servers keep for backward is there for the next half too
+            plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
+        return tuple(plans)
+    plans = []
+    for half in halves:
+        seen = [layout and layout.within(window) for layout, window in zip(half, windows, strict=True)]
+        home = _with_kinds(plan_at_home(_joined(seen, options.ranks)), half, kinds, options)
+        if all(windows):
+            plans.append(home)
+            continue
+        full = np.repeat([not window for window in windows], options.ranks)
+        rest = home.tasks.take(~full[home.tasks.server])
+        beside = server_seconds(replace(home, tasks=rest), options.cost_of_kind, direction)
+        beside += np.where(full, 0.0, other_seconds(options, home.layout, direction))
+        scheduled = scheduler(_joined(half, options.ranks, [not window for window in windows]), direction, beside).tasks
+        columns = (np.concatenate(pair) for pair in zip(scheduled.columns(), rest.columns(), strict=True))
+        plans.append(replace(home, tasks=Tasks.sorted(*columns)))
+    return tuple(plans)
+
+
+def _with_kinds(plan: Plan, half: Sequence[Layout | None], kinds: Sequence[int], options: PlanOptions) -> Plan:
+    """The plan, which then knows the kind of layer of every document."""
+    if not any(kinds) and not any(options.windows):
+        return plan
+    documents = [0 if layout is None else len(layout.first) for layout in half]
+    windows = tuple(window if number in kinds else 0 for number, window in enumerate(options.windows))
+    return replace(plan, windows=windows, kind=np.repeat(np.asarray(kinds, np.int64), documents))
+
+
+def at_home(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
+    return plan_at_home(layout)
+
+
+def scheduler_of(options: PlanOptions) -> Scheduler:
+    tolerance = options.tolerance
+    if tolerance is None:
+        tolerance = training_tolerance(options.pool_ranks)
+
+    def scheduled(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
+        other = None if options.non_attention is None else other_seconds(options, layout, direction)
+        if beside is not None:
+            other = beside if other is None else beside + other
+        return schedule(
+            layout,
+            cost=options.cost,
+            direction=direction,
+            resend=options.resend,
+            tolerance=tolerance,
+            links=options.links,
+            other_seconds=other,
+        )
+
+    return scheduled
+
+
+def _joined(parts: Sequence[Layout | None], ranks: int, some: Sequence[bool] | None = None) -> Layout:
+    """One layout over the ranks of all stages; idle stages have no rows, nor have those that are not among ``some``.
+    Documents are numbered stage by stage."""
+    if len(parts) == 1 and parts[0] is not None:
+        return parts[0]
+    q: list[tuple[np.ndarray, ...]] = []
+    kv: list[tuple[np.ndarray, ...]] = []
+    first: list[np.ndarray] = []
+    last: list[np.ndarray] = []
+    q_rows = np.zeros(len(parts) * ranks, np.int64)
+    carried_rows = np.zeros(len(parts) * ranks, np.int64)
+    documents = 0
+    for stage, layout in enumerate(parts):
+        if layout is None:
+            continue
+        documents += len(layout.first)
+        if some is not None and not some[stage]:
+            first.append(np.zeros_like(layout.first))
+            last.append(np.zeros_like(layout.last))
+            continue
+        for shards, columns in ((layout.q, q), (layout.kv, kv)):
+            document, start, stop, rank, row = shards.columns()
+            columns.append((document + documents - len(layout.first), start, stop, rank + stage * ranks, row))
+        first.append(layout.first)
+        last.append(layout.last)
+        here = slice(stage * ranks, (stage + 1) * ranks)
+        q_rows[here], carried_rows[here] = layout.q_rows, layout.carried_rows
+    nothing = np.empty(0, np.int64)
+    return Layout(
+        len(parts) * ranks,
+        np.concatenate((nothing, *first)),
+        np.concatenate((nothing, *last)),
+        Shards(*(np.concatenate((nothing, *(columns[at] for columns in q))) for at in range(5))),
+        Shards(*(np.concatenate((nothing, *(columns[at] for columns in kv))) for at in range(5))),
+        q_rows,
+        carried_rows,
+    )
