@@ -103,9 +103,10 @@ def test_halos_by_hand() -> None:
 
 
 def test_names_of_modes_with_halos() -> None:
-    assert parse("cp4-keep-halo-hidden")[1:] == (True, True)
+    mode, halos, hidden = parse("cp4-halo-hidden")
+    assert (mode.method, mode.degree, halos, hidden) == ("cp-halo", 4, False, True)
     assert parse("best-cp-halo")[1:] == (True, False)
-    with pytest.raises(BaselineError, match="'packed-halo'"):
+    with pytest.raises(BaselineError, match="packed-halo"):
         parse("packed-halo")
     job = mixed(small_job(4, tokens_per_rank=2000), WINDOW, 0)
     best = run_mode(job, "best-cp-halo", [workload()])
