@@ -230,7 +230,7 @@ def _wrong_ends(case: Case, text: str, flags: np.ndarray) -> str:
             if not flags[start:stop].all():
                 return f"{token[0]} behind message {number + 1} is not learned"
             follower = talk.messages[number + 1]["role"] if number + 1 < len(talk.messages) else "assistant"
-            ends = plain.startswith(closed) and closed.endswith(token[0])
+            ends = plain.startswith(closed) and token.end() == len(closed)
             goes_on = flags[stop : stop + 1].any() and text.encode()[stop : stop + 1].strip()
             if follower != "assistant" and ends and goes_on:
                 return f"more than {token[0]} behind message {number + 1} is learned"
