@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from distca.data.chat import chat_recipe
 from distca.data.recipe import Recipe
 from distca.data.tokenizer import find_tokenizer
+from distca.data.tokenizer_fields import check_fields
 
 
 def find_recipe(
@@ -25,8 +28,14 @@ def find_recipe(
         end_token: that texts end with; None for the one that a folder says.
 
     Raises:
-        DataError: there is no such tokenizer, token or chat template.
+        DataError: there is no such tokenizer, token or chat template, or what stands beside it asks for other ids.
     """
     usual = "messages" if conversations else "text"
     recipe = Recipe(find_tokenizer(tokenizer, begin_token, end_token), field or usual)
-    return chat_recipe(recipe, begin_token, end_token) if conversations else recipe
+    folder, templates = Path(tokenizer), None
+    if conversations:
+        recipe = chat = chat_recipe(recipe, begin_token, end_token)
+        templates = (chat.template, chat.tool_use)
+    if recipe.tokenizer.name != "bytes" and folder.is_dir():
+        check_fields(folder, templates, begin_token)
+    return recipe

@@ -165,7 +165,7 @@ def find_tokenizer(name: str, begin_token: str | None = None, end_token: str | N
         )
     said = read_settings(folder) if folder.is_dir() else {}
     begin, end = token_text(said.get("bos_token")), token_text(said.get("eos_token"))
-    if not said.get("add_bos_token", _puts_first(file, begin)):
+    if not said.get("add_bos_token", puts_first(file, begin)):
         begin = None
     begin, end = (own if given is None else given or None for own, given in ((begin, begin_token), (end, end_token)))
     return TokenizerFiles(str(file), begin, end)
@@ -259,7 +259,7 @@ def token_text(said: Any) -> str | None:
     return content if isinstance(content, str) and content else None
 
 
-def _puts_first(file: Path, begin: str | None) -> bool:
+def puts_first(file: Path, begin: str | None) -> bool:
     """Whether the tokenizer's own template has the token before a text."""
     if begin is None:
         return False

@@ -58,17 +58,15 @@ class Subject:
 
 def _read_tokenizer(folder: Path) -> object:
     from distca.data.cache import CachedTokens
-    from distca.data.chat import chat_recipe
-    from distca.data.recipe import Recipe
+    from distca.data.recipes import find_recipe
     from distca.data.texts import open_texts
-    from distca.data.tokenizer import find_tokenizer
 
-    recipe = Recipe(find_tokenizer(str(folder)))
+    recipe = find_recipe(str(folder))
     texts = open_texts("jsonl", str(folder / "texts.jsonl"))
     vocabulary = CachedTokens(folder / "cache", texts, recipe).look()
     (ids,) = recipe.tokenizer.open().encode(["".join(TEXT).encode()])
     assert not len(ids) or 0 <= ids.min() <= ids.max() < vocabulary
-    return chat_recipe(recipe).identity()
+    return find_recipe(str(folder), conversations=True).identity()
 
 
 def _read_table(kind: str, name: str) -> Callable[[Path], object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +41,14 @@ class Rendering:
             if source.name and not np.array_equal(np.sort(self._codes[found]), np.sort(code_points(source.marks))):
                 missing.append(PART_OF_CONTENT if source.name == "content" and len(found) else source.name)
         return np.sort(np.concatenate(places)) if places else np.zeros(0, np.int64), missing
+
+    def is_repeated(self, message: int, names: Sequence[str]) -> bool:
+        """Returns whether a text of these names stands more than once."""
+        return any(
+            len(self._by_source.get(number, ())) > len(source.marks)
+            for number, source in enumerate(self._sources)
+            if source.message == message and source.name in names
+        )
 
     def begin(self, message: int) -> tuple[int, int]:
         """Returns where what the template writes before a message begins, and where the message's text does."""

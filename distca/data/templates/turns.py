@@ -109,6 +109,11 @@ class TurnFinder:
                     f"the chat template leaves out {names} of message {number + 1}; take it out, or write it where the "
                     "template shows it"
                 )
+            if role == "assistant" and self.whole.is_repeated(number, ("content", *REASONING)):
+                raise ValueError(
+                    f"the chat template writes what message {number + 1}, the assistant's, says more than once, so "
+                    "that it is not known where its turn ends; write it once in the template"
+                )
         turns = self._marked() if self._template.marks_turns else self._found()
         self._check(turns)
         return turns
@@ -155,7 +160,9 @@ class TurnFinder:
         is_last = number == len(self._roles) - 1
         last, followed = (actual, other) if is_last else (other, actual)
         length, closed = closing(last, followed, is_last, 0 if own else start - behind, self._control)
-        return Turn(number, start, max(behind + length, start), closed, asked)
+        # A prompt that ends inside of a control token is other tokens when the model is asked.
+        is_cut = any(each.start() < start < each.end() for each in self._control.finditer(self.whole.text))
+        return Turn(number, start, max(behind + length, start), closed, asked and not is_cut)
 
     def _start(self, number: int) -> tuple[int, bool]:
         """Returns where a turn begins, and whether the template's generation prompt ends there."""

@@ -240,3 +240,21 @@ def test_parts_may_be_texts() -> None:
     assert learned(joined, [said("user", ["a", END]), said("assistant", ["b", END])]) == [f"b{END}{END}"]
     with pytest.raises(ValueError, match="message 2, of 'assistant', says something that is no text"):
         learned(joined, [ONE, said("assistant", [{"type": "image"}])])
+
+
+@pytest.mark.parametrize("place", ["message.content + '\\n' + message.content", "message.content"])
+def test_a_template_that_writes_an_answer_twice_is_refused(place: str) -> None:
+    """Otherwise only the first one is learned, and no stop behind it."""
+    template = CHATML.replace("message.content", place)
+    if place == "message.content":
+        template += "{{ messages[-1].content }}"
+    with pytest.raises(ValueError, match="what message 2, the assistant's, says more than once"):
+        learned(template, [ONE, FIRST])
+
+
+def test_a_generation_prompt_that_ends_inside_of_a_control_token_is_refused() -> None:
+    """The model would be asked with other tokens than it learned behind."""
+    template = CHATML.replace("'<|im_start|>' + message.role + '\n'", "message.role + '<|im_start|>'")
+    template = template.replace("'<|im_start|>assistant\n'", "'assistant<|im_start'")
+    with pytest.raises(ValueError, match="message 2, the assistant's, does not begin where the chat template asks"):
+        learned(template, [ONE, FIRST])
