@@ -107,11 +107,11 @@ def allocate_as_on_gpus(patch: Any) -> None:
     from megatron_patches.patches import fused_ops as fused_rope
     from megatron_patches.patches import fused_ops as fused_swiglu
     from megatron_patches.patches import fused_ops as wgrad_accumulation
-    from megatron_patches.patches import rms_norm
+    from megatron_patches.patches import norms
 
     patch(api, "choose_kernel", lambda *_, **__: LeanKernel())
-    patch(rms_norm.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
-    patch(rms_norm.RMSNorm, "fill", lambda self, x, out: out.zero_())
+    patch(norms.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
+    patch(norms.RMSNorm, "fill", lambda self, x, out: out.zero_())
     patch(fused_swiglu, "swiglu", _Swiglu.apply)
     patch(fused_swiglu, "fill_swiglu", lambda x, out: out.zero_())
     for module in (layer, fused_rope):
