@@ -57,6 +57,9 @@ _SCALINGS: list[Any] = [
         )
     ),
     {"full_attention": _ROPE, "sliding_attention": _ROPE},
+    {"full_attention": _ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
+    {"full_attention": _LLAMA3},
+    {"sliding_attention": {"rope_theta": 50.0}},
     "yarn",
 ]
 MOVES: dict[str, list[Any]] = {
@@ -88,7 +91,10 @@ MOVES: dict[str, list[Any]] = {
     "original_max_position_embeddings": [16],
     "is_causal": [False, True],
     "is_decoder": [True],
-    "no_rope_layers": [[0, 1]],
+    "no_rope_layers": [[0, 1], [1, 0], [1], [2, 1]],
+    "no_rope_layer_interval": [1, 2],
+    "sliding_window_pattern": [3, 1],
+    "rope_local_base_freq": [500.0],
     "attention_multiplier": [0.2],
     "text_config": [{"hidden_size": 8}],
     "vision_config": [{"hidden_size": 8}],
@@ -111,8 +117,17 @@ def bases() -> dict[str, dict[str, Any]]:
         "mistral": {"sliding_window": None, "head_dim": 8},
         "ministral": {"sliding_window": max(LENGTHS), "head_dim": 8},
         "seed_oss": {"head_dim": 8},
+        "gemma2": {"head_dim": 16, "sliding_window": 9},
+        "gemma3_text": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
+        "olmo3": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+        "smollm3": {"no_rope_layers": [1, 0]},
+        "ministral3": {"head_dim": 8, "rope_parameters": _ROPE | {"llama_4_scaling_beta": 0.3}},
+        "cohere2": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+        "exaone4": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+        "glm4": {"head_dim": 16},
     }
     found = {name: small | {"model_type": name} | own.get(name, {}) for name in FAMILIES}
+    found["cohere2"]["layer_norm_eps"] = found["cohere2"].pop("rms_norm_eps")
     return found | {"mistral3": shrunk(PUBLIC["Mistral-Small-3.2-24B"].fields) | {"tie_word_embeddings": False}}
 
 

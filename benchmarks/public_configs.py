@@ -81,6 +81,18 @@ def _phi3(*sizes: Any, **fields: Any) -> dict[str, Any]:
     return _of("phi3", "Phi3ForCausalLM", _sizes(*sizes), **own | fields)
 
 
+def _gemma(model_type: str, architecture: str, sizes: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {"attention_bias": False, "attention_dropout": 0.0, "head_dim": 256, "rms_norm_eps": 1e-6}
+    own |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+    sizes = {name: value for name, value in sizes.items() if name not in ("hidden_act", "tie_word_embeddings")}
+    return _of(model_type, architecture, sizes, **own | fields)
+
+
+def _olmo(model_type: str, architecture: str, sizes: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    own = {"attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6}
+    return _of(model_type, architecture, sizes, **own | fields)
+
+
 def _mistral3(**text: Any) -> dict[str, Any]:
     sizes = _sizes(5120, 40, 32768, 32, 8, 131072, 131072, 1e9)
     inner = {name: value for name, value in sizes.items() if name not in ("torch_dtype", "transformers_version")}
@@ -287,14 +299,108 @@ PUBLIC: dict[str, Public] = {
         ),
         warned=_DROPOUT,
     ),
-    "gemma-2-9b": Public(_other("gemma2", "Gemma2ForCausalLM"), "capped scores and logits"),
-    "gemma-3-1b": Public(_other("gemma3_text", "Gemma3ForCausalLM"), "two bases of rotary positions"),
-    "OLMo-2-7B": Public(_other("olmo2", "Olmo2ForCausalLM"), "norms behind attention and MLP"),
-    "SmolLM3-3B": Public(_other("smollm3", "SmolLM3ForCausalLM"), "layers without rotary positions"),
-    "granite-3.3-8b": Public(_other("granite", "GraniteForCausalLM"), "multipliers of embeddings"),
-    "GLM-4-9B-0414": Public(_other("glm4", "Glm4ForCausalLM"), "rotary positions of half a head"),
-    "c4ai-command-r7b": Public(_other("cohere2", "Cohere2ForCausalLM"), "attention and MLP side by side"),
-    "EXAONE-4.0-32B": Public(_other("exaone4", "Exaone4ForCausalLM"), "windows, and norms behind"),
+    "gemma-2-9b": Public(
+        _gemma(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            _sizes(3584, 42, 14336, 16, 8, 256000, 8192, 10000.0),
+            hidden_act="gelu_pytorch_tanh",
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+            sliding_window=4096,
+            cache_implementation="hybrid",
+        )
+    ),
+    "gemma-3-1b": Public(
+        _gemma(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            _sizes(1152, 26, 6912, 4, 1, 262144, 32768, 1e6),
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            rope_local_base_freq=10000,
+            rope_scaling=None,
+            sliding_window=512,
+            sliding_window_pattern=6,
+            cache_implementation="hybrid",
+        )
+    ),
+    "OLMo-2-7B": Public(_olmo("olmo2", "Olmo2ForCausalLM", _sizes(4096, 32, 11008, 32, 32, 100352, 4096, 5e5))),
+    "OLMo-3-7B": Public(
+        _olmo(
+            "olmo3",
+            "Olmo3ForCausalLM",
+            _sizes(4096, 32, 11008, 32, 32, 100278, 65536, 5e5),
+            rope_scaling={
+                **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+                **{"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0},
+            },
+            sliding_window=4096,
+            layer_types=[*["sliding_attention"] * 3, "full_attention"] * 8,
+        )
+    ),
+    "SmolLM3-3B": Public(
+        _of(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            _sizes(2048, 36, 11008, 16, 4, 128256, 65536, 5e6),
+            **{"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 2},
+            **{"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28, "rope_scaling": None},
+            **{"no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4},
+            **{"layer_types": ["full_attention"] * 36, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+        )
+    ),
+    "granite-3.3-8b": Public(
+        _of(
+            "granite",
+            "GraniteForCausalLM",
+            _sizes(4096, 40, 12800, 32, 8, 49159, 131072, 1e7),
+            **{"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "rope_scaling": None},
+            **{"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0},
+            **{"residual_multiplier": 0.22, "tie_word_embeddings": True},
+        )
+    ),
+    "GLM-4-9B-0414": Public(
+        _of(
+            "glm4",
+            "Glm4ForCausalLM",
+            _sizes(4096, 40, 13696, 32, 2, 151552, 32768, 1e4),
+            **{"attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "partial_rotary_factor": 0.5},
+        )
+    ),
+    "c4ai-command-r7b": Public(
+        _of(
+            "cohere2",
+            "Cohere2ForCausalLM",
+            {
+                name: value
+                for name, value in _sizes(4096, 32, 14336, 32, 8, 256000, 132096, 5e4).items()
+                if name not in ("rms_norm_eps", "tie_word_embeddings")
+            },
+            **{"attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "layer_norm_eps": 1e-5},
+            **{"logit_scale": 0.25, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_scaling": None},
+            **{"position_embedding_type": "rope_gptj", "rotary_pct": 1.0},
+        )
+    ),
+    "EXAONE-4.0-32B": Public(
+        _of(
+            "exaone4",
+            "Exaone4ForCausalLM",
+            _sizes(5120, 64, 27392, 40, 8, 102400, 131072, 1e6),
+            **{"attention_dropout": 0.0, "head_dim": 128, "rope_scaling": _llama3(16.0), "sliding_window": 4096},
+            **{"sliding_window_pattern": "LLLG", "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16},
+        )
+    ),
+    "Ministral-3-8B": Public(
+        _mistral3(
+            **{"model_type": "ministral3", "hidden_size": 4096, "num_hidden_layers": 34, "intermediate_size": 14336},
+            rope_parameters={
+                **{"rope_type": "yarn", "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0},
+                **{"mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1},
+                "original_max_position_embeddings": 16384,
+            },
+        )
+    ),
     "ERNIE-4.5-0.3B": Public(_other("ernie4_5", "Ernie4_5ForCausalLM"), "that turn neighbours"),
     "Hunyuan-7B": Public(_other("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"), "behind the rotation"),
     "AFM-4.5B": Public(_other("arcee", "ArceeForCausalLM"), "an MLP without a gate"),
@@ -316,10 +422,9 @@ PUBLIC: dict[str, Public] = {
         _other("minicpm", "MiniCPMForCausalLM", auto_map={"AutoModel": "code.Model"}, scale_emb=12), "multipliers of"
     ),
     "Llama-4-Scout": Public(_other("llama4", "Llama4ForConditionalGeneration"), "chunks of attention"),
-    "Ministral-3-8B": Public(_other("ministral3", "Ministral3ForCausalLM"), "queries that are scaled"),
 }
 
-_SMALL = {
+_SMALL: dict[str, int] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -340,6 +445,9 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     small = dict(fields) | _SMALL | {"num_key_value_heads": 4 // groups, "initializer_range": 0.3}
     if "head_dim" in fields:
         small["head_dim"] = 16
-    if small["model_type"] == "phi3":
+    for name in ("layer_types", "no_rope_layers"):
+        if name in fields:
+            small[name] = fields[name][-_SMALL["num_hidden_layers"] :]
+    if small["model_type"] in ("phi3", "smollm3", "glm4"):
         small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return small

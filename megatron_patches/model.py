@@ -1,8 +1,7 @@
-"""A LLaMA-style GPTModel of Megatron-Core and its configuration."""
+"""A GPTModel of Megatron-Core, LLaMA's or one of its variants, and its configuration."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import torch
@@ -13,14 +12,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from distca.errors import SupportError
 from distca.models.rope import RopeScaling
+from distca.models.variant import Variant
 from distca.plan.fp8_shapes import Fp8
+from megatron_patches.model_variant import variant_fields
 from megatron_patches.patches.gpt_forward import leave_out_padding
 from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.te.quantization import config_fields
 
 
 class ModelShape(Protocol):
-    """A LLaMA's sizes; distca.train.config.schema.ModelConfig is one."""
+    """A model's sizes, and what differs from LLaMA's; distca.train.config.schema.ModelConfig is one."""
 
     @property
     def layers(self) -> int: ...
@@ -52,6 +53,8 @@ class ModelShape(Protocol):
     def windows(self) -> tuple[int, ...]: ...
     @property
     def sinks(self) -> bool: ...
+    @property
+    def variant(self) -> Variant: ...
 
 
 def transformer_config(
@@ -67,7 +70,8 @@ def transformer_config(
     """megatron's configuration of the model.
 
     Args:
-        shape: the model's sizes.
+        shape: the model's sizes, and what differs from LLaMA's; CAD takes the rest of it, from
+            :func:`~megatron_patches.model_variant.model_options`.
         dtype: of parameters and activations.
         sequence_parallel: shard activations between tensor-parallel blocks by tokens.
         recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in unmodified and in
@@ -84,17 +88,14 @@ def transformer_config(
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.resolved_head_dim,
-        normalization="RMSNorm",
         layernorm_epsilon=shape.norm_epsilon,
         init_method_std=shape.init_std,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
-        softmax_scale=_softmax_scale(shape),
         **_windows(shape),
         softmax_type="learnable" if shape.sinks else "vanilla",
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -106,7 +107,6 @@ def transformer_config(
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=True,
         bias_dropout_fusion=False,
         tensor_model_parallel_size=tp,
         batch_p2p_sync=False,
@@ -116,6 +116,7 @@ def transformer_config(
         recompute_granularity="selective" if recompute_mlp else None,
         # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
         recompute_modules=["mlp"] if recompute_mlp else None,
+        **variant_fields(shape),
         **config_fields(fp8, fp8_weights),
     )
 
@@ -146,7 +147,7 @@ def build_gpt(
             f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor, which is on scores of whole "
             "heads: give CAD ModelOptions with `rotations` for all layers in place of both."
         )
-    tp = parallel_state.get_tensor_model_parallel_world_size()
+    tp, alike = parallel_state.get_tensor_model_parallel_world_size(), shape.variant.turns_alike
     rows = -(-vocabulary // tp) * tp
     model = GPTModel(
         config=config,
@@ -157,11 +158,12 @@ def build_gpt(
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_percent=rotary_percent,
-        rotary_base=shape.rope_base,  # type: ignore[arg-type]  # any number works
+        # Any number works. Where layers turn each by itself, ModelOptions have their bases.
+        rotary_base=shape.rope_base if alike else 10000,  # type: ignore[arg-type]
         share_embeddings_and_output_weights=shape.tie_embeddings,
         parallel_output=True,
     )
-    if shape.rope_scaling.kind != "none":
+    if alike and shape.rope_scaling.kind != "none":
         dims = int(shape.resolved_head_dim * rotary_percent)
         model.rotary_pos_emb = PositionRotary.of(
             dims, shape.rope_base, shape.rope_scaling, interleaved=config.rotary_interleaved
@@ -178,9 +180,3 @@ def _windows(shape: ModelShape) -> dict[str, Any]:
         return {}
     (size,) = sizes
     return {"window_size": (size - 1, 0), "window_attn_skip_freq": [int(window > 0) for window in shape.windows]}
-
-
-def _softmax_scale(shape: ModelShape) -> float | None:
-    """Of attention scores; None where it is the usual one. A factor on queries and on keys is its square on scores."""
-    factor = shape.rope_scaling.resolved_attention_factor
-    return None if factor == 1.0 else factor**2 / math.sqrt(shape.resolved_head_dim)

@@ -43,7 +43,7 @@ class Slot(Protocol):
 
 @dataclass(frozen=True)
 class _Whole:
-    """A norm's weight, alike on all ranks."""
+    """A norm's weight, or a bias behind all ranks' sum, alike on all ranks."""
 
     names: tuple[str, ...]
 
@@ -164,6 +164,8 @@ def slot_of(parameter: str, layer: int, model: ModelDescription) -> Slot:
     if name.startswith("self_attention.linear_qkv."):
         names = tuple(f"{place}{part}.{kind}" for part in stored.query_key_value)
         return _QueryKeyValue(names, model.heads // model.kv_heads, model.kv_heads, model.head_dim)
+    if name == "self_attention.linear_proj.bias":
+        return _Whole((f"{place}{stored.attention_output}.bias",))
     if name == "self_attention.linear_proj.weight":
         return _Columns((f"{place}{stored.attention_output}.weight",), model.heads * model.head_dim)
     if name == "mlp.linear_fc1.weight":
@@ -175,7 +177,9 @@ def slot_of(parameter: str, layer: int, model: ModelDescription) -> Slot:
 def _norms(stored: WeightMap) -> dict[str, str]:
     return {
         "input_layernorm.weight": stored.attention_norm,
+        "post_attention_layernorm.weight": stored.attention_post_norm,
         "pre_mlp_layernorm.weight": stored.mlp_norm,
+        "post_mlp_layernorm.weight": stored.mlp_post_norm,
         "self_attention.q_layernorm.weight": stored.query_norm,
         "self_attention.k_layernorm.weight": stored.key_norm,
     }

@@ -16,8 +16,9 @@ from distca.models.families.family import Composite, Family
 from distca.models.families.unserved import UNSERVED
 from distca.models.fields import Values, read_fields
 from distca.models.rope import RopeScaling
-from distca.models.rope_fields import read_rope
+from distca.models.rope_fields import Rope, read_rope, split_rope
 from distca.models.stored import has_tensor
+from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 from distca.models.window_fields import read_window
 from distca.plan.head_dims import unserved
@@ -29,7 +30,7 @@ _OUTPUT = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """A dense decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A dense decoder: LLaMA's layers, or a variant of them.
 
     Attributes:
         family: its model_type, such as llama.
@@ -50,6 +51,7 @@ class ModelDescription:
         layer_types: full or window, for each layer, or one for all: what a token attends to, its whole document up to
             itself, or the last tokens of it.
         window: tokens that a token attends to in layers of type window, itself included; 0 where there are none.
+        variant: what its layers do differently from LLaMA's.
         dtype: of the weights, as config.json has it; None where it does not say.
         warnings: sentences on what config.json has and is left out.
     """
@@ -71,6 +73,7 @@ class ModelDescription:
     positions: int
     layer_types: list[str] = field(default_factory=lambda: ["full"])
     window: int = 0
+    variant: Variant = field(default_factory=Variant)
     dtype: str | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
@@ -205,13 +208,16 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
     said = values.read
     heads, hidden, layers = (said[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     kv_heads = said["num_key_value_heads"] or heads
-    rope = read_rope(config, said["max_position_embeddings"], family.rope_kinds, where)
-    head_dim = _head_dim(said["head_dim"], hidden, heads, where)
+    rope_config, window_base = config, 0.0
+    if family.window_rope is not None:
+        rope_config, window_base = split_rope(config, family.window_rope, where)
+    rope = read_rope(rope_config, said["max_position_embeddings"], family, where)
+    head_dim = _head_dim(said.get("head_dim"), hidden, heads, where)
     if heads % kv_heads:
         raise ModelError(f"{where} has {heads} query heads, which {kv_heads} key and value heads do not divide.")
     if rope.scaling.kind == "dynamic" and head_dim == 2:
         raise ModelError(f"{where} has heads of 2, for which dynamic scaling has no base; it needs 4 at least.")
-    layer_types, window = read_window(family.windows, said, where)
+    layer_types, window = read_window(family, said, where)
     return ModelDescription(
         family=kind,
         layers=layers,
@@ -223,15 +229,35 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         vocabulary=said["vocab_size"],
         rope_base=rope.base,
         rope_scaling=rope.scaling,
-        norm_epsilon=said["rms_norm_eps"],
+        norm_epsilon=said[family.epsilon],
         tie_embeddings=bool(said["tie_word_embeddings"]),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         positions=said["max_position_embeddings"],
         layer_types=layer_types,
         window=window,
+        variant=_variant(family, said, rope, layer_types, window_base if window else 0.0),
         dtype=_dtype(values, where),
         warnings=(*values.warnings, *rope.warnings),
+    )
+
+
+def _variant(
+    family: Family, said: Mapping[str, Any], rope: Rope, layer_types: list[str], window_base: float
+) -> Variant:
+    """What layers do differently from LLaMA's, by what was read of them."""
+    variant = family.variant(said)
+    unrotated = variant.unrotated_layers
+    if family.turns_windows_only and said["sliding_window"] is not None:
+        types = layer_types if len(layer_types) > 1 else layer_types * said["num_hidden_layers"]
+        unrotated = [number for number, kind in enumerate(types) if kind == "full"]
+    return replace(
+        variant,
+        window_rope_base=window_base,
+        unrotated_layers=unrotated,
+        rotary_percent=family.rotary_percent,
+        query_beta=rope.query_beta,
+        query_length=rope.query_length,
     )
 
 

@@ -10,6 +10,9 @@ from distca.models.description import ModelDescription, architecture, describe, 
 from distca.models.families import COMPOSITES
 from distca.models.rope_fields import field_of_rope
 
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+"""Fields that may say something of rotary positions."""
+
 
 def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a config.json.
@@ -34,7 +37,12 @@ def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any])
         fields["tie_word_embeddings"] = model.tie_embeddings  # else its class decides by the tensors
     if model.positions != began.positions:
         text["max_position_embeddings"] = model.positions
-    if model.rope_scaling != began.rope_scaling:
+    if model.variant.window_rope_base and (model.rope_scaling, model.rope_base) != (
+        began.rope_scaling,
+        began.rope_base,
+    ):
+        _set_full_layers(text, model)
+    elif model.rope_scaling != began.rope_scaling:
         _set_scaling(text, model)
     elif model.rope_base != began.rope_base:
         _set_base(text, model.rope_base)
@@ -72,13 +80,25 @@ def _set_base(text: dict[str, Any], base: float) -> None:
 def _set_scaling(text: dict[str, Any], model: ModelDescription) -> None:
     """Write another scaling in place of the first one; of that nothing is left."""
     scaling = _scaling_fields(model)
+    if model.variant.query_beta:
+        scaling["llama_4_scaling_beta"] = model.variant.query_beta
+        scaling["original_max_position_embeddings"] = model.variant.query_length
     newer = "rope_parameters" in text
-    for name in ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"):
+    for name in _ROPE:
         text.pop(name, None)
     if newer:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_base, **scaling}
     else:
         text |= {"rope_theta": model.rope_base, "rope_scaling": scaling or None}
+
+
+def _set_full_layers(text: dict[str, Any], model: ModelDescription) -> None:
+    """Write other rotary positions of the layers without windows, and beside them what those with windows have."""
+    for name in (*_ROPE, "rope_local_base_freq"):
+        text.pop(name, None)
+    full = {"rope_type": "default", "rope_theta": model.rope_base, **_scaling_fields(model)}
+    window = {"rope_type": "default", "rope_theta": model.variant.window_rope_base}
+    text["rope_parameters"] = {"full_attention": full, "sliding_attention": window}
 
 
 def _scaling_fields(model: ModelDescription) -> dict[str, Any]:

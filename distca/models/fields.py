@@ -18,7 +18,7 @@ _LARGEST = 2**31 - 1
 _LONGEST_SHOWN = 60
 """Characters of a value in a message."""
 
-Kind = Literal["count", "index", "number", "switch", "text", "texts", "fields"]
+Kind = Literal["count", "index", "number", "switch", "switches", "pattern", "text", "texts", "fields"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ _WORDS: dict[Kind, str] = {
     "index": f"a whole number of at least 0 and at most {_LARGEST}",
     "number": "a finite number above 0",
     "switch": "true or false",
+    "switches": "a list of 0 and 1",
+    "pattern": "a whole number of at least 0, or a text",
     "text": "a text",
     "texts": "a list of texts",
     "fields": "an object with fields",
@@ -101,6 +103,8 @@ _FITS: dict[Kind, Callable[[Any], bool]] = {
     "index": lambda value: _is_whole(value) and value >= 0,
     "number": lambda value: is_number(value) and value > 0,
     "switch": lambda value: isinstance(value, bool),
+    "switches": lambda value: isinstance(value, list) and all(_is_whole(each) and each in (0, 1) for each in value),
+    "pattern": lambda value: isinstance(value, str) or (_is_whole(value) and value >= 0),
     "text": lambda value: isinstance(value, str),
     "texts": _is_texts,
     "fields": lambda value: isinstance(value, dict),

@@ -29,11 +29,13 @@ def expected_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     q, kv, names = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.weights
     shapes: dict[str, tuple[int, ...]] = {
-        f"{names.attention_norm}.weight": (model.hidden,),
         f"{names.attention_output}.weight": (model.hidden, q),
-        f"{names.mlp_norm}.weight": (model.hidden,),
         f"{names.down}.weight": (model.hidden, model.ffn),
     }
+    variant = model.variant
+    shapes |= {f"{name}.weight": (model.hidden,) for name in names.norms(variant.norms, variant.parallel_mlp)}
+    if variant.attention_output_bias:
+        shapes[f"{names.attention_output}.bias"] = (model.hidden,)
     for name, rows in stored_rows(names.query_key_value, (q, kv, kv)).items():
         shapes[f"{name}.weight"] = (rows, model.hidden)
         if model.qkv_bias:
@@ -41,7 +43,9 @@ def _layer_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     for name, rows in stored_rows(names.gate_up, (model.ffn, model.ffn)).items():
         shapes[f"{name}.weight"] = (rows, model.hidden)
     if model.qk_norm:
-        shapes |= {f"{name}.weight": (model.head_dim,) for name in (names.query_norm, names.key_norm)}
+        wide = variant.query_key_norm == "width"
+        shapes[f"{names.query_norm}.weight"] = (q if wide else model.head_dim,)
+        shapes[f"{names.key_norm}.weight"] = (kv if wide else model.head_dim,)
     return shapes
 
 

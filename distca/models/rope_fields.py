@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from distca.errors import ModelError
-from distca.models.fields import OFF, REQUIRED, Field, Inert, Only, Read, read_fields
+from distca.models.families.family import Family, WindowRope
+from distca.models.fields import OFF, REQUIRED, Field, Inert, Only, Read, read_fields, shown
 from distca.models.rope import RopeScaling, yarn_magnitude
 
-_DEFAULT_BASE = 10000.0
+_FULL, _WINDOW = "full_attention", "sliding_attention"
 _OF_LONGROPE = Inert("Only longrope reads it, which is not served.")
 
 _FIELDS: Final[dict[str, Field]] = {
@@ -27,13 +28,18 @@ _FIELDS: Final[dict[str, Field]] = {
     "mscale": Read("number", None, optional=True),
     "mscale_all_dim": Read("number", None, optional=True),
     "truncate": Read("switch", True),
-    "partial_rotary_factor": Only((None, 1), "rotary positions turn all of a head here"),
-    "llama_4_scaling_beta": Only((None,), "queries scaled by their position are not served"),
+    "llama_4_scaling_beta": Only((None,), "queries of this model type are not scaled by their position"),
+    "max_position_embeddings": Inert("The field of this name beside is read."),
     "mrope_section": Only(OFF, "positions of images are not served"),
     "alpha": Only(OFF, "scaling by a fixed alpha is not served"),
     "short_factor": _OF_LONGROPE,
     "long_factor": _OF_LONGROPE,
     "finetuned": Inert("It says how the model was made."),
+}
+_OF_WINDOWS: Final[dict[str, Field]] = {
+    "rope_type": Only(("default", None), "nothing stretches positions in layers with windows here"),
+    "type": Only((None,), "nothing stretches positions in layers with windows here"),
+    "rope_theta": Read("number", None),
 }
 
 
@@ -45,11 +51,15 @@ class Rope:
         base: of the frequencies.
         scaling: how they are stretched; its original_length is always set.
         warnings: sentences on what is left out.
+        query_beta: how much queries grow with their position; 0 where they do not.
+        query_length: the positions within which they stay.
     """
 
     base: float
     scaling: RopeScaling
     warnings: tuple[str, ...]
+    query_beta: float = 0.0
+    query_length: int = 0
 
 
 def field_of_rope(config: Mapping[str, Any]) -> str:
@@ -57,13 +67,46 @@ def field_of_rope(config: Mapping[str, Any]) -> str:
     return "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
 
 
-def read_rope(config: Mapping[str, Any], positions: int, kinds: Sequence[str], where: str) -> Rope:
+def split_rope(config: Mapping[str, Any], family: WindowRope, where: str) -> tuple[Mapping[str, Any], float]:
+    """The fields as they would be of the layers without windows alone, and the base in those with windows.
+
+    Args:
+        config: the fields of the model, or of its text part.
+        family: what its layers with windows have.
+        where: name of the file, for messages.
+
+    Raises:
+        ModelError: a field is of another type, or not served.
+    """
+    parts = config.get("rope_parameters") or {}
+    for name, part in parts.items():
+        if name not in (_FULL, _WINDOW):
+            raise ModelError(f"{where} has {name} in rope_parameters, where only {_FULL} and {_WINDOW} are read.")
+        if part is not None and not isinstance(part, dict):
+            raise ModelError(f"{where} has {shown(name, part)} in rope_parameters; it must be an object with fields.")
+    full, window = (parts.get(name) or {} for name in (_FULL, _WINDOW))
+    said = read_fields(window, _OF_WINDOWS, f"{_WINDOW} in rope_parameters of {where}", "a layer with a window").read
+    old = config.get(family.field) if family.field else None
+    base = next(each for each in (said["rope_theta"], old, family.default) if each is not None)
+    if base <= 1:
+        raise ModelError(f"{where} has rotary positions of base {base:g} in layers with windows; it must be above 1.")
+    for name, fields in (("rope_parameters", full), ("rope_scaling", config.get("rope_scaling") or {})):
+        if "type" in fields:
+            raise ModelError(f"{where} has type in {name}, of which transformers reads rope_type only; rename it.")
+        if fields.get("truncate", True) is not True:
+            raise ModelError(
+                f"{where} has truncate in {name}, which transformers reads of no kind of layer; remove it."
+            )
+    return {**config, "rope_parameters": full}, float(base)
+
+
+def read_rope(config: Mapping[str, Any], positions: int, family: Family, where: str) -> Rope:
     """What the fields of a config.json say of rotary positions.
 
     Args:
         config: the fields of the model, or of its text part.
         positions: max_position_embeddings.
-        kinds: of scaling, that the family has.
+        family: what its class does.
         where: name of the file, for messages.
 
     Raises:
@@ -73,10 +116,11 @@ def read_rope(config: Mapping[str, Any], positions: int, kinds: Sequence[str], w
     fields = config.get(name) or {}
     if any(isinstance(value, dict) for value in fields.values()):
         raise ModelError(f"{where} has {name} by kind of layer, but all layers turn alike here.")
-    values = read_fields(fields, _FIELDS, f"{name} of {where}", "a scaling")
-    _refuse_two(config, where)
+    values = read_fields(fields, _FIELDS | _own_fields(family), f"{name} of {where}", "a scaling")
+    default_base, kinds = family.rope_base, family.rope_kinds
+    _refuse_two(config, default_base, where)
     said = values.read
-    base = next(each for each in (said["rope_theta"], config.get("rope_theta"), _DEFAULT_BASE) if each is not None)
+    base = next(each for each in (said["rope_theta"], config.get("rope_theta"), default_base) if each is not None)
     if base <= 1:
         raise ModelError(f"{where} has rope_theta {base:g}; it must be above 1.")
     kind = "default" if (given := said["rope_type"] or said["type"]) is None else given
@@ -91,20 +135,34 @@ def read_rope(config: Mapping[str, Any], positions: int, kinds: Sequence[str], w
         raise ModelError(f"{where} has no {missing.args[0]} in {name}, without which {kind} is unknown.") from None
     for problem in scaling.problems():
         raise ModelError(f"In {name} of {where} {problem}")
-    return Rope(float(base), scaling, values.warnings)
+    beta, length = 0.0, 0
+    if family.scales_queries:
+        beta, length = said["llama_4_scaling_beta"], said["original_max_position_embeddings"]
+    return Rope(float(base), scaling, values.warnings, beta, length)
+
+
+def _own_fields(family: Family) -> dict[str, Field]:
+    """The fields that a family's class reads in its own way."""
+    part, scales = family.rotary_percent, family.scales_queries
+    served: dict[str, Field] = {
+        "partial_rotary_factor": Only((None, part), f"rotary positions turn {part:g} of a head here")
+    }
+    if scales:
+        served |= {"llama_4_scaling_beta": Read("number"), "original_max_position_embeddings": Read("count")}
+    return served
 
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _refuse_two(config: Mapping[str, Any], where: str) -> None:
+def _refuse_two(config: Mapping[str, Any], default_base: float, where: str) -> None:
     """Refuse both fields: transformers takes rope_scaling alone then, and with it another base."""
     first, second = config.get("rope_parameters"), config.get("rope_scaling")
     if first and second and first != second:
         raise ModelError(
             f"{where} has rope_parameters and rope_scaling, of which transformers takes the second, with the base "
-            f"{config.get('rope_theta', _DEFAULT_BASE):g} instead of the first one's; put the scaling and its "
+            f"{config.get('rope_theta', default_base):g} instead of the first one's; put the scaling and its "
             "rope_theta together into rope_parameters, and leave out rope_scaling."
         )
 

@@ -10,14 +10,16 @@ class WeightMap:
     """Names of a layer's tensors, without the layer's prefix and without .weight or .bias.
 
     Attributes:
-        attention_norm: norm before attention.
+        attention_norm: norm before attention, where the family has one.
         query_key_value: projections of q, k and v; a single name holds all rows of q, then those of k and of v.
         query_norm: norm of query heads, where the family has one.
         key_norm: norm of key heads, where the family has one.
         attention_output: projection behind attention.
-        mlp_norm: norm before the MLP.
+        attention_post_norm: norm behind that, where the family has one.
+        mlp_norm: norm before the MLP, where the family has one.
         gate_up: the MLP's gate and up projections; a single name holds all rows of the gate, then those of up.
         down: the MLP's last projection.
+        mlp_post_norm: norm behind that, where the family has one.
     """
 
     attention_norm: str = "input_layernorm"
@@ -25,6 +27,14 @@ class WeightMap:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     attention_output: str = "self_attn.o_proj"
+    attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    mlp_post_norm: str = "post_feedforward_layernorm"
+
+    def norms(self, norms: str, parallel_mlp: bool) -> tuple[str, ...]:
+        """Those of the residual stream that a layer has, by where they are; with a parallel MLP it is one."""
+        before = (self.attention_norm,) if parallel_mlp else (self.attention_norm, self.mlp_norm)
+        behind = (self.attention_post_norm, self.mlp_post_norm)
+        return (before if norms != "post" else ()) + (behind if norms != "pre" else ())

@@ -6,23 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from distca.errors import ModelError
-from distca.models.families.family import Windows
+from distca.models.families.family import Family
+from distca.models.fields import shown
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
-def read_window(windows: Windows, said: Mapping[str, Any], where: str) -> tuple[list[str], int]:
+def read_window(family: Family, said: Mapping[str, Any], where: str) -> tuple[list[str], int]:
     """Which layers attend to whole documents ("full") and which to the last tokens of them ("window"), and to how many,
     the token itself included; 0 where no layer has a window. The types are one where all layers have the same.
 
     Args:
-        windows: how the family says it.
+        family: how it says it.
         said: the values of its fields.
         where: name of the file, for messages.
 
     Raises:
         ModelError: layer_types does not fit the layers, or names a kind that is not served.
     """
+    windows = family.windows
     window, layers = None if windows == "none" else said["sliding_window"], said["num_hidden_layers"]
     kinds = said.get("layer_types")
     if windows == "every" and kinds is not None:  # with which transformers takes a Mistral for a Ministral
@@ -30,7 +32,16 @@ def read_window(windows: Windows, said: Mapping[str, Any], where: str) -> tuple[
         kinds = None
     if windows == "switched" and not said["use_sliding_window"]:
         window = None
-    if windows == "none" or kinds is None:
+    if windows == "unrotated":
+        return _unrotated(family, said, where)
+    if windows == "periodic" and kinds is None and window is not None:
+        every = said[family.full_every] if isinstance(family.full_every, str) else family.full_every
+        if not isinstance(every, int) or every < 1:
+            raise ModelError(
+                f"{where} has {shown(str(family.full_every), every)}; it must be 1 or more, or give layer_types."
+            )
+        has_window = [bool((layer + 1) % every) for layer in range(layers)]
+    elif windows == "none" or kinds is None:
         first = said["max_window_layers"] if windows == "switched" else 0
         has_window = [window is not None and layer >= first for layer in range(layers)]
     else:
@@ -39,6 +50,21 @@ def read_window(windows: Windows, said: Mapping[str, Any], where: str) -> tuple[
     if window is None or not any(has_window):
         return ["full"], 0
     return ["window"] if all(has_window) else ["window" if each else "full" for each in has_window], window
+
+
+def _unrotated(family: Family, said: Mapping[str, Any], where: str) -> tuple[list[str], int]:
+    """The same of a family whose windows, if use_sliding_window is true, are in layers without rotary positions."""
+    window, layers = said["sliding_window"] if said["use_sliding_window"] else None, said["num_hidden_layers"]
+    kinds, rotated = said["layer_types"], said["no_rope_layers"]
+    if rotated is not None and len(rotated) < layers:
+        raise ModelError(f"{where} has no_rope_layers of {len(rotated)} layers, but num_hidden_layers is {layers}.")
+    if kinds is None:
+        unrotated = family.variant(said).unrotated_layers
+        kinds = [_WINDOW if window is not None and layer in unrotated else _FULL for layer in range(layers)]
+    _check(kinds, layers, window, where)
+    if window is None or _WINDOW not in kinds:
+        return ["full"], 0
+    return ["window" if kind == _WINDOW else "full" for kind in kinds], window
 
 
 def _check(kinds: list[str], layers: int, window: int | None, where: str) -> None:

@@ -12,6 +12,7 @@ from distca.models.tensors import TensorFiles
 from megatron_patches.block import block_spec
 from megatron_patches.checkpoint.whole_weights import save_weights
 from megatron_patches.model import ModelShape, build_gpt, transformer_config
+from megatron_patches.model_variant import model_options
 from megatron_patches.one_process import one_process
 from megatron_patches.weights import load_weights
 
@@ -37,6 +38,7 @@ def import_folder(
     with one_process():
         config = transformer_config(shape, dtype, cpu_initialization=True)
         config.perform_initialization = False
-        gpt = build_gpt(shape, described.vocabulary, config, block_spec(config, disaggregate=False))
+        spec = block_spec(config, options=model_options(shape), disaggregate=False)
+        gpt = build_gpt(shape, described.vocabulary, config, spec)
         load_weights(gpt, described, files, advance)
         save_weights(gpt, target)

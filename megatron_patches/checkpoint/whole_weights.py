@@ -28,15 +28,34 @@ _LAYER = (
     "self_attention.q_layernorm.weight",
     "self_attention.k_layernorm.weight",
     "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
+    "post_attention_layernorm.weight",
     "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
+    "post_mlp_layernorm.weight",
 )
 _SAVED_AS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """megatron's checkpoints name these as Transformer Engine does."""
+
+
+def _has(model: ModelDescription, part: str) -> bool:
+    """Whether a model's layers have a parameter of those of :data:`_LAYER`."""
+    variant = model.variant
+    absent = {
+        "self_attention.linear_qkv.bias": not model.qkv_bias,
+        "self_attention.linear_proj.bias": not variant.attention_output_bias,
+        "self_attention.q_layernorm.weight": not model.qk_norm,
+        "self_attention.k_layernorm.weight": not model.qk_norm,
+        "input_layernorm.weight": variant.norms == "post",
+        "pre_mlp_layernorm.weight": variant.norms == "post" or variant.parallel_mlp,
+        "post_attention_layernorm.weight": variant.norms == "pre",
+        "post_mlp_layernorm.weight": variant.norms == "pre",
+    }
+    return not absent.get(part, False)
 
 
 def save_weights(gpt: GPTModel, path: Path) -> None:
@@ -90,7 +109,7 @@ class SavedWeights:
         yield name, None, slot_of(name, -1, model)
         for layer in range(model.layers):
             for part in _LAYER:
-                if (part.endswith("bias") and not model.qkv_bias) or ("q_l" in part or "k_l" in part) > model.qk_norm:
+                if not _has(model, part):
                     continue
                 slot = slot_of(f"decoder.layers.{layer}.{part}", layer, model)
                 yield f"decoder.layers.{_SAVED_AS.get(part, part)}", layer, slot

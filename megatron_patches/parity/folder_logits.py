@@ -12,6 +12,7 @@ from distca.models.tensors import TensorFiles
 from megatron_patches.api import CAD
 from megatron_patches.groups import initialize_model_parallel
 from megatron_patches.model import build_gpt, transformer_config
+from megatron_patches.model_variant import model_options
 from megatron_patches.parity.harness import ParityShape
 from megatron_patches.step_documents import StepDocuments
 from megatron_patches.weights import load_weights
@@ -38,7 +39,13 @@ def folder_logits(folder: Path, documents: Sequence[Sequence[int]]) -> list[torc
     shape = _shape(described)
     config = transformer_config(shape, torch.float32, cpu_initialization=True)
     config.perform_initialization = False
-    cad = CAD(config, tokens_per_rank=max(map(len, documents)), disaggregate=False, kernel="reference")
+    cad = CAD(
+        config,
+        tokens_per_rank=max(map(len, documents)),
+        disaggregate=False,
+        kernel="reference",
+        model_options=model_options(shape),
+    )
     model = cad.attach(build_gpt(shape, described.vocabulary, config, cad.block_spec()))
     load_weights(model, described, files)
     ddp = cad.data_parallel(model, distributed_optimizer=False)
@@ -52,7 +59,7 @@ def folder_logits(folder: Path, documents: Sequence[Sequence[int]]) -> list[torc
 
 def _shape(described: ModelDescription) -> ParityShape:
     alike = ("layers", "hidden", "ffn", "heads", "kv_heads", "rope_base", "rope_scaling", "norm_epsilon", "vocabulary")
-    more = ("tie_embeddings", "qkv_bias", "qk_norm", "window")
+    more = ("tie_embeddings", "qkv_bias", "qk_norm", "window", "variant")
     return ParityShape(
         resolved_head_dim=described.head_dim,
         layer_types=tuple(described.layer_types),

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from distca.data.batch import rank_batch
 from distca.models.rope import RopeScaling
+from distca.models.variant import Variant
 from distca.plan import Direction, Layout, Plan, lay_out
 from distca.plan.kinds import windows_of
 from distca.testing.plans import random_plan
@@ -67,6 +68,7 @@ class ParityShape:
     sinks: bool = False
     layer_types: tuple[str, ...] = ("full",)
     window: int = 0
+    variant: Variant = field(default_factory=Variant)
 
     @property
     def windows(self) -> tuple[int, ...]:

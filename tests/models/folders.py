@@ -29,6 +29,27 @@ def _rope(kind: str, base: float = 10000.0, **fields: Any) -> dict[str, Any]:
 
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+_GEMMA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 11,
+    "sliding_window": 7,
+}
+_SMOL = {
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 0, 1, 0],
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _kinds(kind: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "full_attention": {"rope_type": kind, "rope_theta": 1000.0, **fields},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+
 
 # Name: (class in transformers, fields that differ).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,6 +79,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.1, "residual_dropout": 0.1}),
+    "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3Text", {**_GEMMA, "num_hidden_layers": 6, "rope_parameters": _kinds("linear", factor=8.0)}),
+    "olmo2": ("Olmo2", _rope("yarn", 100.0, **_YARN)),
+    "olmo3": ("Olmo3", {"sliding_window": 6, "num_hidden_layers": 4, "rope_parameters": _kinds("yarn", **_YARN)}),
+    "smollm3": ("SmolLM3", {**_SMOL, **_rope("yarn", 100.0, **_YARN)}),
+    "smollm3, windows": ("SmolLM3", {**_SMOL, "use_sliding_window": True, "sliding_window": 9}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ministral3": ("Ministral3", {"head_dim": 16, **_rope("yarn", 100.0, **_YARN, llama_4_scaling_beta=0.3)}),
+    "cohere2": (
+        "Cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 7, "sliding_window_pattern": 2, **_rope("yarn", 100.0, **_YARN)},
+    ),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 7, **_rope("llama3", 500.0, **_LLAMA3)}),
+    "exaone4, no windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}),
     "mistral3": ("Mistral3", {"sliding_window": None, "head_dim": 16}),
 }
 VISION = {
@@ -81,9 +126,11 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
     made = _SIZES | fields
     if kind == "Mistral3":
         made = {"text_config": made | {"model_type": "mistral"}, "vision_config": VISION, "tie_word_embeddings": False}
+    if kind == "Cohere2":
+        made["layer_norm_eps"] = made.pop("rms_norm_eps")
     config = getattr(transformers, f"{kind}Config")(**made)
     head = "ConditionalGeneration" if kind == "Mistral3" else "CausalLM"
-    model = getattr(transformers, f"{kind}For{head}")(config).eval()
+    model = getattr(transformers, f"{kind.removesuffix('Text')}For{head}")(config).eval()
     disturb(model)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return model

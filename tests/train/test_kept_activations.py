@@ -21,7 +21,7 @@ CASES = {
 }
 
 
-def _config(attention, recompute, layers, qk_norm):
+def _config(attention, recompute, layers, qk_norm, variant):
     settings = {f"model.{name}": value for name, value in SHAPE.items()}
     settings |= {
         "model.layers": layers,
@@ -29,6 +29,7 @@ def _config(attention, recompute, layers, qk_norm):
         "train.recompute": recompute,
         "train.precision": "bf16",
     }
+    settings |= {f"model.variant.{name}": value for name, value in variant.items()}
     settings |= {"data.tokens_per_rank": ROWS, "cad.ping_pong": "false"}
     settings |= {
         "packed": {"cad.enabled": "false"},
@@ -37,7 +38,7 @@ def _config(attention, recompute, layers, qk_norm):
     return parse_run_config([text for name, value in settings.items() for text in (f"--{name}", str(value))])
 
 
-def _counted(cases, layers, qk_norm):
+def _counted(cases, layers, qk_norm, variant):
     """Bytes that are alive after the forward pass on the device, and in host memory, by case."""
     from megatron_patches.patches.cpu import use_cpu
 
@@ -45,6 +46,7 @@ def _counted(cases, layers, qk_norm):
     from distca import CAD
     from megatron_patches.groups import initialize_model_parallel
     from megatron_patches.model import build_gpt, transformer_config
+    from megatron_patches.model_variant import model_options
     from megatron_patches.patches.norms import RMSNorm
     from megatron_patches.training_step import summed_loss_step
 
@@ -52,7 +54,7 @@ def _counted(cases, layers, qk_norm):
     initialize_model_parallel(1, 1, 1)
     found = []
     for attention, recompute in cases:
-        shape = _config(attention, recompute, layers, qk_norm).model
+        shape = _config(attention, recompute, layers, qk_norm, variant).model
         config = transformer_config(shape, torch.bfloat16, recompute_mlp=recompute == "mlp", cpu_initialization=True)
         cad = CAD(
             config,
@@ -63,6 +65,7 @@ def _counted(cases, layers, qk_norm):
             kernel="reference",
             recompute="all" if recompute == "all" else "none",
             offload=attention == "offload",
+            model_options=model_options(shape),
         )
         model = cad.attach(build_gpt(shape, shape.vocabulary, config, cad.block_spec()))
         (batch,) = cad.plan_step([[np.zeros(ROWS, np.int64)]]).batches
@@ -75,12 +78,24 @@ def _counted(cases, layers, qk_norm):
     return found
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_bytes_that_one_more_layer_keeps_of_a_token(qk_norm):
+VARIANTS = (
+    (False, {}),
+    (True, {}),
+    (True, {"norms": "both", "activation": "gelu"}),
+    (True, {"norms": "post", "query_key_norm": "width"}),
+    (False, {"parallel_mlp": "true", "rotary_percent": 0.5}),
+)
+
+
+@pytest.mark.parametrize(("qk_norm", "variant"), VARIANTS)
+def test_bytes_that_one_more_layer_keeps_of_a_token(qk_norm, variant):
     cases = [(attention, recompute) for attention, levels in CASES.items() for recompute in levels]
-    (few,), (many,) = (run_ranks(1, _counted, cases, layers, qk_norm) for layers in (2, 3))
+    cases = [("packed", "none"), ("keep", "mlp"), ("resend", "all")] if variant else cases
+    (few,), (many,) = (run_ranks(1, _counted, cases, layers, qk_norm, variant) for layers in (2, 3))
     for (attention, recompute), before, after in zip(cases, few, many, strict=True):
-        (less,), (more,) = (predict_memory(_config(attention, recompute, layers, qk_norm), 1, 512) for layers in (2, 3))
+        (less,), (more,) = (
+            predict_memory(_config(attention, recompute, layers, qk_norm, variant), 1, 512) for layers in (2, 3)
+        )
         predicted = [(more.activations - less.activations) / ROWS, (more.host - less.host) / ROWS]
         found = [(later - earlier) / ROWS for earlier, later in zip(before, after, strict=True)]
         assert found == pytest.approx(predicted, rel=0.02), (attention, recompute)

@@ -8,11 +8,18 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from distca.models.families.cohere import COHERE2
+from distca.models.families.exaone import EXAONE4
 from distca.models.families.family import Composite, Family
-from distca.models.families.llama import LLAMA, MINISTRAL, MISTRAL, SEED_OSS
+from distca.models.families.gemma import GEMMA2, GEMMA3
+from distca.models.families.glm import GLM4
+from distca.models.families.granite import GRANITE
+from distca.models.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SEED_OSS
 from distca.models.families.mistral3 import MISTRAL3
+from distca.models.families.olmo import OLMO2, OLMO3
 from distca.models.families.phi import PHI3
 from distca.models.families.qwen import QWEN2, QWEN3
+from distca.models.families.smollm import SMOLLM3
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "llama": LLAMA,
@@ -22,6 +29,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "phi3": PHI3,
     "ministral": MINISTRAL,
     "seed_oss": SEED_OSS,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "smollm3": SMOLLM3,
+    "granite": GRANITE,
+    "ministral3": MINISTRAL3,
+    "cohere2": COHERE2,
+    "exaone4": EXAONE4,
+    "glm4": GLM4,
 }
 COMPOSITES: Final[Mapping[str, Composite]] = {"mistral3": MISTRAL3}
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from distca.models.fields import Field
+from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 
-Windows = Literal["none", "every", "typed", "switched"]
+Windows = Literal["none", "every", "typed", "switched", "periodic", "unrotated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRope:
+    """Rotary positions of a family whose layers with windows have a base of their own, and nothing that stretches them.
+
+    Attributes:
+        default: the base, where nothing says one.
+        field: that says it in old files, where there is one.
+    """
+
+    default: float
+    field: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +35,17 @@ class Family:
         fields: what each field of its config.json does, besides those that all families have.
         rope_kinds: scalings of rotary positions that its class computes as others do.
         windows: which layers have the window of sliding_window: none knows no windows, every has it in all layers,
-            typed in those that layer_types names, switched in the same if use_sliding_window is true.
+            typed in those that layer_types names, switched in the same if use_sliding_window is true. Periodic has it
+            in all but every full_every-th layer where layer_types is missing. Unrotated has it in those without rotary
+            positions, if use_sliding_window is true.
+        full_every: of periodic; a number of layers, or the field that says it.
+        turns_windows_only: with sliding_window, layers without windows have no rotary positions.
+        epsilon: the field with that of norms.
+        rotary_percent: the part of each head that positions turn.
+        scales_queries: queries grow with their position, as llama_4_scaling_beta says.
+        rope_base: of rotary positions, where nothing says one.
+        window_rope: what rotary positions are in layers with windows, where these differ.
+        variant: what its layers do differently from LLaMA's, by the values of its fields.
         qkv_bias: projections of q, k and v have a bias.
         qk_norm: query and key heads are normed before the rotation.
         weights: names of its tensors.
@@ -31,6 +55,14 @@ class Family:
     fields: Mapping[str, Field]
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     windows: Windows = "none"
+    full_every: int | str = 1
+    turns_windows_only: bool = False
+    epsilon: str = "rms_norm_eps"
+    rotary_percent: float = 1.0
+    scales_queries: bool = False
+    rope_base: float = 10000.0
+    window_rope: WindowRope | None = None
+    variant: Callable[[Mapping[str, Any]], Variant] = lambda said: Variant()
     qkv_bias: bool = False
     qk_norm: bool = False
     weights: WeightMap = field(default_factory=WeightMap)

@@ -1,4 +1,4 @@
-"""LLaMA and the families that differ from it in few fields: Mistral, Ministral and Seed-OSS."""
+"""LLaMA and the families that differ from it in few fields: Mistral, Ministral, Ministral 3 and Seed-OSS."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ MINISTRAL: Final = Family(
     # Its class computes no head_dim where there is none.
     fields=_MISTRAL | {"head_dim": Read("count"), "layer_types": Read("texts", None, optional=True)},
     windows="typed",
+)
+
+MINISTRAL3: Final = Family(
+    architecture="Ministral3ForCausalLM",
+    fields=SHAPE
+    | {
+        "max_position_embeddings": Read("count", 262144),
+        "head_dim": Read("count", 128, optional=True),
+        "sliding_window": Read("count", None, optional=True),
+        "layer_types": Read("texts", None, optional=True),
+        # Its class has a scaling of its own where there is none.
+        "rope_parameters": Read("fields"),
+        "original_max_position_embeddings": Only((None,), "it belongs into rope_parameters, where queries go by it"),
+    },
+    windows="every",
+    scales_queries=True,
 )
 
 SEED_OSS: Final = Family(

@@ -1,4 +1,4 @@
-"""Mistral-Small-3.1 and others with images, whose text part is a Mistral."""
+"""Mistral-Small-3.1, Ministral 3 and others with images, whose text part is a Mistral or a Ministral 3."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ MISTRAL3: Final = Composite(
         _VISION,
     ),
     text="text_config",
-    families=("mistral",),
+    families=("mistral", "ministral3"),
     others=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )

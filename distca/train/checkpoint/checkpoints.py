@@ -11,6 +11,7 @@ from distca.data.sampler import Sampler
 from distca.errors import ConfigError, DamagedCheckpointError, DistcaError
 from distca.json_file import read_object
 from distca.models.rope import RopeScaling
+from distca.models.variant import Variant
 from distca.train.checkpoint.integrity import check_contents, damaged
 from distca.train.config.cli import by_setting, flat
 from distca.train.config.schema import RunConfig
@@ -29,7 +30,12 @@ FITS_FILE = "fits.json"
 _WARMUP = "optimizer.warmup_steps"
 _STEP_TOKENS = "tokens of a step at most"
 _MEANT_TO_CHANGE = ("name", "output", "checkpoint.resume", "checkpoint.export", "train.steps", _WARMUP)
-_EARLIER = {"model.qkv_bias": False, "model.qk_norm": False, "model.rope_scaling": asdict(RopeScaling())}
+_EARLIER = {
+    "model.qkv_bias": False,
+    "model.qk_norm": False,
+    "model.rope_scaling": asdict(RopeScaling()),
+    "model.variant": asdict(Variant()),
+}
 """What earlier versions had, which did not write it down."""
 
 

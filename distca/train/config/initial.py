@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from distca.errors import ConfigError, ModelError
 from distca.models.description import ModelDescription, describe_folder, family_of, scalings
 from distca.models.rope import RopeScaling
+from distca.models.variant import Variant
 from distca.train.config.schema import ModelConfig, RunConfig
 
 _MAY_DIFFER = ("model.rope_base", "model.rope_scaling.", "data.")
 """Positions are stretched for longer contexts, and data may come with a tokenizer of their own."""
+_GROUPS = ("rope_scaling", "variant")
+"""Settings of the model that have settings of their own."""
 
 
 def model_config(model: ModelDescription) -> ModelConfig:
@@ -31,10 +35,12 @@ def settings_of_folder(config: RunConfig) -> dict[str, Any] | None:
     if folder is None or (config.checkpoint.resume and not Path(folder).is_dir()):
         return None
     model = describe_folder(Path(folder))
-    scaling = {f"model.rope_scaling.{name}": value for name, value in asdict(model.rope_scaling).items()}
-    others = {f"model.{name}": getattr(model, name) for name in _shared() if name != "rope_scaling"}
+    groups = {
+        f"model.{group}.{name}": value for group in _GROUPS for name, value in asdict(getattr(model, group)).items()
+    }
+    others = {f"model.{name}": getattr(model, name) for name in _shared() if name not in _GROUPS}
     data = {"data.tokenizer": folder} | ({"data.vocabulary": model.vocabulary} if config.data.source == "mix" else {})
-    return others | scaling | data
+    return others | groups | data
 
 
 def check_same_shape(config: RunConfig, brought: dict[str, Any]) -> None:
@@ -50,7 +56,7 @@ def check_same_shape(config: RunConfig, brought: dict[str, Any]) -> None:
     for setting, value in brought.items():
         if setting.startswith(_MAY_DIFFER):
             continue
-        given = getattr(config.model, setting.removeprefix("model."))
+        given = attrgetter(setting)(config)
         if given != value:
             raise ConfigError(
                 f"{setting} is {given}, but the model in checkpoint.init_from {config.checkpoint.init_from} has "
@@ -112,15 +118,28 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
             "No model of transformers that is served has both model.qkv_bias and model.qk_norm, so this one cannot be "
             "exported; set one of them to false, or leave out checkpoint.export."
         )
-    if first is None and (any(model.windows) or model.sinks):
+    if first is None and (any(model.windows) or model.sinks or model.variant != Variant()):
         raise ModelError(
-            "The model has windows or sinks, and no folder of a family that has them, so it cannot be exported; begin "
-            "with a folder, or leave out checkpoint.export."
+            "The model has windows, sinks or a variant, and no folder of a family that has them, so it cannot be "
+            "exported; begin with a folder, or leave out checkpoint.export."
         )
     if first is not None and scaling.kind != "none" and scaling.kind not in scalings(family):
         raise ModelError(
             f"model.rope_scaling.kind is {scaling.kind}, which models of {family} do not have in transformers, so this "
             "one cannot be exported; set it to none, or leave out checkpoint.export."
+        )
+    if model.variant.window_rope_base and scaling.kind == "yarn" and not scaling.truncate:
+        raise ModelError(
+            "model.rope_scaling.truncate is false, which transformers does not read where layers with windows have "
+            "rotary positions of their own, so this model cannot be exported; set it to true, or leave out "
+            "checkpoint.export."
+        )
+    length = model.variant.query_length
+    if length and scaling.kind == "yarn" and scaling.original_length != length:
+        raise ModelError(
+            f"model.rope_scaling.original_length is {scaling.original_length}, but queries are scaled from {length} "
+            "positions on, and transformers has one number for both, so this model cannot be exported; leave out "
+            "model.rope_scaling.original_length, or leave out checkpoint.export."
         )
     positions = max(config.data.context_length, first.positions if first is not None else 0)
     if scaling.kind == "yarn":

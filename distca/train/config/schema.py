@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distca.models.rope import RopeScaling
+from distca.models.variant import Variant
 from distca.plan.cost.model import AttentionShape
 from distca.plan.kinds import windows_of
 from distca.plan.receive_buffer import receive_buffer_gb
@@ -45,6 +46,7 @@ class ModelConfig:
         tie_embeddings: use the embedding's weights as the output layer's.
         init_std: standard deviation of the weights at the start.
         rope_scaling: how rotary positions are stretched.
+        variant: what its layers do differently from LLaMA's.
     """
 
     layers: int = 4
@@ -64,6 +66,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     init_std: float = 0.02
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    variant: Variant = field(default_factory=Variant)
 
     @property
     def resolved_head_dim(self) -> int:

@@ -119,6 +119,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
     from distca import CAD
     from megatron_patches.groups import pipeline_seed
     from megatron_patches.model import build_gpt, transformer_config
+    from megatron_patches.model_variant import model_options
     from megatron_patches.patches.stage_timers import StageTimers
 
     parallel, on_gpu, settings = config.parallel, world.device.type == "cuda", config.cad
@@ -150,6 +151,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         recompute="all" if config.train.recompute == "all" else "none",
         offload=config.train.offload == "all",
         linears=config.train.linears,
+        model_options=model_options(config.model),
     )
     if parallel.pp > 1 and not settings.enabled:
         model_config.timers = StageTimers(cad.pool.timeline)

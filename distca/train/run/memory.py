@@ -151,6 +151,11 @@ class _Stage:
         return self._recompute == "all" and not self._config.cad.enabled
 
     @property
+    def _megatrons_layers(self) -> bool:
+        """Megatron's own layers run: attention is at home, and no variant needs ours."""
+        return not self._config.cad.enabled and not self._config.model.variant.own_layers
+
+    @property
     def _last(self) -> bool:
         return self._stage == self._stages - 1
 
@@ -160,8 +165,13 @@ class _Stage:
         if model.tie_embeddings and self._stages == 1:
             tables = 1
         assert model.hidden % tp == 0
-        norms = 2 * self._layers * model.hidden + (model.hidden if self._last else 0)
+        norms = self._norms() * self._layers * model.hidden + (model.hidden if self._last else 0)
         return self._in_linears() + norms + tables * self._embedding
+
+    def _norms(self) -> int:
+        """Norms of the residual stream and of what is added to it, in a layer."""
+        variant = self._config.model.variant
+        return {"pre": 2, "post": 2, "both": 4}[variant.norms] - variant.parallel_mlp
 
     def _in_linears(self) -> int:
         """Parameters that are weights of the layers' linear layers."""
@@ -201,16 +211,18 @@ class _Stage:
     def _segment(self) -> int:
         """What the rest of a layer keeps beside o: inputs of two norms, with what each row was multiplied by, and of
         SwiGLU, from which the inputs of matrix products are computed again. megatron's own layers, where attention is
-        at home, keep the norms' outputs too."""
-        elements, copies = 2 * self._hidden + 2 * self._ffn, 0
+        at home, keep the norms' outputs too. Norms behind attention and MLP keep what these put out."""
+        variant = self._config.model.variant
+        kept = (1 if variant.parallel_mlp else 2) + (0 if variant.norms == "pre" else 2)
+        elements, copies = kept * self._hidden + 2 * self._ffn, 0
         if self._fp8:
             # Linear layers keep FP8 copies of what they are given, but of o only where scales come from earlier steps.
             copies = 2 * self._hidden + self._ffn + (self._q if self._config.train.fp8 == "delayed" else 0)
-        elif not self._config.cad.enabled:
+        elif self._megatrons_layers:
             elements += 2 * self._hidden
         if self._config.cad.enabled and self._config.resolved_backward == "keep":
             elements += self._q  # o at home
-        return self._value * elements + copies + 2 * 4
+        return self._value * elements + copies + self._norms() * 4
 
     def _head_norms(self) -> int:
         """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
@@ -218,7 +230,9 @@ class _Stage:
         if not self._config.model.qk_norm:
             return 0
         elements = self._q + self._kv
-        if not self._config.cad.enabled:
+        if self._config.model.variant.query_key_norm == "width":  # torch's operations, in float32
+            return self._value * self._kv // 2 + 2 * 4 * (self._q + self._kv // 2)
+        if self._megatrons_layers:
             elements = 2 * self._q + self._kv // 2 + 4 * self._head_dim
         return self._value * elements + 4 * (self._q + self._kv // 2) // self._head_dim
 
@@ -234,8 +248,8 @@ class _Stage:
         return inside
 
     def _rotation(self) -> int:
-        """By all layers together: float32 cosines and sines."""
-        return 4 * self._head_dim
+        """By all layers together: float32 cosines and sines, of layers that turn in two ways twice."""
+        return 4 * self._head_dim * (1 if self._config.model.variant.turns_alike else 2)
 
     def _angles_in_flight(self, in_flight: int) -> int:
         """By layers that are recomputed as a whole, which are given angles: those of all micro-batches but the newest,

@@ -1,0 +1,87 @@
+"""A run that begins with a folder of a variant of LLaMA: it trains, resumes from its config.yaml, and is exported."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from distca.commands.main import main as distca
+from distca.errors import ConfigError
+from distca.testing.ranks import run_ranks
+from distca.train.config.cli import parse_run_config
+from tests.models import folders
+from tests.train.checkpoint.test_folders import CONSTANT, NO_SHAPE, VOCABULARY, _tensors
+from tests.train.small_runs import arguments, steps_of, train_all, write_texts
+
+pytestmark = pytest.mark.slow
+
+
+def _line(root: Path, **settings: object) -> list[str]:
+    chosen = {"output": root / "runs", "data__path": root / "texts", "data__tokenizer": "bytes"}
+    chosen |= {"checkpoint__init_from": root / "first", "parallel__tp": 2, "train__validate_batches": 1}
+    return arguments(**NO_SHAPE | CONSTANT | chosen | settings)
+
+
+def _train(root: Path) -> None:
+    import torch.distributed as dist
+
+    train_all(
+        [
+            _line(root, name="whole", train__steps=2, checkpoint__export=root / "exported"),
+            _line(root, name="half", train__steps=1),
+        ]
+    )
+    if dist.get_rank() == 0:
+        (root / "first").rename(root / "gone")
+        shutil.copy(root / "runs" / "half" / "config.yaml", root / "half.yaml")
+    dist.barrier()
+    resumed = ["--config", str(root / "half.yaml"), "--checkpoint.resume", str(root / "runs" / "half")]
+    train_all([[*resumed, "--train.steps", "2", "--parallel.tp", "1", "--parallel.pp", "2"]])
+
+
+def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(folders._SIZES, "vocab_size", VOCABULARY)
+        folders.write_folder("gemma3", tmp_path / "first", torch.bfloat16)
+    run_ranks(4, _train, tmp_path)
+    whole = steps_of(tmp_path / "runs" / "whole")
+    assert steps_of(tmp_path / "runs" / "half") == pytest.approx(whole, rel=1e-6)
+    written = yaml.safe_load((tmp_path / "runs" / "whole" / "config.yaml").read_text())["model"]["variant"]
+    assert (written["norms"], written["window_rope_base"], written["zero_centered_norms"]) == ("both", 50.0, True)
+    (tmp_path / "gone").rename(tmp_path / "first")
+    losses = {}
+    for name in ("first", "exported"):
+        model = folders.loaded(tmp_path / name)
+        text = torch.tensor([list((tmp_path / "texts" / "000.txt").read_bytes())])
+        losses[name] = model(text, labels=text).loss.item()
+    assert losses["exported"] < losses["first"] - 0.2
+    distca(["checkpoint", "export", str(tmp_path / "runs" / "whole"), "--output", str(tmp_path / "again")])
+    expected, got = _tensors(tmp_path / "exported"), _tensors(tmp_path / "again")
+    assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
+    distca(["checkpoint", "import", str(tmp_path / "exported"), "--output", str(tmp_path / "imported")])
+    distca(["checkpoint", "export", str(tmp_path / "imported"), "--output", str(tmp_path / "back")])
+    got = _tensors(tmp_path / "back")
+    assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
+    with pytest.raises(ConfigError, match=r"model\.variant\.norms is post, but the model in checkpoint\.init_from"):
+        parse_run_config(_line(tmp_path, model__variant__norms="post"))
+
+
+def test_other_positions_of_a_gemma_3_are_written_by_kind_of_layer(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from distca.models.description import describe, describe_folder
+    from distca.models.exported_config import config_fields
+
+    folders.write_folder("gemma3", tmp_path)
+    first = json.loads((tmp_path / "config.json").read_text())
+    model = describe_folder(tmp_path)
+    assert config_fields(model, "float32", first) == first
+    longer = replace(model, rope_base=5e4)
+    written = config_fields(longer, "float32", first)
+    assert written["rope_parameters"]["full_attention"] == {"rope_type": "linear", "rope_theta": 5e4, "factor": 8.0}
+    assert written["rope_parameters"]["sliding_attention"]["rope_theta"] == 50.0
+    assert describe(written, "config.json") == longer
