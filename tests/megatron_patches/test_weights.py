@@ -15,8 +15,17 @@ from tests.models import folders
 TOLERANCE = 1e-5
 SCALED_ALIKE = ("linear", "yarn", "yarn, all fields", "yarn, two magnitudes")
 """Of several ranks, "llama3", "dynamic" and the YaRN of "qwen3" stand for them."""
-VARIED_ALIKE = ("olmo2", "smollm3, windows", "exaone4, no windows")
-"""Of several ranks, "olmo3", "smollm3" and "exaone4" stand for them."""
+VARIED_ALIKE = (
+    "gemma3",
+    "olmo2",
+    "smollm3",
+    "smollm3, windows",
+    "exaone4",
+    "exaone4, no windows",
+    "glm4",
+    "ministral3",
+)
+"""Of several ranks, "gemma2", "olmo3", "granite" and "cohere2" have all that tensor parallelism cuts."""
 
 
 def _errors(root, layouts):

@@ -18,7 +18,6 @@ COHERE2: Final = Family(
         "num_key_value_heads": Read("count", None, optional=True),
         "max_position_embeddings": Read("count", 8192),
         "layer_norm_eps": Read("number", 1e-5),
-        "head_dim": Inert("Its class has heads of hidden_size / num_attention_heads."),
         "tie_word_embeddings": Read("switch", True),
         "attention_bias": Only(OFF, "Cohere 2 is served without biases"),
         "logit_scale": Read("number", 0.0625),
