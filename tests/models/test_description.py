@@ -147,7 +147,7 @@ def test_the_window_of_layers_that_have_one() -> None:
         (
             LLAMA,
             {"rope_parameters": {"rope_type": "yarn", "factor": 2, "llama_4_scaling_beta": 0.1}},
-            "queries scaled by their position",
+            "queries of this model type are not scaled by their position",
         ),
         (LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "has no factor"),
