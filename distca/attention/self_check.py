@@ -97,7 +97,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a self-check found.
+    """The outcome of a self-check.
 
     Attributes:
         objection: why the kernel cannot be trusted, part of a sentence; None if it is right.

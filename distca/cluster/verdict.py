@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def first_objection(mine: str | None) -> str | None:
-    """What the first rank that objects says, with its number, the same on every rank; None where none objects. Every
+    """Returns the first objection of any rank, with its number, alike on all; None where no rank objects. Every
     rank calls it together. Without torch.distributed it is this process's own.
 
     Args:

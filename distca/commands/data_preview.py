@@ -73,7 +73,7 @@ def _documents(texts: Texts, recipe: Recipe) -> Iterator[Encoded | Refused]:
 
 
 def _key(coloured: bool) -> Text:
-    """What the colours or marks of the text below mean."""
+    """Returns a legend of the colours or marks in the text below."""
     from rich.text import Text
 
     key = Text()

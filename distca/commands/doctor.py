@@ -104,7 +104,7 @@ def _choices(head_dim: int) -> list[tuple[str, str]]:
 
 
 def _operation_rows(head_dim: int, device: torch.device) -> list[tuple[str, str]]:
-    """What the self-check of fused operations says, of the sizes of an 8B model."""
+    """Returns the findings of the self-check of fused operations, for the sizes of an 8B model."""
     import torch
 
     from distca.ops.self_check import Widths, check_operations

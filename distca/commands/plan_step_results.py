@@ -1,4 +1,4 @@
-"""What ``distca plan`` shows of a whole step, from the file that a failed plan left."""
+"""The output of ``distca plan`` for a whole step, from the file that a failed plan left."""
 
 from __future__ import annotations
 

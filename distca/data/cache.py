@@ -97,7 +97,8 @@ class CachedTokens:
         return self.cache / "by_files" / f"{_digest([self.texts.state(), self._identity()])}.json"
 
     def _identity(self) -> dict[str, Any]:
-        """What ids depend on beside the texts; tokens without bad documents are not found where these are errors."""
+        """Returns all that ids depend on beside the texts. Tokens made without bad documents have an entry of their
+        own."""
         return self.recipe.identity() | ({"bad": self.bad} if self.bad == "skip" else {})
 
 
