@@ -16,6 +16,7 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,13 @@ def _repeats(
 
 def drawn(heads: tuple[int, int, int], rows: int, seed: int, sink: bool, on_gpu: bool) -> Inputs:
     """Normal numbers, the same on every device."""
+    *inputs, sinks = _normal(heads, rows, seed, on_gpu)
+    return Inputs(*inputs, sinks if sink else None)
+
+
+@lru_cache(maxsize=8)
+def _normal(heads: tuple[int, int, int], rows: int, seed: int, on_gpu: bool) -> tuple[torch.Tensor, ...]:
+    """q, k and v, dO, and sinks; kept for the next kind, since a CPU takes seconds to draw them."""
     generator = torch.Generator().manual_seed(seed)
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
 
@@ -146,8 +154,7 @@ def drawn(heads: tuple[int, int, int], rows: int, seed: int, sink: bool, on_gpu:
         return torch.randn(*size, generator=generator).to(device, dtype)
 
     count, kv_count, dim = heads
-    q, kv, do = normal(rows, count, dim), normal(rows, 2, kv_count, dim), normal(rows, count, dim)
-    return Inputs(q, kv, do, normal(count).float() if sink else None)
+    return normal(rows, count, dim), normal(rows, 2, kv_count, dim), normal(rows, count, dim), normal(count).float()
 
 
 def cut_tasks(lengths: tuple[int, ...], window: int, tile: int) -> list[tuple[int, int, int]]:
