@@ -38,6 +38,8 @@ from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
 from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.block import block_spec, disaggregate_block, refuse_other_schedule
+from megatron_patches.experts.balance import ExpertLoad
+from megatron_patches.experts.layer import take_halves
 from megatron_patches.full_recompute import recompute_layers
 from megatron_patches.groups import server_pool_group
 from megatron_patches.layer import SplitTransformerLayer
@@ -191,7 +193,8 @@ class CAD:
             },
         )
         self.config, self._disaggregate, self._recompute_all = config, disaggregate, recompute == "all"
-        self._model_options, self._own_layers = model_options, disaggregate or model_options.own_layers
+        self._model_options = model_options
+        self._own_layers = disaggregate or model_options.own_layers or bool(config.num_moe_experts)
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage, self._rank = (
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -306,6 +309,7 @@ class CAD:
         transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
+        model.expert_layers, model.expert_load = take_halves(model), ExpertLoad()
         if self._disaggregate:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
         elif self._recompute_all:

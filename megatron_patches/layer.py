@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from distca.ops.discard_output import forget_until_backward
 from distca.ops.rotary import Rotation, split_and_rotate
 from megatron_patches.batch_context import PackedMicroBatch
+from megatron_patches.experts.balance import Half
+from megatron_patches.experts.layer import HalvesLayer
 from megatron_patches.model_options import MEGATRONS, ModelOptions
 from megatron_patches.patches.norms import norm_class
 from megatron_patches.rotations import RowRotations
@@ -72,12 +74,13 @@ class SplitTransformerLayer(TransformerLayer):
         q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
         return torch.cat((attention.q_layernorm(q), attention.k_layernorm(k), v), dim=2).flatten(1)
 
-    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, half: Half | None = None) -> torch.Tensor:
         """Output projection, residual and MLP.
 
         Args:
             o_NHD: core attention's output for all rows and this rank's heads.
             hidden: what :meth:`pre` was given.
+            half: the rows' half, in models with experts.
 
         Returns:
             [rows, 1, hidden], the layer's output.
@@ -85,12 +88,17 @@ class SplitTransformerLayer(TransformerLayer):
         projected = self.self_attention.linear_proj(o_NHD.flatten(1).unsqueeze(1))
         added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
         if self.options.parallel_mlp:
-            return self._mlp_and_residual(hidden, added, self.input_layernorm)
-        return self._mlp_and_residual(added, added, self.pre_mlp_layernorm)
+            return self._mlp_and_residual(hidden, added, self.input_layernorm, half)
+        return self._mlp_and_residual(added, added, self.pre_mlp_layernorm, half)
 
-    def _mlp_and_residual(self, hidden: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
+    def _mlp_and_residual(
+        self, hidden: torch.Tensor, residual: torch.Tensor, norm: Any, half: Half | None
+    ) -> torch.Tensor:
         """megatron's ``_forward_mlp``, but the norm's output is not kept for backward."""
         normed = norm(hidden)
+        if isinstance(self.mlp, HalvesLayer):
+            assert half is not None
+            return self._add(self.mlp(normed, half), residual, self.mlp_bda, self.post_mlp_layernorm)
         if self.recompute_mlp:
             # The bias is a parameter, which a checkpointed function must not return.
             bias = self.mlp.linear_fc2.bias if self.config.add_bias_linear else None
@@ -137,4 +145,5 @@ class SplitTransformerLayer(TransformerLayer):
         q_NHD, kv_N2GD = self.pre(hidden_states, rotary_pos_emb.of(self.layer_number))
         q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))
         o = self.self_attention.core_attention(q, k, v, attention_mask)
-        return self.post(o, hidden_states), None
+        balance = attention_mask.balance
+        return self.post(o, hidden_states, None if balance is None else balance.half(0)), None

@@ -32,6 +32,7 @@ from distca.testing.plans import random_plan
 from distca.testing.reference_attention import relative_error
 from megatron_patches.api import CAD
 from megatron_patches.block import block_spec
+from megatron_patches.experts.spec import has_experts
 from megatron_patches.groups import initialize_model_parallel, server_pool_group
 from megatron_patches.model import build_gpt, transformer_config
 from megatron_patches.model_options import MEGATRONS, ModelOptions
@@ -84,6 +85,8 @@ class ParityCase:
         micro_batches: document lengths of each micro-batch.
         tp: tensor-parallel size, with sequence parallelism.
         pp: pipeline stages, which resend; what is left of the world is data parallel.
+        ep: expert-parallel size, within the ranks of a stage.
+        deal: documents are dealt over micro-batches anew.
         ping_pong: two nano-batches.
         backward: keep or resend.
         recompute: nothing, every layer's MLP, or everything but core attention.
@@ -102,6 +105,8 @@ class ParityCase:
     micro_batches: tuple[tuple[int, ...], ...]
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    deal: bool = True
     ping_pong: bool = True
     backward: Literal["keep", "resend"] = "keep"
     recompute: Recompute = "none"
@@ -124,7 +129,8 @@ class ParityCase:
     @property
     def apart(self) -> bool:
         """The reference computes each document by itself."""
-        return self.config.get("window_size") is not None
+        kinds = self.config.get("moe_router_load_balancing_type", ())
+        return self.config.get("window_size") is not None or "seq_aux_loss" in kinds
 
     @property
     def gated(self) -> bool:
@@ -215,10 +221,13 @@ def _plain_outcome(case: ParityCase, model: GPTModel) -> Outcome:
     return Outcome(total.item() / tokens, gradients, [each.detach().double() for each in sums])
 
 
-def unmodified_outcome(case: ParityCase, model: GPTModel, device: torch.device) -> Outcome:
-    """What a model from :func:`unmodified` computes on this rank alone, also inside of Megatron's DDP."""
+def unmodified_outcome(
+    case: ParityCase, model: GPTModel, device: torch.device, micro_batches: Sequence[Any] = ()
+) -> Outcome:
+    """What a model from :func:`unmodified` computes on this rank alone, also inside of Megatron's DDP, of the case's
+    documents or of those of other micro-batches."""
     total, tokens, per_document = 0.0, 0, []
-    for documents in case_documents(case):
+    for documents in micro_batches or case_documents(case):
         lengths = np.array([len(document) for document in documents])
         rows = rank_batch(documents, lay_out(lengths, 1), 0)
         owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -244,13 +253,15 @@ def unmodified(case: ParityCase, dtype: torch.dtype) -> GPTModel:
     """Megatron-Core's own model of the case on the CPU, but for the positions of its rotary embedding; of a case that
     is beyond Megatron ours, which holds the reference's weights."""
     initialize_model_parallel(1, 1, case.seed)
-    config = _config(replace(case, recompute="none"), dtype)
+    config = _config(replace(case, recompute="none", ep=1), dtype)
     if case.beyond_megatron:
         spec = block_spec(config, options=case.options)
     else:
-        layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        layer = partial(get_gpt_layer_local_spec, normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        experts = layer(num_experts=config.num_moe_experts, moe_grouped_gemm=False) if config.num_moe_experts else None
+        layers = [experts if each else layer() for each in has_experts(config)]
         # Megatron would take Transformer Engine's final norm where that is installed, which knows no float64.
-        spec = TransformerBlockSubmodules([layer] * config.num_layers, WrappedTorchNorm)
+        spec = TransformerBlockSubmodules(layers, WrappedTorchNorm)
     model = build_gpt(_shape(case), case.shape.vocabulary, config, spec, case.rotary_percent)
     if case.config or case.beyond_megatron:
         _draw_vectors(model)
@@ -352,7 +363,7 @@ def attached(
         reduced: whether the model will be wrapped in Megatron's DDP, which holds the gradients.
         linears: see :class:`megatron_patches.api.CAD`.
     """
-    initialize_model_parallel(case.tp, case.pp, case.seed)
+    initialize_model_parallel(case.tp, case.pp, case.seed, case.ep)
     config = _config(case, dtype)
     tokens = max(sum(lengths) for lengths in case.micro_batches)
     cad = CAD(
@@ -362,6 +373,7 @@ def attached(
         ping_pong=case.ping_pong,
         backward="resend" if case.pp > 1 else case.backward,
         kernel=kernel,
+        deal=case.deal,
         ranks_per_node=case.ranks_per_node,
         recompute="all" if case.recompute == "all" and disaggregate else "none",
         offload=case.offload and disaggregate,
@@ -402,7 +414,10 @@ def _config(case: ParityCase, dtype: torch.dtype) -> TransformerConfig:
         recompute_mlp=case.recompute == "mlp",
         cpu_initialization=True,
     )
-    return replace(config, **case.config) if case.config else config
+    if config.recompute_modules and case.config.get("num_moe_experts"):
+        config.recompute_modules = ["mlp", "moe"]
+    experts = {"expert_model_parallel_size": case.ep} if case.ep > 1 else {}
+    return replace(config, **case.config, **experts) if case.config else config
 
 
 def _draw_vectors(model: GPTModel) -> None:

@@ -3,6 +3,7 @@ probabilities of the labels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from distca.errors import SupportError
 from distca.ops.logits import AS_THEY_ARE, LogitTransform
 from distca.ops.output_loss import VocabularyShards, log_probabilities, output_loss
 from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+from megatron_patches.experts.balance import ExpertLoad, MicroBatchBalance
 
 
 class PatchedForward(GPTModel):
@@ -30,6 +32,8 @@ class PatchedForward(GPTModel):
     vocabulary: int | None = None
     logit_transform = AS_THEY_ARE
     takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]
+    expert_layers: Sequence[int] = ()
+    expert_load: ExpertLoad
 
     def forward(  # type: ignore[override]
         self,
@@ -65,11 +69,21 @@ class PatchedForward(GPTModel):
             )
         lengths = getattr(attention_mask, "document_lengths", None)
         self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)
+        attention_mask = self._with_balance(attention_mask)
         self._returns = "summed_loss" if summed_loss else "log_probabilities" if log_probabilities else ""
         try:
-            return super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
+            output: torch.Tensor = super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
         finally:
             self._returns = ""
+        if attention_mask.balance is not None:
+            self.expert_load.add(attention_mask.balance)
+        return output
+
+    def _with_balance(self, micro_batch: Any) -> Any:
+        """The micro-batch with what the routers of this stage's layers with experts count."""
+        if not self.expert_layers:
+            return micro_batch
+        return replace(micro_batch, balance=MicroBatchBalance.of(self.config, self.expert_layers, micro_batch))
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._returns or not self.post_process:

@@ -1,0 +1,42 @@
+"""The spec of layers, of which some have experts in place of an MLP."""
+
+from __future__ import annotations
+
+from copy import copy, deepcopy
+from typing import Any
+
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+
+def has_experts(config: TransformerConfig) -> list[bool]:
+    """Of every layer of the whole model, whether it has experts: Megatron's ``moe_layer_freq``."""
+    if not config.num_moe_experts:
+        return [False] * config.num_layers
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, int):
+        return [number % pattern == 0 for number in range(config.num_layers)]
+    return [bool(each) for each in pattern]
+
+
+def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
+    """The specs of this stage's layers.
+
+    Args:
+        dense: of a layer with an MLP.
+        config: of the model.
+    """
+    first = get_transformer_layer_offset(config)
+    mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
+    if not any(mine):
+        return [dense] * len(mine)
+    mixture = copy(dense)
+    mixture.submodules = deepcopy(dense.submodules)
+    mixture.submodules.mlp = _experts(config)
+    return [mixture if each else dense for each in mine]
+
+
+def _experts(config: TransformerConfig) -> Any:
+    return get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
