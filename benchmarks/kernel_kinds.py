@@ -147,8 +147,8 @@ def _repeats(
 
 def drawn(heads: tuple[int, int, int], rows: int, seed: int, sink: bool, on_gpu: bool) -> Inputs:
     """Normal numbers, the same on every device."""
-    *inputs, sinks = _normal(heads, rows, seed, on_gpu)
-    return Inputs(*inputs, sinks if sink else None)
+    q, kv, do, sinks = _normal(heads, rows, seed, on_gpu)
+    return Inputs(q, kv, do, sinks if sink else None)
 
 
 @lru_cache(maxsize=8)
