@@ -32,7 +32,7 @@ from distca.data.batch import Document
 from distca.device.offload import Offload
 from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
-from distca.plan.receive_buffer import receive_buffer_gb
+from distca.plan.metrics import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport

@@ -15,12 +15,10 @@ from distca.attention import Kernel
 from distca.cluster.topology import pool_links
 from distca.errors import PlanError
 from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
-from distca.plan.between_attentions import between_attentions
-from distca.plan.cost.model import layer_weights
-from distca.plan.cost.of_kind import cost_of_kind
+from distca.plan.cost.analytic import cost_of_kind
+from distca.plan.cost.linear import NonAttention, between_attentions, layer_weights
 from distca.plan.cost.table_file import find_table, open_table
-from distca.plan.fp8_shapes import rows_multiple
-from distca.plan.options import NonAttention
+from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.layer_kinds import LayerKinds
 from megatron_patches.te.quantization import fp8_of
 

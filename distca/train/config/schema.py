@@ -14,7 +14,7 @@ from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
 from distca.plan.cost.model import AttentionShape
 from distca.plan.kinds import windows_of
-from distca.plan.receive_buffer import receive_buffer_gb
+from distca.plan.metrics import receive_buffer_gb
 
 RESUME_OR_START = ("job", "auto")
 """Values of checkpoint.resume that start a new run where there is nothing to go on with."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.cost.model import layer_weights
+from distca.plan.cost.linear import layer_weights
 from distca.train.config.schema import ModelConfig
 
 # Dense peaks without sparsity, FLOP/s per device, in bfloat16 and in FP8 (0: it has none), from the vendor's data
