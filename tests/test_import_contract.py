@@ -17,7 +17,15 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom to the top; no row imports from its own, but each package from itself.
 ROWS = (
-    ("distca.errors", "distca.json_file", "distca.log", "distca.sizes", "distca.versions", "distca.words"),
+    (
+        "distca.cad_options",
+        "distca.errors",
+        "distca.json_file",
+        "distca.log",
+        "distca.sizes",
+        "distca.versions",
+        "distca.words",
+    ),
     ("distca.plan", "distca.yaml_file"),
     ("distca.cluster", "distca.device"),
     ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),

@@ -185,7 +185,7 @@ def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, sa
     ],
 )
 def test_what_cannot_wait_in_host_memory_is_refused(other, said):
-    from megatron_patches.support.arguments import check_offload
+    from megatron_patches.arguments import check_offload
 
     served = {"disaggregate": True, "recompute": "all", "backward": "resend", "stages": 1}
     check_offload(**served)
