@@ -36,14 +36,14 @@ class _Counted:
 def _run(levels):
     """Per level of recomputation: calls of each part in one step, and the order of transfers and computation."""
     small_cases.on_cpu()
-    from megatron_patches import api
+    from megatron_patches import pool
     from megatron_patches.parity.harness import ParityCase
     from megatron_patches.training_step import summed_loss_step
 
     results = {}
     for level in levels:
         kernel, calls = _Counted(), {"mlp": 0, "qkv": 0}
-        api.choose_kernel = lambda *_, kernel=kernel, **__: kernel
+        pool.choose_kernel = lambda *_, kernel=kernel, **__: kernel
         cad, model, step = small_cases.ready(ParityCase(micro_batches=MICRO_BATCHES, recompute=level))
 
         def count(part, calls=calls):
