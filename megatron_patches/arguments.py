@@ -41,8 +41,8 @@ class CadArguments(CadOptions):
         linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16. They alone
             know the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the
             current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
-            FP8 numbers alone and :meth:`data_parallel` needs the distributed optimizer. "auto": Transformer Engine's
-            where they can be used.
+            FP8 numbers alone and :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
+            "auto": Transformer Engine's where they can be used.
         model_options: what the model does beside core attention that Megatron's configuration has no field for. The
             defaults are a model that is all in the configuration.
     """
