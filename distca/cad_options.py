@@ -22,7 +22,8 @@ class CadOptions:
         ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
         backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
             resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
-            with pipeline stages, which need it, and where keep does not fit into the GPUs' memory by prediction.
+            with pipeline stages, which need it, with offload, and, in runs with settings, where keep does not fit into
+            the GPUs' memory by prediction.
         transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
             on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
         kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
@@ -40,7 +41,7 @@ class CadOptions:
             device and kernel, or else a model.
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order.
         nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
-            plans for data.tokens_per_rank need, with room to spare.
+            plans for tokens_per_rank need, with room to spare.
     """
 
     ping_pong: bool = True
