@@ -28,7 +28,7 @@ from benchmarks.baselines import Work
 from distca.attention import Kernel, TaskBatch
 from distca.device.clock import Clock
 from distca.plan import AttentionKind, AttentionShape
-from distca.plan.kinds import pairs
+from distca.plan.geometry import pairs
 from distca.profile.linear_fp8 import linear_work
 from distca.profile.timing import median_seconds
 from distca.train.config.schema import RunConfig

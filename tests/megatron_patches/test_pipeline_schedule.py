@@ -72,7 +72,7 @@ def _over_little_memory(capacity):
     from distca.testing import host_fabric
     from distca.transport.collective import CollectiveTransport
     from distca.transport.nvshmem.transport import OneSidedTransport
-    from megatron_patches import api
+    from megatron_patches import pool
     from megatron_patches.parity import harness as parity
 
     made = []
@@ -81,7 +81,7 @@ def _over_little_memory(capacity):
         made.append(OneSidedTransport(host_fabric.HostFabric(capacity), "host", CollectiveTransport(group)))
         return made[0]
 
-    api.choose_transport = transport
+    pool.choose_transport = transport
     case = parity.ParityCase(micro_batches=MICRO_BATCHES, pp=2, shape=parity.ParityShape(layers=4))
     reference, weights = parity.run_unmodified(case, torch.float32, CPU)
     candidate = parity.run_disaggregated(case, torch.float32, CPU, "reference", weights)

@@ -24,11 +24,11 @@ CASES = [
 
 def _live(command_lines: list[list[str]], steps: int) -> list[list[int]]:
     """By run: bytes that are alive at the end of each step."""
-    from megatron_patches import api
+    from megatron_patches import pool
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    api.choose_kernel = lambda *_, **__: LeanKernel()  # in fewer operations
+    pool.choose_kernel = lambda *_, **__: LeanKernel()  # in fewer operations
     # Collections would free some of what should have been free without them.
     gc.disable()
     return [_measure(line, steps) for line in command_lines]
