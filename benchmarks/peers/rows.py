@@ -54,9 +54,9 @@ def packed_rows(documents: Sequence[Document], ranks: int, rank: int, align: int
     unit = math.lcm(chunks, align * ranks)
     sizes[-1] += -sum(sizes) % unit or (0 if sum(sizes) else unit)
     borders = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
-    columns = _read(documents, borders)
     mine = _of_rank(borders, ranks, rank)
-    return Rows(*(column[mine] for column in columns), borders)
+    tokens, labels, learned, positions = (column[mine] for column in _read(documents, borders))
+    return Rows(tokens, labels, learned, positions, borders)
 
 
 def _read(documents: Sequence[Document], borders: np.ndarray) -> tuple[np.ndarray, ...]:
