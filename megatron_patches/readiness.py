@@ -108,7 +108,7 @@ def _zero_gradients(model: DistributedDataParallel) -> None:
 
 def _forget_step(model: DistributedDataParallel) -> None:
     """Forget how often Megatron saw which gradient in a step that failed, and what it began to reduce."""
-    for group in model.bucket_groups:
+    for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None
@@ -131,7 +131,7 @@ def _check_replicas(model: Any) -> None:
     if getattr(model, "weights_gathered", True) or group.size() == 1:
         return
     sums = torch.stack(
-        [weight.detach().sum(dtype=torch.float64) for weight in model.parameters() if not is_fp8(weight)]
+        [weight.detach().sum(dtype=torch.float64) for weight in model.parameters() if _is_replica(weight)]
     )
     most = torch.stack((sums, -sums))
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
@@ -142,6 +142,11 @@ def _check_replicas(model: Any) -> None:
             "gradients of its shard alone. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "
             "distributed_optimizer=False in CAD.data_parallel."
         )
+
+
+def _is_replica(weight: Any) -> bool:
+    """Whether all data-parallel ranks hold it, which each have experts of their own, and its values can be read."""
+    return getattr(weight, "allreduce", True) and not is_fp8(weight)
 
 
 def check_wrapped(model: Any) -> None:

@@ -21,7 +21,7 @@ from distca.models.stored import has_tensor
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 from distca.models.window_fields import read_window
-from distca.plan.head_dims import unserved
+from distca.sizes.head_dims import unserved
 
 CONFIG = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -22,12 +22,13 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.choice import Scheduler, cheaper, once, price_of
 from distca.plan.cost.model import Direction
-from distca.plan.layout import Layout, lay_out
+from distca.plan.layout import Layout
 from distca.plan.metrics import server_seconds, traffic
-from distca.plan.micro_batch_dealing import deal_over_micro_batches
 from distca.plan.options import PlanOptions
 from distca.plan.phases import Phase, at_home, other_seconds, plan_phases, scheduler_of
-from distca.plan.placement import SMALL_POOL
+from distca.plan.place.lay_out import lay_out
+from distca.plan.place.micro_batches import deal_over_micro_batches
+from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05
@@ -101,6 +102,16 @@ class StepPlan:
         forward, backward = plan_phases(in_order, self.options, at_home)
         before = replace(self, forward=forward, backward=backward)
         return np.stack([_seconds(phase, self.options, direction) for direction, phase in before.phases])
+
+    def of_combination(self, number: int) -> StepPlan:
+        """The same step of a model that has only the layers of one combination of the stages' kinds."""
+        options = self.options
+        layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
+        forward, backward = (
+            tuple(replace(phase, by_combination=(phase.by_combination[number],)) for phase in phases)
+            for phases in (self.forward, self.backward)
+        )
+        return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
 
     def balance(self) -> StepBalance:
         """What the plan achieves; costs about as much as planning did."""

@@ -10,17 +10,15 @@ from typing import Literal, get_args
 import numpy as np
 
 from distca.plan import AttentionKind, AttentionShape, CostModel, Links
-from distca.plan.between_attentions import between_attentions
-from distca.plan.cost.model import LinearRate
-from distca.plan.cost.of_kind import cost_of_kind
-from distca.plan.fp8_shapes import Fp8, unfit_widths
+from distca.plan.cost.analytic import cost_of_kind
+from distca.plan.cost.linear import LinearRate, NonAttention, between_attentions
 from distca.plan.kinds import by_stage, numbered
-from distca.plan.options import NonAttention
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
 from distca.simulate.fabric import Fabric
 from distca.simulate.model import Model
 from distca.simulate.rates import Rates, load_rates
+from distca.sizes.fp8_shapes import Fp8, unfit_widths
 
 Recompute = Literal["none", "mlp", "all"]
 Narrow = Literal["float32", "bfloat16"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distca.plan import AttentionKind, AttentionShape
-from distca.plan.cost.model import layer_weights
+from distca.plan.cost.linear import layer_weights
 from distca.simulate.errors import SimulationError
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 
 from megatron_patches.parity import harness
 from megatron_patches.parity.harness import Outcome, ParityCase, ParityShape
@@ -119,11 +118,12 @@ def _set_biases(model: GPTModel) -> None:
 
 
 def _biases(model: GPTModel, rate: float | None = None) -> dict[int, torch.Tensor]:
-    """Biases; with a rate, which Megatron's finalize_model_grads would have changed them by."""
+    """Biases; with a rate, as Megatron's finalize_model_grads would change them."""
     routers = _routers(model)
     if rate is None:
         return {number: router.expert_bias.cpu().clone() for number, router in routers.items()}
-    return {
-        number: get_updated_expert_bias(router.local_tokens_per_expert, router.expert_bias, rate).cpu()
-        for number, router in routers.items()
-    }
+    changed = {}
+    for number, router in routers.items():
+        counts = router.local_tokens_per_expert
+        changed[number] = (router.expert_bias + rate * torch.sign(counts.mean() - counts)).cpu()
+    return changed

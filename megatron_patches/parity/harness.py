@@ -23,6 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from distca.cad_options import KernelName
 from distca.data.batch import rank_batch
 from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
@@ -273,7 +274,7 @@ def run_disaggregated(
     case: ParityCase,
     dtype: torch.dtype,
     device: torch.device,
-    kernel: str,
+    kernel: KernelName,
     weights: dict[str, torch.Tensor],
     *,
     summed_loss: bool = True,
@@ -323,7 +324,7 @@ def load_weights(case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str,
 
 
 def document_losses(
-    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: str, weights: dict[str, torch.Tensor]
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: KernelName, weights: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
     """Per micro-batch, [documents] summed loss of each document, by the disaggregated model over all ranks, which has
     one stage."""
@@ -344,7 +345,7 @@ def attached(
     case: ParityCase,
     dtype: torch.dtype,
     device: torch.device,
-    kernel: str,
+    kernel: KernelName,
     weights: dict[str, torch.Tensor],
     *,
     disaggregate: bool = True,

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.cad_options import CadOptions
 from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
 from distca.plan.cost.model import AttentionShape
 from distca.plan.kinds import windows_of
-from distca.plan.receive_buffer import receive_buffer_gb
+from distca.plan.metrics import receive_buffer_gb
 
 RESUME_OR_START = ("job", "auto")
 """Values of checkpoint.resume that start a new run where there is nothing to go on with."""
@@ -99,47 +100,14 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CadConfig:
+class CadConfig(CadOptions):
     """Core attention disaggregation: which rank computes which attention, and how rows get there.
 
     Attributes:
         enabled: balance attention over all data-parallel ranks; false computes every document's attention at home.
-        ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
-        backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
-            resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
-            with pipeline stages, which need it, and where keep does not fit into the GPUs' memory by prediction.
-        transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
-            on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
-        kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
-        tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
-            to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
-        deal: deal a step's documents over its micro-batches anew, so that fewer rows move and stages of a pipeline
-            wait less; the gradient is the same sum. Only where documents may span ranks.
-        ranks_per_node: consecutive attention servers that are planned as one node (a tensor-parallel group is one
-            server); 0 takes those of one machine.
-        level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
-            together, so that stages without a micro-batch take more attention than others, and more rows move. Time
-            needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
-            auto = time on GPUs where all that is so and transport is not nvshmem, else attention.
-        cost_table: a measured cost table, a JSON file of `distca profile`; null takes the one of this package for this
-            device and kernel, or else a model.
-        deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order.
-        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
-            plans for data.tokens_per_rank need, with room to spare.
     """
 
     enabled: bool = True
-    ping_pong: bool = True
-    backward: Literal["auto", "keep", "resend"] = "auto"
-    transport: Literal["auto", "nvshmem", "nccl", "gloo"] = "auto"
-    kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
-    tolerance: float | None = None
-    deal: bool = True
-    ranks_per_node: int = 0
-    level: Literal["auto", "attention", "time"] = "auto"
-    cost_table: str | None = None
-    deterministic: bool = False
-    nvshmem_buffer_gb: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
