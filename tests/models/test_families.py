@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.family_models import write_folder
 from benchmarks.folder_fields import as_expected, bases, moved
 from benchmarks.folder_judge import judge
 from benchmarks.public_configs import PUBLIC, shrunk
@@ -18,7 +19,6 @@ from distca.models.families import COMPOSITES, FAMILIES, known_fields
 from distca.models.families.common import COMMON
 from distca.models.families.unserved import UNSERVED
 from distca.models.fields import REQUIRED, Inert, LeftOut, Only, Read
-from tests.models.folders import write_folder
 from tests.models.known_fields import fields_of, installed_fields
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import yaml
 
+from benchmarks import family_models
 from distca.commands.main import main as distca
 from distca.errors import ConfigError
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
-from tests.models import folders
 from tests.train.checkpoint.test_folders import CONSTANT, NO_SHAPE, VOCABULARY, _tensors
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
@@ -45,8 +45,8 @@ def _train(root: Path) -> None:
 def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(folders._SIZES, "vocab_size", VOCABULARY)
-        folders.write_folder("gemma3", tmp_path / "first", torch.bfloat16)
+        patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
+        family_models.write_folder("gemma3", tmp_path / "first", torch.bfloat16)
     run_ranks(4, _train, tmp_path)
     whole = steps_of(tmp_path / "runs" / "whole")
     assert steps_of(tmp_path / "runs" / "half") == pytest.approx(whole, rel=1e-6)
@@ -55,7 +55,7 @@ def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: P
     (tmp_path / "gone").rename(tmp_path / "first")
     losses = {}
     for name in ("first", "exported"):
-        model = folders.loaded(tmp_path / name)
+        model = family_models.loaded(tmp_path / name)
         text = torch.tensor([list((tmp_path / "texts" / "000.txt").read_bytes())])
         losses[name] = model(text, labels=text).loss.item()
     assert losses["exported"] < losses["first"] - 0.2
@@ -76,7 +76,7 @@ def test_other_positions_of_a_gemma_3_are_written_by_kind_of_layer(tmp_path: Pat
     from distca.models.description import describe, describe_folder
     from distca.models.exported_config import config_fields
 
-    folders.write_folder("gemma3", tmp_path)
+    family_models.write_folder("gemma3", tmp_path)
     first = json.loads((tmp_path / "config.json").read_text())
     model = describe_folder(tmp_path)
     assert config_fields(model, "float32", first) == first
