@@ -42,6 +42,13 @@ _SMOL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _longrope(frequencies: int, **fields: Any) -> dict[str, Any]:
+    short, long = ([1.0 + step * number for number in range(frequencies)] for step in (0.1, 2.0))
+    rope = _rope("longrope", 100.0, short_factor=short, long_factor=long, **fields)
+    return {"original_max_position_embeddings": ORIGINAL, **rope}
 
 
 def _kinds(kind: str, **fields: Any) -> dict[str, Any]:
@@ -77,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral",
         {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
     ),
-    "phi3": ("Phi3", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "phi3": ("Phi3", _PHI),
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.1, "residual_dropout": 0.1}),
     "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3Text", {**_GEMMA, "num_hidden_layers": 6, "rope_parameters": _kinds("linear", factor=8.0)}),
@@ -104,6 +111,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4, no windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}),
     "mistral3": ("Mistral3", {"sliding_window": None, "head_dim": 16}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, **_rope("linear", 100.0, factor=4.0)}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, **_rope("dynamic", 100.0, factor=1.0, alpha=50.0)}),
+    "phi4_mini": ("Phi3", _PHI | {"tie_word_embeddings": True, **_longrope(3, partial_rotary_factor=0.75)}),
+    "phi3, longrope": ("Phi3", _PHI | _longrope(4)),
+    "gemma3 with images": (
+        "Gemma3",
+        {**_GEMMA, "num_hidden_layers": 6, "rope_parameters": _kinds("linear", factor=8.0)},
+    ),
 }
 VISION = {
     "model_type": "pixtral",
@@ -126,10 +141,13 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
     made = SIZES | fields
     if kind == "Mistral3":
         made = {"text_config": made | {"model_type": "mistral"}, "vision_config": VISION, "tie_word_embeddings": False}
+    if kind == "Gemma3":
+        made = {"text_config": made, "vision_config": VISION | {"model_type": "siglip_vision_model"}}
+        made["mm_tokens_per_image"] = 4
     if kind == "Cohere2":
         made["layer_norm_eps"] = made.pop("rms_norm_eps")
     config = getattr(transformers, f"{kind}Config")(**made)
-    head = "ConditionalGeneration" if kind == "Mistral3" else "CausalLM"
+    head = "ConditionalGeneration" if "vision_config" in made else "CausalLM"
     model = getattr(transformers, f"{kind.removesuffix('Text')}For{head}")(config).eval()
     _fill_padding(model)
     disturb(model)

@@ -24,6 +24,11 @@ VARIED_ALIKE = (
     "exaone4, no windows",
     "glm4",
     "ministral3",
+    "ernie4_5",
+    "hunyuan",
+    "phi4_mini",
+    "phi3, longrope",
+    "gemma3 with images",
 )
 """Of several ranks, "gemma2", "olmo3", "granite" and "cohere2" have all that tensor parallelism cuts."""
 
@@ -212,7 +217,7 @@ def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, tmp_p
     for name in (
         *("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "seed_oss"),
         *("mistral3", "mistral, windows", "gemma2", "gemma3", "olmo3", "smollm3", "granite"),
-        *("ministral3", "cohere2", "exaone4", "glm4"),
+        *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
     ):
         family_models.write_folder(name, root / name, torch.bfloat16)
     run_ranks(ranks, _round_trips, str(root), str(target), layouts, timeout=200)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import yaml
 from benchmarks import family_models
 from distca.commands.main import main as distca
 from distca.errors import ConfigError
+from distca.models.rope import RopeScaling
+from distca.models.variant import Variant
 from distca.testing.ranks import run_ranks
+from distca.train.checkpoint.checkpoints import _before
 from distca.train.config.cli import parse_run_config
 from tests.train.checkpoint.test_folders import CONSTANT, NO_SHAPE, VOCABULARY, _tensors
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
@@ -85,3 +89,12 @@ def test_other_positions_of_a_gemma_3_are_written_by_kind_of_layer(tmp_path: Pat
     assert written["rope_parameters"]["full_attention"] == {"rope_type": "linear", "rope_theta": 5e4, "factor": 8.0}
     assert written["rope_parameters"]["sliding_attention"]["rope_theta"] == 50.0
     assert describe(written, "config.json") == longer
+
+
+def test_a_checkpoint_from_before_a_field_was_there_had_its_default() -> None:
+    earlier = asdict(RopeScaling(kind="yarn", factor=4.0, original_length=16))
+    for newer in ("short_factors", "long_factors"):
+        del earlier[newer]
+    saved = {"model.rope_scaling": earlier}
+    assert _before(saved, "model.rope_scaling") == asdict(RopeScaling(kind="yarn", factor=4.0, original_length=16))
+    assert _before(saved, "model.variant") == asdict(Variant()) and _before(saved, "model.layers") is None
