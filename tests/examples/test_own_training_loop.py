@@ -24,9 +24,9 @@ def _differences(layouts):
 
     use_cpu()
     from distca import CAD
+    from distca.parity import harness
     from examples import own_training_loop as example
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.parity import harness
+    from megatron_patches.ranks.groups import initialize_model_parallel
 
     # Every rank has whole gradients to compare, and not its shard of them.
     wrapped = CAD.data_parallel

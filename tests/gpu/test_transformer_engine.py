@@ -56,8 +56,8 @@ def found(request: pytest.FixtureRequest) -> Found:
 
 def _measured(tp: int) -> Found:
     warnings.filterwarnings("ignore")
-    from megatron_patches.parity import harness
-    from megatron_patches.parity.suite import GPU_LENGTHS, GPU_SHAPE
+    from distca.parity import harness
+    from distca.parity.suite import GPU_LENGTHS, GPU_SHAPE
 
     case = harness.ParityCase(micro_batches=GPU_LENGTHS * 2, tp=tp, shape=GPU_SHAPE)
     device = torch.device("cuda", torch.cuda.current_device())
@@ -70,7 +70,7 @@ def _measured(tp: int) -> Found:
 
 
 def _gradients(case: Any, device: torch.device, weights: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    from megatron_patches.parity import harness
+    from distca.parity import harness
     from megatron_patches.te.quantization import config_fields
 
     local = harness.run_disaggregated(case, torch.bfloat16, device, "auto", weights, linears="local")
@@ -86,7 +86,7 @@ def _gradients(case: Any, device: torch.device, weights: dict[str, torch.Tensor]
 
 
 def _distances(case: Any, device: torch.device) -> dict[str, dict[str, float]]:
-    from megatron_patches.parity import block, suite
+    from distca.parity import block, suite
     from megatron_patches.te.quantization import config_fields
 
     weights, results = block.rounded_weights(case, torch.bfloat16), {}
@@ -100,9 +100,9 @@ def _distances(case: Any, device: torch.device) -> dict[str, dict[str, float]]:
 
 
 def _quantised(case: Any, fp8: Fp8, device: torch.device, weights: dict[str, torch.Tensor]) -> list[float]:
-    from megatron_patches.parity import harness
+    from distca.parity import harness
     from megatron_patches.te.quantization import config_fields
-    from megatron_patches.training_step import summed_loss_step
+    from megatron_patches.training.training_step import summed_loss_step
 
     asked = replace(case, config=config_fields(fp8))
     cad, model = harness.attached(asked, torch.bfloat16, device, "auto", weights, linears="te")

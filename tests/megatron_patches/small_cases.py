@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
+    from distca.parity.harness import ParityCase
     from megatron_patches.api import CAD
-    from megatron_patches.parity.harness import ParityCase
-    from megatron_patches.step import Step
+    from megatron_patches.steps.step import Step
 
 
 def on_cpu() -> None:
@@ -32,7 +32,7 @@ def ready(
     """The case's CAD, its model in Megatron's DDP in float32, and its step. ``frozen``: parts of parameters' names."""
     import torch
 
-    from megatron_patches.parity import harness
+    from distca.parity import harness
 
     cpu = torch.device("cpu")
     weights = {name: p.detach() for name, p in harness.unmodified(case, torch.float32).named_parameters()}

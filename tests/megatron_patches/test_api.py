@@ -58,7 +58,7 @@ def _own_model(cad: Any, config: Any, shape: Any) -> Any:
 
 def _train(cad: Any, ddp: Any, model: Any, documents: Any) -> list[float]:
     """Losses of three steps of plain gradient descent on the same documents."""
-    from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+    from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
     losses = []
     for _ in range(3):
@@ -147,9 +147,9 @@ def _used() -> dict[str, Any]:
     from megatron.core.models.gpt import GPTModel
 
     from distca import CAD, StepDocuments
-    from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
-    from megatron_patches.model import transformer_config
-    from megatron_patches.parity import harness
+    from distca.parity import harness
+    from megatron_patches.model.gpt import transformer_config
+    from megatron_patches.ranks.groups import destroy_model_parallel, initialize_model_parallel
 
     case = harness.ParityCase(micro_batches=MICRO_BATCHES)
     initialize_model_parallel(1, 1, 1)
@@ -325,8 +325,8 @@ def _in_stages() -> tuple[str, list[torch.Tensor]]:
     small_cases.on_cpu()
     from megatron.core import parallel_state
 
-    from megatron_patches.parity.harness import ParityCase
-    from megatron_patches.training_step import run_schedule, summed_loss_step
+    from distca.parity.harness import ParityCase
+    from megatron_patches.training.training_step import run_schedule, summed_loss_step
 
     def forward_step(batches: Any, model: Any) -> Any:
         output, loss = summed_loss_step(batches, model)
