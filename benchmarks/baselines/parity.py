@@ -18,15 +18,10 @@ from distca.attention import Kernel
 from distca.baselines.mode import Mode
 from distca.data.batch import rank_batch
 from distca.device.host_to_device import uploading
-from distca.parity.harness import (
-    Difference,
-    Outcome,
-    ParityCase,
-    attached,
-    case_documents,
-    difference,
-    run_unmodified,
-)
+from distca.parity.cases import ParityCase, case_documents
+from distca.parity.disaggregated import attached
+from distca.parity.outcome import Difference, Outcome, difference
+from distca.parity.unmodified import run_unmodified
 from distca.plan import AttentionKind, AttentionShape
 from distca.plan.sorting import expand
 from distca.testing.reference_attention import packed_attention, relative_error

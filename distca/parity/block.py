@@ -16,15 +16,10 @@ from megatron.core.models.gpt import GPTModel
 
 from distca.attention import TaskBatch
 from distca.data.batch import rank_batch
-from distca.parity.harness import (
-    ParityCase,
-    attached,
-    case_documents,
-    computed_once,
-    hidden_scores,
-    unmodified,
-)
+from distca.parity.cases import ParityCase, case_documents
+from distca.parity.disaggregated import attached
 from distca.parity.plain_model import PlainModel
+from distca.parity.unmodified import computed_once, hidden_scores, unmodified_model
 from distca.testing.reference_attention import relative_error
 from megatron_patches.model.whole_parameters import gather_shares, load_full_weights
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
@@ -59,7 +54,7 @@ class BlockOutcome:
 
 def rounded_weights(case: ParityCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The case's full weights, rounded to ``dtype`` and held in float64. Every rank calls it together."""
-    return {name: p.detach().to(dtype).double() for name, p in unmodified(case, torch.float32).named_parameters()}
+    return {name: p.detach().to(dtype).double() for name, p in unmodified_model(case, torch.float32).named_parameters()}
 
 
 def block_unmodified(
@@ -67,7 +62,7 @@ def block_unmodified(
 ) -> BlockOutcome:
     """Megatron-Core's own block on the case's first micro-batch, or the one written out, by the first rank alone; every
     rank calls it."""
-    model = unmodified(case, dtype).to(device=device, dtype=dtype)
+    model = unmodified_model(case, dtype).to(device=device, dtype=dtype)
     lengths = np.array(case.micro_batches[0])
     positions = np.concatenate([np.arange(length) for length in lengths])
     return computed_once(lambda: _alone(case, model, weights, positions, lengths))

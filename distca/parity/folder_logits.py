@@ -9,7 +9,7 @@ import torch
 
 from distca.models.description import ModelDescription, describe_folder
 from distca.models.tensors import TensorFiles
-from distca.parity.harness import ParityShape
+from distca.parity.cases import ParityShape
 from megatron_patches.api import CAD
 from megatron_patches.hugging_face.weights import load_weights
 from megatron_patches.model.gpt import build_gpt, transformer_config

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from distca.parity import block, harness
-from distca.parity.harness import ParityCase, ParityShape, Recompute
+from distca.parity import block, disaggregated, outcome, unmodified
+from distca.parity.cases import ParityCase, ParityShape, Recompute
 
 # Relative norms. Float32: the whole training path, loss and every parameter's gradient. Float64: the transformer block,
 # output, input gradient, every weight gradient. bfloat16: our distance from float64 over unmodified Megatron-Core's.
@@ -128,11 +128,11 @@ def edge_cases(tp: int, edges: dict[str, tuple[tuple[int, ...], ...]] | None = N
 
 def float32_differences(cases: Sequence[ParityCase], device: torch.device) -> list[Errors]:
     """Loss and worst parameter gradient of the whole training path, relative to unmodified Megatron-Core in float32."""
-    references = [harness.run_unmodified(case, torch.float32, device) for case in cases]
+    references = [unmodified.run_unmodified(case, torch.float32, device) for case in cases]
     results = []
     for case, (reference, weights) in zip(cases, references, strict=True):
-        candidate = harness.run_disaggregated(case, torch.float32, device, "reference", weights)
-        difference = harness.difference(candidate, reference)
+        candidate = disaggregated.run_disaggregated(case, torch.float32, device, "reference", weights)
+        difference = outcome.difference(candidate, reference)
         results.append({"loss": difference.loss, "gradient": difference.gradient})
     return results
 
@@ -153,12 +153,12 @@ def bfloat16_ratios(cases: Sequence[ParityCase], device: torch.device) -> list[E
     """Our block's distance from float64, over that of megatron-core with the same kernel and tensor parallelism."""
     cases = [replace(case, shape=replace(GPU_SHAPE, layers=case.shape.layers)) for case in cases]
     weights = [block.rounded_weights(case, torch.bfloat16) for case in cases]
-    exact, unmodified = [], []
+    exact, packed = [], []
     for case, full in zip(cases, weights, strict=True):
         exact.append(block.block_unmodified(case, torch.float64, device, full))
-        unmodified.append(block.block_packed(case, torch.bfloat16, device, "auto", full).error(exact[-1]))
+        packed.append(block.block_packed(case, torch.bfloat16, device, "auto", full).error(exact[-1]))
     results = []
-    for case, full, reference, theirs in zip(cases, weights, exact, unmodified, strict=True):
+    for case, full, reference, theirs in zip(cases, weights, exact, packed, strict=True):
         ours = block.block_disaggregated(case, torch.bfloat16, device, "auto", full).error(reference)
         results.append({f"{name}_ratio": ratio for name, ratio in ratios(ours, theirs).items()})
     return results

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import gelu
 
 from distca.models.rope import RopeScaling
-from distca.parity.harness import ParityCase, ParityShape, Recompute
+from distca.parity.cases import ParityCase, ParityShape, Recompute
 from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rotary
 
 _LENGTHS = ((13, 7, 1, 29, 3), (50, 2))

@@ -47,10 +47,10 @@ def _gradients(beside: bool) -> list[torch.Tensor]:
 
 def _policy(disaggregate: bool = True) -> tuple[Any, Any, Any, Any]:
     from distca import CAD
-    from distca.parity import harness
+    from distca.parity.cases import ParityCase
     from megatron_patches.model.gpt import transformer_config
 
-    shape = harness.ParityCase(micro_batches=((1,),)).shape
+    shape = ParityCase(micro_batches=((1,),)).shape
     config = transformer_config(shape, torch.float32, cpu_initialization=True)
     cad = CAD(config, tokens_per_rank=60, disaggregate=disaggregate)
     return cad, _attached(cad, config, shape), config, shape

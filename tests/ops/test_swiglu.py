@@ -46,7 +46,7 @@ def _mlps(tp):
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-    from distca.parity.harness import ParityShape
+    from distca.parity.cases import ParityShape
     from megatron_patches.model.gpt import transformer_config
     from megatron_patches.patches.fused_ops import fuse_swiglu
     from megatron_patches.ranks.groups import initialize_model_parallel

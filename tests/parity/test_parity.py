@@ -47,9 +47,11 @@ def _float64(tp, models):
 def _document_losses(changed):
     suite = _suite()
     base = suite.ParityCase(micro_batches=suite.LENGTHS, tp=2)
-    _, weights = suite.harness.run_unmodified(base, torch.float32, CPU)
+    _, weights = suite.unmodified.run_unmodified(base, torch.float32, CPU)
     return [
-        suite.harness.document_losses(replace(base, changed_document=where), torch.float32, CPU, "reference", weights)
+        suite.disaggregated.document_losses(
+            replace(base, changed_document=where), torch.float32, CPU, "reference", weights
+        )
         for where in [None, *changed]
     ]
 

@@ -55,18 +55,18 @@ def _resharded(path):
     _suite()
     from megatron.core import dist_checkpointing
 
-    from distca.parity import harness, variants
+    from distca.parity import disaggregated, unmodified, variants
     from megatron_patches.checkpoint.whole_weights import save_weights
 
     differences = []
     for number, case in enumerate(variants.option_variants(2)):
         folder = path / str(number)
         folder.mkdir(exist_ok=True)
-        weights = {name: p.detach() for name, p in harness.unmodified(case, torch.float32).named_parameters()}
-        _, saved = harness.attached(case, torch.float32, CPU, "reference", weights)
+        weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
+        _, saved = disaggregated.attached(case, torch.float32, CPU, "reference", weights)
         save_weights(saved, folder)
         zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        _, loaded = harness.attached(replace(case, tp=1), torch.float32, CPU, "reference", zeros)
+        _, loaded = disaggregated.attached(replace(case, tp=1), torch.float32, CPU, "reference", zeros)
         loaded.load_state_dict(dist_checkpointing.load({"model": loaded.sharded_state_dict()}, str(folder))["model"])
         found = dict(loaded.named_parameters())
         differences += [(found[name] - weight).abs().max().item() for name, weight in weights.items()]

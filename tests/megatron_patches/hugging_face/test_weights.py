@@ -127,7 +127,7 @@ def _logits_step(batches, model):
 
 
 def _unfused(batches, model):
-    from distca.parity.harness import token_losses_step
+    from distca.parity.disaggregated import token_losses_step
 
     return token_losses_step(batches, model)
 

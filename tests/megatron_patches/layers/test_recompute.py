@@ -36,7 +36,7 @@ class _Counted:
 def _run(levels):
     """Per level of recomputation: calls of each part in one step, and the order of transfers and computation."""
     small_cases.on_cpu()
-    from distca.parity.harness import ParityCase
+    from distca.parity.cases import ParityCase
     from megatron_patches import api
     from megatron_patches.training.training_step import summed_loss_step
 
@@ -65,7 +65,7 @@ def _run(levels):
 def _offloaded():
     """Without and with host memory: losses and gradients of one step, and what was parked by layer of the graph."""
     small_cases.on_cpu()
-    from distca.parity.harness import ParityCase, ParityShape
+    from distca.parity.cases import ParityCase, ParityShape
     from megatron_patches.training.training_step import summed_loss_step
 
     found = []
@@ -96,7 +96,7 @@ def _offloaded():
 
 def _frozen_embedding():
     """Gradients without an embedding that learns: without recomputation, and with it, disaggregated and at home."""
-    from distca.parity.harness import ParityCase
+    from distca.parity.cases import ParityCase
     from megatron_patches.layers.full_recompute import recompute_layers
     from megatron_patches.training.training_step import summed_loss_step
 

@@ -55,7 +55,7 @@ def spec() -> dict[str, list[str]]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     from distca.errors import SupportError
-    from distca.parity.harness import ParityShape
+    from distca.parity.cases import ParityShape
     from megatron_patches import api
     from megatron_patches.model.gpt import transformer_config
     from megatron_patches.ranks.groups import initialize_model_parallel
@@ -105,7 +105,7 @@ def history() -> dict[str, list[float]]:
 
 def train(linears: str, fp8: str, recompute: str, disaggregate: bool = True) -> dict[str, Any]:
     """Losses and gradient norms of a few steps, and how often weights were quantised."""
-    from distca.parity.harness import ParityCase, ParityShape, case_documents
+    from distca.parity.cases import ParityCase, ParityShape, case_documents
     from megatron_patches import api
     from megatron_patches.model.gpt import build_gpt, transformer_config
     from megatron_patches.ranks.groups import initialize_model_parallel

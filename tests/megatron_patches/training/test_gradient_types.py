@@ -22,45 +22,46 @@ CPU = torch.device("cpu")
 def _distances(cases: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
     """By case, ours and unmodified Megatron's differences from float64, with the same bfloat16 weights."""
     small_cases.on_cpu()
-    from distca.parity import harness
+    from distca.parity import disaggregated, outcome
+    from distca.parity.cases import ParityCase
 
     found = []
     for changes in cases:
-        case = replace(harness.ParityCase(micro_batches=MICRO_BATCHES), **changes)
+        case = replace(ParityCase(micro_batches=MICRO_BATCHES), **changes)
         exact, weights = _exact(case)
-        ours = harness.run_disaggregated(
+        ours = disaggregated.run_disaggregated(
             case, torch.bfloat16, CPU, "reference", weights, gradients=torch.bfloat16, summed_loss=False
         )
-        found.append(tuple(harness.difference(each, exact) for each in (ours, _unmodified(case, weights))))
+        found.append(tuple(outcome.difference(each, exact) for each in (ours, _unmodified(case, weights))))
     return found
 
 
 def _exact(case: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """In float64, and the weights, which are bfloat16 numbers."""
-    from distca.parity import harness
+    from distca.parity import unmodified
 
-    model = harness.unmodified(case, torch.float64)
+    model = unmodified.unmodified_model(case, torch.float64)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    return harness.computed_once(lambda: harness.unmodified_outcome(case, model, CPU)), weights
+    return unmodified.computed_once(lambda: unmodified.unmodified_outcome(case, model, CPU)), weights
 
 
 def _unmodified(case: Any, weights: dict[str, torch.Tensor]) -> Any:
     """Megatron's own model and DDP, which adds up what backward leaves; the first rank computes."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from distca.parity import harness
+    from distca.parity import unmodified
 
-    model = harness.unmodified(case, torch.float32).bfloat16()
+    model = unmodified.unmodified_model(case, torch.float32).bfloat16()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(weights[name])
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
     assert all(weight.main_grad.dtype == torch.bfloat16 for weight in model.parameters())
     with wrapped.no_sync():
-        return harness.computed_once(lambda: harness.unmodified_outcome(case, model, CPU))
+        return unmodified.computed_once(lambda: unmodified.unmodified_outcome(case, model, CPU))
 
 
 def test_bfloat16_gradients_are_no_further_from_float64_than_unmodified_megatrons() -> None:

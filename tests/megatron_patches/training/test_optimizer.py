@@ -31,11 +31,12 @@ def _gradient(step: int, number: int, shape: torch.Size) -> torch.Tensor:
 
 
 def _optimizer(seed: int, settings: OptimizerConfig, steps: int, warmup: int) -> tuple[Any, Any]:
-    from distca.parity import harness as parity
+    from distca.parity import unmodified
+    from distca.parity.cases import ParityCase
     from megatron_patches.training.optimizer import build_optimizer
     from megatron_patches.training.training_step import wrap_for_data_parallel
 
-    gpt = parity.unmodified(parity.ParityCase(micro_batches=((5,),), seed=seed), torch.float32)
+    gpt = unmodified.unmodified_model(ParityCase(micro_batches=((5,),), seed=seed), torch.float32)
     model = wrap_for_data_parallel(gpt, settings.distributed)
     return model, build_optimizer(model, settings, steps, warmup, torch.float32)
 

@@ -19,16 +19,17 @@ def _differences(tp, pp, settings, layers=4):
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from distca.parity import harness as parity
+    from distca.parity import disaggregated, outcome, unmodified
+    from distca.parity.cases import ParityCase, ParityShape
 
-    shape = parity.ParityShape(layers=layers)
-    cases = [parity.ParityCase(tp=tp, pp=pp, shape=shape, **changes) for changes in settings]
-    references = [parity.run_unmodified(case, torch.float32, CPU) for case in cases]
+    shape = ParityShape(layers=layers)
+    cases = [ParityCase(tp=tp, pp=pp, shape=shape, **changes) for changes in settings]
+    references = [unmodified.run_unmodified(case, torch.float32, CPU) for case in cases]
     results = []
     for number, (case, (reference, weights)) in enumerate(zip(cases, references, strict=True)):
         summed = number % 2 == 0
-        candidate = parity.run_disaggregated(case, torch.float32, CPU, "reference", weights, summed_loss=summed)
-        results.append((case, parity.difference(candidate, reference)))
+        candidate = disaggregated.run_disaggregated(case, torch.float32, CPU, "reference", weights, summed_loss=summed)
+        results.append((case, outcome.difference(candidate, reference)))
     return results
 
 
@@ -69,7 +70,8 @@ def _over_little_memory(capacity):
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from distca.parity import harness as parity
+    from distca.parity import disaggregated, outcome, unmodified
+    from distca.parity.cases import ParityCase, ParityShape
     from distca.testing import host_fabric
     from distca.transport.collective import CollectiveTransport
     from distca.transport.nvshmem.transport import OneSidedTransport
@@ -82,10 +84,10 @@ def _over_little_memory(capacity):
         return made[0]
 
     api.choose_transport = transport
-    case = parity.ParityCase(micro_batches=MICRO_BATCHES, pp=2, shape=parity.ParityShape(layers=4))
-    reference, weights = parity.run_unmodified(case, torch.float32, CPU)
-    candidate = parity.run_disaggregated(case, torch.float32, CPU, "reference", weights)
-    return parity.difference(candidate, reference), made[0].fallback_exchanges
+    case = ParityCase(micro_batches=MICRO_BATCHES, pp=2, shape=ParityShape(layers=4))
+    reference, weights = unmodified.run_unmodified(case, torch.float32, CPU)
+    candidate = disaggregated.run_disaggregated(case, torch.float32, CPU, "reference", weights)
+    return outcome.difference(candidate, reference), made[0].fallback_exchanges
 
 
 @pytest.mark.parametrize("capacity", [12_000, 16_000, 1 << 20])

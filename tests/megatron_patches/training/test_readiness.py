@@ -26,7 +26,7 @@ def _said(function: Any, *arguments: Any, **options: Any) -> str:
 
 
 def _config() -> tuple[Any, Any]:
-    from distca.parity.harness import ParityShape
+    from distca.parity.cases import ParityShape
     from megatron_patches.model.gpt import transformer_config
 
     shape = ParityShape()

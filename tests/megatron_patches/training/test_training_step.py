@@ -72,11 +72,11 @@ def _reduced(model, distributed_optimizer):
 
 def _compare(cases):
     small_cases.on_cpu()
-    from distca.parity import harness as parity
+    from distca.parity.cases import ParityCase
 
     results = []
     for changes, distributed_optimizer in cases:
-        case = replace(parity.ParityCase(micro_batches=MICRO_BATCHES), **changes)
+        case = replace(ParityCase(micro_batches=MICRO_BATCHES), **changes)
         both = []
         for overlap in (True, False):
             with pytest.MonkeyPatch.context() as monkeypatch:
@@ -106,11 +106,11 @@ def test_overlapped_reduction_changes_no_bit():
 def _accumulated(cases):
     """Every case with weight gradients added up in the matrix products, and with megatron's own adding."""
     small_cases.on_cpu()
-    from distca.parity import harness as parity
+    from distca.parity.cases import ParityCase
 
     results = []
     for changes in cases:
-        case = replace(parity.ParityCase(micro_batches=MICRO_BATCHES), **changes)
+        case = replace(ParityCase(micro_batches=MICRO_BATCHES), **changes)
         with pytest.MonkeyPatch.context() as monkeypatch:
             results.append([_gradients(monkeypatch, case, True, True, products) for products in (True, False)])
     return results
@@ -139,9 +139,9 @@ class _HostReads(TorchDispatchMode):
 
 def _ready(**case):
     small_cases.on_cpu()
-    from distca.parity import harness as parity
+    from distca.parity.cases import ParityCase
 
-    return small_cases.ready(parity.ParityCase(**case))
+    return small_cases.ready(ParityCase(**case))
 
 
 def _host_reads(recompute):
@@ -162,11 +162,12 @@ def test_the_host_reads_no_number_of_a_step():
 def _gradients_of_two_steps(micro_batches):
     """(loss, tokens, gradients) of the same step twice, without an optimizer in between."""
     cad, model, step = _ready(micro_batches=micro_batches)
-    from distca.parity import harness as parity
+    from distca.parity import unmodified
+    from distca.parity.cases import ParityCase
     from megatron_patches.training.training_step import wrap_for_data_parallel
 
     narrow = wrap_for_data_parallel(
-        parity.unmodified(parity.ParityCase(micro_batches=micro_batches), torch.bfloat16), False
+        unmodified.unmodified_model(ParityCase(micro_batches=micro_batches), torch.bfloat16), False
     )
     for parameter in narrow.parameters():
         assert parameter.dtype == torch.bfloat16 and parameter.main_grad.dtype == torch.float32

@@ -82,7 +82,7 @@ def _steps(sharded: bool, build: Callable[[Any], Any], before: Callable[[Any], N
     from megatron.core.models.gpt import GPTModel
 
     from distca import CAD
-    from distca.parity.harness import ParityShape
+    from distca.parity.cases import ParityShape
     from megatron_patches.model.gpt import transformer_config
     from megatron_patches.training.training_step import summed_loss_step
 

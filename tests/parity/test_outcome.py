@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distca.parity.harness import Difference, Outcome, difference
+from distca.parity.outcome import Difference, Outcome, difference
 
 REFERENCE = Outcome(2.0, {"first": torch.tensor([3.0, 4.0]).double(), "frozen": torch.zeros(2).double()}, [])
 
