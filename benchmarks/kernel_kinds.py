@@ -5,7 +5,8 @@
 Documents are cut into tasks as servers get them: at tile borders, off them, and around the window. Every task has its
 queries and the keys that these see, and nothing before. Its o, dQ, and the sums in float32 of dK and dV over tasks are
 held against direct attention in float64, which a plain torch kernel computes; so are those of the same kernel given
-whole documents. The ratio of the two errors says what cutting costs. Sinks are added as at home, to o and log-sum-exp.
+whole documents. The ratio of the two errors says what cutting costs. Sums are rounded to the rows' type once more where
+a home adds what servers send; the ratio after that is kept beside it. Sinks are added as at home, to o and log-sum-exp.
 Deterministic kernels run twice as well: bits have to be the same. Without a GPU, ``--kernel reference`` rehearses in
 float32 with small shapes.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -113,18 +115,23 @@ def measured(kind: AttentionKind, heads: tuple[int, int, int], seeds: int, on_gp
     whole = [(number, 0, length) for number, length in enumerate(lengths)]
     cut = cut_tasks(lengths, kind.window, 128 if on_gpu else 16)
     kernel: Kernel = Flash4Kernel() if on_gpu else ReferenceKernel()
-    errors: dict[str, dict[str, float]] = {"whole": {}, "cut": {}}
+    errors: dict[str, dict[str, float]] = defaultdict(dict)
     for seed in range(seeds):
         inputs = drawn(heads, sum(lengths), seed, kind.sink, on_gpu)
         exact = run(ReferenceKernel(), kind, lengths, whole, inputs.double())
         for name, tasks in (("whole", whole), ("cut", cut)):
             for part, values in run(kernel, kind, lengths, tasks, inputs).items():
-                squares = relative_error(values, exact[part]) ** 2 / seeds
-                errors[name][part] = errors[name].get(part, 0.0) + squares
+                for way, made in {name: values, f"{name}, sums rounded": values.to(inputs.q.dtype)}.items():
+                    squares = relative_error(made, exact[part]) ** 2 / seeds
+                    errors[way][part] = errors[way].get(part, 0.0) + squares
         del exact
     roots = {name: {part: square**0.5 for part, square in parts.items()} for name, parts in errors.items()}
-    ratio = {part: roots["cut"][part] / roots["whole"][part] for part in roots["cut"]}
-    return {**roots, "ratio": ratio, "tasks": len(cut), "deterministic": _repeats(kind, lengths, cut, inputs, on_gpu)}
+    ratio, rounded = (
+        {part: roots[f"cut{way}"][part] / roots[f"whole{way}"][part] for part in roots["cut"]}
+        for way in ("", ", sums rounded")
+    )
+    both = {"ratio": ratio, "ratio, sums rounded": rounded}
+    return {**roots, **both, "tasks": len(cut), "deterministic": _repeats(kind, lengths, cut, inputs, on_gpu)}
 
 
 def _repeats(
@@ -201,7 +208,6 @@ def run(
     for span, begin, end in zip(spans, borders[1][:-1].tolist(), borders[1][1:].tolist(), strict=True):
         total[span, 0] += dk[begin:end].to(wide)
         total[span, 1] += dv[begin:end].to(wide)
-    total = total.to(inputs.kv.dtype)
     out = {"o": o, "dq": dq, "dk": total[:, 0], "dv": total[:, 1]}
     if inputs.sink is not None:
         out["dsink"] = sink_gradient(inputs.do, o, lse, inputs.sink)
