@@ -86,9 +86,9 @@ def _sentence(docstring: str) -> str:
 
 
 def _meanings(kind: Any) -> dict[str, str]:
-    """Descriptions of a dataclass's fields, from the Attributes of its docstring."""
-    listed = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
-    entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", listed, re.MULTILINE)
+    """Descriptions of a dataclass's fields, from the Attributes of its docstring and of those that it derives from."""
+    listed = [(inspect.getdoc(each) or "").partition("Attributes:\n")[2] for each in kind.__mro__ if is_dataclass(each)]
+    entries = [entry for each in listed for entry in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", each, re.MULTILINE)]
     return {name: " ".join(text.split()) for name, text in entries}
 
 
