@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -97,6 +98,8 @@ class Session:
         ceilings = measured.held, measured.burst
         for cell, mode in self._order():
             self._run_mode(cell, mode, *ceilings)
+        for cell in self._settings.cells if self._settings.pairs else ():
+            self._run_pairs(cell, *ceilings)
         if self._world.rank == 0 and not self.nothing_ran:
             plot([self._report], self._settings.output / "plot.png")
             logger.info("Wrote benchmark.json, table.md and plot.png into %s", self._settings.output)
@@ -173,8 +176,28 @@ class Session:
         if self._world.rank == 0:
             write(settings.output, self._report)
 
-    def _measure(self, cell: Cell, mode: Mode, batches: Batches, ceiling: Ceiling, burst: Ceiling) -> Figures:
-        """The figures of a complete mode; what there is of them before is only written."""
+    def _run_pairs(self, cell: Cell, ceiling: Ceiling, burst: Ceiling) -> None:
+        """The best baseline and DistCA anew, in turn: a slow drift of the machine's clocks meets both alike."""
+        result = self._report["cells"].get(cell.name, {})
+        best = result.get("compared", {}).get("ideal_baseline")
+        modes = {mode.name: mode for mode in self._settings.modes}
+        if best is None:
+            return
+        batches, ratios = self._batches(cell), []
+        for number in range(self._settings.pairs):
+            theirs, ours = (
+                self._measure(cell, modes[each], batches, ceiling, burst, False) for each in (best, "distca")
+            )
+            ratios.append(ours["tokens_per_s"] / theirs["tokens_per_s"])
+            logger.info("distca over %s on %s, pair %d: %.3f", best, cell.name, number + 1, ratios[-1])
+            result["pairs"] = {"baseline": best, "ratios": ratios, "median": statistics.median(ratios)}
+            if self._world.rank == 0:
+                write(self._settings.output, self._report)
+
+    def _measure(
+        self, cell: Cell, mode: Mode, batches: Batches, ceiling: Ceiling, burst: Ceiling, write_partly: bool = True
+    ) -> Figures:
+        """The figures of a complete mode; what there is of them before is only written, or not even that."""
         settings, began = self._settings, time.perf_counter()
         traced = settings.traced if self._world.device.type == "cuda" else 0
         advance = self._progress(f"{cell.name} {mode.name}", settings.warm_up + settings.batches + traced)
@@ -183,7 +206,7 @@ class Session:
             return figures(records, batches, settings, ceiling, burst) | {"took_s": time.perf_counter() - began}
 
         def keep(records: list[RankRecord]) -> None:
-            if self._world.rank == 0:
+            if write_partly and self._world.rank == 0:
                 write(settings.output, self._report_with(cell, mode, figures_of(records)))
 
         return figures_of(

@@ -72,6 +72,7 @@ class Settings:
         link_channels: NCCL channels that every link is limited to; None for no limit.
         socket_nodes: every rank plays a node of its own, and all that travels goes by NCCL over sockets.
         short_warm_up: batches of the warm-up are their first micro-batch only.
+        pairs: how often the best baseline and DistCA run once more, one after the other.
         seed: of the documents.
         config: model, parallelism, precision, recomputation, tokens per rank, micro-batches.
     """
@@ -88,6 +89,7 @@ class Settings:
     config: RunConfig
     socket_nodes: bool = False
     short_warm_up: bool = False
+    pairs: int = 0
 
     @property
     def slow_links(self) -> bool:
@@ -104,8 +106,8 @@ def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
     """
     own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     arguments = _parser().parse_args(own)
-    if min(arguments.batches, *arguments.contexts) < 1 or min(arguments.warm_up, arguments.traced) < 0:
-        raise ConfigError("--batches and --contexts are at least 1, --warm-up and --traced at least 0.")
+    if min(arguments.batches, *arguments.contexts) < 1 or min(arguments.warm_up, arguments.traced, arguments.pairs) < 0:
+        raise ConfigError("--batches and --contexts are at least 1, --warm-up, --traced and --pairs at least 0.")
     channels = arguments.link_channels
     if channels is not None and (channels < 1 or channels & (channels - 1)):
         raise ConfigError(
@@ -142,6 +144,7 @@ def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
         replace(config, optimizer=optimizer, train=replace(config.train, steps=steps)),
         arguments.socket_nodes,
         arguments.short_warm_up,
+        arguments.pairs,
     )
 
 
@@ -207,6 +210,9 @@ def _parser() -> argparse.ArgumentParser:
         "--socket-nodes",
         action="store_true",
         help="every rank of this machine plays a node: NCCL reaches the others over sockets only",
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="run the best baseline and DistCA so often once more, one after the other"
     )
     parser.add_argument("--short-warm-up", action="store_true", help="warm up with one micro-batch of each batch")
     return parser

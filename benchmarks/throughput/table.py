@@ -26,6 +26,9 @@ def table(report: dict[str, Any]) -> str:
             lines[-1] += f": {compared['over_ideal_baseline']:.3f} ×."
             if "variable" in cell["modes"]:
                 lines[-1] += " (`variable` does not count as one, because it buys its speed with memory.)"
+        if pairs := cell.get("pairs"):
+            ratios = ", ".join(f"{each:.3f}" for each in pairs["ratios"])
+            lines += [f"In turn with {pairs['baseline']}: {ratios}; median {pairs['median']:.3f} ×."]
         lines += [f"Not run: {why}" for why in cell["not_run"].values()]
         lines += [""]
     return "\n".join(lines)
