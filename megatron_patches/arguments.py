@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.cad_options import CadOptions
 from distca.errors import SupportError
-from megatron_patches.model_options import MEGATRONS, ModelOptions
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.te.choice import Linears
 
 Recompute = Literal["none", "all"]
