@@ -102,6 +102,16 @@ class StepPlan:
         before = replace(self, forward=forward, backward=backward)
         return np.stack([_seconds(phase, self.options, direction) for direction, phase in before.phases])
 
+    def of_combination(self, number: int) -> StepPlan:
+        """The same step of a model that has only the layers of one combination of the stages' kinds."""
+        options = self.options
+        layers = tuple((kind,) for kind in options.combinations[number]) if options.layer_kinds else ()
+        forward, backward = (
+            tuple(replace(phase, by_combination=(phase.by_combination[number],)) for phase in phases)
+            for phases in (self.forward, self.backward)
+        )
+        return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
+
     def balance(self) -> StepBalance:
         """What the plan achieves; costs about as much as planning did."""
         options, phases = self.options, self.phases
