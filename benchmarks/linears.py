@@ -36,7 +36,7 @@ from distca.train.config.names import with_settings
 from distca.versions import command_line
 
 if TYPE_CHECKING:
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -73,7 +73,7 @@ def _kinds(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(kinds: list[str], argv: list[str]) -> None:
-    from megatron_patches.world import join_world, leave_world
+    from megatron_patches.ranks.world import join_world, leave_world
 
     if "--" not in argv:
         argv = [*argv, "--"]

@@ -105,7 +105,7 @@ def _measure(argv: list[str]) -> None:
     every = _settings(argv, int(os.environ.get("WORLD_SIZE", "1")))
     each_a_machine(int(os.environ.get("RANK", "0")))
     from benchmarks.throughput.session import Measured, Session
-    from megatron_patches.world import join_world, leave_world
+    from megatron_patches.ranks.world import join_world, leave_world
 
     world = join_world()
     setup_logging(world.rank)

@@ -36,14 +36,14 @@ from distca.plan.receive_buffer import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
-from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
-from megatron_patches.block import block_spec, disaggregate_block, refuse_other_schedule
-from megatron_patches.full_recompute import recompute_layers
-from megatron_patches.groups import server_pool_group
-from megatron_patches.layer import SplitTransformerLayer
-from megatron_patches.layer_kinds import LayerKinds
-from megatron_patches.model_options import MEGATRONS, ModelOptions
-from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.layers.block import block_spec, disaggregate_block, refuse_other_schedule
+from megatron_patches.layers.full_recompute import recompute_layers
+from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.layers.packed_attention import PackedAttention
+from megatron_patches.layers.rotations import LayerRotary
+from megatron_patches.layers.self_check import check_layers
+from megatron_patches.model.layer_kinds import LayerKinds
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
 from megatron_patches.patches.gpt_forward import (
     check_attached,
@@ -53,15 +53,13 @@ from megatron_patches.patches.gpt_forward import (
     transform_logits,
 )
 from megatron_patches.patches.position_rotary import use_position_rotary
-from megatron_patches.per_document import gather_documents
-from megatron_patches.pipeline_schedule import run_ticks
-from megatron_patches.plan_options import Level, attention_shape, plan_options
-from megatron_patches.readiness import known_ids, made_ready, note_trained
-from megatron_patches.rotations import LayerRotary
-from megatron_patches.self_check import check_layers
-from megatron_patches.step import Step, make_step
-from megatron_patches.step_documents import StepDocuments, check_room, listed
-from megatron_patches.steps_ahead import AgreedSteps
+from megatron_patches.ranks.groups import server_pool_group
+from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+from megatron_patches.steps.per_document import gather_documents
+from megatron_patches.steps.plan_options import Level, attention_shape, plan_options
+from megatron_patches.steps.step import Step, make_step
+from megatron_patches.steps.step_documents import StepDocuments, check_room, listed
+from megatron_patches.steps.steps_ahead import AgreedSteps
 from megatron_patches.support.arguments import (
     Backward,
     Recompute,
@@ -80,7 +78,9 @@ from megatron_patches.support.process_groups import check_groups
 from megatron_patches.support.same_on_ranks import check_same_on_ranks
 from megatron_patches.support.trained_weights import check_weights_before
 from megatron_patches.te.choice import Linears, refuse_te_spec, use_te
-from megatron_patches.training_step import (
+from megatron_patches.training.pipeline_schedule import run_ticks
+from megatron_patches.training.readiness import known_ids, made_ready, note_trained
+from megatron_patches.training.training_step import (
     ForwardStep,
     log_probabilities_step,
     run_schedule,

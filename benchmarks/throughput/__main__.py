@@ -58,7 +58,7 @@ def _asked(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
 
 
 def _run(settings: Settings) -> list[str]:
-    from megatron_patches.world import join_world, leave_world
+    from megatron_patches.ranks.world import join_world, leave_world
 
     world = join_world()
     setup_logging(world.rank)

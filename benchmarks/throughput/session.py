@@ -27,7 +27,7 @@ from distca.attention.self_check import check
 from distca.cluster.verdict import first_objection
 from distca.errors import ConfigError
 from distca.versions import header
-from megatron_patches.world import World
+from megatron_patches.ranks.world import World
 
 logger = logging.getLogger("distca.benchmarks")
 

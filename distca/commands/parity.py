@@ -60,7 +60,7 @@ def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
         from megatron_patches.patches.cpu import use_cpu
 
         use_cpu()
-    from megatron_patches.parity import suite
+    from distca.parity import suite
 
     if gpus:
         device = torch.device("cuda", torch.cuda.current_device())

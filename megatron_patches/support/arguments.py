@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
-from megatron_patches.plan_options import Level
+from megatron_patches.steps.plan_options import Level
 from megatron_patches.te.choice import Linears
 
 Backward = Literal["auto", "keep", "resend"]

@@ -44,11 +44,11 @@ def _counted(cases, layers, qk_norm, variant):
 
     use_cpu()
     from distca import CAD
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model import build_gpt, transformer_config
-    from megatron_patches.model_variant import model_options
+    from megatron_patches.model.gpt import build_gpt, transformer_config
+    from megatron_patches.model.model_variant import model_options
     from megatron_patches.patches.norms import RMSNorm
-    from megatron_patches.training_step import summed_loss_step
+    from megatron_patches.ranks.groups import initialize_model_parallel
+    from megatron_patches.training.training_step import summed_loss_step
 
     RMSNorm.forward = lambda self, x: LeanNorm.apply(x, self.weight)
     initialize_model_parallel(1, 1, 1)

@@ -24,7 +24,7 @@ from distca.train.run.builder import Trainer
 from distca.train.run.memory import GIB, predict_memory
 
 if TYPE_CHECKING:
-    from megatron_patches.step import Step
+    from megatron_patches.steps.step import Step
 
 logger = logging.getLogger(__name__)
 

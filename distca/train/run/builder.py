@@ -24,13 +24,13 @@ from distca.train.run.memory_fit import (
     resolve,
 )
 from distca.words import count, format_bytes
-from megatron_patches.world import World
+from megatron_patches.ranks.world import World
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
     from megatron_patches.api import CAD
-    from megatron_patches.optimizer import OptimizerAndSchedule
+    from megatron_patches.training.optimizer import OptimizerAndSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,9 @@ def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
 
 def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.optimizer import build_optimizer
+    from megatron_patches.ranks.groups import initialize_model_parallel
     from megatron_patches.te.choice import check_moments
+    from megatron_patches.training.optimizer import build_optimizer
 
     parallel, moments = config.parallel, getattr(torch, config.train.moments)
     check_moments(moments, world.device)
@@ -117,10 +117,10 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
 def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype) -> tuple[CAD, DistributedDataParallel]:
     from distca import CAD
-    from megatron_patches.groups import pipeline_seed
-    from megatron_patches.model import build_gpt, transformer_config
-    from megatron_patches.model_variant import model_options
+    from megatron_patches.model.gpt import build_gpt, transformer_config
+    from megatron_patches.model.model_variant import model_options
     from megatron_patches.patches.stage_timers import StageTimers
+    from megatron_patches.ranks.groups import pipeline_seed
 
     parallel, on_gpu, settings = config.parallel, world.device.type == "cuda", config.cad
     torch.manual_seed(config.train.seed + pipeline_seed())

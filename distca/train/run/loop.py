@@ -36,7 +36,7 @@ from distca.train.run.stopping import Decision, Stopping
 from distca.words import count
 
 if TYPE_CHECKING:
-    from megatron_patches.step import Step
+    from megatron_patches.steps.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class _Loop:
 
     def _run(self, step: Step, forward_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of losses, target tokens) of a global batch."""
-        from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+        from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
         trainer = self._trainer
         reports = trainer.cad.forward_backward(step, summed_loss_step, trainer.model, forward_only=forward_only)

@@ -66,7 +66,7 @@ def _live(stages: int, layers: int, cases: list[dict[str, str]]) -> list[dict[st
 def _measure(config: RunConfig) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_patches import pipeline_schedule
+    from megatron_patches.training import pipeline_schedule
 
     run = StepByStep(config)
     step = run.step()
