@@ -259,13 +259,15 @@ class _Loop:
         as the plan counts one layer and the clock all of them."""
         recorder = self._recorder
         before, after, measured = (
-            seconds / seconds.mean() if seconds.sum() > 0 else None
-            for seconds in (recorder.before, recorder.after, recorder.measured)
+            seconds / seconds.sum(axis=0).mean() if seconds.sum() > 0 else None
+            for seconds in (recorder.before, recorder.after, recorder.measured[None])
         )
         if before is not None and after is not None and measured is not None:
             planned = after if self._config.cad.enabled else None
             axis = "rank, the slowest of each step first"
-            plot_balance(self._folder.balance_plot, before, planned, measured, unit="1 = mean", axis=axis)
+            parts = recorder.parts if len(recorder.phases.kinds) > 1 else ()
+            look: dict[str, Any] = {"unit": "1 = mean", "axis": axis, "parts": parts}
+            plot_balance(self._folder.balance_plot, before, planned, measured[0], **look)
             self._drawn.append(self._folder.balance_plot)
         phases, stages = recorder.phases, self._trainer.cad.options.stages
         if phases.steps:
