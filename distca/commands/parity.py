@@ -59,7 +59,7 @@ def parity(output: str | None = None, max_ranks: int = 4, kinds: bool = False) -
         for world in worlds:
             rows += run_ranks(world.ranks, _run, world, bool(gpus), kinds, timeout=_LONGEST_S, gpus=bool(gpus))[0]
             if output is not None:
-                _write(Path(output), rows, kinds, hardware)
+                _write(Path(output), rows, hardware)
             progress.advance(task)
     _show(rows)
     if not _agree(rows):
@@ -152,8 +152,8 @@ def _layout(row: Mapping[str, Any]) -> tuple[str, int, int, int]:
     return row["suite"], row["ranks"], row["tp"], row["pp"]
 
 
-def _write(path: Path, rows: list[dict[str, Any]], kinds: bool, hardware: str) -> None:
-    from distca.versions import versions, write_report
+def _write(path: Path, rows: list[dict[str, Any]], hardware: str) -> None:
+    from distca.versions import command_line, versions, write_report
 
-    command = "distca parity" + " --kinds true" * kinds + f" --output {path}"
-    write_report(path, {"command": command, "hardware": hardware, "versions": versions(), "cases": rows})
+    report = {"command": command_line("distca"), "hardware": hardware, "versions": versions(), "cases": rows}
+    write_report(path, report)
