@@ -40,7 +40,7 @@ from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroB
 from megatron_patches.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.full_recompute import recompute_layers
 from megatron_patches.groups import server_pool_group
-from megatron_patches.layer import SplitTransformerLayer
+from megatron_patches.layer import SplitTransformerLayer, keep_outputs_of
 from megatron_patches.layer_kinds import LayerKinds
 from megatron_patches.model_options import MEGATRONS, ModelOptions
 from megatron_patches.packed_attention import PackedAttention
@@ -68,6 +68,7 @@ from megatron_patches.support.arguments import (
     check_arguments,
     check_fp8_weights,
     check_gradients,
+    check_keep_outputs,
     check_level,
     check_offload,
 )
@@ -116,6 +117,8 @@ class CAD:
         nvshmem_buffer_gb: GiB of symmetric memory per rank; 0 takes what plans for ``tokens_per_rank`` need.
         recompute: "none": what the configuration says, which may be ``recompute_modules=["mlp"]``. "all": everything
             but core attention; where that is at home, every layer as a whole, as Megatron's full recomputation does.
+        keep_outputs: keep for backward what norms and SwiGLU put out, instead of computing it again: more memory and
+            less time, with recompute "none" and without recomputed modules.
         offload: keep in host memory what backward needs of every layer; with recompute "all" and resend, which "auto"
             takes then, and without pipeline stages.
         linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16. They alone
@@ -156,6 +159,7 @@ class CAD:
         deterministic: bool = False,
         nvshmem_buffer_gb: float = 0.0,
         recompute: Recompute = "none",
+        keep_outputs: bool = False,
         offload: bool = False,
         linears: Linears = "auto",
         model_options: ModelOptions = MEGATRONS,
@@ -191,6 +195,7 @@ class CAD:
             },
         )
         self.config, self._disaggregate, self._recompute_all = config, disaggregate, recompute == "all"
+        self._keep_outputs = keep_outputs
         self._model_options, self._own_layers = model_options, disaggregate or model_options.own_layers
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage, self._rank = (
@@ -206,6 +211,8 @@ class CAD:
         if backward != "auto":
             how = backward
         check_level(level, disaggregate, self._stages, ping_pong)
+        if keep_outputs:
+            check_keep_outputs(recompute, config)
         if offload:
             check_offload(disaggregate, recompute, how, self._stages)
         self._te = use_te(linears, config, self.device)
@@ -306,6 +313,8 @@ class CAD:
         transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
+        # In segments that are recomputed as a whole, what is put out is needed right away.
+        keep_outputs_of(model, self._keep_outputs or self._recompute_all)
         if self._disaggregate:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
         elif self._recompute_all:

@@ -15,6 +15,7 @@ from distca.ops.discard_output import forget_until_backward
 from distca.ops.rotary import Rotation, split_and_rotate
 from megatron_patches.batch_context import PackedMicroBatch
 from megatron_patches.model_options import MEGATRONS, ModelOptions
+from megatron_patches.patches.fused_ops import SwigluMLP
 from megatron_patches.patches.norms import norm_class
 from megatron_patches.rotations import RowRotations
 from megatron_patches.te.quantization import keeps_inputs
@@ -23,8 +24,11 @@ from megatron_patches.te.quantization import keeps_inputs
 class SplitTransformerLayer(TransformerLayer):
     """megatron's layer in two parts, before and after core attention, with what :class:`ModelOptions` add to it.
 
-    With core attention at home :meth:`forward` is ``post(core_attention(pre(x)), x)``.
+    With core attention at home :meth:`forward` is ``post(core_attention(pre(x)), x)``. Unless it ``keeps_outputs``,
+    what norms put out is computed again in backward.
     """
+
+    keeps_outputs = False
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
@@ -89,7 +93,7 @@ class SplitTransformerLayer(TransformerLayer):
         return self._mlp_and_residual(added, added, self.pre_mlp_layernorm)
 
     def _mlp_and_residual(self, hidden: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
-        """megatron's ``_forward_mlp``, but the norm's output is not kept for backward."""
+        """megatron's ``_forward_mlp``, but the norm's output is kept for backward only where outputs are."""
         normed = norm(hidden)
         if self.recompute_mlp:
             # The bias is a parameter, which a checkpointed function must not return.
@@ -101,9 +105,8 @@ class SplitTransformerLayer(TransformerLayer):
             self._forget_norm(norm, hidden, normed, transformed[0])
         return self._add(transformed, residual, self.mlp_bda, self.post_mlp_layernorm)
 
-    @staticmethod
-    def _forget_norm(norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        if normed is not hidden:  # or there is no norm
+    def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
+        if normed is not hidden and not self.keeps_outputs:  # or there is no norm
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 
     def _add(
@@ -138,3 +141,13 @@ class SplitTransformerLayer(TransformerLayer):
         q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))
         o = self.self_attention.core_attention(q, k, v, attention_mask)
         return self.post(o, hidden_states), None
+
+
+def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
+    """Let layers keep the outputs of their norms for backward, and MLPs that of SwiGLU, or neither; MLPs that are
+    recomputed need theirs right away and keep it in any case."""
+    for module in model.modules():
+        if isinstance(module, SplitTransformerLayer):
+            module.keeps_outputs = keep
+        elif isinstance(module, SwigluMLP):
+            module.keeps_output = keep or module.config.recompute_granularity is not None

@@ -74,6 +74,25 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
         )
 
 
+def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
+    """Refuse to keep outputs of what is computed again anyway, or of which FP8 copies are kept.
+
+    Args:
+        recompute: of :class:`megatron_patches.api.CAD`.
+        config: the model's.
+
+    Raises:
+        SupportError: so it is.
+    """
+    found = {"recompute": (recompute, "none"), "recompute_granularity": (config.recompute_granularity, None)}
+    found["fp8"] = config.fp8, None
+    for name, (value, needed) in found.items():
+        if value != needed:
+            raise SupportError(
+                f"keep_outputs is True, but {name} is {value!r}: set it to {needed!r}, or keep_outputs to False."
+            )
+
+
 def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool) -> None:
     """Refuse to level time where no stage is ever idle, or where an idle one could only wait.
 
