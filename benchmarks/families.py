@@ -156,13 +156,13 @@ def _ours(folder: Path) -> Trained:
     from distca.models.tensors import TensorFiles
     from distca.train.config.initial import model_config
     from megatron_patches.api import CAD
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model import build_gpt, transformer_config
-    from megatron_patches.model_variant import model_options
-    from megatron_patches.optimizer import build_optimizer
-    from megatron_patches.step_documents import StepDocuments
-    from megatron_patches.training_step import sum_over_ranks, summed_loss_step
-    from megatron_patches.weights import load_weights, slots
+    from megatron_patches.hugging_face.weights import load_weights, slots
+    from megatron_patches.model.gpt import build_gpt, transformer_config
+    from megatron_patches.model.model_variant import model_options
+    from megatron_patches.ranks.groups import initialize_model_parallel
+    from megatron_patches.steps.step_documents import StepDocuments
+    from megatron_patches.training.optimizer import build_optimizer
+    from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
     initialize_model_parallel(1, 1, 1)
     described = describe_folder(folder)

@@ -123,7 +123,7 @@ def _all_ours(folders: list[Path]) -> list[_Ours]:
 
 def _ours(folder: Path) -> _Ours:
     from distca.models.description import describe_folder
-    from megatron_patches.parity.folder_logits import folder_logits
+    from distca.parity.folder_logits import folder_logits
 
     try:
         if not any(folder.glob("*.safetensors")):  # transformers could not make any

@@ -139,7 +139,7 @@ class AttentionCall:
         rows, route = self._server, self._routes.forward
         assert rows is not None
         regions = task_regions(rows.kv, self._kv_of_before(), route)
-        with self._pool.timeline.serve(*self._where, "forward"):
+        with self._pool.timeline.serve(*self._where, "forward", route.kinds):
             rows.o, rows.lse = serve_forward(self._pool.kernel, route, rows.q, regions)
         self._kept.served(rows)
 
@@ -192,7 +192,7 @@ class AttentionCall:
         self._server = None
         regions = task_regions(rows.kv, self._kv_of_before(), route)
         assert rows.o is not None and rows.lse is not None
-        with self._pool.timeline.serve(*self._where, "backward"):
+        with self._pool.timeline.serve(*self._where, "backward", route.kinds):
             dq, dkv = serve_backward(self._pool.kernel, route, do, rows.q, regions, rows.o, rows.lse)
         if self._before is not None:
             self._before._later, self._before = sums_of_before(dkv, route), None

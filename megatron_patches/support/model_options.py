@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
-from megatron_patches.model_options import MEGATRONS, ModelOptions, Norms, QueryKeyNorm, Rotary
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions, Norms, QueryKeyNorm, Rotary
 
 _CHOICES = {"norms": Norms, "query_key_norm": QueryKeyNorm}
 _ABOVE_ZERO = ("embedding_scale", "residual_multiplier", "logit_multiplier")

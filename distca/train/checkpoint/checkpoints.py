@@ -19,7 +19,7 @@ from distca.train.run.run_folder import Checkpoint, RunFolder
 
 if TYPE_CHECKING:
     from distca.train.run.builder import Trainer
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ def _without_gpu(folder: Path, code: str) -> str:
 def test_it_is_hidden_from_megatron_without_a_gpu(tmp_path: Path) -> None:
     _install(tmp_path, "2.11.0", torch_part=True)
     code = (
-        "import sys, importlib.util, megatron_patches.world as w; w._use_cpu()\n"
+        "import sys, importlib.util, megatron_patches.ranks.world as w; w._use_cpu()\n"
         "from megatron.core.extensions.transformer_engine import HAVE_TE\n"
         "found = importlib.util.find_spec('transformer_engine')\n"
         "print(HAVE_TE, 'transformer_engine' in sys.modules, found is not None)"

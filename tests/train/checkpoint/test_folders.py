@@ -194,11 +194,11 @@ def _loads(folder: Path, imported: Path) -> bool:
     from distca.models.description import describe_folder
     from distca.models.tensors import TensorFiles
     from distca.train.config.initial import model_config
-    from megatron_patches.block import block_spec
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model import build_gpt, transformer_config
+    from megatron_patches.hugging_face.weights import load_weights
+    from megatron_patches.layers.block import block_spec
+    from megatron_patches.model.gpt import build_gpt, transformer_config
     from megatron_patches.patches.cpu import use_cpu
-    from megatron_patches.weights import load_weights
+    from megatron_patches.ranks.groups import initialize_model_parallel
 
     use_cpu()
     initialize_model_parallel(2, 2, 1)

@@ -1,0 +1,105 @@
+"""The network between ranks: which share a node, and from whom servers get the rows that they read.
+
+Rows come from home, or, of keys and values, in two hops: across the network once per node and on inside it.
+
+Readers of a home shard need its first rows, up to their tasks' ends. So the reader of a node that needs most of them,
+its *gateway*, gets all that the others there need into its own buffer, and they get them from there. Among readers that
+need as many it is the one with the home rank's number inside the node, or the next behind it. That spreads the relays
+over readers as homes are spread, and rows keep to links between ranks of one number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.layout import Shards, overlaps
+from distca.plan.sorting import order_by
+from distca.plan.tasks import Tasks
+
+
+@dataclass(frozen=True)
+class Links:
+    """Price of a byte between two ranks, relative to one that stays inside a node.
+
+    Attributes:
+        ranks_per_node: consecutive ranks that share NVLink; 0 when all ranks do.
+        network_price: price of a byte between nodes (default: 360 GB/s NVLink over 50 GB/s network per H200).
+    """
+
+    ranks_per_node: int = 0
+    network_price: float = 7.0
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 0 or self.network_price < 1:
+            raise PlanError(
+                f"ranks_per_node is {self.ranks_per_node} and must be 0 or more; "
+                f"network_price is {self.network_price} and must be at least 1."
+            )
+
+    def nodes(self, ranks: int) -> np.ndarray:
+        """[R] node of every rank."""
+        return np.arange(ranks) // (self.ranks_per_node or ranks)
+
+    def may_relay(self, ranks: int) -> bool:
+        """Whether rows may take two hops: there are several nodes, of several ranks."""
+        return 1 < self.ranks_per_node < ranks
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Pieces of home shards that servers read. Array legend: N pieces; all arrays are int64.
+
+    Attributes:
+        task: [N] index of the task that reads them.
+        shard: [N] number of the home shard.
+        home: [N] rank that the rows live on.
+        server: [N] rank that reads them, may be the same.
+        rows: [N] how many.
+        straight: [N] bool whether they come from home in any case; None where gateways may hand on all.
+    """
+
+    task: np.ndarray
+    shard: np.ndarray
+    home: np.ndarray
+    server: np.ndarray
+    rows: np.ndarray
+    straight: np.ndarray | None = None
+
+    @staticmethod
+    def of(tasks: Tasks, begin: np.ndarray, shards: Shards) -> Reads:
+        """What is read from [T] ``begin`` to the stops of ``tasks``."""
+        task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
+        return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
+
+    def in_hops(self, links: Links | None, ranks: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
+        """Indices of the pieces that come from home; of those that gateways hand on; and, for each of these, of the
+        piece that its gateway has.
+
+        Args:
+            links: which ranks share a node, to each of which rows travel once; None for all. Then pieces that are not
+                ``straight`` are the first rows of their shards, and no two have both shard and server in common.
+            ranks: R.
+        """
+        none = np.zeros(0, np.int64)
+        if links is None or not links.may_relay(ranks):
+            return slice(None), none, none
+        node = self.server // links.ranks_per_node
+        far = np.flatnonzero(self.home // links.ranks_per_node != node)
+        if self.straight is not None:
+            far = far[~self.straight[far]]
+        if not len(far):
+            return slice(None), none, none
+        rows, group = self.rows[far], self.shard[far] * (ranks // links.ranks_per_node + 1) + node[far]
+        turn = (self.server[far] - self.home[far]) % links.ranks_per_node
+        order = order_by(group, rows.max() - rows, turn)
+        far, group = far[order], group[order]
+        first = np.append(True, group[1:] != group[:-1])
+        heads = np.flatnonzero(first)
+        gateway = np.repeat(far[heads], np.diff(np.append(heads, len(far))) - 1)
+        handed_on = far[np.flatnonzero(~first)]
+        from_home = np.ones(len(self.home), bool)
+        from_home[handed_on] = False
+        return np.flatnonzero(from_home), handed_on, gateway

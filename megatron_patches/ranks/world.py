@@ -1,0 +1,62 @@
+"""This process's place among the ranks: device, torch.distributed, megatron's groups."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from distca.cluster.environment import check_gpus_usable, gpu_of, launched
+from distca.cluster.parent import end_with_torchrun
+from distca.cluster.world import World, initialize
+from distca.device.host_memory import keep_freed_memory
+from distca.errors import LaunchError
+from distca.transport.collective import nccl_goes_first
+
+__all__ = ["World", "join_world", "leave_world"]
+
+
+def join_world() -> World:
+    """Initialise torch.distributed from the launcher's variables: NCCL on GPUs, gloo without.
+
+    Without a launcher (``python pretrain_llama.py``) this process is a world of one rank. Ranks of torchrun are told to
+    end when it is killed.
+
+    Raises:
+        LaunchError: torch.distributed is initialised already, the launcher's variables cannot be meant so, or GPUs are
+            meant that torch cannot use.
+    """
+    if dist.is_initialized():
+        raise LaunchError(
+            "torch.distributed is initialised already.",
+            "call distca.join_world() in place of torch.distributed.init_process_group.",
+        )
+    end_with_torchrun()
+    told = launched()
+    check_gpus_usable(torch.cuda.is_available(), torch.__version__)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", gpu_of(told.local_rank, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+        nccl_goes_first()
+        initialize(told, "cpu:gloo,cuda:nccl", device)
+    else:
+        device = torch.device("cpu")
+        _use_cpu()
+        keep_freed_memory()
+        initialize(told, "gloo")
+    return World(told.rank, told.size, device)
+
+
+def leave_world() -> None:
+    """Undo :func:`join_world`."""
+    dist.destroy_process_group()
+
+
+def _use_cpu() -> None:
+    with warnings.catch_warnings():
+        # megatron-core warns at import, once per module, that CUDA libraries are missing; on CPUs they are.
+        warnings.simplefilter("ignore")
+        from megatron_patches.patches.cpu import use_cpu
+
+        use_cpu()

@@ -1,0 +1,51 @@
+"""Which head dimensions are taken, and that all who ask are told the same."""
+
+import pytest
+import torch
+
+from distca.attention import AttentionSpec, select
+from distca.commands.options import check_head_dim
+from distca.errors import OptionError
+from distca.sizes.head_dims import unserved, unserved_by
+from distca.train.config.schema import ModelConfig
+from distca.train.config.validate import _heads
+
+RIGHT = (24, 32, 56, 64, 88, 96, 120, *range(128, 257, 8))
+
+
+def test_flash_attn_4_is_taken_where_it_was_proved_only() -> None:
+    """Its backward is off by 100 % for 16, 40, 48, 72, 80, 104 and 112, and others were never run."""
+    assert tuple(dim for dim in range(1, 513) if unserved_by("flash4", dim) is None) == RIGHT
+
+
+def test_torchs_kernel_and_the_reference() -> None:
+    assert [dim for dim in range(1, 513) if unserved_by("torch", dim) is None] == list(range(8, 257, 8))
+    assert all(unserved_by("reference", dim) is None for dim in (2, 10, 300))
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 65])
+def test_commands_and_settings_refuse_the_same(head_dim) -> None:
+    assert unserved(head_dim) == f"{head_dim}, but rotary positions need an even one"
+    with pytest.raises(OptionError, match=f"--head_dim is {unserved(head_dim)}"):
+        check_head_dim(head_dim)
+    problems = _heads(ModelConfig(head_dim=head_dim))
+    assert problems == [
+        f"The head dimension is {unserved(head_dim)}; change model.head_dim, or model.hidden or model.heads."
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [8, 10, 40, 128])
+def test_commands_and_settings_take_the_same(head_dim) -> None:
+    check_head_dim(head_dim)
+    assert unserved(head_dim) is None and _heads(ModelConfig(head_dim=head_dim)) == []
+
+
+def test_a_kernel_is_not_chosen_for_a_dimension_it_is_wrong_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_installed", lambda module: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def reason(head_dim):
+        return select.why_not("flash4", AttentionSpec(8, 2, head_dim, torch.bfloat16, torch.device("cuda")))
+
+    assert reason(128) is None and reason(256) is None
+    assert str(reason(48)).startswith("its backward was not proved for head dimension 48, only for 24, 32, 56")
