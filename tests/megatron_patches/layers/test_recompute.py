@@ -114,7 +114,7 @@ def _frozen_embedding():
 def _kept_outputs():
     """By way of keeping outputs: reports, gradients of one step, and how many outputs were forgotten in its forward."""
     small_cases.on_cpu()
-    from distca.parity.harness import ParityCase
+    from distca.parity.cases import ParityCase
 
     from megatron_patches import layer
     from megatron_patches.layers.layer import keep_outputs_of
