@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.baselines import BaselineError, CpGroups, Mode
-from benchmarks.throughput.batches import Batches, draw_batches, lengths_of
+from benchmarks.throughput.batches import Batches, check_fits, draw_batches, lengths_of
 from benchmarks.throughput.ceiling import Ceiling, measure_ceiling
 from benchmarks.throughput.cut_short import Figures
-from benchmarks.throughput.inputs import check_fits
 from benchmarks.throughput.links import measure_links
-from benchmarks.throughput.measure import RankRecord, measure_mode
+from benchmarks.throughput.merged import read_first_start
+from benchmarks.throughput.record import RankRecord
 from benchmarks.throughput.report import compare, figures, write
 from benchmarks.throughput.settings import Cell, Settings, kinds_of
 from benchmarks.throughput.sweep import plot
 from benchmarks.throughput.table import links
 from distca.attention import AttentionSpec, KernelError, choose_kernel
 from distca.attention.self_check import check
+from distca.baselines import BaselineError, Mode
 from distca.cluster.verdict import first_objection
+from distca.cluster.world import World
 from distca.errors import ConfigError
 from distca.versions import header
-from megatron_patches.ranks.world import World
+
+if TYPE_CHECKING:
+    from benchmarks.baselines import CpGroups
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -82,21 +86,26 @@ class Session:
             "fp8": config.train.fp8,
             "cells": {},
         }
+        self._first_start = read_first_start(settings, self._report, world.rank) if settings.peer else None
+        if self._first_start:
+            self._report = self._first_start
 
     def run(self, measured: Measured | None = None) -> list[str]:
         """Every workload; returns which modes' losses are apart from the others.
 
         Args:
-            measured: what :meth:`measure_machine` of a session on these ranks with the same linear layers gave; None
+            measured: what :meth:`machine` of a session on these ranks with the same linear layers gave; None
                 measures anew.
         """
         for why in self._settings.left_out.values():
             logger.info("Left out: %s", why)
-        measured = measured or self.measure_machine()
+        measured = self.machine(measured)
         self._report |= measured.report
         ceilings = measured.held, measured.burst
         for cell, mode in self._order():
             self._run_mode(cell, mode, *ceilings)
+        for cell in self._settings.cells if self._settings.pairs else ():
+            self._run_pairs(cell, *ceilings)
         if self._world.rank == 0 and not self.nothing_ran:
             plot([self._report], self._settings.output / "plot.png")
             logger.info("Wrote benchmark.json, table.md and plot.png into %s", self._settings.output)
@@ -173,8 +182,28 @@ class Session:
         if self._world.rank == 0:
             write(settings.output, self._report)
 
-    def _measure(self, cell: Cell, mode: Mode, batches: Batches, ceiling: Ceiling, burst: Ceiling) -> Figures:
-        """The figures of a complete mode; what there is of them before is only written."""
+    def _run_pairs(self, cell: Cell, ceiling: Ceiling, burst: Ceiling) -> None:
+        """The best baseline and DistCA anew, in turn: a slow drift of the machine's clocks meets both alike."""
+        result = self._report["cells"].get(cell.name, {})
+        best = result.get("compared", {}).get("ideal_baseline")
+        modes = {mode.name: mode for mode in self._settings.modes}
+        if best is None:
+            return
+        batches, ratios = self._batches(cell), []
+        for number in range(self._settings.pairs):
+            theirs, ours = (
+                self._measure(cell, modes[each], batches, ceiling, burst, False) for each in (best, "distca")
+            )
+            ratios.append(ours["tokens_per_s"] / theirs["tokens_per_s"])
+            logger.info("distca over %s on %s, pair %d: %.3f", best, cell.name, number + 1, ratios[-1])
+            result["pairs"] = {"baseline": best, "ratios": ratios, "median": statistics.median(ratios)}
+            if self._world.rank == 0:
+                write(self._settings.output, self._report)
+
+    def _measure(
+        self, cell: Cell, mode: Mode, batches: Batches, ceiling: Ceiling, burst: Ceiling, write_partly: bool = True
+    ) -> Figures:
+        """The figures of a complete mode; what there is of them before is only written, or not even that."""
         settings, began = self._settings, time.perf_counter()
         traced = settings.traced if self._world.device.type == "cuda" else 0
         advance = self._progress(f"{cell.name} {mode.name}", settings.warm_up + settings.batches + traced)
@@ -183,24 +212,46 @@ class Session:
             return figures(records, batches, settings, ceiling, burst) | {"took_s": time.perf_counter() - began}
 
         def keep(records: list[RankRecord]) -> None:
-            if self._world.rank == 0:
+            if write_partly and self._world.rank == 0:
                 write(settings.output, self._report_with(cell, mode, figures_of(records)))
 
-        return figures_of(
-            measure_mode(mode, settings, cell, self._world, batches, self._cp_groups, ceiling.work, advance, keep)
-        )
+        return figures_of(self._records(mode, cell, batches, ceiling, advance, keep))
+
+    def _records(
+        self,
+        mode: Mode,
+        cell: Cell,
+        batches: Batches,
+        ceiling: Ceiling,
+        advance: Callable[[dict[str, Any]], None],
+        keep: Callable[[list[RankRecord]], None],
+    ) -> list[RankRecord]:
+        """What every rank noted of a mode. Each kind of start imports its own Megatron-Core, changed or as it is."""
+        settings, world = self._settings, self._world
+        if mode.peer:
+            from benchmarks.peers.measure import measure_peer
+
+            return measure_peer(mode, settings, cell, world, batches, ceiling.work, advance)
+        from benchmarks.throughput.measure import measure_mode
+
+        return measure_mode(mode, settings, cell, world, batches, self._cp_groups, ceiling.work, advance, keep)
 
     def _report_with(self, cell: Cell, mode: Mode, made: Figures) -> dict[str, Any]:
         """The report with a mode's figures, complete or so far, beside those of the modes before it."""
         result = self._report["cells"][cell.name]
         ran = result["modes"] | {mode.name: made}
-        modes = {each.name: ran[each.name] for each in self._settings.modes if each.name in ran}
+        own = [each.name for each in self._settings.modes]
+        modes = {
+            name: ran[name] for name in dict.fromkeys([*(result["modes"] if mode.peer else ()), *own]) if name in ran
+        }
         cells = self._report["cells"] | {cell.name: result | {"modes": modes, "compared": compare(modes)}}
         return self._report | {"cells": cells}
 
     def _cp_groups(self) -> CpGroups:
         """The context-parallel groups; megatron's data-parallel group is there once a model was built."""
         from megatron.core import parallel_state
+
+        from benchmarks.baselines import CpGroups
 
         if self._groups is None:
             self._groups = CpGroups(parallel_state.get_data_parallel_group())
@@ -218,6 +269,22 @@ class Session:
     def report(self) -> dict[str, Any]:
         """What benchmark.json holds."""
         return self._report
+
+    def machine(self, measured: Measured | None = None) -> Measured:
+        """What the machine can do: ``measured`` where it is known, what the first start measured, or measured now;
+        every rank calls it together."""
+        return measured or self._measured_before() or self.measure_machine()
+
+    def _measured_before(self) -> Measured | None:
+        """By the first start, so that all modes have the same ceiling."""
+        if self._first_start is None:
+            return None
+        config, shape = self._settings.config, self._shape
+        held, burst = (
+            Ceiling.of_report(self._report[name], config.model.layers, config.parallel.tp, shape.heads * shape.head_dim)
+            for name in ("ceiling", "burst_ceiling")
+        )
+        return Measured(held, burst, {name: self._report[name] for name in ("links", "ceiling", "burst_ceiling")})
 
     def measure_machine(self) -> Measured:
         """Links between ranks, and what their kernels can do; every rank calls it together."""

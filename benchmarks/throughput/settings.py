@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
+from benchmarks.peers.served import check_served
 from benchmarks.throughput.unused import CONTEXT
 from distca.baselines.dealing import check_holds, ranks_of_document
 from distca.baselines.errors import BaselineError
@@ -72,6 +73,7 @@ class Settings:
         link_channels: NCCL channels that every link is limited to; None for no limit.
         socket_nodes: every rank plays a node of its own, and all that travels goes by NCCL over sockets.
         short_warm_up: batches of the warm-up are their first micro-batch only.
+        pairs: how often the best baseline and DistCA run once more, one after the other.
         seed: of the documents.
         config: model, parallelism, precision, recomputation, tokens per rank, micro-batches.
     """
@@ -88,6 +90,12 @@ class Settings:
     config: RunConfig
     socket_nodes: bool = False
     short_warm_up: bool = False
+    pairs: int = 0
+
+    @property
+    def peer(self) -> bool:
+        """Whether this start is a peer's, which adds its mode to the file of the others."""
+        return self.modes[0].peer
 
     @property
     def slow_links(self) -> bool:
@@ -104,8 +112,8 @@ def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
     """
     own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     arguments = _parser().parse_args(own)
-    if min(arguments.batches, *arguments.contexts) < 1 or min(arguments.warm_up, arguments.traced) < 0:
-        raise ConfigError("--batches and --contexts are at least 1, --warm-up and --traced at least 0.")
+    if min(arguments.batches, *arguments.contexts) < 1 or min(arguments.warm_up, arguments.traced, arguments.pairs) < 0:
+        raise ConfigError("--batches and --contexts are at least 1, --warm-up, --traced and --pairs at least 0.")
     channels = arguments.link_channels
     if channels is not None and (channels < 1 or channels & (channels - 1)):
         raise ConfigError(
@@ -142,6 +150,7 @@ def parse(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
         replace(config, optimizer=optimizer, train=replace(config.train, steps=steps)),
         arguments.socket_nodes,
         arguments.short_warm_up,
+        arguments.pairs,
     )
 
 
@@ -155,6 +164,7 @@ def _modes(
         modes = tuple(parse_mode(name) for name in arguments.modes)
         for mode in modes:
             mode.check(ranks, kv_heads, kinds)
+        _check_peers(modes, config)
         return modes, {}
     runnable, left_out = [], {}
     for mode in every_mode(ranks, any(kind.window for kind in kinds)):
@@ -167,10 +177,22 @@ def _modes(
     return tuple(runnable), left_out
 
 
+def _check_peers(modes: tuple[Mode, ...], config: RunConfig) -> None:
+    """Refuse modes of unmodified Megatron-Core beside others, and what they are not built for."""
+    peers = [mode for mode in modes if mode.peer]
+    if not peers:
+        return
+    check_served(config)
+    if len(modes) > 1:
+        raise ConfigError(
+            f"{peers[0].name} runs on Megatron-Core as it is, which other modes change in their process: start each "
+            "such mode by itself, behind the others, with the same --output; it adds its figures to benchmark.json."
+        )
+
+
 def kinds_of(config: RunConfig) -> tuple[AttentionKind, ...]:
     """The kinds of the model's layers, each once, in the order of its layers."""
-    scale, sinks = config.attention_shape.head_dim**-0.5, config.model.sinks
-    return tuple(AttentionKind(scale, window, sink=sinks) for window in dict.fromkeys(config.model.windows))
+    return tuple(dict.fromkeys(config.model.attention_kinds))
 
 
 def _check_some_run(modes: tuple[Mode, ...], cells: tuple[Cell, ...], ranks: int, room: int) -> None:
@@ -208,6 +230,9 @@ def _parser() -> argparse.ArgumentParser:
         "--socket-nodes",
         action="store_true",
         help="every rank of this machine plays a node: NCCL reaches the others over sockets only",
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="run the best baseline and DistCA so often once more, one after the other"
     )
     parser.add_argument("--short-warm-up", action="store_true", help="warm up with one micro-batch of each batch")
     return parser

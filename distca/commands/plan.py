@@ -17,7 +17,7 @@ from distca.data.sampler import Sampler
 from distca.data.sources import passed_over
 from distca.errors import OptionError
 from distca.plan import AttentionKind, CostModel, Links, analytic_cost, load_table, plan_micro_batch, training_tolerance
-from distca.plan.cost.of_kind import cost_of_kind
+from distca.plan.cost.analytic import cost_of_kind
 from distca.plan.kinds import numbered, windows_of
 from distca.plan.step_file import read_step
 from distca.words import rename_parameters

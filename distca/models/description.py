@@ -15,13 +15,13 @@ from distca.models.families.common import COMMON, ELSEWHERE
 from distca.models.families.family import Composite, Family
 from distca.models.families.unserved import UNSERVED
 from distca.models.fields import Values, read_fields
-from distca.models.rope import RopeScaling
 from distca.models.rope_fields import Rope, read_rope, split_rope
+from distca.models.shape import LayerType, ModelShape
 from distca.models.stored import has_tensor
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 from distca.models.window_fields import read_window
-from distca.plan.head_dims import unserved
+from distca.sizes.head_dims import unserved
 
 CONFIG = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -29,51 +29,18 @@ _OUTPUT = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDescription:
-    """A dense decoder: LLaMA's layers, or a variant of them.
+class ModelDescription(ModelShape):
+    """What a folder's model is: its shape, with the head's width and the vocabulary given, and what is beside it.
 
     Attributes:
         family: its model_type, such as llama.
-        layers: transformer layers.
-        hidden: width of the residual stream.
-        ffn: width inside the MLP.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: width of a head.
-        vocabulary: rows of the embedding.
-        rope_base: base of the rotary frequencies.
-        rope_scaling: how they are stretched; its original_length is always set.
-        norm_epsilon: epsilon of RMSNorm.
-        tie_embeddings: the output layer's weights are the embedding's.
-        qkv_bias: the projections of q, k and v have a bias.
-        qk_norm: query and key heads are normed before the rotation.
         positions: max_position_embeddings.
-        layer_types: full or window, for each layer, or one for all: what a token attends to, its whole document up to
-            itself, or the last tokens of it.
-        window: tokens that a token attends to in layers of type window, itself included; 0 where there are none.
-        variant: what its layers do differently from LLaMA's.
         dtype: of the weights, as config.json has it; None where it does not say.
         warnings: sentences on what config.json has and is left out.
     """
 
     family: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    rope_base: float
-    rope_scaling: RopeScaling
-    norm_epsilon: float
-    tie_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
     positions: int
-    layer_types: list[str] = field(default_factory=lambda: ["full"])
-    window: int = 0
-    variant: Variant = field(default_factory=Variant)
     dtype: str | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
@@ -243,7 +210,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
 
 
 def _variant(
-    family: Family, said: Mapping[str, Any], rope: Rope, layer_types: list[str], window_base: float
+    family: Family, said: Mapping[str, Any], rope: Rope, layer_types: list[LayerType], window_base: float
 ) -> Variant:
     """What layers do differently from LLaMA's, by what was read of them."""
     variant = family.variant(said)

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from distca.models.rope import RopeScaling
-from distca.models.variant import Variant
-from distca.plan.kinds import windows_of
+from distca.models.shape import ModelShape
 from megatron_patches.model.gpt import transformer_config
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 
@@ -20,32 +18,21 @@ Recompute = Literal["none", "mlp", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityShape:
-    """A small LLaMA with grouped queries."""
+class ParityShape(ModelShape):
+    """A small LLaMA with grouped queries; a case's configuration may say otherwise.
+
+    Attributes:
+        init_std: standard deviation of the weights.
+    """
 
     layers: int = 2
     hidden: int = 32
     ffn: int = 48
     heads: int = 4
     kv_heads: int = 2
-    resolved_head_dim: int = 8
-    rope_base: float = 10000.0
-    norm_epsilon: float = 1e-5
-    init_std: float = 0.1
     vocabulary: int = 64
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    sinks: bool = False
-    layer_types: tuple[str, ...] = ("full",)
-    window: int = 0
-    variant: Variant = field(default_factory=Variant)
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """By layer; a case's configuration may say otherwise."""
-        return windows_of(self.layer_types, self.window, self.layers)
+    rope_base: float = 10000.0
+    init_std: float = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,5 +118,6 @@ def config_of(case: ParityCase, dtype: torch.dtype) -> TransformerConfig:
         sequence_parallel=case.tp > 1,
         recompute_mlp=case.recompute == "mlp",
         cpu_initialization=True,
+        init_std=case.shape.init_std,
     )
     return replace(config, **case.config) if case.config else config

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from distca.models.description import ModelDescription, describe_folder
+from distca.models.description import describe_folder
 from distca.models.tensors import TensorFiles
-from distca.parity.cases import ParityShape
 from megatron_patches.api import CAD
 from megatron_patches.hugging_face.weights import load_weights
 from megatron_patches.model.gpt import build_gpt, transformer_config
@@ -37,17 +36,16 @@ def folder_logits(folder: Path, documents: Sequence[Sequence[int]]) -> list[torc
     described, files = describe_folder(folder), TensorFiles(folder)
     files.check(described)
     initialize_model_parallel(1, 1, 1)
-    shape = _shape(described)
-    config = transformer_config(shape, torch.float32, cpu_initialization=True)
+    config = transformer_config(described, torch.float32, cpu_initialization=True)
     config.perform_initialization = False
     cad = CAD(
         config,
         tokens_per_rank=max(map(len, documents)),
         disaggregate=False,
         kernel="reference",
-        model_options=model_options(shape),
+        model_options=model_options(described),
     )
-    model = cad.attach(build_gpt(shape, described.vocabulary, config, cad.block_spec()))
+    model = cad.attach(build_gpt(described, described.vocabulary, config, cad.block_spec()))
     load_weights(model, described, files)
     ddp = cad.data_parallel(model, distributed_optimizer=False)
     found = []
@@ -56,16 +54,6 @@ def folder_logits(folder: Path, documents: Sequence[Sequence[int]]) -> list[torc
         (rows,) = cad.forward_backward(step, _logits_step, ddp, forward_only=True)
         found.append(rows[: len(document), : described.vocabulary])
     return found
-
-
-def _shape(described: ModelDescription) -> ParityShape:
-    alike = ("layers", "hidden", "ffn", "heads", "kv_heads", "rope_base", "rope_scaling", "norm_epsilon", "vocabulary")
-    more = ("tie_embeddings", "qkv_bias", "qk_norm", "window", "variant")
-    return ParityShape(
-        resolved_head_dim=described.head_dim,
-        layer_types=tuple(described.layer_types),
-        **{name: getattr(described, name) for name in (*alike, *more)},
-    )
 
 
 def _logits_step(batches, model):  # type: ignore[no-untyped-def]

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import cross_entropy
 
 from distca.models.frequencies import dynamic_frequencies, inverse_frequencies
-from distca.models.rope import RopeScaling
+from distca.models.shape import ModelShape
 from distca.testing.reference_attention import packed_attention
 from megatron_patches.model.layer_kinds import kind_of_layer
 from megatron_patches.model.model_options import ModelOptions, Rotary
-
-
-class RotaryShape(Protocol):
-    """The rotary positions that GPTModel is built with."""
-
-    @property
-    def rope_base(self) -> float: ...
-    @property
-    def rope_scaling(self) -> RopeScaling: ...
 
 
 class PlainModel:
@@ -41,7 +31,7 @@ class PlainModel:
         weights: Mapping[str, torch.Tensor],
         config: TransformerConfig,
         options: ModelOptions,
-        shape: RotaryShape,
+        shape: ModelShape,
         rotary_percent: float,
     ) -> None:
         self._weights, self._config, self._options = weights, config, options

@@ -38,7 +38,7 @@ GPU_EDGES: dict[str, tuple[tuple[int, ...], ...]] = {
     "300 documents": (tuple(1 + (7 * n) % 23 for n in range(300)),),
     "ranks without tokens": ((2,),),
 }
-GPU_SHAPE = ParityShape(hidden=512, ffn=1024, heads=8, kv_heads=2, resolved_head_dim=64, vocabulary=512, init_std=0.04)
+GPU_SHAPE = ParityShape(hidden=512, ffn=1024, heads=8, kv_heads=2, head_dim=64, vocabulary=512, init_std=0.04)
 
 Errors = dict[str, float]
 BACKWARDS: tuple[Literal["keep", "resend"], ...] = ("keep", "resend")
@@ -53,6 +53,16 @@ def all_modes(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[P
         ParityCase(micro_batches=lengths, tp=tp, ping_pong=ping_pong, backward=backward, recompute=recompute)
         for ping_pong, backward, recompute in modes
     ]
+
+
+def paired_modes(tp: int) -> list[ParityCase]:
+    """Those of :func:`all_modes` in which every two settings meet with all their values that meet there."""
+    cases = all_modes(tp)
+    return [case for case in cases if case.recompute == MLP or _odd(case)]
+
+
+def _odd(case: ParityCase) -> bool:
+    return (case.ping_pong + (case.backward == "resend") + (case.recompute == "all")) % 2 == 1
 
 
 def model_cases(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[ParityCase]:
@@ -73,7 +83,7 @@ def model_cases(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list
         for number, config in enumerate(models)
         for level in (levels if "add_bias_linear" in config else (levels[number % 3],))
     ]
-    wide_heads = ParityShape(heads=3, kv_heads=1) if tp == 1 else ParityShape(resolved_head_dim=20)
+    wide_heads = ParityShape(heads=3, kv_heads=1) if tp == 1 else ParityShape(head_dim=20)
     return [*cases, ParityCase(micro_batches=lengths, tp=tp, shape=wide_heads)]
 
 

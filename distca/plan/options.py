@@ -9,22 +9,10 @@ import numpy as np
 
 from distca.errors import PlanError
 from distca.plan.choice import Scheduler
+from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.model import CostModel
 from distca.plan.kinds import AttentionKind
-from distca.plan.scheduler.network_cost import Links
-
-
-@dataclass(frozen=True)
-class NonAttention:
-    """Seconds per row of what a busy rank computes between two attentions of its stage.
-
-    Attributes:
-        forward: in a forward phase.
-        backward: in a backward phase.
-    """
-
-    forward: float
-    backward: float
+from distca.plan.network import Links
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ import numpy as np
 from distca.errors import PlanError
 from distca.plan.choice import Scheduler, cheaper, once, price_of
 from distca.plan.cost.model import Direction
-from distca.plan.layout import Layout, lay_out
+from distca.plan.layout import Layout
 from distca.plan.metrics import seconds_by_kind, traffic
-from distca.plan.micro_batch_dealing import deal_over_micro_batches
 from distca.plan.options import PlanOptions
 from distca.plan.phases import Phase, at_home, other_seconds, plan_phases, scheduler_of
-from distca.plan.placement import SMALL_POOL
+from distca.plan.place.lay_out import lay_out
+from distca.plan.place.micro_batches import deal_over_micro_batches
+from distca.plan.place.shares import SMALL_POOL
 from distca.plan.plan import Plan, fingerprint
 
 _WHOLE = 1.05

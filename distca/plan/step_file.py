@@ -17,11 +17,12 @@ import numpy as np
 
 from distca.errors import PlanError
 from distca.plan.cost.analytic import AnalyticCost
-from distca.plan.cost.model import AttentionShape, CostModel, LinearRate
+from distca.plan.cost.linear import LinearRate, NonAttention
+from distca.plan.cost.model import AttentionShape, CostModel
 from distca.plan.cost.table import LoadFactors, TableCost
 from distca.plan.kinds import AttentionKind
-from distca.plan.options import NonAttention, PlanOptions
-from distca.plan.scheduler.network_cost import Links
+from distca.plan.network import Links
+from distca.plan.options import PlanOptions
 from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from distca.models.description import ModelDescription
+from distca.models.shape import ModelShape
 from distca.models.tensors import TensorFiles
 from megatron_patches.checkpoint.whole_weights import save_weights
 from megatron_patches.hugging_face.weights import load_weights
 from megatron_patches.layers.block import block_spec
-from megatron_patches.model.gpt import ModelShape, build_gpt, transformer_config
+from megatron_patches.model.gpt import build_gpt, transformer_config
 from megatron_patches.model.model_variant import model_options
 from megatron_patches.ranks.one_process import one_process
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -11,50 +11,12 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from distca.errors import SupportError
-from distca.models.rope import RopeScaling
-from distca.models.variant import Variant
-from distca.plan.fp8_shapes import Fp8
+from distca.models.shape import ModelShape
+from distca.sizes.fp8_shapes import Fp8
 from megatron_patches.model.model_variant import variant_fields
 from megatron_patches.patches.gpt_forward import leave_out_padding
 from megatron_patches.patches.position_rotary import PositionRotary
 from megatron_patches.te.quantization import config_fields
-
-
-class ModelShape(Protocol):
-    """A model's sizes, and what differs from LLaMA's; distca.train.config.schema.ModelConfig is one."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def ffn(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def resolved_head_dim(self) -> int: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
-    @property
-    def rope_base(self) -> float: ...
-    @property
-    def rope_scaling(self) -> RopeScaling: ...
-    @property
-    def norm_epsilon(self) -> float: ...
-    @property
-    def tie_embeddings(self) -> bool: ...
-    @property
-    def init_std(self) -> float: ...
-    @property
-    def windows(self) -> tuple[int, ...]: ...
-    @property
-    def sinks(self) -> bool: ...
-    @property
-    def variant(self) -> Variant: ...
 
 
 def transformer_config(
@@ -66,6 +28,7 @@ def transformer_config(
     cpu_initialization: bool = False,
     fp8: Fp8 = "none",
     fp8_weights: bool = False,
+    init_std: float = 0.02,
 ) -> TransformerConfig:
     """megatron's configuration of the model.
 
@@ -79,6 +42,7 @@ def transformer_config(
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
         fp8: how Transformer Engine's linear layers scale their products' tensors to FP8.
         fp8_weights: their weights are held as FP8 numbers alone.
+        init_std: standard deviation of the weights at the start.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return TransformerConfig(
@@ -89,7 +53,7 @@ def transformer_config(
         num_query_groups=shape.kv_heads,
         kv_channels=shape.resolved_head_dim,
         layernorm_epsilon=shape.norm_epsilon,
-        init_method_std=shape.init_std,
+        init_method_std=init_std,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,

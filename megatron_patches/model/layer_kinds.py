@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
-from distca.plan.kinds import AttentionKind, by_stage, numbered
+from distca.plan.kinds import AttentionKind, by_stage, numbered, usual_scale
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float =
     scale = config.softmax_scale
     if scale is None:
         assert config.kv_channels is not None
-        scale = config.kv_channels**-0.5
+        scale = usual_scale(config.kv_channels)
     sink = config.softmax_type == "learnable"
     return AttentionKind(scale, _window(config) if _has_window(config, layer_number) else 0, softcap, sink)
 

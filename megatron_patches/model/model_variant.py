@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from distca.models.rope import RopeScaling
-from distca.models.variant import Variant
+from distca.models.shape import ModelShape
+from distca.plan.kinds import usual_scale
 from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rotary
 
 
-class VariedShape(Protocol):
-    """The part of a model's shape that is read here."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def resolved_head_dim(self) -> int: ...
-    @property
-    def rope_base(self) -> float: ...
-    @property
-    def rope_scaling(self) -> RopeScaling: ...
-    @property
-    def windows(self) -> tuple[int, ...]: ...
-    @property
-    def variant(self) -> Variant: ...
-
-
-def variant_fields(shape: VariedShape) -> dict[str, Any]:
+def variant_fields(shape: ModelShape) -> dict[str, Any]:
     """The fields of TransformerConfig that the model's variant sets."""
     variant, silu = shape.variant, torch.nn.functional.silu
     gated_gelu = partial(torch.nn.functional.gelu, approximate="tanh")
@@ -40,12 +22,13 @@ def variant_fields(shape: VariedShape) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": variant.zero_centered_norms,
         "activation_func": silu if variant.activation == "silu" else gated_gelu,
         "bias_activation_fusion": variant.activation == "silu",  # Megatron fuses no gated gelu
-        "softmax_scale": _softmax_scale(shape),
+        # Megatron takes None for the usual one.
+        "softmax_scale": None if shape.softmax_scale == usual_scale(shape.resolved_head_dim) else shape.softmax_scale,
         "rotary_interleaved": variant.rotary_interleaved,
     } | ({"no_rope_freq": skipped} if any(skipped) else {})
 
 
-def model_options(shape: VariedShape) -> ModelOptions:
+def model_options(shape: ModelShape) -> ModelOptions:
     """What CAD takes beside that configuration."""
     variant = shape.variant
     scaling = QueryScaling(beta=variant.query_beta, original_length=variant.query_length)
@@ -65,7 +48,7 @@ def model_options(shape: VariedShape) -> ModelOptions:
     )
 
 
-def _rotations(shape: VariedShape) -> tuple[Rotary | None, ...]:
+def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
     """By layer, where they differ from those that GPTModel has for all: then each has its own."""
     variant = shape.variant
     if variant.turns_alike:
@@ -74,12 +57,3 @@ def _rotations(shape: VariedShape) -> tuple[Rotary | None, ...]:
     local = Rotary(base=variant.window_rope_base or shape.rope_base, percent=variant.rotary_percent)
     rotations = [local if window and variant.window_rope_base else most for window in shape.windows]
     return tuple(None if number in variant.unrotated_layers else each for number, each in enumerate(rotations))
-
-
-def _softmax_scale(shape: VariedShape) -> float | None:
-    """Of attention scores; None where it is the usual one. An attention factor on queries and on keys is its square on
-    scores, unless each layer turns by itself, with the factor in its angles."""
-    factor = shape.rope_scaling.resolved_attention_factor if shape.variant.turns_alike else 1.0
-    if factor == 1.0 and not shape.variant.score_scale:
-        return None
-    return factor**2 * (shape.variant.score_scale or 1 / math.sqrt(shape.resolved_head_dim))

@@ -25,12 +25,14 @@ def run(folder, *arguments, settings=()):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 def test_every_mode_trains_the_same_batches(tmp_path):
     arguments = ("--mixes", "prolong", "--contexts", "128", "--batches", "2", "--warm-up", "1", "--link-channels", "2")
-    result = run(tmp_path, *arguments)
+    result = run(tmp_path, *arguments, "--pairs", "2")
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "benchmark.json").read_text())
     cell = report["cells"]["prolong 128"]
     assert list(cell["modes"]) == ["distca", "packed", "cp2", "cp2-keep", "ring2", "ulysses2", "variable"]
     assert cell["compared"]["apart"] == []
+    assert cell["pairs"]["baseline"] == cell["compared"]["ideal_baseline"]
+    assert len(cell["pairs"]["ratios"]) == 2 and min(cell["pairs"]["ratios"]) > 0
     # In float32 the same documents under the same weights are much closer than the benchmark asks for.
     assert max(cell["compared"]["loss_difference"].values()) < 1e-5
     assert max(cell["compared"]["gradient_norm_difference"].values()) < 1e-4

@@ -14,7 +14,7 @@ from distca.commands.plan_results import (
     summary,
 )
 from distca.plan import AttentionKind, Links, MicroBatchPlan, analytic_cost, plan_micro_batch, route
-from distca.plan.cost.of_kind import cost_of_kind
+from distca.plan.cost.analytic import cost_of_kind
 from distca.words import format_bytes
 
 COST = analytic_cost(32, 8, 128)

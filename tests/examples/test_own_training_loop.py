@@ -39,7 +39,7 @@ def _differences(layouts):
         ffn=sizes["ffn_hidden_size"],
         heads=sizes["num_attention_heads"],
         kv_heads=sizes["num_query_groups"],
-        resolved_head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
         rope_base=500000,
         vocabulary=example.VOCABULARY,
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distca.plan import AttentionKind, Layout, Links, Plan, PlanOptions, StepPlan, analytic_cost, plan_step, traffic
-from distca.plan.cost.of_kind import cost_of_kind
+from distca.plan.cost.analytic import cost_of_kind
 
 COST = analytic_cost(4, 2, 32)
 FULL, WIDE, NARROW = (AttentionKind(1.0, window) for window in (0, 700, 50))

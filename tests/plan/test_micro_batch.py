@@ -20,7 +20,7 @@ from distca.plan import (
     schedule,
     server_seconds,
 )
-from distca.plan.cost.of_kind import cost_of_kind
+from distca.plan.cost.analytic import cost_of_kind
 from tests.plan.cases import lengths
 
 LLAMA_8B = analytic_cost(32, 8, 128)

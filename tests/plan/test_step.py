@@ -24,10 +24,10 @@ from distca.plan import (
     plan_step,
     server_seconds,
 )
+from distca.plan.cost.analytic import cost_of_kind
+from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.model import Direction
-from distca.plan.cost.of_kind import cost_of_kind
 from distca.plan.metrics import traffic
-from distca.plan.options import NonAttention
 from distca.plan.plan import fingerprint
 
 COST = analytic_cost(4, 2, 32)

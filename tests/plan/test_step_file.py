@@ -16,12 +16,10 @@ from distca.commands.plan import plan
 from distca.commands.plan_step_results import replanned
 from distca.errors import FailedPlanError, OptionError, PlanError
 from distca.plan import AttentionKind, AttentionShape, Layout, Links, Plan, PlanOptions, analytic_cost, area_cost
-from distca.plan.cost.analytic import AnalyticCost
-from distca.plan.cost.model import LinearRate
-from distca.plan.cost.of_kind import cost_of_kind
+from distca.plan.cost.analytic import AnalyticCost, cost_of_kind
+from distca.plan.cost.linear import LinearRate, NonAttention
 from distca.plan.cost.table import TableCost
 from distca.plan.cost.table_file import TABLES, find_table, load_table
-from distca.plan.options import NonAttention
 from distca.plan.step_file import StepInputs, read_step, write_step
 from distca.words import format_bytes
 

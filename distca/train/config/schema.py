@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distca.models.rope import RopeScaling
-from distca.models.variant import Variant
+from distca.cad_options import CadOptions
+from distca.models.shape import ModelShape
 from distca.plan.cost.model import AttentionShape
-from distca.plan.kinds import windows_of
-from distca.plan.receive_buffer import receive_buffer_gb
+from distca.plan.metrics import receive_buffer_gb
 
 RESUME_OR_START = ("job", "auto")
 """Values of checkpoint.resume that start a new run where there is nothing to go on with."""
@@ -23,30 +22,11 @@ RESUME_BY_NAME = ("latest", *RESUME_OR_START)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ModelShape):
     """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     Attributes:
-        layers: number of transformer layers.
-        hidden: width of the residual stream.
-        ffn: width inside the SwiGLU MLP (of each of its gate and up projections).
-        heads: query heads.
-        kv_heads: key and value heads; must divide heads.
-        head_dim: width of one head; 0 means hidden / heads.
-        vocabulary: token ids that the embedding and the output layer know; 0 means the vocabulary of the data. Rows
-            that parallel.tp needs beyond them are never predicted.
-        qkv_bias: the projections of q, k and v have a bias (Qwen2).
-        qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
-        rope_base: base of the rotary frequencies.
-        norm_epsilon: epsilon of RMSNorm.
-        layer_types: full or window, for each layer, from the first on again where there are more layers: what a token
-            attends to, its whole document up to itself, or the last tokens of it.
-        window: tokens that a token attends to in layers of type window, itself included.
-        sinks: every head has a learned score without a value, which takes a part of the softmax (gpt-oss).
-        tie_embeddings: use the embedding's weights as the output layer's.
         init_std: standard deviation of the weights at the start.
-        rope_scaling: how rotary positions are stretched.
-        variant: what its layers do differently from LLaMA's.
     """
 
     layers: int = 4
@@ -54,29 +34,7 @@ class ModelConfig:
     ffn: int = 384
     heads: int = 4
     kv_heads: int = 2
-    head_dim: int = 0
-    vocabulary: int = 0
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    rope_base: float = 500000.0
-    norm_epsilon: float = 1e-5
-    layer_types: list[Literal["full", "window"]] = field(default_factory=lambda: ["full"])
-    window: int = 0
-    sinks: bool = False
-    tie_embeddings: bool = False
     init_std: float = 0.02
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    variant: Variant = field(default_factory=Variant)
-
-    @property
-    def resolved_head_dim(self) -> int:
-        """head_dim, or hidden // heads where it is 0."""
-        return self.head_dim or self.hidden // max(self.heads, 1)
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """By layer, the tokens that a token attends to; 0 for its whole document up to itself."""
-        return windows_of(self.layer_types or ["full"], self.window, self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,47 +57,14 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CadConfig:
+class CadConfig(CadOptions):
     """Core attention disaggregation: which rank computes which attention, and how rows get there.
 
     Attributes:
         enabled: balance attention over all data-parallel ranks; false computes every document's attention at home.
-        ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
-        backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
-            resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
-            with pipeline stages, which need it, and where keep does not fit into the GPUs' memory by prediction.
-        transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
-            on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
-        kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
-        tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
-            to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
-        deal: deal a step's documents over its micro-batches anew, so that fewer rows move and stages of a pipeline
-            wait less; the gradient is the same sum. Only where documents may span ranks.
-        ranks_per_node: consecutive attention servers that are planned as one node (a tensor-parallel group is one
-            server); 0 takes those of one machine.
-        level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
-            together, so that stages without a micro-batch take more attention than others, and more rows move. Time
-            needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
-            auto = time on GPUs where all that is so and transport is not nvshmem, else attention.
-        cost_table: a measured cost table, a JSON file of `distca profile`; null takes the one of this package for this
-            device and kernel, or else a model.
-        deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order.
-        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
-            plans for data.tokens_per_rank need, with room to spare.
     """
 
     enabled: bool = True
-    ping_pong: bool = True
-    backward: Literal["auto", "keep", "resend"] = "auto"
-    transport: Literal["auto", "nvshmem", "nccl", "gloo"] = "auto"
-    kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
-    tolerance: float | None = None
-    deal: bool = True
-    ranks_per_node: int = 0
-    level: Literal["auto", "attention", "time"] = "auto"
-    cost_table: str | None = None
-    deterministic: bool = False
-    nvshmem_buffer_gb: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,9 +305,7 @@ class RunConfig:
     @property
     def attention_shape(self) -> AttentionShape:
         """Attention heads of one tensor-parallel rank."""
-        model, tp = self.model, self.parallel.tp
-        value_bytes = 2 if self.train.precision == "bf16" else 4
-        return AttentionShape(model.heads // tp, model.kv_heads // tp, model.resolved_head_dim, value_bytes)
+        return self.model.attention_shape(self.parallel.tp, 2 if self.train.precision == "bf16" else 4)
 
     @property
     def resolved_nvshmem_buffer_gb(self) -> float:

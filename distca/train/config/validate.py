@@ -9,8 +9,8 @@ from pathlib import Path
 
 from distca.errors import ConfigError, PlanError
 from distca.plan.cost.table_file import load_table, open_table
-from distca.plan.fp8_shapes import unfit_widths
-from distca.plan.head_dims import unserved
+from distca.sizes.fp8_shapes import unfit_widths
+from distca.sizes.head_dims import unserved
 from distca.train.config.cli import changed, known_settings, value_of
 from distca.train.config.initial import first_scaling
 from distca.train.config.names import with_settings

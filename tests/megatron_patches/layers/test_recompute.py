@@ -37,13 +37,13 @@ def _run(levels):
     """Per level of recomputation: calls of each part in one step, and the order of transfers and computation."""
     small_cases.on_cpu()
     from distca.parity.cases import ParityCase
-    from megatron_patches import api
+    from megatron_patches import pool
     from megatron_patches.training.training_step import summed_loss_step
 
     results = {}
     for level in levels:
         kernel, calls = _Counted(), {"mlp": 0, "qkv": 0}
-        api.choose_kernel = lambda *_, kernel=kernel, **__: kernel
+        pool.choose_kernel = lambda *_, kernel=kernel, **__: kernel
         cad, model, step = small_cases.ready(ParityCase(micro_batches=MICRO_BATCHES, recompute=level))
 
         def count(part, calls=calls):
@@ -185,7 +185,7 @@ def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, sa
     ],
 )
 def test_what_cannot_wait_in_host_memory_is_refused(other, said):
-    from megatron_patches.support.arguments import check_offload
+    from megatron_patches.arguments import check_offload
 
     served = {"disaggregate": True, "recompute": "all", "backward": "resend", "stages": 1}
     check_offload(**served)

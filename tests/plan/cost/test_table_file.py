@@ -6,7 +6,7 @@ import pytest
 
 from distca.errors import PlanError
 from distca.plan import analytic_cost, load_table
-from distca.plan.cost.model import LinearRate
+from distca.plan.cost.linear import LinearRate
 from distca.plan.cost.table_file import find_table, table_name, write_table
 
 Q, KV = np.array([128, 1024, 4096]), np.array([128, 4096])
