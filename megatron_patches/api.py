@@ -30,10 +30,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from distca.data.batch import Document
 from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
-from megatron_patches.arguments import CadArguments, with_keywords_of
+from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.layers.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.layers.full_recompute import recompute_layers
-from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.layers.layer import SplitTransformerLayer, keep_outputs_of
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.layers.rotations import LayerRotary
 from megatron_patches.layers.self_check import check_layers
@@ -116,6 +116,8 @@ class CAD:
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         how = given.how(self._stages)
+        if given.keep_outputs:
+            check_keep_outputs(given.recompute, config)
         self._te = use_te(given.linears, config, self.device)
         self._kinds = LayerKinds.of(config, given.model_options.score_softcap)
         check_layers(config, self.device, self._te)
@@ -200,6 +202,8 @@ class CAD:
         transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
+        # In segments that are recomputed as a whole, what is put out is needed right away.
+        keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
         elif self._recompute_all:

@@ -185,6 +185,9 @@ class TrainConfig:
             memory and most time; auto = the first of these that fits into the GPUs' memory by prediction, none on CPUs.
             Disaggregated core attention is never recomputed, so nothing is sent twice; with cad.enabled false all
             recomputes whole layers, as Megatron's full recomputation does.
+        keep_outputs: outputs of norms and SwiGLU that are kept for the backward pass, with recompute none and without
+            fp8: none = they are computed again from what is kept anyway; all = they are kept, which takes more memory
+            and less time; auto = all where it fits into the GPUs' memory by prediction, none on CPUs.
         offload: what of the backward pass's needs waits in host memory, so that longer contexts fit, copied beside the
             computation: none; all = that of every layer, with recompute all, cad.backward resend, cad.enabled and no
             pipeline stages; auto = all where nothing else fits into the GPUs' memory by prediction, and it does.
@@ -207,6 +210,7 @@ class TrainConfig:
     moments: Literal["float32", "bfloat16"] = "float32"
     loss: Literal["token", "document"] = "token"
     recompute: Literal["auto", "none", "mlp", "all"] = "auto"
+    keep_outputs: Literal["auto", "none", "all"] = "auto"
     offload: Literal["auto", "none", "all"] = "auto"
     seed: int = 1234
     time_limit: float = 0.0

@@ -220,9 +220,22 @@ class _Stage:
             copies = 2 * self._hidden + self._ffn + (self._q if self._config.train.fp8 == "delayed" else 0)
         elif self._megatrons_layers:
             elements += 2 * self._hidden
+        elements += self._kept_outputs()
         if self._config.cad.enabled and self._config.resolved_backward == "keep":
             elements += self._q  # o at home
         return self._value * elements + copies + self._norms() * 4
+
+    def _kept_outputs(self) -> int:
+        """Outputs of SwiGLU and of the norms before matrix products, where they are kept; megatron's own layers keep
+        those of norms in any case."""
+        if self._config.train.keep_outputs != "all":
+            return 0
+        return self._ffn + self._normed_inputs()
+
+    def _normed_inputs(self) -> int:
+        """Norms' outputs that matrix products are given in a layer, where only :meth:`_kept_outputs` has them kept."""
+        post = self._config.model.variant.norms == "post"
+        return 0 if self._megatrons_layers or post else 2 * self._hidden
 
     def _head_norms(self) -> int:
         """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
@@ -281,6 +294,8 @@ class _Stage:
         output, which came back; where recomputed, SwiGLU's input and what was computed from it, or the whole layer."""
         normed = self._hidden if self._config.cad.enabled and not self._fp8 else 0
         elements = 3 * self._ffn + normed
+        if self._config.train.keep_outputs == "all":
+            elements = 2 * self._ffn  # SwiGLU's kept output has made room for its gradient
         if self._recomputes_layers:
             return self._value * elements + self._attention(0) + self._segment()
         if self._recompute != "none":
@@ -303,7 +318,8 @@ class _Stage:
         """Bytes per token that the backward of a layer's MLP frees; of a recomputed segment its residual stream."""
         if self._recompute == "all":
             return self._value * self._hidden
-        return self._value * (self._hidden + 2 * self._ffn) - self._recomputed_mlp()
+        outputs = self._ffn + self._normed_inputs() // 2 if self._config.train.keep_outputs == "all" else 0
+        return self._value * (self._hidden + 2 * self._ffn + outputs) - self._recomputed_mlp()
 
     def _server_at_work(self) -> int:
         """The kernel's backward of one half; what it needs of the other is already there. It adds gradients up in
