@@ -137,6 +137,8 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
         if size % tp:
             problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
     scaling = model.rope_scaling.problems() + model.rope_scaling.unused(first_scaling(config))
+    if wrong := model.rope_scaling.frequencies_problem(int(model.resolved_head_dim * model.variant.rotary_percent)):
+        scaling.append(wrong)
     problems += [f"model.rope_scaling.{problem}" for problem in scaling]
     return problems + [f"model.variant.{problem}" for problem in model.variant.problems(model.layers)]
 
