@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.throughput.batches import Batches, draw_batches
 from benchmarks.throughput.settings import Cell
 from distca.baselines import Mode, parse_mode
+from distca.baselines.mode import PEERS
 from distca.data.corpus import Corpus
 from distca.data.sampler import Sampler
 from distca.data.sources import open_source
@@ -144,8 +145,15 @@ def _throughput(path: Path) -> Iterator[Run]:
     return runs_of(path.name, json.loads(path.read_text()))
 
 
+def peers_of(content: dict[str, Any]) -> list[str]:
+    """The modes of unmodified Megatron-Core in a report of ``benchmarks.throughput``."""
+    names = dict.fromkeys(name for cell in content["cells"].values() for name in cell["modes"])
+    return [name for name in names if parse_mode(name).method in PEERS]
+
+
 def runs_of(name: str, content: dict[str, Any]) -> Iterator[Run]:
-    """The runs of a report of ``benchmarks.throughput``, under the name of its file."""
+    """The runs of a report of ``benchmarks.throughput``, under the name of its file. Those of unmodified Megatron-Core
+    are left out: the simulator has no model of its kernels and its context parallelism."""
     ranks, tokens = content["parallel"]["data_parallel_times_cp"], content["tokens_per_rank"]
     model = model_of(content["model"])
     fused = "fused" in name or "socket_nodes" in content
@@ -155,6 +163,8 @@ def runs_of(name: str, content: dict[str, Any]) -> Iterator[Run]:
         drawn = batches_of(content, cell)
         for each_mode, figures in cell["modes"].items():
             mode, count = parse_mode(each_mode), figures.get("batches") or content["batches"]
+            if mode.method in PEERS:
+                continue
             batches = [Workload(each, drawn.bins) for each in drawn.global_batches[content["warm_up"] :][:count]]
             memory = figures.get("memory_gib")
             job = _job(

@@ -22,9 +22,9 @@ STEPS = 3
 RECOMPUTED = ("none", "all")
 
 
-def main() -> None:
+def main(version: str) -> None:
     warnings.filterwarnings("ignore")
-    double.install()
+    double.install(version)
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
@@ -151,4 +151,4 @@ def train(linears: str, fp8: str, recompute: str, disaggregate: bool = True) -> 
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
