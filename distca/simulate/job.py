@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from distca.models.layer_bytes import Recompute
 from distca.models.shape import ModelShape
 from distca.plan import AttentionKind, AttentionShape, CostModel, Links
 from distca.plan.between_attentions import between_attentions
@@ -23,7 +24,6 @@ from distca.simulate.fabric import Fabric
 from distca.simulate.model import heads_of_rank
 from distca.simulate.rates import Rates, load_rates
 
-Recompute = Literal["none", "mlp", "all"]
 Narrow = Literal["float32", "bfloat16"]
 Backward = Literal["keep", "resend"]
 VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of what is in float32
