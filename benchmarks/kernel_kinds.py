@@ -30,7 +30,8 @@ from distca.attention.flash4 import Flash4Kernel
 from distca.attention.kernel import Kernel, TaskBatch
 from distca.attention.reference import ReferenceKernel
 from distca.attention.sink import sink_gradient, with_sink
-from distca.plan.kinds import AttentionKind, first_key
+from distca.plan.geometry import first_key
+from distca.plan.kinds import AttentionKind
 from distca.testing.reference_attention import relative_error
 from distca.versions import command_line, header, write_report
 
@@ -147,8 +148,8 @@ def _repeats(
 
 def drawn(heads: tuple[int, int, int], rows: int, seed: int, sink: bool, on_gpu: bool) -> Inputs:
     """Normal numbers, the same on every device."""
-    *inputs, sinks = _normal(heads, rows, seed, on_gpu)
-    return Inputs(*inputs, sinks if sink else None)
+    q, kv, do, sinks = _normal(heads, rows, seed, on_gpu)
+    return Inputs(q, kv, do, sinks if sink else None)
 
 
 @lru_cache(maxsize=8)

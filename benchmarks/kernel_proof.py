@@ -32,8 +32,8 @@ from distca.attention.reference import ReferenceKernel
 from distca.attention.select import find_kernel
 from distca.attention.self_check import AttentionSpec, Verdict, check
 from distca.ops.self_check import Widths, check_operations
-from distca.plan.head_dims import FLASH4
 from distca.plan.kinds import AttentionKind
+from distca.sizes.head_dims import FLASH4
 from distca.testing.wrong_kernels import OtherKind, wrong_kernels
 from distca.versions import command_line, header, write_report
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 # As benchmarks.throughput; read when CUDA starts.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
+from benchmarks.throughput.joining import join_ranks, leave_ranks
 from benchmarks.throughput.settings import Settings, parse
 from benchmarks.throughput.unused import CONTEXT, STAGES, refuse_unused
 from distca.errors import ConfigError, DistcaError
@@ -36,7 +37,7 @@ from distca.train.config.names import with_settings
 from distca.versions import command_line
 
 if TYPE_CHECKING:
-    from megatron_patches.ranks.world import World
+    from distca.cluster.world import World
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -73,19 +74,17 @@ def _kinds(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(kinds: list[str], argv: list[str]) -> None:
-    from megatron_patches.ranks.world import join_world, leave_world
-
     if "--" not in argv:
         argv = [*argv, "--"]
     refuse_unused(argv[argv.index("--") :], used=(STAGES, CONTEXT))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     every = {kind: parse([*argv, *KINDS[kind]], size) for kind in kinds}
-    world = join_world()
+    world = join_ranks(next(iter(every.values())))
     setup_logging(world.rank)
     try:
         compare_kinds(every, world, command_line("torchrun ... -m benchmarks.linears"))
     finally:
-        leave_world()
+        leave_ranks()
 
 
 def compare_kinds(every: Mapping[str, Settings], world: World, command: str) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def compare_kinds(every: Mapping[str, Settings], world: World, command: str) -> 
         session = Session(own, world, command, lambda *_: lambda _: None)
         fp8 = own.config.train.fp8
         if fp8 not in machine:
-            machine[fp8] = session.measure_machine()
+            machine[fp8] = session.machine()
         for apart in session.run(machine[fp8]):
             logger.warning("%s: losses or gradients differ from the first mode's: %s", kind, apart)
         reports[kind] = session.report

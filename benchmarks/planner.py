@@ -43,7 +43,7 @@ from distca.plan import (
     traffic,
 )
 from distca.plan.cost.table_file import find_table
-from distca.plan.placement import Placement
+from distca.plan.place.lay_out import Placement
 
 TOKENS = 131_072
 SEEDS = 10

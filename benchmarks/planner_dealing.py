@@ -18,8 +18,8 @@ from distca.data.mixes import Mix, sample_long_context
 from distca.data.sampler import Sampler
 from distca.data.sources.mix import RandomTokens
 from distca.plan import Links, PlanOptions, plan_step
+from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.table_file import find_table
-from distca.plan.options import NonAttention
 from distca.versions import versions, write_report
 
 TOKENS, STEPS = 131_072, 8

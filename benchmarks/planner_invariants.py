@@ -39,11 +39,12 @@ from distca.plan import (
     route,
     traffic,
 )
+from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.table_file import find_table
 from distca.plan.layout import Shards
-from distca.plan.nano_split import Dealing
-from distca.plan.options import NonAttention
-from distca.plan.placement import SMALL_POOL, Placement
+from distca.plan.place.halves import Dealing
+from distca.plan.place.lay_out import Placement
+from distca.plan.place.shares import SMALL_POOL
 from distca.versions import versions, write_report
 
 RESULTS = Path(__file__).parent / "results" / "planner_invariants.json"

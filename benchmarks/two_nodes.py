@@ -37,6 +37,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
 
+from benchmarks.throughput.joining import join_ranks, leave_ranks
 from benchmarks.throughput.settings import Settings, parse
 from benchmarks.throughput.unused import CONTEXT, STAGES, refuse_unused
 from distca.errors import ConfigError, DistcaError
@@ -105,9 +106,8 @@ def _measure(argv: list[str]) -> None:
     every = _settings(argv, int(os.environ.get("WORLD_SIZE", "1")))
     each_a_machine(int(os.environ.get("RANK", "0")))
     from benchmarks.throughput.session import Measured, Session
-    from megatron_patches.ranks.world import join_world, leave_world
 
-    world = join_world()
+    world = join_ranks(next(iter(every.values())))
     setup_logging(world.rank)
     command = shlex.join(["torchrun", "...", "-m", "benchmarks.two_nodes", *argv])
     measured: Measured | None = None
@@ -115,10 +115,10 @@ def _measure(argv: list[str]) -> None:
     try:
         for settings in every.values():
             session = Session(settings, world, command, lambda *_: lambda _: None)
-            measured = measured or session.measure_machine()
+            measured = session.machine(measured)
             apart += session.run(measured)
     finally:
-        leave_world()
+        leave_ranks()
     if apart:
         logger.error("Losses or gradients of these modes differ from the first mode's: %s", "; ".join(apart))
         raise SystemExit(1)

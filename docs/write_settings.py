@@ -66,7 +66,8 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
     lines = ["", f"## {title}", "", _sentence(inspect.getdoc(kind) or ""), ""]
     lines += ["| setting | takes | default | meaning |", "|---|---|---|---|"]
     groups = []
-    for item in fields(kind):
+    own_first = sorted(fields(kind), key=lambda item: item.name not in kind.__annotations__)
+    for item in own_first:
         hint = hints[item.name]
         if is_dataclass(hint):
             groups += _section(hint, f"{prefix}{item.name}.", f"`{prefix}{item.name}`")
@@ -86,10 +87,13 @@ def _sentence(docstring: str) -> str:
 
 
 def _meanings(kind: Any) -> dict[str, str]:
-    """Descriptions of a dataclass's fields, from the Attributes of its docstring and of those that it derives from."""
-    listed = [(inspect.getdoc(each) or "").partition("Attributes:\n")[2] for each in kind.__mro__ if is_dataclass(each)]
-    entries = [entry for each in listed for entry in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", each, re.MULTILINE)]
-    return {name: " ".join(text.split()) for name, text in entries}
+    """Descriptions of a dataclass's fields, from the Attributes of its docstring and of those that it extends."""
+    found: dict[str, str] = {}
+    for each in filter(is_dataclass, kind.__mro__):
+        listed = (inspect.getdoc(each) or "").partition("Attributes:\n")[2]
+        entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", listed, re.MULTILINE)
+        found |= {name: " ".join(text.split()) for name, text in entries}
+    return found
 
 
 def _yaml(value: object) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -27,23 +27,17 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from distca.attention import AttentionSpec, choose_kernel
 from distca.data.batch import Document
-from distca.device.offload import Offload
 from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
-from distca.plan.receive_buffer import receive_buffer_gb
-from distca.runtime import AttentionPool
-from distca.runtime.timeline import Timeline
-from distca.transport import choose_transport
+from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.layers.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.layers.full_recompute import recompute_layers
-from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.layers.layer import SplitTransformerLayer, keep_outputs_of
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.layers.rotations import LayerRotary
 from megatron_patches.layers.self_check import check_layers
 from megatron_patches.model.layer_kinds import LayerKinds
-from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
 from megatron_patches.patches.gpt_forward import (
     check_attached,
@@ -53,22 +47,14 @@ from megatron_patches.patches.gpt_forward import (
     transform_logits,
 )
 from megatron_patches.patches.position_rotary import use_position_rotary
-from megatron_patches.ranks.groups import server_pool_group
+from megatron_patches.pool import join_pool
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.steps.per_document import gather_documents
-from megatron_patches.steps.plan_options import Level, attention_shape, plan_options
+from megatron_patches.steps.plan_options import plan_options
 from megatron_patches.steps.step import Step, make_step
 from megatron_patches.steps.step_documents import StepDocuments, check_room, listed
 from megatron_patches.steps.steps_ahead import AgreedSteps
-from megatron_patches.support.arguments import (
-    Backward,
-    Recompute,
-    check_arguments,
-    check_fp8_weights,
-    check_gradients,
-    check_level,
-    check_offload,
-)
+from megatron_patches.support.arguments import check_fp8_weights, check_gradients
 from megatron_patches.support.attached import check_same_config, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
@@ -77,7 +63,7 @@ from megatron_patches.support.model_options import check_model_options, check_ow
 from megatron_patches.support.process_groups import check_groups
 from megatron_patches.support.same_on_ranks import check_same_on_ranks
 from megatron_patches.support.trained_weights import check_weights_before
-from megatron_patches.te.choice import Linears, refuse_te_spec, use_te
+from megatron_patches.te.choice import refuse_te_spec, use_te
 from megatron_patches.training.pipeline_schedule import run_ticks
 from megatron_patches.training.readiness import known_ids, made_ready, note_trained
 from megatron_patches.training.training_step import (
@@ -96,35 +82,7 @@ class CAD:
     Args:
         config: the model's configuration. Its ``gradient_accumulation_fusion`` is switched on, and with pipeline stages
             ``deallocate_pipeline_outputs``, with ``recompute`` "all" ``disable_parameter_transpose_cache``.
-        tokens_per_rank: most tokens of a micro-batch, over the data-parallel ranks of a stage; with homes, of each.
-        disaggregate: False computes every document's attention at home, on whole documents, with the same kernels and
-            Megatron's own layers and schedules: the baseline.
-        ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
-        backward: "keep": servers keep q, k, v and o for backward (fewest bytes). "resend": home ranks keep them and
-            send them again (equal memory everywhere). "auto": keep, and resend with pipeline stages, which need it.
-        transport: "auto", "nvshmem", "nccl" or "gloo".
-        kernel: "auto", "flash4", "torch" or "reference".
-        tolerance: how far above the mean the busiest server may be; None takes the one for the number of servers.
-        deal: deal a step's documents over its micro-batches anew, so that fewer rows move and stages of a pipeline wait
-            less; the step's gradient is the same sum. With homes they stay where they are.
-        ranks_per_node: consecutive servers that are planned as one node; a server is a data-parallel rank of a stage.
-            0 takes those of one machine.
-        level: what is levelled in a pipeline's phases: "attention", "time" (linear layers and attention together), or
-            "auto".
-        cost_table: a file that ``distca profile`` wrote; None takes the package's table of this device and kernel.
-        deterministic: two runs are bitwise equal.
-        nvshmem_buffer_gb: GiB of symmetric memory per rank; 0 takes what plans for ``tokens_per_rank`` need.
-        recompute: "none": what the configuration says, which may be ``recompute_modules=["mlp"]``. "all": everything
-            but core attention; where that is at home, every layer as a whole, as Megatron's full recomputation does.
-        offload: keep in host memory what backward needs of every layer; with recompute "all" and resend, which "auto"
-            takes then, and without pipeline stages.
-        linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16. They alone
-            know the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the
-            current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
-            FP8 numbers alone and :meth:`data_parallel` needs the distributed optimizer. "auto": Transformer Engine's
-            where they can be used.
-        model_options: what the model does beside core attention that Megatron's configuration has no field for. The
-            defaults are a model that is all in the configuration.
+        keywords: of :class:`megatron_patches.arguments.CadArguments`.
 
     Attributes:
         options: how steps are planned.
@@ -138,95 +96,33 @@ class CAD:
         PlanError: an unusable cost table.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        tokens_per_rank: int,
-        disaggregate: bool = True,
-        ping_pong: bool = True,
-        backward: Backward = "auto",
-        transport: str = "auto",
-        kernel: str = "auto",
-        tolerance: float | None = None,
-        deal: bool = True,
-        ranks_per_node: int = 0,
-        level: Level = "auto",
-        cost_table: str | None = None,
-        deterministic: bool = False,
-        nvshmem_buffer_gb: float = 0.0,
-        recompute: Recompute = "none",
-        offload: bool = False,
-        linears: Linears = "auto",
-        model_options: ModelOptions = MEGATRONS,
-    ) -> None:
+    @with_keywords_of(CadArguments)
+    def __init__(self, config: TransformerConfig, given: CadArguments) -> None:
         check_version()
         drop_log_lines()
         check_groups(config)
         check_config(config)
         check_types(config)
-        check_model_options(model_options, config)
-        check_arguments(
-            tokens_per_rank=tokens_per_rank,
-            tolerance=tolerance,
-            nvshmem_buffer_gb=nvshmem_buffer_gb,
-            backward=backward,
-            recompute=recompute,
-            level=level,
-            linears=linears,
-        )
-        check_same_on_ranks(
-            config,
-            {
-                "tokens_per_rank": tokens_per_rank,
-                "disaggregate": disaggregate,
-                "ping_pong": ping_pong,
-                "backward": backward,
-                "deal": deal,
-                "level": level,
-                "tolerance": tolerance,
-                "ranks_per_node": ranks_per_node,
-                "deterministic": deterministic,
-                "model_options": repr(model_options),
-            },
-        )
-        self.config, self._disaggregate, self._recompute_all = config, disaggregate, recompute == "all"
-        self._model_options, self._own_layers = model_options, disaggregate or model_options.own_layers
+        check_model_options(given.model_options, config)
+        given.check()
+        check_same_on_ranks(config, given.alike)
+        self.config, self._given = config, given
+        self._recompute_all = given.recompute == "all"
+        self._own_layers = given.disaggregate or given.model_options.own_layers
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
-        self._stage, self._rank = (
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_data_parallel_rank(),
-        )
-        self._tokens_per_rank = tokens_per_rank
-        self._deal = deal and disaggregate
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._rank = parallel_state.get_data_parallel_rank()
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
-        how: Literal["keep", "resend"] = "resend" if self._stages > 1 or offload else "keep"
-        if backward != "auto":
-            how = backward
-        check_level(level, disaggregate, self._stages, ping_pong)
-        if offload:
-            check_offload(disaggregate, recompute, how, self._stages)
-        self._te = use_te(linears, config, self.device)
-        self._kinds = LayerKinds.of(config, model_options.score_softcap)
+        how = given.how(self._stages)
+        if given.keep_outputs:
+            check_keep_outputs(given.recompute, config)
+        self._te = use_te(given.linears, config, self.device)
+        self._kinds = LayerKinds.of(config, given.model_options.score_softcap)
         check_layers(config, self.device, self._te)
-        self.pool = self._join_pool(kernel, transport, deterministic, how, nvshmem_buffer_gb, offload)
-        self.options = plan_options(
-            config,
-            self._kinds,
-            self.pool.kernel,
-            self.device,
-            disaggregate=disaggregate,
-            ping_pong=ping_pong,
-            resend=how == "resend",
-            tolerance=tolerance,
-            ranks_per_node=ranks_per_node,
-            level=level,
-            cost_table=cost_table,
-            transport=transport,
-            recompute_segments=self._recompute_all and disaggregate,
-        )
+        self.pool = join_pool(config, self._kinds, self.device, given, how)
+        self.options = plan_options(config, self._kinds, self.pool.kernel, self.device, given, how)
         self.folder = Path()
         self._ahead: AgreedSteps | None = None
         self._single_steps = 0
@@ -275,8 +171,8 @@ class CAD:
             check_layer_spec(layer)
             if has_te_linears(layer) and not self._te:
                 refuse_te_spec(self.config, self.device)
-        options = self._model_options
-        return block_spec(self.config, layer, options=options, disaggregate=self._disaggregate, te=self._te)
+        options = self._given.model_options
+        return block_spec(self.config, layer, options=options, disaggregate=self._given.disaggregate, te=self._te)
 
     def attach(self, model: GPTModel) -> GPTModel:
         """Let a model that was built with :meth:`block_spec` run disaggregated; returns it. A subclass of GPTModel
@@ -286,7 +182,7 @@ class CAD:
             SupportError: no GPTModel, or a part of the model that is not served.
         """
         check_bare(model)
-        options = self._model_options
+        options = self._given.model_options
         check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
         check_same_config(model, self.config)
         check_own_rotary(model, options)
@@ -302,11 +198,13 @@ class CAD:
         # Of several models, steps serve all.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))
-        patch_forward(model, DisaggregatedMicroBatch if self._disaggregate else PackedMicroBatch)
+        patch_forward(model, DisaggregatedMicroBatch if self._given.disaggregate else PackedMicroBatch)
         transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
-        if self._disaggregate:
+        # In segments that are recomputed as a whole, what is put out is needed right away.
+        keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
+        if self._given.disaggregate:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
         elif self._recompute_all:
             recompute_layers(model.decoder)
@@ -314,7 +212,7 @@ class CAD:
             if isinstance(module, PackedAttention):
                 module.kernel, module.timeline = self.pool.kernel, self.pool.timeline
                 module.kind = replace(module.kind, softcap=options.score_softcap)
-        note_attached(model, self.pool, self._disaggregate)
+        note_attached(model, self.pool, self._given.disaggregate)
         return model
 
     def data_parallel(
@@ -338,7 +236,7 @@ class CAD:
         check_gradients(gradients, self.config.params_dtype)
         check_fp8_weights(self.config, distributed_optimizer)
         wrapped = wrap_for_data_parallel(model, distributed_optimizer, gradients)
-        if self._stages > 1 and self._disaggregate:
+        if self._stages > 1 and self._given.disaggregate:
             wrapped.config.no_sync_func = refuse_other_schedule
         return wrapped
 
@@ -378,9 +276,9 @@ class CAD:
             self._ahead = AgreedSteps(self.device)
         return self._ahead.ahead((self._make_step(*each) for each in enumerate(steps, first)), first)
 
-    def _make_step(self, number: int, given: StepDocuments | Sequence[Sequence[Document]]) -> Step:
-        documents = listed(given)
-        check_room(documents, self.options.ranks, self._tokens_per_rank)
+    def _make_step(self, number: int, documents: StepDocuments | Sequence[Sequence[Document]]) -> Step:
+        documents, given = listed(documents), self._given
+        check_room(documents, self.options.ranks, given.tokens_per_rank)
         return make_step(
             documents,
             self.options,
@@ -388,7 +286,7 @@ class CAD:
             self._rank,
             self.device,
             lengths=self._lengths,
-            room=self.options.ranks * self._tokens_per_rank if self._deal else 0,
+            room=self.options.ranks * given.tokens_per_rank if given.deal and given.disaggregate else 0,
             vocabulary=self._vocabulary,
             number=number,
             folder=self.folder,
@@ -443,30 +341,3 @@ class CAD:
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]
-
-    def _join_pool(
-        self,
-        kernel_name: str,
-        transport_name: str,
-        deterministic: bool,
-        backward: Literal["keep", "resend"],
-        buffer: float,
-        offload: bool,
-    ) -> AttentionPool:
-        shape = attention_shape(self.config)
-        spec = AttentionSpec(
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            self.config.params_dtype,
-            self.device,
-            kinds=self._kinds.kinds,
-            deterministic=deterministic,
-        )
-        # What is compiled when it is first used is compiled now, and not while other ranks wait for its rows.
-        kernel = choose_kernel(kernel_name, spec)
-        resend, sinks = backward == "resend", any(kind.sink for kind in self._kinds.kinds)
-        buffer = buffer or receive_buffer_gb(shape, self._tokens_per_rank, resend=resend, sinks=sinks)
-        transport = choose_transport(transport_name, server_pool_group(), buffer)
-        parking = Offload(self.device) if offload else None
-        return AttentionPool(transport, kernel, Timeline(self.device), backward, parking)

@@ -19,6 +19,10 @@ settings.load_profile("shared machine")
 
 if not torch.cuda.is_available():
     preload(
+        "pytest",
+        "hypothesis.strategies",
+        "encodings.idna",  # names of hosts
+        "torch.utils.serialization.config",
         "torch._dynamo",  # the first optimizer and the first checkpoint of activations import it
         "torch.distributed.launcher.api",
         "matplotlib.backends.backend_agg",
@@ -26,7 +30,13 @@ if not torch.cuda.is_available():
         "distca.parity.suite",
         "megatron_patches.patches.cpu",
         "megatron_patches.hugging_face.export",
+        "megatron_patches.training.optimizer",
+        "megatron_patches.patches.stage_timers",
+        "megatron_patches.checkpoint.save_load",
+        "distca.simulate",
         "distca.train.checkpoint.checkpoints",
+        "distca.train.run.consistency",
+        "distca.train.run.record",
         "distca.train.run.main",
         "distca.train.run.loop",
         "distca.train.run.builder",

@@ -17,7 +17,15 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom to the top; no row imports from its own, but each package from itself.
 ROWS = (
-    ("distca.errors", "distca.json_file", "distca.log", "distca.versions", "distca.words"),
+    (
+        "distca.cad_options",
+        "distca.errors",
+        "distca.json_file",
+        "distca.log",
+        "distca.sizes",
+        "distca.versions",
+        "distca.words",
+    ),
     ("distca.plan", "distca.yaml_file"),
     ("distca.cluster", "distca.device"),
     ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),
@@ -35,7 +43,7 @@ FACE = {
     for name in ("api", "model.model_options", "steps.per_document", "steps.step_documents", "ranks.world")
 }
 # With what they import of ours.
-NUMPY_ONLY = {"distca", "distca.errors", "distca.json_file", "distca.plan"}
+NUMPY_ONLY = {"distca", "distca.errors", "distca.json_file", "distca.plan", "distca.sizes"}
 
 
 def package_of(module: str) -> str:
@@ -110,6 +118,38 @@ def circle(imports: list[tuple[str, str]]) -> list[str]:
 
 def test_no_files_import_each_other() -> None:
     assert circle(all_imports()) == []
+
+
+def between_folders(imports: list[tuple[str, str]], package: str) -> list[tuple[str, str]]:
+    """The same among what lies in a package: files in it, and folders as a whole. The package itself, which hands on
+    names of all, does not count."""
+
+    def part_of(module: str) -> str | None:
+        inside = module.removeprefix(f"{package}.")
+        return None if inside == module else inside.split(".")[0]
+
+    parts = [(part_of(module), part_of(imported)) for module, imported in imports]
+    return sorted({(above, below) for above, below in parts if above and below and above != below})
+
+
+def test_folders_of_planning_import_one_way() -> None:
+    imports = between_folders(all_imports(), "distca.plan")
+    assert circle(imports) == []
+    assert ("scheduler", "plan") in imports and ("place", "layout") in imports, "or the test sees nothing"
+
+
+def test_types_of_planning_import_no_algorithm() -> None:
+    wanted: dict[str, set[str]] = {}
+    for above, below in between_folders(all_imports(), "distca.plan"):
+        wanted.setdefault(above, set()).add(below)
+    below = ["layout", "tasks", "network", "plan", "geometry", "kinds"]
+    for module in below:
+        assert not wanted.get(module, set()) - {*below, "sorting"}, f"{module} imports more than types"
+
+
+def test_folders_that_import_each_other_are_found() -> None:
+    files = [("distca.plan.a.x", "distca.plan.b.y"), ("distca.plan.b.z", "distca.plan.a.w"), ("distca.plan", "x")]
+    assert circle(files) == [] and set(circle(between_folders(files, "distca.plan"))) == {"a", "b"}
 
 
 def test_files_that_import_each_other_are_found(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from distca.attention.kernel import Timer
 from distca.baselines.layouts import Pieces
 from distca.device.host_to_device import Destination, to_device
 from distca.plan import AttentionKind, Layout
-from distca.plan.kinds import first_key
+from distca.plan.geometry import first_key
 from distca.plan.layout import overlaps
 from distca.plan.sorting import expand
 from distca.transport.gather_scatter import move_rows

@@ -16,6 +16,7 @@ from benchmarks.baselines.prepare import prepare
 from distca import CAD
 from distca.attention import Kernel
 from distca.baselines.mode import Mode
+from distca.cad_options import KernelName
 from distca.data.batch import rank_batch
 from distca.device.host_to_device import uploading
 from distca.parity.cases import ParityCase, case_documents
@@ -40,7 +41,9 @@ class BaselineCase:
     group_of: tuple[tuple[int, ...], ...]
 
 
-def differences(cases: list[BaselineCase], dtype: torch.dtype, device: torch.device, kernel: str) -> list[Difference]:
+def differences(
+    cases: list[BaselineCase], dtype: torch.dtype, device: torch.device, kernel: KernelName
+) -> list[Difference]:
     """How far each baseline is from unmodified Megatron-Core. Every rank calls it together."""
     # References first, so that megatron's groups change their sizes only once.
     references = [run_unmodified(each.case, dtype, device) for each in cases]
@@ -59,7 +62,7 @@ def _run(
     groups: CpGroups,
     dtype: torch.dtype,
     device: torch.device,
-    kernel: str,
+    kernel: KernelName,
     weights: dict[str, torch.Tensor],
 ) -> Outcome:
     cad, gpt = attached(each.case, dtype, device, kernel, weights, disaggregate=False)

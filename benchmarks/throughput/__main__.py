@@ -13,6 +13,7 @@ from typing import Any
 # Shapes differ from step to step, which fragments the allocator's fixed blocks; read when CUDA starts.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
+from benchmarks.throughput.joining import join_ranks, leave_ranks
 from benchmarks.throughput.settings import Settings, parse
 from benchmarks.throughput.unused import CONTEXT, STAGES, refuse_unused
 from distca.errors import ConfigError, DistcaError
@@ -58,9 +59,7 @@ def _asked(argv: list[str], world_size: int, on_cpus: bool = False) -> Settings:
 
 
 def _run(settings: Settings) -> list[str]:
-    from megatron_patches.ranks.world import join_world, leave_world
-
-    world = join_world()
+    world = join_ranks(settings)
     setup_logging(world.rank)
     try:
         from benchmarks.throughput.session import Session
@@ -72,7 +71,7 @@ def _run(settings: Settings) -> list[str]:
             raise ConfigError(" ".join(["No mode ran, so no file was written.", *session.nothing_ran]))
         return apart
     finally:
-        leave_world()
+        leave_ranks()
 
 
 class _progress:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.throughput.settings import Cell
+from distca.baselines import Mode, Work, groups_of
 from distca.data.corpus import Corpus, DocumentSet
 from distca.data.mixes import sample_long_context
 from distca.data.sampler import MicroBatch, Sampler
@@ -74,3 +75,16 @@ class Replay:
 def lengths_of(batch: tuple[MicroBatch, ...]) -> np.ndarray:
     """Tokens of every document of a global batch."""
     return np.concatenate([micro_batch.lengths for micro_batch in batch])
+
+
+def check_fits(mode: Mode, batches: Batches, ranks: int, room: int, work: Work) -> None:
+    """Refuse a mode that one of the batches does not fit.
+
+    Raises:
+        BaselineError: in a sentence.
+    """
+    for batch in batches.global_batches:
+        for micro_batch in batch:
+            assert micro_batch.rank_of is not None
+            if mode.method != "distca":
+                groups_of(mode, micro_batch.lengths, micro_batch.rank_of, batches.bins, ranks, room, work)

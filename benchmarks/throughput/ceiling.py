@@ -24,11 +24,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.baselines import Work
 from distca.attention import Kernel, TaskBatch
+from distca.baselines import Work
 from distca.device.clock import Clock
 from distca.plan import AttentionKind, AttentionShape
-from distca.plan.kinds import pairs
+from distca.plan.geometry import pairs
 from distca.profile.linear_fp8 import linear_work
 from distca.profile.timing import median_seconds
 from distca.train.config.schema import RunConfig
@@ -122,6 +122,29 @@ class Ceiling:
             },
             "attention_of_others": [self._tflops(each) for each in self.attention[1:]],
         }
+
+    @staticmethod
+    def of_report(content: dict[str, Any], layers: int, tp: int, heads: int) -> Ceiling:
+        """The ceiling that :meth:`report` gave, of a model with so many layers and ``heads`` columns of a rank's q."""
+        flops = 4 * heads
+        matrices = [{key: value for key, value in each.items() if key != "tflops"} for each in content["matrices"]]
+        attention = [
+            Attention(
+                each["window"],
+                each["layers"],
+                flops / (each["forward_tflops"] * 1e12),
+                2 * flops / (each["backward_tflops"] * 1e12),
+            )
+            for each in (content["attention"], *content["attention_of_others"])
+        ]
+        return Ceiling(
+            tuple(Matrix(**each) for each in matrices),
+            layers,
+            tp,
+            tuple(attention),
+            content["attention"]["document"],
+            flops,
+        )
 
     def _tflops(self, of: Attention) -> dict[str, Any]:
         return {

@@ -89,20 +89,7 @@ class _Baseline:
                 attention.append(made.attention)
                 rows.append(rank_batch(micro_batch, layouts[-1], rank, align=options.align, chunks=options.shares))
             ready = packed_batches(rows, attention, options, upload)
-        unplanned = np.zeros((1, options.pool_ranks))
+        unplanned = np.zeros((1, 1, options.pool_ranks))
         plan = StepPlan(options, tuple(lengths), tuple(documents.homes), tuple(layouts), (), (), drawn=())
-        balance = StepBalance(unplanned, unplanned, unplanned, bytes_moved)
+        balance = StepBalance(unplanned, unplanned, unplanned[0], bytes_moved)
         return Step(documents, plan, balance, None, ready, planning_ms, vocabulary=self._vocabulary)
-
-
-def check_fits(mode: Mode, batches: Batches, ranks: int, room: int, work: Work) -> None:
-    """Refuse a mode that one of the batches does not fit.
-
-    Raises:
-        BaselineError: in a sentence.
-    """
-    for batch in batches.global_batches:
-        for micro_batch in batch:
-            assert micro_batch.rank_of is not None
-            if mode.method != "distca":
-                groups_of(mode, micro_batch.lengths, micro_batch.rank_of, batches.bins, ranks, room, work)

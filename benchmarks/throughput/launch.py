@@ -29,6 +29,8 @@ from distca.train.launch.say import leave, report, say
 from distca.words import count
 
 _TAKE_DEGREE = {"cp": "cp{}", "cp-keep": "cp{}-keep", "cp-halo": "cp{}-halo", "ring": "ring{}", "ulysses": "ulysses{}"}
+_TAKE_DEGREE |= {"megatron-te-p2p": "megatron-te{}-p2p", "megatron-te-a2a": "megatron-te{}-a2a"}
+_PEER = "megatron-te"
 _LAUNCHERS = {"3d": Launcher.RUN_3D, "4d": Launcher.RUN_4D}
 
 
@@ -41,7 +43,7 @@ def launch(launcher: Launcher, arguments: list[str]) -> int:
     values = _defaults(launcher, machines.gpus) | given
     sizes: dict[str, int] = {name: int(values[name]) for name in ("TP_SIZE", "PP_SIZE") if name in values}
     machines.check_divisible(sizes)
-    own = _options(values, machines.world_size // (sizes["TP_SIZE"] * sizes.get("PP_SIZE", 1)))
+    starts = _options(values, machines.world_size // (sizes["TP_SIZE"] * sizes.get("PP_SIZE", 1)))
     rest = _settings(launcher, values, arguments)
     dry, python = values.get("DRY_RUN") == "1", find_python()
     if not python and not dry:
@@ -56,35 +58,47 @@ def launch(launcher: Launcher, arguments: list[str]) -> int:
         return subprocess.call([python, "pretrain_llama.py", "--help"])
     else:
         # Once and here, so that a mistake is one sentence and not a failure report of every rank.
-        check = [*check_words(machines), "--output", str(logs), *own, "--", *rest]
-        code = subprocess.call([python, "-m", "benchmarks.throughput", *check])
-        if code:
-            return code
+        for own in starts:
+            check = [*check_words(machines), "--output", str(logs), *own, "--", *rest]
+            code = subprocess.call([python, "-m", "benchmarks.throughput", *check])
+            if code:
+                return code
     name = values.get("NAME") or time.strftime("%Y%m%d-%H%M%S")
     # Only the first machine's ranks write figures.
     folder = logs / name if machines.node else _free_folder(logs, name, make=not dry)
-    program = ["-m", "benchmarks.throughput", "--output", str(folder), *own, "--", *rest]
     path = f"PYTHONPATH={os.environ.get('PYTHONPATH', ROOT)}"
-    words = start.command(machines, python or "python", program, os.environ, more=[path])
+    commands = [
+        start.command(
+            machines,
+            python or "python",
+            ["-m", "benchmarks.throughput", "--output", str(folder), *own, "--", *rest],
+            os.environ,
+            more=[path],
+        )
+        for own in starts
+    ]
+    text = "\n".join(map(shlex.join, commands))
     if dry:
-        sys.stdout.write(shlex.join(words) + "\n")
+        sys.stdout.write(text + "\n")
         return 0
     ranks, nodes = count(machines.world_size, "rank"), count(machines.nodes, "node")
     say(f"Starting {ranks} on {nodes} through {machines.starter}; figures and log go to {folder}.")
     if machines.node:
-        return start.Ranks(words).run().status
-    (folder / "command.txt").write_text(shlex.join(words))
-    return _run(words, folder, str(python))
+        return next((status for words in commands if (status := start.Ranks(words).run().status)), 0)
+    (folder / "command.txt").write_text(text)
+    return _run(commands, folder, str(python))
 
 
-def _run(words: list[str], folder: Path, python: str) -> int:
-    # The progress bar needs the terminal itself; elsewhere the log is also kept in a file.
-    run = start.Ranks(words, None if sys.stderr.isatty() else folder / "log.txt").run()
-    if run.stopped_by:
-        next_step = "start again; every start begins anew and takes a folder of its own."
-        report(f"The run was stopped by {run.stopped_by.name}.", next_step)
-    if run.status:
-        return run.status
+def _run(commands: list[list[str]], folder: Path, python: str) -> int:
+    for number, words in enumerate(commands, 1):
+        # The progress bar needs the terminal itself; elsewhere the log is also kept in a file.
+        log = None if sys.stderr.isatty() else folder / ("log.txt" if number == 1 else f"log-{number}.txt")
+        run = start.Ranks(words, log).run()
+        if run.stopped_by:
+            next_step = "start again; every start begins anew and takes a folder of its own."
+            report(f"The run was stopped by {run.stopped_by.name}.", next_step)
+        if run.status:
+            return run.status
     logs = str(folder.parent)
     code = subprocess.call([python, "-m", "benchmarks.throughput.sweep", logs, "--output", logs])
     if not code:
@@ -102,8 +116,9 @@ def _defaults(launcher: Launcher, gpus: int) -> dict[str, str]:
     return (large if gpus else small) | alike | ({"PP_SIZE": "2"} if stages else {})
 
 
-def _options(values: Mapping[str, str], data_ranks: int) -> list[str]:
-    """Options of ``benchmarks.throughput`` itself."""
+def _options(values: Mapping[str, str], data_ranks: int) -> list[list[str]]:
+    """Options of ``benchmarks.throughput`` itself, of every start of the ranks: one for this project's modes, and one
+    for each that is unmodified Megatron-Core."""
     modes, degree = values["MODE"].split(), values.get("CP_SIZE")
     if degree and data_ranks % int(degree):
         raise LaunchError(
@@ -112,14 +127,17 @@ def _options(values: Mapping[str, str], data_ranks: int) -> list[str]:
     if degree and not {"all", *_TAKE_DEGREE} & set(modes):
         raise LaunchError(
             f"CP_SIZE is {degree}, but no mode of '{values['MODE']}' takes it.",
-            "unset it, or add cp, cp-keep, cp-halo, ring or ulysses to MODE.",
+            "unset it, or add cp, cp-keep, cp-halo, ring, ulysses, megatron-te-p2p or megatron-te-a2a to MODE.",
         )
-    words = ["--modes", *(_TAKE_DEGREE.get(mode, mode).format(degree or data_ranks) for mode in modes)]
-    words += ["--mixes", *values["MIX"].split(), "--contexts", *values["CONTEXT_LENGTH"].split()]
+    names = [_TAKE_DEGREE.get(mode, mode).format(degree or data_ranks) for mode in modes]
+    ours = [name for name in names if not name.startswith(_PEER)]
+    groups = [ours] * bool(ours) + [[name] for name in names if name.startswith(_PEER)]
+    words = ["--mixes", *values["MIX"].split(), "--contexts", *values["CONTEXT_LENGTH"].split()]
     words += ["--batches", values["BATCHES"], "--warm-up", values["WARM_UP"]]
     if "LINK_CHANNELS" in values:
         words += ["--link-channels", values["LINK_CHANNELS"]]
-    return [*words, "--degree", degree] if degree and modes == ["all"] else words
+    words += ["--degree", degree] if degree and modes == ["all"] else []
+    return [["--modes", *group, *words] for group in groups]
 
 
 def _settings(launcher: Launcher, values: Mapping[str, str], arguments: list[str]) -> list[str]:

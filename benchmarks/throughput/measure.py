@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,15 @@ import torch.distributed as dist
 
 from benchmarks.baselines import CpGroups, Mode, Work
 from benchmarks.throughput.batches import Batches
-from benchmarks.throughput.busy import Traced, trace
+from benchmarks.throughput.busy import trace
 from benchmarks.throughput.gpu_state import GpuState
 from benchmarks.throughput.inputs import steps_ahead
+from benchmarks.throughput.record import RankRecord, of_all_ranks
 from benchmarks.throughput.settings import Cell, Settings
 from distca.device.memory import outside_torch
 from distca.train.config.schema import RunConfig
 from distca.train.run.builder import Trainer, build_trainer
-from distca.train.run.loop import SteadyGarbage
+from distca.train.run.garbage import SteadyGarbage
 from distca.train.run.memory import predict_memory
 from megatron_patches.ranks.world import World
 from megatron_patches.steps.step import Step
@@ -30,53 +31,6 @@ from megatron_patches.te import quantization
 from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
 _KEPT_EVERY = 10  # measured batches, which is what a time limit costs a mode at most
-
-
-@dataclass
-class RankRecord:
-    """What one rank saw of a mode. Lists have one entry per measured batch.
-
-    Attributes:
-        seconds: of the step, waiting for its inputs included.
-        attention_s: in core-attention kernels.
-        planned_s: the same as planned, of one layer; 0 where nothing is planned.
-        cpu_s: CPU time of the process.
-        loss: mean loss per target token of the global batch.
-        grad_norm: of the whole gradient, before clipping.
-        plan_ms: of planning, in the background.
-        wait_ms: that the step waited for its inputs.
-        bytes_moved: by all ranks, for core attention.
-        rows: rows of the rank's micro-batches, padding included.
-        memory_gib: peak while measured, memory of NVSHMEM included; None on CPUs, where only the process's size of the
-            moment could be read, which holds what earlier modes left.
-        reserved_gib: peak that torch's allocator held; None on CPUs.
-        predicted_gib: the peak as it was predicted, NVSHMEM's memory included; None on CPUs.
-        recompute: what was computed again in backward.
-        offload: what waited for it in host memory.
-        fallback_exchanges: exchanges that did not fit NVSHMEM's memory and went by NCCL.
-        traced: what the GPU did in the traced batches; None where nothing was traced.
-        gpus: clocks, power and temperature of the first machine's GPUs while measured, on rank 0.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    attention_s: list[float] = field(default_factory=list)
-    planned_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    grad_norm: list[float] = field(default_factory=list)
-    plan_ms: list[float] = field(default_factory=list)
-    wait_ms: list[float] = field(default_factory=list)
-    bytes_moved: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    memory_gib: float | None = None
-    reserved_gib: float | None = None
-    predicted_gib: float | None = None
-    outside_torch_gib: float | None = None
-    recompute: str = "none"
-    offload: str = "none"
-    fallback_exchanges: int = 0
-    traced: Traced | None = None
-    gpus: list[dict[str, Any]] = field(default_factory=list)
 
 
 def config_of(mode: Mode, settings: Settings, cell: Cell, world: World) -> RunConfig:
@@ -121,7 +75,7 @@ def measure_mode(
         run.garbage = garbage
         steps = steps_ahead(mode, trainer, batches, 0, groups(), work)
         record = run.measured(
-            steps, settings.warm_up, settings.batches, lambda so_far: keep(_of_all_ranks(so_far, world))
+            steps, settings.warm_up, settings.batches, lambda so_far: keep(of_all_ranks(so_far, world.size))
         )
         steps.close()
         if settings.traced and run.on_gpu:
@@ -130,14 +84,7 @@ def measure_mode(
             steps.close()
     del run, trainer, steps
     give_back(world)
-    return _of_all_ranks(record, world)
-
-
-def _of_all_ranks(record: RankRecord, world: World) -> list[RankRecord]:
-    """Every rank's record, on every rank; by gloo, which takes no GPU memory. Every rank calls it together."""
-    records: list[RankRecord] = [record] * world.size
-    dist.all_gather_object(records, record)
-    return records
+    return of_all_ranks(record, world.size)
 
 
 class _Run:

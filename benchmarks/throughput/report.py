@@ -14,9 +14,10 @@ import torch
 from benchmarks.throughput.batches import Batches, lengths_of
 from benchmarks.throughput.ceiling import Ceiling
 from benchmarks.throughput.cut_short import Figures, batches_of, tokens_per_s
-from benchmarks.throughput.measure import RankRecord
+from benchmarks.throughput.record import RankRecord
 from benchmarks.throughput.settings import Settings
 from benchmarks.throughput.table import table
+from distca.baselines import parse_mode
 from distca.plan import imbalance
 from distca.train.metrics.flops import ModelFlops, mfu, model_flops, peak_seconds
 
@@ -37,7 +38,6 @@ def figures(
     config, ranks = settings.config, len(records)
     flops = model_flops(config.model, config.model.vocabulary, np.concatenate(measured))
     best, best_in_burst = (sum(each.step_seconds(x, ranks) for x in measured) for each in (ceiling, burst))
-    attention = np.array([record.attention_s for record in records])
     rows = np.array([record.rows for record in records])
     idle = _idle(records, seconds, settings.traced)
     return {
@@ -52,12 +52,7 @@ def figures(
         "idle_share": _mean(idle),
         "idle_shares": idle,
         "traced": [asdict(record.traced) if record.traced else None for record in records],
-        "attention_max_over_mean": _spread(np.array([imbalance(step) for step in attention.T])),
-        "attention_by_rank": {
-            "measured_s": attention.tolist(),
-            "planned_s_per_layer": [record.planned_s for record in records],
-        },
-        "attention_share": float(attention.mean(axis=0).sum() / seconds.sum()),
+        **_attention(records, seconds),
         "memory_gib": _memory([record.memory_gib for record in records if record.memory_gib is not None]),
         **{key: _largest(records, key) for key in ("reserved_gib", "predicted_gib", "outside_torch_gib")},
         "recompute": records[0].recompute,
@@ -67,9 +62,38 @@ def figures(
         "exchanges_not_by_nvshmem": records[0].fallback_exchanges,
         "plan_ms": statistics.fmean(records[0].plan_ms),
         "plan_wait_ms": {"mean": statistics.fmean(records[0].wait_ms), "max": max(records[0].wait_ms)},
+        **_kernel_planning(records, seconds),
         "gpus": records[0].gpus,
         "losses": records[0].loss,
         "gradient_norms": records[0].grad_norm,
+    }
+
+
+def _attention(records: list[RankRecord], seconds: np.ndarray) -> dict[str, Any]:
+    """Of core attention, where its time is known."""
+    attention = np.array([record.attention_s for record in records])
+    if not attention.size:
+        return {"attention_max_over_mean": None, "attention_by_rank": None, "attention_share": None}
+    return {
+        "attention_max_over_mean": _spread(np.array([imbalance(step) for step in attention.T])),
+        "attention_by_rank": {
+            "measured_s": attention.tolist(),
+            "planned_s_per_layer": [record.planned_s for record in records],
+        },
+        "attention_share": float(attention.mean(axis=0).sum() / seconds.sum()),
+    }
+
+
+def _kernel_planning(records: list[RankRecord], seconds: np.ndarray) -> dict[str, Any]:
+    """Of a peer: by batch, the most seconds that a rank's library planned attention, and the step without them."""
+    planning = np.array([record.kernel_planning_s for record in records])
+    if not planning.size:
+        return {}
+    longest = planning.max(axis=0)
+    without = seconds - np.minimum(longest, seconds)
+    return {
+        "kernel_planning_s": longest.tolist(),
+        "step_s_without_kernel_planning": {"median": float(np.median(without)), "mean": float(without.mean())},
     }
 
 
@@ -103,6 +127,7 @@ def _mean(values: list[float] | None) -> float | None:
 def _spread(values: np.ndarray) -> dict[str, float]:
     return {
         "mean": float(values.mean()),
+        "median": float(np.median(values)),
         "stdev": float(values.std(ddof=1)) if len(values) > 1 else 0.0,
         "min": float(values.min()),
         "max": float(values.max()),
@@ -136,11 +161,19 @@ def compare(modes: dict[str, Figures]) -> dict[str, Any]:
     # Variable-length packing buys its speed with memory, and no sampler deals a step's documents as packed-dealt has
     # them: both are compared with by themselves.
     others = {name: rate for name, rate in rates.items() if name not in ("distca", "packed-dealt", "variable")}
+    others = {name: rate for name, rate in others.items() if not parse_mode(name).peer}
     if others:
         best = max(others, key=lambda name: others[name])
         result |= {"ideal_baseline": best, "over_ideal_baseline": ours / others[best]}
     result |= {f"over_{name}": ours / rates[name] for name in ("packed", "packed-dealt", "variable") if name in rates}
-    return result | {"batches": count}
+    return result | {"batches": count, "over": {name: _over(modes["distca"], modes[name]) for name in rates}}
+
+
+def _over(ours: Figures, other: Figures) -> dict[str, float]:
+    """How many times as fast DistCA's steps are as another mode's of the same batches: median and mean of ratios."""
+    count = batches_of(ours)
+    ratios = np.array(other["steps_s"][:count]) / np.array(ours["steps_s"][:count])
+    return {"median": float(np.median(ratios)), "mean": float(ratios.mean())}
 
 
 def _apart(modes: dict[str, Figures], key: str) -> dict[str, float]:

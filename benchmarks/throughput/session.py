@@ -7,28 +7,31 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.baselines import BaselineError, CpGroups, Mode
-from benchmarks.throughput.batches import Batches, draw_batches, lengths_of
+from benchmarks.throughput.batches import Batches, check_fits, draw_batches, lengths_of
 from benchmarks.throughput.ceiling import Ceiling, measure_ceiling
 from benchmarks.throughput.cut_short import Figures
-from benchmarks.throughput.inputs import check_fits
 from benchmarks.throughput.links import measure_links
-from benchmarks.throughput.measure import RankRecord, measure_mode
+from benchmarks.throughput.merged import read_first_start
+from benchmarks.throughput.record import RankRecord
 from benchmarks.throughput.report import compare, figures, write
 from benchmarks.throughput.settings import Cell, Settings, kinds_of
 from benchmarks.throughput.sweep import plot
 from benchmarks.throughput.table import links
 from distca.attention import AttentionSpec, KernelError, choose_kernel
 from distca.attention.self_check import check
+from distca.baselines import BaselineError, Mode
 from distca.cluster.verdict import first_objection
+from distca.cluster.world import World
 from distca.errors import ConfigError
 from distca.versions import header
-from megatron_patches.ranks.world import World
+
+if TYPE_CHECKING:
+    from benchmarks.baselines import CpGroups
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -83,17 +86,20 @@ class Session:
             "fp8": config.train.fp8,
             "cells": {},
         }
+        self._first_start = read_first_start(settings, self._report, world.rank) if settings.peer else None
+        if self._first_start:
+            self._report = self._first_start
 
     def run(self, measured: Measured | None = None) -> list[str]:
         """Every workload; returns which modes' losses are apart from the others.
 
         Args:
-            measured: what :meth:`measure_machine` of a session on these ranks with the same linear layers gave; None
+            measured: what :meth:`machine` of a session on these ranks with the same linear layers gave; None
                 measures anew.
         """
         for why in self._settings.left_out.values():
             logger.info("Left out: %s", why)
-        measured = measured or self.measure_machine()
+        measured = self.machine(measured)
         self._report |= measured.report
         ceilings = measured.held, measured.burst
         for cell, mode in self._order():
@@ -209,21 +215,43 @@ class Session:
             if write_partly and self._world.rank == 0:
                 write(settings.output, self._report_with(cell, mode, figures_of(records)))
 
-        return figures_of(
-            measure_mode(mode, settings, cell, self._world, batches, self._cp_groups, ceiling.work, advance, keep)
-        )
+        return figures_of(self._records(mode, cell, batches, ceiling, advance, keep))
+
+    def _records(
+        self,
+        mode: Mode,
+        cell: Cell,
+        batches: Batches,
+        ceiling: Ceiling,
+        advance: Callable[[dict[str, Any]], None],
+        keep: Callable[[list[RankRecord]], None],
+    ) -> list[RankRecord]:
+        """What every rank noted of a mode. Each kind of start imports its own Megatron-Core, changed or as it is."""
+        settings, world = self._settings, self._world
+        if mode.peer:
+            from benchmarks.peers.measure import measure_peer
+
+            return measure_peer(mode, settings, cell, world, batches, ceiling.work, advance)
+        from benchmarks.throughput.measure import measure_mode
+
+        return measure_mode(mode, settings, cell, world, batches, self._cp_groups, ceiling.work, advance, keep)
 
     def _report_with(self, cell: Cell, mode: Mode, made: Figures) -> dict[str, Any]:
         """The report with a mode's figures, complete or so far, beside those of the modes before it."""
         result = self._report["cells"][cell.name]
         ran = result["modes"] | {mode.name: made}
-        modes = {each.name: ran[each.name] for each in self._settings.modes if each.name in ran}
+        own = [each.name for each in self._settings.modes]
+        modes = {
+            name: ran[name] for name in dict.fromkeys([*(result["modes"] if mode.peer else ()), *own]) if name in ran
+        }
         cells = self._report["cells"] | {cell.name: result | {"modes": modes, "compared": compare(modes)}}
         return self._report | {"cells": cells}
 
     def _cp_groups(self) -> CpGroups:
         """The context-parallel groups; megatron's data-parallel group is there once a model was built."""
         from megatron.core import parallel_state
+
+        from benchmarks.baselines import CpGroups
 
         if self._groups is None:
             self._groups = CpGroups(parallel_state.get_data_parallel_group())
@@ -241,6 +269,22 @@ class Session:
     def report(self) -> dict[str, Any]:
         """What benchmark.json holds."""
         return self._report
+
+    def machine(self, measured: Measured | None = None) -> Measured:
+        """What the machine can do: ``measured`` where it is known, what the first start measured, or measured now;
+        every rank calls it together."""
+        return measured or self._measured_before() or self.measure_machine()
+
+    def _measured_before(self) -> Measured | None:
+        """By the first start, so that all modes have the same ceiling."""
+        if self._first_start is None:
+            return None
+        config, shape = self._settings.config, self._shape
+        held, burst = (
+            Ceiling.of_report(self._report[name], config.model.layers, config.parallel.tp, shape.heads * shape.head_dim)
+            for name in ("ceiling", "burst_ceiling")
+        )
+        return Measured(held, burst, {name: self._report[name] for name in ("links", "ceiling", "burst_ceiling")})
 
     def measure_machine(self) -> Measured:
         """Links between ranks, and what their kernels can do; every rank calls it together."""

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
+from benchmarks.peers.served import check_served
 from benchmarks.throughput.unused import CONTEXT
 from distca.baselines.dealing import check_holds, ranks_of_document
 from distca.baselines.errors import BaselineError
@@ -92,6 +93,11 @@ class Settings:
     pairs: int = 0
 
     @property
+    def peer(self) -> bool:
+        """Whether this start is a peer's, which adds its mode to the file of the others."""
+        return self.modes[0].peer
+
+    @property
     def slow_links(self) -> bool:
         """Whether links are made slower than they are, which only NCCL's can be."""
         return self.link_channels is not None or self.socket_nodes
@@ -158,6 +164,7 @@ def _modes(
         modes = tuple(parse_mode(name) for name in arguments.modes)
         for mode in modes:
             mode.check(ranks, kv_heads, kinds)
+        _check_peers(modes, config)
         return modes, {}
     runnable, left_out = [], {}
     for mode in every_mode(ranks, any(kind.window for kind in kinds)):
@@ -168,6 +175,19 @@ def _modes(
             except BaselineError as error:
                 left_out[mode.name] = str(error)
     return tuple(runnable), left_out
+
+
+def _check_peers(modes: tuple[Mode, ...], config: RunConfig) -> None:
+    """Refuse modes of unmodified Megatron-Core beside others, and what they are not built for."""
+    peers = [mode for mode in modes if mode.peer]
+    if not peers:
+        return
+    check_served(config)
+    if len(modes) > 1:
+        raise ConfigError(
+            f"{peers[0].name} runs on Megatron-Core as it is, which other modes change in their process: start each "
+            "such mode by itself, behind the others, with the same --output; it adds its figures to benchmark.json."
+        )
 
 
 def kinds_of(config: RunConfig) -> tuple[AttentionKind, ...]:

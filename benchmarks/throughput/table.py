@@ -16,9 +16,9 @@ def table(report: dict[str, Any]) -> str:
         lines += ["CPU ranks share cores, so these speeds say nothing: they show that every mode runs.", ""]
     for name, cell in report["cells"].items():
         lines += [f"### {name}: {cell['tokens_per_batch']:,.0f} tokens per batch", ""]
-        if cell["modes"]:
-            lines += [*_rows(cell["modes"], report["batches"]), ""]
         compared = cell.get("compared", {})
+        if cell["modes"]:
+            lines += [*_rows(cell["modes"], report["batches"], compared.get("over", {})), ""]
         if "ideal_baseline" in compared:
             lines += [f"DistCA over the best baseline ({compared['ideal_baseline']})"]
             if compared.get("batches", report["batches"]) < report["batches"]:
@@ -54,17 +54,19 @@ def link_limit(report: dict[str, Any]) -> str:
     return f", limited to {count(channels, 'channel')}" if channels else ""
 
 
-def _rows(modes: dict[str, Figures], batches: int) -> list[str]:
-    """Head and a row per mode; columns that are empty in all rows are left out."""
+def _rows(modes: dict[str, Figures], batches: int, over: dict[str, Any]) -> list[str]:
+    """Head and a row per mode; columns that are empty in all rows are left out. ``over`` says by mode how many times as
+    fast DistCA's steps are."""
     texts: dict[str, Callable[[Figures], str]] = {
         "tokens/s": lambda made: f"{made['tokens_per_s']:,.0f}",
         "step s (± stdev)": lambda made: f"{made['step_s']['mean']:.3f} ± {made['step_s']['stdev']:.3f}",
+        "DistCA over it, median of steps": lambda made: _over(over, modes, made),
         "× packed": lambda made: _over_packed(made, modes.get("packed")),
         "of the ceiling": lambda made: _share(made["share_of_ceiling"]) if "share_of_burst_ceiling" in made else "",
         "of a burst's ceiling": _of_a_burst,
         "MFU": lambda made: _share(made["mfu"]),
         "idle": lambda made: _share(made["idle_share"]),
-        "attention max/mean": lambda made: f"{made['attention_max_over_mean']['mean']:.3f}",
+        "attention max/mean": _attention,
         "peak GiB max (min)": lambda made: _memory(made["memory_gib"]),
         "moved per step": lambda made: format_bytes(made["bytes_per_step"]),
         "planning ms": lambda made: f"{made['plan_ms']:.1f}",
@@ -82,6 +84,16 @@ def _over_packed(made: Figures, packed: Figures | None) -> str:
         return ""
     count = min(batches_of(made), batches_of(packed))
     return f"{tokens_per_s(made, count) / tokens_per_s(packed, count):.3f}"
+
+
+def _over(over: dict[str, Any], modes: dict[str, Figures], made: Figures) -> str:
+    name = next(name for name, each in modes.items() if each is made)
+    return f"{over[name]['median']:.3f}" if name in over and name != "distca" else ""
+
+
+def _attention(made: Figures) -> str:
+    spread = made["attention_max_over_mean"]
+    return "" if spread is None else f"{spread['mean']:.3f}"
 
 
 def _share(value: float | None) -> str:

@@ -17,7 +17,7 @@ from distca.attention.self_check import AttentionSpec, Verdict, check
 from distca.attention.torch_flash import TorchFlashKernel
 from distca.cluster.verdict import first_objection
 from distca.errors import KernelError
-from distca.plan.head_dims import unserved_by
+from distca.sizes.head_dims import unserved_by
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ def groups_of(
 ) -> np.ndarray:
     """[D] context-parallel group of each document; for methods without groups, its rank.
 
-    "packed" keeps the ranks that the sampler chose, as plain packing does, "packed-dealt" those of :func:`dealt_anew`.
+    "packed" and "megatron-te" keep the ranks that the sampler chose, as plain packing does, "packed-dealt" those of
+    :func:`dealt_anew`.
     Groups get equal work where their tokens allow it, else what the sampler put on their ranks.
 
     Args:
@@ -52,7 +53,7 @@ def groups_of(
         return dealt
     check_holds(mode, bins, ranks, room)
     as_sampled = bin_of // (bins // groups)
-    if mode.method in ("packed", "packed-dealt"):
+    if mode.degree == 1:
         return as_sampled
     dealt = deal(lengths, groups, work, mode.degree * room)
     return as_sampled if dealt is None else dealt
@@ -73,7 +74,7 @@ def check_holds(mode: Mode, bins: int, ranks: int, room: int) -> None:
     if mode.method in ("distca", "variable") or ranks // mode.degree <= bins:
         return
     needs = f"this context needs {count(ranks // bins, 'rank')}"
-    if mode.method in ("packed", "packed-dealt"):
+    if mode.degree == 1:
         raise BaselineError(
             f"{mode.name} keeps a document on one rank of {room:,} tokens, but {needs}; shorten the context, "
             f"take context parallelism over {ranks // bins} ranks or more, or raise the tokens per rank."

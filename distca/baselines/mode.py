@@ -10,8 +10,23 @@ from typing import Literal, get_args
 from distca.baselines.errors import BaselineError
 from distca.plan import AttentionKind
 
-Method = Literal["distca", "packed", "packed-dealt", "variable", "cp", "cp-keep", "cp-halo", "ring", "ulysses"]
-_GROUPED = ("cp", "cp-keep", "cp-halo", "ring", "ulysses")
+Method = Literal[
+    "distca",
+    "packed",
+    "packed-dealt",
+    "variable",
+    "cp",
+    "cp-keep",
+    "cp-halo",
+    "ring",
+    "ulysses",
+    "megatron-te",
+    "megatron-te-p2p",
+    "megatron-te-a2a",
+]
+_GROUPED = ("cp", "cp-keep", "cp-halo", "ring", "ulysses", "megatron-te-p2p", "megatron-te-a2a")
+PEERS = ("megatron-te", "megatron-te-p2p", "megatron-te-a2a")
+"""Methods that are unmodified Megatron-Core with Transformer Engine's layers, and nothing of this project."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,9 @@ class Mode:
             queries see.
         ring: the group's documents as one sequence, cut zigzag; keys and values travel in a ring.
         ulysses: the group's documents as one sequence; attention is sharded by heads through all-to-alls.
+        megatron-te: unmodified Megatron-Core with Transformer Engine's layers, whole documents.
+        megatron-te-p2p: the same with its context parallelism, in which keys and values travel in a ring.
+        megatron-te-a2a: the same with all-to-alls of heads.
 
     Attributes:
         method: one of these.
@@ -40,11 +58,16 @@ class Mode:
 
     @property
     def name(self) -> str:
-        """Such as "packed", "cp4", "cp4-keep"."""
+        """Such as "packed", "cp4", "cp4-keep", "megatron-te4-p2p"."""
         if self.method not in _GROUPED:
             return self.method
-        head, _, tail = self.method.partition("-")
-        return f"{head}{self.degree}" + (f"-{tail}" if tail else "")
+        head, dash, tail = self.method.rpartition("-")
+        return f"{head}{self.degree}-{tail}" if dash else f"{tail}{self.degree}"
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is another's program: unmodified Megatron-Core with Transformer Engine."""
+        return self.method in PEERS
 
     def check(self, ranks: int, kv_heads: int, kinds: Sequence[AttentionKind] = ()) -> None:
         """Refuse a mode that ``ranks`` data-parallel ranks with ``kv_heads`` key/value heads each cannot run, or not
@@ -58,7 +81,7 @@ class Mode:
                 f"{self.name} needs groups of {self.degree} ranks, which do not divide the {ranks} data-parallel "
                 f"rank{'s' if ranks > 1 else ''}; choose another degree or another number of ranks."
             )
-        if self.method == "ulysses" and kv_heads % self.degree:
+        if self.method in ("ulysses", "megatron-te-a2a") and kv_heads % self.degree:
             raise BaselineError(
                 f"{self.name} shards {kv_heads} key/value head{'s' if kv_heads > 1 else ''} over {self.degree} ranks, "
                 "which does not divide them; choose a degree that does, or a smaller tensor-parallel size."
@@ -77,12 +100,13 @@ def parse_mode(name: str) -> Mode:
     Raises:
         BaselineError: there is none.
     """
-    match = re.fullmatch(r"([a-z]+?)(\d*)(-keep|-halo|-dealt)?", name)
+    match = re.fullmatch(r"([a-z-]+?)(\d*)(-keep|-halo|-dealt|-p2p|-a2a)?", name)
     method = f"{match[1]}{match[3] or ''}" if match else name
     if match is None or method not in get_args(Method) or bool(match[2]) != (method in _GROUPED):
         raise BaselineError(
-            f"There is no mode {name!r}; choose among distca, packed, packed-dealt, variable, and with a number of "
-            "ranks of 2 or more cp, cp-keep, cp-halo, ring and ulysses, such as cp4, cp4-keep, ring4, ulysses4."
+            f"There is no mode {name!r}; choose among distca, packed, packed-dealt, variable, megatron-te, and with a "
+            "number of ranks of 2 or more cp, cp-keep, cp-halo, ring, ulysses, megatron-te-p2p and megatron-te-a2a, "
+            "such as cp4, cp4-keep, ring4, ulysses4, megatron-te4-p2p."
         )
     degree = int(match[2] or 1)
     if method in _GROUPED and degree < 2:
@@ -94,9 +118,13 @@ def parse_mode(name: str) -> Mode:
 
 
 def every_mode(ranks: int, windows: bool = False) -> list[Mode]:
-    """Every mode with groups that divide ``ranks`` data-parallel ranks: DistCA first, and last what needs the most
-    memory; "cp-halo" only with ``windows``, as it is "cp-keep" without. Some may not pass :meth:`Mode.check`."""
-    grouped = [each for each in get_args(Method) if each in _GROUPED and (windows or each != "cp-halo")]
+    """Every mode of this project with groups that divide ``ranks`` data-parallel ranks: DistCA first, and last what
+    needs the most memory; "cp-halo" only with ``windows``, as it is "cp-keep" without. Some may not pass
+    :meth:`Mode.check`.
+    """
+    grouped: list[Method] = [each for each in get_args(Method) if each in _GROUPED and each not in PEERS]
+    if not windows:
+        grouped.remove("cp-halo")
     modes = [Mode("distca"), Mode("packed")]
     for degree in (size for size in range(2, ranks + 1) if ranks % size == 0):
         modes += [Mode(method, degree) for method in grouped]

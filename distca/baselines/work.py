@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.kinds import pairs
+from distca.plan.geometry import pairs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distca.errors import OptionError, system_words
-from distca.plan.head_dims import unserved
+from distca.sizes.head_dims import unserved
 
 
 def check_least(least: int, **options: int | None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distca.plan import MicroBatchPlan, Traffic, imbalance, makespan_bound, traffic
+from distca.train.metrics.plots import colors_of
 from distca.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
         *node_rows(made, layers),
         *half_rows(made, layers),
         ("shortest shard sent away", count(shortest, "token") if shortest else "none"),
+        *kind_rows(made),
         ("planning", f"{made.planning_ms:.1f} ms"),
     ]
     for row in rows:
@@ -51,15 +53,27 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
     return table
 
 
+def kind_rows(made: MicroBatchPlan) -> list[tuple[str, str]]:
+    """What the plan of each kind of layer achieves, where the model has several."""
+    names = made.step.options.names_of_combinations
+    if len(names) == 1:
+        return []
+    found = [made.of_kind(number) for number in range(len(names))]
+    return [
+        (f"{name}: slowest / mean, bytes of one", f"{each.imbalance_after:.3f}, {format_bytes(each.bytes_moved.total)}")
+        for name, each in zip(names, found, strict=True)
+    ]
+
+
 def lower_bound(made: MicroBatchPlan) -> float:
     """Seconds of forward and backward of one layer that no plan of these layouts can beat."""
-    return sum(makespan_bound(nano.layout, made.cost, "both") for nano in made.nano_batches)
+    return sum(nano.share * makespan_bound(nano.layout, nano.cost, "both") for nano in made.every_nano_batch)
 
 
 def most_received(made: MicroBatchPlan) -> int:
     """Bytes of q, k and v rows that the busiest receiver takes in for one nano-batch's forward."""
     shape = made.cost.shape
-    moved = [traffic(nano.forward) for nano in made.nano_batches]
+    moved = [traffic(nano.forward) for nano in made.every_nano_batch]
     received = [rows.q.received * shape.q_bytes + rows.kv.received * shape.kv_bytes for rows in moved]
     return int(np.max(received))
 
@@ -80,11 +94,13 @@ class Busiest:
 def busiest_rank(made: MicroBatchPlan) -> Busiest:
     """Bytes of the busiest rank in the forward of one layer."""
     shape = made.cost.shape
-    both, _ = shape.moved_bytes("forward", made.resend)
+    options = made.step.options
+    both, _ = shape.moved_bytes("forward", made.resend, options.sinks)
     moved = np.sum(
         [
-            traffic(nano.forward, made.step.options.links).busiest(shape.q_bytes, both - shape.q_bytes, shape.kv_bytes)
-            for nano in made.nano_batches
+            nano.share
+            * traffic(nano.forward, options.links).busiest(shape.q_bytes, both - shape.q_bytes, shape.kv_bytes)
+            for nano in made.every_nano_batch
         ],
         axis=0,
     )
@@ -97,33 +113,34 @@ def node_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
     nodes = links.nodes(made.nano_batches[0].layout.ranks)
     if nodes[-1] == 0:
         return []
-    moved = [traffic(nano.forward, links) for nano in made.nano_batches]
-    far, every = (
-        sum(forward_bytes(made, rows) for rows in found) for found in ([rows.between(nodes) for rows in moved], moved)
-    )
+    moved = [(nano.share, traffic(nano.forward, links)) for nano in made.every_nano_batch]
+    far = sum(share * forward_bytes(made, rows.between(nodes)) for share, rows in moved)
+    every = sum(share * forward_bytes(made, rows) for share, rows in moved)
     share = f", {100 * far / every:.1f} % of all" if every else ""
     name = f"between {count(int(nodes[-1]) + 1, 'node')}, forward, {count(layers, 'layer')}"
-    return [(name, format_bytes(far * layers) + share)]
+    return [(name, format_bytes(round(far * layers)) + share)]
 
 
 def half_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
     """What travels in ping and in pong, where a micro-batch is cut in two."""
-    if len(made.nano_batches) == 1:
+    halves = len(made.nano_batches)
+    if halves == 1:
         return []
-    halves = [format_bytes(forward_bytes(made, traffic(nano.forward)) * layers) for nano in made.nano_batches]
-    return [(f"in ping and in pong, forward, {count(layers, 'layer')}", " and ".join(halves))]
+    moved = [nano.share * forward_bytes(made, traffic(nano.forward)) * layers for nano in made.every_nano_batch]
+    each = [format_bytes(round(sum(moved[half::halves]))) for half in range(halves)]
+    return [(f"in ping and in pong, forward, {count(layers, 'layer')}", " and ".join(each))]
 
 
 def forward_bytes(made: MicroBatchPlan, rows: Traffic) -> int:
     """Bytes of rows that travel in the forward of one layer."""
-    q_bytes, kv_bytes = made.cost.shape.moved_bytes("forward", made.resend)
+    q_bytes, kv_bytes = made.cost.shape.moved_bytes("forward", made.resend, made.step.options.sinks)
     return rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
 
 
 def shortest_shard(made: MicroBatchPlan) -> int:
     """Query rows of the shortest range that is computed away from its home rank; 0 when nothing moves."""
     shortest: list[int] = []
-    for nano in made.nano_batches:
+    for nano in made.every_nano_batch:
         reads = nano.forward.q_reads
         shortest += reads.rows[reads.home != reads.server].tolist()
     return min(shortest, default=0)
@@ -146,14 +163,21 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
     title = f"{lengths}: {documents}, {tokens} on {count(ranks, 'rank')}"
     figure.suptitle(title, parse_math=False)  # a path may have dollars
     before, after, who = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
-    top = 1.05 * max(float(made.seconds_before.max()), float(made.seconds_after.max())) * 1e3
-    for axes, seconds, title in (
-        (before, made.seconds_before, "documents in order, at home"),
-        (after, made.seconds_after, "planned"),
-    ):
-        axes.bar(np.arange(ranks), seconds * 1e3, width=1.0)
-        axes.axhline(float(seconds.mean()) * 1e3, color="black", linewidth=0.8)
-        axes.set(title=title, xlabel="rank", ylabel="attention ms, one layer, fwd + bwd", ylim=(0, top))
+    balance = made.step.balance()
+    series = [by_kind.sum(axis=1) * 1e3 for by_kind in (balance.before_by_kind, balance.after_by_kind)]
+    names = [kind.name for kind in made.step.options.kinds]
+    several = len(names) > 1
+    top = (1.05 + 0.1 * several * len(names)) * max(float(each.sum(axis=0).max()) for each in series)
+    unit = "attention ms, mean of all layers" if several else "attention ms, one layer"
+    for axes, by_kind, title in zip((before, after), series, ("documents in order, at home", "planned"), strict=True):
+        below = np.zeros(ranks)
+        for name, milliseconds, color in zip(names, by_kind, colors_of(names), strict=True):
+            axes.bar(np.arange(ranks), milliseconds, 1.0, below, label=name, color=color)
+            below = below + milliseconds
+        axes.axhline(float(below.mean()), color="black", linewidth=0.8)
+        axes.set(title=title, xlabel="rank", ylabel=f"{unit}, fwd + bwd", ylim=(0, top))
+    if several:
+        before.legend(frameon=False, loc="upper right", reverse=True)
     image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto", vmin=0)
     who.set(title="who computes for whom", xlabel="server", ylabel="home rank")
     figure.colorbar(image, ax=who, label="forward ms")
@@ -161,13 +185,13 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
 
 
 def seconds_by_home(made: MicroBatchPlan) -> np.ndarray:
-    """[R, R] forward seconds by home rank and server, over all nano-batches; a task that spans home ranks is split by
-    its rows."""
+    """[R, R] forward seconds of one layer by home rank and server, over all nano-batches; a task that spans home ranks
+    is split by its rows."""
     ranks = made.nano_batches[0].layout.ranks
     matrix = np.zeros((ranks, ranks))
-    for nano in made.nano_batches:
+    for nano in made.every_nano_batch:
         tasks = nano.forward.tasks
         length, reads = tasks.stop - tasks.start, nano.forward.q_reads
-        seconds = made.cost.forward(length, tasks.stop)[reads.task] * reads.rows / length[reads.task]
-        np.add.at(matrix, (reads.home, reads.server), seconds)
+        seconds = nano.cost.forward(length, tasks.stop)[reads.task] * reads.rows / length[reads.task]
+        np.add.at(matrix, (reads.home, reads.server), nano.share * seconds)
     return matrix

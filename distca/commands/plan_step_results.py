@@ -39,6 +39,7 @@ def replanned(inputs: StepInputs) -> Table:
         ("slowest / mean attention time of a phase, at worst, documents in order", _worst(balance.seconds_before)),
         ("slowest / mean time of a phase, at worst, planned", _worst(balance.seconds_after + balance.other_seconds)),
         ("bytes of one layer of every stage", format_bytes(balance.bytes_moved)),
+        *_combination_rows(plan),
         ("planning", f"{seconds * 1e3:.1f} ms"),
     ]
     for row in rows:
@@ -46,11 +47,25 @@ def replanned(inputs: StepInputs) -> Table:
     return table
 
 
+def _combination_rows(plan: StepPlan) -> list[tuple[str, str]]:
+    """What each combination of kinds achieves, where the stages' layers have several."""
+    names = plan.options.names_of_combinations
+    if len(names) == 1:
+        return []
+    rows = []
+    for number, name in enumerate(names):
+        found = plan.of_combination(number).balance()
+        worst = _worst(found.seconds_after + found.other_seconds)
+        rows.append((f"{name}; at worst, and bytes", f"{worst}, {format_bytes(found.bytes_moved)}"))
+    return rows
+
+
 def _route_all(plan: StepPlan, links: Links) -> None:
     for _, phase in plan.phases:
-        for each in phase.plans:
-            for rank in range(each.layout.ranks):
-                route(each, rank, links)
+        for plans in phase.by_combination:
+            for each in plans:
+                for rank in range(each.layout.ranks):
+                    route(each, rank, links)
 
 
 def _worst(seconds: np.ndarray) -> str:

@@ -8,11 +8,11 @@ from distca.commands.simulate_cases import run_cases
 from distca.commands.simulate_inputs import draw, read_costs, read_model
 from distca.commands.simulate_results import Files, Timeline, report
 from distca.errors import OptionError
-from distca.plan.fp8_shapes import Fp8
 from distca.simulate import Cluster, Job, load_rates
 from distca.simulate.job import Backward, Narrow, Recompute
 from distca.simulate.rates import RATES
 from distca.simulate.sweep import BEST, BEST_HIDDEN, parse
+from distca.sizes.fp8_shapes import Fp8
 
 _MOST = 1 << 20
 _Counts = int | list[int]

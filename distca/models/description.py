@@ -21,7 +21,7 @@ from distca.models.stored import has_tensor
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 from distca.models.window_fields import read_window
-from distca.plan.head_dims import unserved
+from distca.sizes.head_dims import unserved
 
 CONFIG = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -180,9 +180,10 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         rope_config, window_base = split_rope(config, family.window_rope, where)
     rope = read_rope(rope_config, said["max_position_embeddings"], family, where)
     head_dim = _head_dim(said.get("head_dim"), hidden, heads, where)
+    rotated = _rotated(head_dim, rope, where)
     if heads % kv_heads:
         raise ModelError(f"{where} has {heads} query heads, which {kv_heads} key and value heads do not divide.")
-    if rope.scaling.kind == "dynamic" and head_dim == 2:
+    if (rope.scaling.kind == "dynamic" or rope.alpha is not None) and rotated == 2:
         raise ModelError(f"{where} has heads of 2, for which dynamic scaling has no base; it needs 4 at least.")
     layer_types, window = read_window(family, said, where)
     return ModelDescription(
@@ -194,7 +195,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocabulary=said["vocab_size"],
-        rope_base=rope.base,
+        rope_base=rope.base if rope.alpha is None else rope.base * rope.alpha ** (rotated / (rotated - 2)),
         rope_scaling=rope.scaling,
         norm_epsilon=said[family.epsilon],
         tie_embeddings=bool(said["tie_word_embeddings"]),
@@ -222,7 +223,7 @@ def _variant(
         variant,
         window_rope_base=window_base,
         unrotated_layers=unrotated,
-        rotary_percent=family.rotary_percent,
+        rotary_percent=rope.percent,
         query_beta=rope.query_beta,
         query_length=rope.query_length,
     )
@@ -235,6 +236,19 @@ def _dtype(values: Values, where: str) -> str | None:
     if dtype not in (None, *_DTYPES):
         raise ModelError(f"{where} has dtype {given!r}; it must be one of {', '.join(_DTYPES)}.")
     return dtype
+
+
+def _rotated(head_dim: int, rope: Rope, where: str) -> int:
+    """Dimensions of a head that positions turn."""
+    rotated = int(head_dim * rope.percent)
+    if not 0 < rope.percent <= 1 or rotated < 2 or rotated % 2:
+        raise ModelError(
+            f"{where} has partial_rotary_factor {rope.percent:g}; of heads of {head_dim} it must leave an even number, "
+            "at least 2."
+        )
+    if problem := rope.scaling.frequencies_problem(rotated):
+        raise ModelError(f"In the scaling of rotary positions of {where} {problem}")
+    return rotated
 
 
 def _head_dim(given: int | None, hidden: int, heads: int, where: str) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from distca.device.sizes import LOGITS_BYTES
 from distca.models.shape import LayerKind, ModelShape
-from distca.plan.fp8_shapes import Fp8
+from distca.sizes.fp8_shapes import Fp8
 
 Recompute = Literal["none", "mlp", "all"]
 
@@ -30,6 +30,7 @@ class LayerBytes:
         value: bytes of a weight or activation.
         fp8: how linear layers scale tensors to FP8.
         fp8_weights: their weights are held as FP8 numbers alone.
+        keep_outputs: outputs of SwiGLU and of the norms before matrix products are kept.
         recompute: what is computed again in backward.
         disaggregated: core attention is; else it is at home, where all that is recomputed has it in it.
         keep: attention servers keep q, k, v and o for the backward; else home ranks send them again.
@@ -42,6 +43,7 @@ class LayerBytes:
     value: int = 2
     fp8: Fp8 = "none"
     fp8_weights: bool = False
+    keep_outputs: bool = False
     recompute: Recompute = "none"
     disaggregated: bool = True
     keep: bool = True
@@ -118,9 +120,16 @@ class LayerBytes:
             copies = 2 * self.hidden + self.ffn + (self.q if self.fp8 == "delayed" else 0)
         elif self._megatrons:
             elements += 2 * self.hidden
+        if self.keep_outputs:
+            elements += self.ffn + self._normed_inputs
         if self.disaggregated and self.keep:
             elements += self.q  # o at home
         return self.value * elements + copies + self.norms * 4
+
+    @property
+    def _normed_inputs(self) -> int:
+        """Norms' outputs that matrix products are given, where only ``keep_outputs`` has them kept."""
+        return 0 if self._megatrons or self.shape.variant.norms == "post" else 2 * self.hidden
 
     def _head_norms(self) -> int:
         """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
@@ -153,7 +162,8 @@ class LayerBytes:
         which came back; where recomputed, SwiGLU's input and what was computed from it. What a layer that is recomputed
         as a whole keeps meanwhile is not in it."""
         normed = self.hidden if self.disaggregated and self.fp8 == "none" else 0
-        elements = 3 * self.ffn + normed
+        # SwiGLU's kept output has made room for its gradient.
+        elements = 2 * self.ffn if self.keep_outputs else 3 * self.ffn + normed
         if self.recompute != "none" and not self.recomputed_whole:
             elements += 2 * self.ffn + self.hidden
         if self.recompute == "all" and self.disaggregated:
@@ -164,7 +174,8 @@ class LayerBytes:
         """Of a token, by the backward of the layer's MLP; of a recomputed segment its residual stream."""
         if self.recompute == "all":
             return self.value * self.hidden
-        return self.value * (self.hidden + 2 * self.ffn) - self.recomputed_mlp()
+        outputs = self.ffn + self._normed_inputs // 2 if self.keep_outputs else 0
+        return self.value * (self.hidden + 2 * self.ffn + outputs) - self.recomputed_mlp()
 
     def around_work(self, rows: int) -> int:
         """The angles and the gradient of the layer's output, of all ``rows`` of a micro-batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distca.plan.fp8_shapes import Fp8
+from distca.sizes.fp8_shapes import Fp8
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from distca.attention import TaskBatch
+from distca.cad_options import KernelName
 from distca.data.batch import rank_batch
 from distca.parity.cases import ParityCase, case_documents
 from distca.parity.disaggregated import attached
@@ -69,7 +70,7 @@ def block_unmodified(
 
 
 def block_packed(
-    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: str, weights: dict[str, torch.Tensor]
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: KernelName, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
     """Megatron-Core's block and layers with a packed-document kernel and the case's tensor and sequence parallelism.
 
@@ -171,7 +172,7 @@ def _share(
 
 
 def block_disaggregated(
-    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: str, weights: dict[str, torch.Tensor]
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: KernelName, weights: dict[str, torch.Tensor]
 ) -> BlockOutcome:
     """The disaggregated block over all ranks; every rank calls it and gets the same outcome."""
     cad, model = attached(case, dtype, device, kernel, weights, reduced=False)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from distca.cad_options import KernelName
 from distca.data.batch import rank_batch
 from distca.parity.cases import ParityCase, case_documents, config_of
 from distca.parity.outcome import Outcome, sums_per_document
@@ -31,7 +32,7 @@ def run_disaggregated(
     case: ParityCase,
     dtype: torch.dtype,
     device: torch.device,
-    kernel: str,
+    kernel: KernelName,
     weights: dict[str, torch.Tensor],
     *,
     summed_loss: bool = True,
@@ -81,7 +82,7 @@ def load_weights(case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str,
 
 
 def document_losses(
-    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: str, weights: dict[str, torch.Tensor]
+    case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: KernelName, weights: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
     """Per micro-batch, [documents] summed loss of each document, by the disaggregated model over all ranks, which has
     one stage."""
@@ -102,7 +103,7 @@ def attached(
     case: ParityCase,
     dtype: torch.dtype,
     device: torch.device,
-    kernel: str,
+    kernel: KernelName,
     weights: dict[str, torch.Tensor],
     *,
     disaggregate: bool = True,

@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import cross_entropy
 
-from distca.models.frequencies import dynamic_frequencies, inverse_frequencies
+from distca.models.frequencies import frequencies_by_length, inverse_frequencies
 from distca.models.shape import ModelShape
 from distca.testing.reference_attention import packed_attention
 from megatron_patches.model.layer_kinds import kind_of_layer
@@ -109,8 +109,8 @@ class PlainModel:
         rotary = (options.rotations[layer] if options.rotations else None) or self._own
         rows, dims = len(x_NHD), int(x_NHD.shape[-1] * rotary.percent)
         factor = 1.0 if rotary is self._own else rotary.scaling.resolved_attention_factor
-        if rotary.scaling.kind == "dynamic":
-            frequencies = dynamic_frequencies(dims, rotary.base, rotary.scaling, torch.tensor([rows]))[0]
+        if rotary.scaling.by_length:
+            frequencies = frequencies_by_length(dims, rotary.base, rotary.scaling, torch.tensor([rows]))[0]
         else:
             frequencies = inverse_frequencies(dims, rotary.base, rotary.scaling)
         angles = torch.arange(rows).float()[:, None] * frequencies

@@ -55,6 +55,16 @@ def all_modes(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[P
     ]
 
 
+def paired_modes(tp: int) -> list[ParityCase]:
+    """Those of :func:`all_modes` in which every two settings meet with all their values that meet there."""
+    cases = all_modes(tp)
+    return [case for case in cases if case.recompute == MLP or _odd(case)]
+
+
+def _odd(case: ParityCase) -> bool:
+    return (case.ping_pong + (case.backward == "resend") + (case.recompute == "all")) % 2 == 1
+
+
 def model_cases(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[ParityCase]:
     """Models that are no LLaMA: what megatron's configuration can ask of a dense layer beyond one."""
     gelu = {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False, "bias_activation_fusion": False}

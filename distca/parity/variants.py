@@ -94,7 +94,7 @@ def option_variants(tp: int, pp: int = 1) -> list[ParityCase]:
 
 def by_length(case: ParityCase) -> bool:
     """Rotary positions go by the documents' lengths, which a block alone is not told."""
-    return any(each is not None and each.scaling.kind == "dynamic" for each in case.options.rotations)
+    return any(each is not None and each.scaling.by_length for each in case.options.rotations)
 
 
 def _cases(models: list[dict[str, Any]], tp: int, pp: int) -> list[ParityCase]:

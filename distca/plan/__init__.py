@@ -5,15 +5,17 @@ from distca.plan.cost.analytic import analytic_cost, area_cost
 from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.cost.table import TableCost
 from distca.plan.cost.table_file import load_table
+from distca.plan.exchanges import RowExchange, Segments
 from distca.plan.kinds import AttentionKind
-from distca.plan.layout import Layout, Shards, lay_out
+from distca.plan.layout import Layout, Shards
 from distca.plan.metrics import PairRows, Traffic, context_rows, imbalance, makespan_bound, server_seconds, traffic
 from distca.plan.micro_batch import Bytes, MicroBatchPlan, NanoPlan, plan_micro_batch
-from distca.plan.micro_batch_dealing import deal_over_micro_batches
+from distca.plan.network import Links
 from distca.plan.options import PlanOptions
+from distca.plan.place.lay_out import lay_out
+from distca.plan.place.micro_batches import deal_over_micro_batches
 from distca.plan.plan import Plan, plan_at_home
-from distca.plan.routes import Route, Routes, RowExchange, Segments, route
-from distca.plan.scheduler.network_cost import Links
+from distca.plan.routes import Route, Routes, route
 from distca.plan.scheduler.scheduler import DEFAULT_TOLERANCE, schedule, training_tolerance
 from distca.plan.step import StepPlan, plan_step
 from distca.plan.tasks import Tasks

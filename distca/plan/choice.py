@@ -1,8 +1,8 @@
 """Which of two placements a small pool's micro-batch gets: the one whose plans cost less.
 
-Shares of both halves (``placement.py``) level what ranks send, at the price of documents that have rows in both halves:
-more tasks, keys read twice. Where few ranks have fast links nobody waits for transfers, and halves placed by themselves
-(``placement_by_half.py``) take less time. So both are planned and priced.
+Shares of both halves (``place/shares.py``) level what ranks send, at the price of documents that have rows in both
+halves: more tasks, keys read twice. Where few ranks have fast links nobody waits for transfers, and halves placed by
+themselves (``place/by_half.py``) take less time. So both are planned and priced.
 
 Array legend: R ranks.
 """
@@ -18,8 +18,8 @@ import numpy as np
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import Traffic, server_seconds, traffic
+from distca.plan.network import Links
 from distca.plan.plan import Plan
-from distca.plan.scheduler.network_cost import Links
 
 _WORTH = 0.01
 """Least part of the time for which documents get rows in both halves: a carried row's gradient is rounded twice."""
@@ -69,16 +69,15 @@ Halves = Sequence[tuple[Plan, Plan]]
 
 def once(scheduler: Scheduler) -> Scheduler:
     """Plans every layout once, however often it is asked for."""
-    found: dict[tuple[int, Direction], tuple[Layout, Plan]] = {}
+    found: dict[tuple[Layout, Direction], Plan] = {}
 
     def planned(layout: Layout, direction: Direction, beside: np.ndarray | None = None) -> Plan:
         if beside is not None:
             return scheduler(layout, direction, beside)
-        key = (id(layout), direction)
+        key = (layout, direction)
         if key not in found:
-            # The layout is held with its plan, so that its number is not another's.
-            found[key] = layout, scheduler(layout, direction)
-        return found[key][1]
+            found[key] = scheduler(layout, direction)
+        return found[key]
 
     return planned
 
@@ -112,7 +111,7 @@ def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Pri
     """What one layer of a micro-batch costs."""
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
     # Forward and backward often share a plan.
-    rows_of: dict[int, Traffic] = {}
+    rows_of: dict[Plan, Traffic] = {}
     directions: tuple[tuple[Direction, int], ...] = (("forward", 1), ("backward", 3 if resend else 1))
     for way, (direction, q_out) in enumerate(directions):
         plans = [half[way] for half in halves]
@@ -120,9 +119,9 @@ def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Pri
         attention += sum(slowest)
         q_bytes, kv_bytes = shape.moved_bytes(direction, resend)
         for own, plan in zip(slowest, plans, strict=True):
-            if id(plan) not in rows_of:
-                rows_of[id(plan)] = traffic(plan, links)
-            rows, node = rows_of[id(plan)], links.nodes(plan.layout.ranks)
+            if plan not in rows_of:
+                rows_of[plan] = traffic(plan, links)
+            rows, node = rows_of[plan], links.nodes(plan.layout.ranks)
             moved += rows.q_rows * q_bytes + rows.kv_rows * kv_bytes
             one_way = (q_out * shape.q_bytes, shape.q_bytes, shape.kv_bytes)
             far = rows.between(node).busiest(*one_way)

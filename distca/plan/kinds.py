@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from distca.errors import PlanError
 
 
@@ -76,24 +74,3 @@ def by_stage(of_layer: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...
     """By pipeline stage, what layers of equally long parts of the model have."""
     each = len(of_layer) // stages
     return tuple(tuple(of_layer[stage * each : (stage + 1) * each]) for stage in range(stages))
-
-
-def first_key(window: int | np.ndarray, start: np.ndarray) -> np.ndarray:
-    """[N] int64 first key that a query range from [N] ``start`` sees; ``window`` 0 is none."""
-    return np.where(np.asarray(window) > 0, np.maximum(start - window + 1, 0), 0)
-
-
-def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarray:
-    """[N] float64 query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) of documents; a FLOP count is
-    4 x head_dim x heads of it, in backward 10 x.
-
-    Without a window the pairs are q · (kv - (q - 1) / 2). A window w takes from them what lies more than w - 1 rows
-    behind a query: the triangle of kv - w rows, less that of the kv - q - w rows in front of the range.
-    """
-    q = np.asarray(q_rows, np.float64)
-    full = q * (kv_rows - (q - 1) * 0.5)
-    if not window:
-        return full
-    beyond = np.maximum(np.asarray(kv_rows, np.float64) - window, 0)
-    in_front = np.maximum(kv_rows - q - window, 0)
-    return full - 0.5 * (beyond * (beyond + 1) - in_front * (in_front + 1))

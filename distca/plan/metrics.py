@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.cost.model import CostModel, Direction
+from distca.plan.cost.model import AttentionShape, CostModel, Direction
 from distca.plan.layout import Layout
+from distca.plan.network import Links
 from distca.plan.plan import Plan
-from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
+
+_LEAST_GB = 0.25
+"""Memory for received rows that ranks have at least, in GiB."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +96,19 @@ class Traffic:
 def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
     """[R] seconds of every server's fused batch; "both" adds forward and backward. ``cost`` is of all kinds of layers,
     or by kind."""
-    tasks, ranks = plan.tasks, plan.layout.ranks
     costs = cost if isinstance(cost, Sequence) else (cost,)
-    if len(costs) == 1:
-        seconds = costs[0].per_direction(direction, tasks.stop - tasks.start, tasks.stop).sum(axis=0)
-        return np.bincount(tasks.server, weights=seconds, minlength=ranks)
-    total = np.zeros(ranks)
-    for number, each in enumerate(costs):
-        some = tasks.take(plan.kind_of_task == number)
-        seconds = each.per_direction(direction, some.stop - some.start, some.stop).sum(axis=0)
-        total += np.bincount(some.server, weights=seconds, minlength=ranks)
-    return total
+    return np.asarray(seconds_by_kind(plan, costs, direction).sum(axis=0))
+
+
+def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
+    """[K, R] the same of each kind's tasks, by kind; all tasks where there is one kind."""
+    tasks, ranks = plan.tasks, plan.layout.ranks
+    found = np.zeros((len(costs), ranks))
+    for number, cost in enumerate(costs):
+        some = tasks if len(costs) == 1 else tasks.take(plan.kind_of_task == number)
+        seconds = cost.per_direction(direction, some.stop - some.start, some.stop).sum(axis=0)
+        found[number] = np.bincount(some.server, weights=seconds, minlength=ranks)
+    return found
 
 
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
@@ -165,3 +170,21 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
     total = cost.least(direction, last - first, last).sum(axis=1) / layout.ranks
     row = cost.least(direction, np.ones_like(last), last).max(axis=1, initial=0.0)
     return float(np.maximum(total, row).sum())
+
+
+def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:
+    """GiB of memory in which rows of two exchanges land, which are under way at a time; each has up to the rows of a
+    nano-batch that the busiest rank receives.
+
+    In rows of q, k and v of a rank's tokens. Real plans without pipeline stages, of both mixes in their long-context
+    versions, fit for 2 to 16 ranks, also on nodes of 4 and of 8 (tests/plan/test_receive_buffer.py).
+
+    Args:
+        shape: heads of one rank.
+        tokens: of a micro-batch, per rank.
+        resend: backward sends q, k, v and o again, with dO.
+        sinks: with keep too o comes home with its log-sum-exp, which goes out again with dO.
+    """
+    rows = (5.0 if resend else 4.5) * tokens
+    lse = 4 * shape.heads if sinks and not resend else 0
+    return max(rows * (shape.q_bytes + shape.kv_bytes + lse) / 2**30, _LEAST_GB)

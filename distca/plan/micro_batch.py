@@ -20,11 +20,26 @@ from distca.plan.step import StepPlan, plan_step
 
 @dataclass(frozen=True)
 class NanoPlan:
-    """One nano-batch. ``backward`` is ``forward`` itself when the server keeps its tasks' rows for the backward."""
+    """One nano-batch in the layers of one kind.
+
+    Attributes:
+        layout: of the nano-batch; the same for all kinds.
+        forward: its plan.
+        backward: ``forward`` itself when servers keep their tasks' rows for the backward.
+        cost: seconds per CA-task in these layers.
+        share: which part of the model's layers they are.
+    """
 
     layout: Layout
     forward: Plan
     backward: Plan
+    cost: CostModel
+    share: float
+
+    @property
+    def directed(self) -> tuple[tuple[Plan, Direction], ...]:
+        """Both plans with what they are for."""
+        return (self.forward, "forward"), (self.backward, "backward")
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,10 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Layouts and plans of one micro-batch's nano-batches, and what they achieve. Array legend: D documents, R ranks.
+    """Layouts and plans of one micro-batch's nano-batches, and what they achieve.
+
+    Figures of one layer are the mean over all layers, which may be of several kinds.
+    Array legend: D documents, R ranks.
 
     Attributes:
         step: the step that this micro-batch is.
@@ -77,23 +95,34 @@ class MicroBatchPlan:
 
     @property
     def nano_batches(self) -> tuple[NanoPlan, ...]:
-        """One NanoPlan per nano-batch."""
-        (layouts,), (forward,), (backward,) = self.step.layouts, self.step.forward, self.step.backward
-        return tuple(NanoPlan(*each) for each in zip(layouts, forward.plans, backward.plans, strict=True))
+        """One NanoPlan per nano-batch, of layers of the first kind that the model has."""
+        return self.by_kind[0]
+
+    @property
+    def by_kind(self) -> tuple[tuple[NanoPlan, ...], ...]:
+        """One NanoPlan per kind that the model has layers of, and nano-batch."""
+        step, options = self.step, self.step.options
+        (layouts,), (forward,), (backward,) = step.layouts, step.forward, step.backward
+        costs = [options.cost_of_kind[kind] for (kind,) in options.combinations]
+        by_kind = zip(forward.by_combination, backward.by_combination, costs, options.shares_of_layers, strict=True)
+        return tuple(
+            tuple(NanoPlan(*each, cost, float(share)) for each in zip(layouts, there, back, strict=True))
+            for there, back, cost, share in by_kind
+        )
+
+    @property
+    def every_nano_batch(self) -> list[NanoPlan]:
+        """One NanoPlan per kind and nano-batch; their figures, each times its share, add up to those of one layer."""
+        return [nano for nanos in self.by_kind for nano in nanos]
+
+    def of_kind(self, number: int) -> MicroBatchPlan:
+        """The same micro-batch of a model that has only layers of one kind, by number in :attr:`by_kind`."""
+        return MicroBatchPlan(self.step.of_combination(number), self.planning_ms)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Of every nano-batch, forward and backward."""
-        return tuple(plan for plan, _ in self.directed)
-
-    @property
-    def directed(self) -> list[tuple[Plan, Direction]]:
-        """All plans with what they are for."""
-        return [
-            directed
-            for nano in self.nano_batches
-            for directed in ((nano.forward, "forward"), (nano.backward, "backward"))
-        ]
+        """Of every kind and nano-batch, forward and backward."""
+        return tuple(plan for nano in self.every_nano_batch for plan in (nano.forward, nano.backward))
 
     @property
     def seconds_before(self) -> np.ndarray:
@@ -106,15 +135,23 @@ class MicroBatchPlan:
     def seconds_at_home(self) -> np.ndarray:
         """[R] attention seconds per rank of one layer, forward and backward, with this plan's layouts, every shard
         computed at home."""
-        homes = [plan_at_home(nano.layout) for nano in self.nano_batches]
-        seconds: np.ndarray = np.sum([server_seconds(home, self.cost, "both") for home in homes], axis=0)
-        return seconds
+        return np.asarray(
+            sum(
+                nano.share * server_seconds(plan_at_home(nano.layout), nano.cost, "both")
+                for nano in self.every_nano_batch
+            )
+        )
 
     @property
     def seconds_after(self) -> np.ndarray:
         """[R] attention seconds per server of one layer, forward and backward, as planned."""
-        seconds: np.ndarray = np.sum([server_seconds(plan, self.cost, way) for plan, way in self.directed], axis=0)
-        return seconds
+        return np.asarray(
+            sum(
+                nano.share * server_seconds(plan, nano.cost, way)
+                for nano in self.every_nano_batch
+                for plan, way in nano.directed
+            )
+        )
 
     @property
     def imbalance_before(self) -> float:
@@ -129,18 +166,20 @@ class MicroBatchPlan:
     @property
     def bytes_moved(self) -> Bytes:
         """Bytes that travel for one layer."""
-        shape = self.cost.shape
-        q_out, kv_out = shape.q_bytes, shape.kv_bytes
-        q_forward, _ = shape.moved_bytes("forward", self.resend)
-        q_backward, kv_backward = shape.moved_bytes("backward", self.resend)
-        there = [traffic(nano.forward) for nano in self.nano_batches]
-        back = [traffic(nano.backward) for nano in self.nano_batches] if self.resend else there
-        q_rows = sum(rows.q_rows for rows in there)
+        options, shape = self.step.options, self.cost.shape
+        q_forward, _ = shape.moved_bytes("forward", self.resend, options.sinks)
+        q_backward, kv_backward = shape.moved_bytes("backward", self.resend, options.sinks)
+        q = kv = backward = 0.0
+        for nano in self.every_nano_batch:
+            there = traffic(nano.forward)
+            back = traffic(nano.backward) if self.resend else there
+            q, kv = q + nano.share * there.q_rows, kv + nano.share * there.kv_rows
+            backward += nano.share * (back.q_rows * q_backward + back.kv_rows * kv_backward)
         return Bytes(
-            q=q_rows * q_out,
-            o=q_rows * (q_forward - q_out),
-            kv=sum(rows.kv_rows for rows in there) * kv_out,
-            backward=sum(rows.q_rows * q_backward + rows.kv_rows * kv_backward for rows in back),
+            q=round(q * shape.q_bytes),
+            o=round(q * (q_forward - shape.q_bytes)),
+            kv=round(kv * shape.kv_bytes),
+            backward=round(backward),
         )
 
 

@@ -9,22 +9,10 @@ import numpy as np
 
 from distca.errors import PlanError
 from distca.plan.choice import Scheduler
+from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.model import CostModel
 from distca.plan.kinds import AttentionKind
-from distca.plan.scheduler.network_cost import Links
-
-
-@dataclass(frozen=True)
-class NonAttention:
-    """Seconds per row of what a busy rank computes between two attentions of its stage.
-
-    Attributes:
-        forward: in a forward phase.
-        backward: in a backward phase.
-    """
-
-    forward: float
-    backward: float
+from distca.plan.network import Links
 
 
 @dataclass(frozen=True)
@@ -49,7 +37,8 @@ class PlanOptions:
         scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
 
     Raises:
-        PlanError: on sizes below 1, or several stages whose servers keep rows for backward.
+        PlanError: on sizes below 1, several stages whose servers keep rows for backward, stages of unequal layers,
+            costs of other kinds than ``kinds``, or layers of a kind that is not there.
     """
 
     ranks: int
@@ -79,6 +68,14 @@ class PlanOptions:
         layers = [len(each) for each in self.layer_kinds]
         if layers and (len(layers) != self.stages or min(layers) != max(layers) or not min(layers)):
             raise PlanError(f"{self.stages} stages need equally many layers each, not {layers}.")
+        if self.costs and len(self.costs) != len(self.kinds):
+            raise PlanError(
+                f"{len(self.kinds)} kinds of layers need as many costs, or none; {len(self.costs)} are given."
+            )
+        if {kind for stage in self.layer_kinds for kind in stage} - set(range(len(self.kinds))) or not self.kinds:
+            raise PlanError(
+                f"layer_kinds is {self.layer_kinds}, and kinds are numbered from 0 to {len(self.kinds) - 1}."
+            )
 
     @cached_property
     def combinations(self) -> tuple[tuple[int, ...], ...]:
@@ -96,6 +93,15 @@ class PlanOptions:
         """[C] which part of a stage's layers have each combination."""
         layers = np.array(self.layer_combinations)
         return np.asarray(np.bincount(layers, minlength=len(self.combinations)) / len(layers))
+
+    @property
+    def names_of_combinations(self) -> tuple[str, ...]:
+        """By combination, what tables call it: its share of the layers, and the kind of every stage."""
+        layers = self.layer_combinations
+        return tuple(
+            f"{layers.count(number)} of {len(layers)} layers: {' | '.join(self.kinds[kind].name for kind in kinds)}"
+            for number, kinds in enumerate(self.combinations)
+        )
 
     @property
     def cost_of_kind(self) -> tuple[CostModel, ...]:

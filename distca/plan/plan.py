@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 
 from distca.errors import PlanError
-from distca.plan.hops import Reads
-from distca.plan.kinds import first_key
+from distca.plan.geometry import first_key
 from distca.plan.layout import Layout
+from distca.plan.network import Reads
 from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
 
@@ -43,10 +43,11 @@ class Contexts:
         return self.last.stop - self.begin
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """A layout and the server of every query row in it; the same for all layers of a kind. Array legend: D documents, T
-    tasks.
+    """A layout and the server of every query row in it; the same for all layers of a kind.
+
+    A plan is equal to itself alone. Array legend: D documents, T tasks.
 
     Attributes:
         layout: the nano-batch's layout.

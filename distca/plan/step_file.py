@@ -1,12 +1,15 @@
 """A step's document lengths, and how it is planned, as a file: of a step that could not be planned, to be sent and
-planned again by ``distca plan``. JSON with plain numbers; token ids are not in it."""
+planned again by ``distca plan``. JSON with plain numbers; token ids are not in it.
+
+The file holds every option of a plan but a scheduler of its own, each kind of layer and the cost of each kind.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,21 @@ import numpy as np
 
 from distca.errors import PlanError
 from distca.plan.cost.analytic import AnalyticCost
-from distca.plan.cost.model import AttentionShape, CostModel, LinearRate
+from distca.plan.cost.linear import LinearRate, NonAttention
+from distca.plan.cost.model import AttentionShape, CostModel
 from distca.plan.cost.table import LoadFactors, TableCost
-from distca.plan.options import NonAttention, PlanOptions
-from distca.plan.scheduler.network_cost import Links
+from distca.plan.kinds import AttentionKind
+from distca.plan.network import Links
+from distca.plan.options import PlanOptions
 from distca.plan.step import StepPlan, plan_step
 
-_KIND = "distca_step"
-_PLAIN = ("ranks", "stages", "nano_batches", "align", "shares", "resend", "disaggregate", "tolerance")
+_NAME = "distca_step"
+_FORMAT = 2
+"""Format 1 knew one cost and no kinds of layers, so a stack of several would be planned as another one."""
+_NOT_WRITTEN = {"scheduler"}
+_OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
+_PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _OF_THEIR_OWN | _NOT_WRITTEN]
+"""Options that are a number, a switch or nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +67,17 @@ def write_step(path: Path, inputs: StepInputs) -> None:
     """
     options = inputs.options
     content = {
-        _KIND: 1,
+        _NAME: _FORMAT,
         "lengths": [np.asarray(each).tolist() for each in inputs.lengths],
         "homes": [None if each is None else np.asarray(each).tolist() for each in inputs.homes or ()] or None,
         "room": None if inputs.room is None else list(inputs.room),
         "options": {name: getattr(options, name) for name in _PLAIN},
         "links": asdict(options.links),
         "non_attention": None if options.non_attention is None else asdict(options.non_attention),
+        "kinds": [asdict(kind) for kind in options.kinds],
+        "layer_kinds": options.layer_kinds,
         "cost": _cost_content(options.cost),
+        "costs": [_cost_content(cost) for cost in options.costs],
     }
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -84,8 +97,13 @@ def read_step(path: str | Path) -> StepInputs | None:
             content = json.loads("{" + file.read())
     except (OSError, ValueError, RecursionError):  # who reads lengths from it says so
         return None
-    if _KIND not in content:
+    if _NAME not in content:
         return None
+    if content[_NAME] != _FORMAT:
+        raise PlanError(
+            f"The step in {path} is of format {content[_NAME]}, and this version of DistCA reads format {_FORMAT}; "
+            "plan it with the version that wrote it."
+        )
     try:
         options = {name: content["options"][name] for name in _PLAIN}
         between = content["non_attention"]
@@ -93,6 +111,9 @@ def read_step(path: str | Path) -> StepInputs | None:
             [np.asarray(each, np.int64) for each in content["lengths"]],
             PlanOptions(
                 cost=_cost(content["cost"]),
+                costs=tuple(_cost(each) for each in content["costs"]),
+                kinds=tuple(AttentionKind(**each) for each in content["kinds"]),
+                layer_kinds=tuple(tuple(int(kind) for kind in stage) for stage in content["layer_kinds"]),
                 links=Links(**content["links"]),
                 non_attention=None if between is None else NonAttention(**between),
                 **options,
@@ -107,28 +128,32 @@ def read_step(path: str | Path) -> StepInputs | None:
 
 
 def _cost_content(cost: CostModel) -> dict[str, Any]:
-    linear = None if cost.linear is None else asdict(cost.linear)
-    content: dict[str, Any] = {"shape": asdict(cost.shape), "block": cost.block, "linear": linear}
-    if isinstance(cost, TableCost):
-        content |= {name: _numbers(column) for name, column in cost.measured.items()}
-        load = cost.load
-        content["load"] = load and {name: _numbers(column) for name, column in vars(load).items()}
-    elif isinstance(cost, AnalyticCost):
-        content |= {"forward_terms": cost.forward_terms, "backward_terms": cost.backward_terms}
-    else:
+    if isinstance(cost, AnalyticCost):
+        return {"model": "analytic", **asdict(cost)}
+    if not isinstance(cost, TableCost):
         raise TypeError(f"a {type(cost).__name__} cannot be written")
-    return content
+    return {
+        "model": "table",
+        "shape": asdict(cost.shape),
+        **{name: _numbers(column) for name, column in cost.measured.items()},
+        "block": cost.block,
+        "load": cost.load and {name: _numbers(column) for name, column in vars(cost.load).items()},
+        "linear": None if cost.linear is None else asdict(cost.linear),
+        "window": cost.window,
+    }
 
 
 def _cost(content: Mapping[str, Any]) -> CostModel:
-    shape = AttentionShape(**content["shape"])
-    block, linear = content["block"], None if content["linear"] is None else LinearRate(**content["linear"])
-    if "forward_terms" in content:
-        return AnalyticCost(shape, block, tuple(content["forward_terms"]), tuple(content["backward_terms"]), linear)
-    q_rows, kv_rows, forward, backward = (np.asarray(content[name], np.float64) for name in TableCost.COLUMNS)
-    load = content["load"]
-    factors = None if load is None else LoadFactors(**{name: np.asarray(each) for name, each in load.items()})
-    return TableCost(shape, q_rows, kv_rows, forward, backward, block, factors, linear)
+    given = dict(content)
+    model = {"analytic": AnalyticCost, "table": TableCost}[given.pop("model")]
+    given["shape"] = AttentionShape(**given["shape"])
+    given["linear"] = None if given["linear"] is None else LinearRate(**given["linear"])
+    if model is AnalyticCost:
+        return AnalyticCost(**given | {way: tuple(given[way]) for way in ("forward_terms", "backward_terms")})
+    given |= {name: np.asarray(given[name], np.float64) for name in TableCost.COLUMNS}
+    if given["load"] is not None:
+        given["load"] = LoadFactors(**{name: np.asarray(each) for name, each in given["load"].items()})
+    return TableCost(**given)
 
 
 def _numbers(column: Any) -> Any:

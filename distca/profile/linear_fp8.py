@@ -13,9 +13,9 @@ import torch
 
 from distca.device.clock import Clock
 from distca.plan import AttentionShape
-from distca.plan.fp8_shapes import unfit_widths
 from distca.profile.linear import sizes_of
 from distca.profile.timing import median_seconds
+from distca.sizes.fp8_shapes import unfit_widths
 
 _ROWS = 65_536
 """Of a product. On fewer, narrow ones take less time than the host needs to queue them."""

@@ -23,12 +23,12 @@ from distca.plan import (
     server_seconds,
     traffic,
 )
-from distca.plan.fp8_shapes import rows_multiple
 from distca.plan.phases import Phase
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import VALUE, Job
 from distca.simulate.streams import Arrival, Streams
 from distca.simulate.workload import Workload
+from distca.sizes.fp8_shapes import rows_multiple
 
 
 @dataclass(frozen=True)

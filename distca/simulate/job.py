@@ -12,17 +12,15 @@ import numpy as np
 from distca.models.layer_bytes import Recompute
 from distca.models.shape import ModelShape
 from distca.plan import AttentionKind, AttentionShape, CostModel, Links
-from distca.plan.between_attentions import between_attentions
-from distca.plan.cost.model import LinearRate
-from distca.plan.cost.of_kind import cost_of_kind
-from distca.plan.fp8_shapes import Fp8, unfit_widths
+from distca.plan.cost.analytic import cost_of_kind
+from distca.plan.cost.linear import LinearRate, NonAttention, between_attentions
 from distca.plan.kinds import by_stage, numbered
-from distca.plan.options import NonAttention
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
 from distca.simulate.fabric import Fabric
 from distca.simulate.model import heads_of_rank
 from distca.simulate.rates import Rates, load_rates
+from distca.sizes.fp8_shapes import Fp8, unfit_widths
 
 Narrow = Literal["float32", "bfloat16"]
 Backward = Literal["keep", "resend"]

@@ -10,7 +10,7 @@ import numpy as np
 from distca.baselines import Mode
 from distca.baselines.dealing import dealt_anew
 from distca.plan import StepPlan, context_rows
-from distca.plan.receive_buffer import receive_buffer_gb
+from distca.plan.metrics import receive_buffer_gb
 from distca.simulate import memory, one_f_one_b
 from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch, work_of
 from distca.simulate.cad import Cad, planned

@@ -47,7 +47,7 @@ class _BoundLayer:
     def sink(self) -> torch.Tensor | None:
         return self.layer.self_attention.core_attention.softmax_offset
 
-    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.layer.pre(hidden, self.rotations[nano].of(self.layer.layer_number))
 
     def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:

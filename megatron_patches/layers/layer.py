@@ -15,7 +15,8 @@ from distca.ops.discard_output import forget_until_backward
 from distca.ops.rotary import Rotation, split_and_rotate
 from megatron_patches.layers.rotations import RowRotations
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
-from megatron_patches.patches.norms import norm_class
+from megatron_patches.patches.fused_ops import SwigluMLP
+from megatron_patches.patches.norms import RMSNorm, norm_class
 from megatron_patches.steps.batch_context import PackedMicroBatch
 from megatron_patches.te.quantization import keeps_inputs
 
@@ -23,8 +24,11 @@ from megatron_patches.te.quantization import keeps_inputs
 class SplitTransformerLayer(TransformerLayer):
     """megatron's layer in two parts, before and after core attention, with what :class:`ModelOptions` add to it.
 
-    With core attention at home :meth:`forward` is ``post(core_attention(pre(x)), x)``.
+    With core attention at home :meth:`forward` is ``post(core_attention(pre(x)), x)``. Unless it ``keeps_outputs``,
+    what norms put out is computed again in backward.
     """
+
+    keeps_outputs = False
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
@@ -37,7 +41,7 @@ class SplitTransformerLayer(TransformerLayer):
             self.post_attention_layernorm = norm(config, size, config.layernorm_epsilon)
             self.post_mlp_layernorm = norm(config, size, config.layernorm_epsilon)
 
-    def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Norm, QKV projection, norms of queries and keys where there are any, and RoPE.
 
         Args:
@@ -45,10 +49,11 @@ class SplitTransformerLayer(TransformerLayer):
             rotation: of all rows.
 
         Returns:
-            q_NHD and kv_N2GD of all rows, for this rank's heads.
+            ``hidden`` for :meth:`post`, by which gradients of both ways are added in one pass; q_NHD and kv_N2GD of
+            all rows, for this rank's heads.
         """
         attention = self.self_attention
-        normed = self.input_layernorm(hidden)
+        hidden, normed = _beside(self.input_layernorm, hidden)
         mixed, _ = attention.linear_qkv(normed)
         if keeps_inputs(attention.linear_qkv):
             self._forget_norm(self.input_layernorm, hidden, normed, mixed)
@@ -61,7 +66,7 @@ class SplitTransformerLayer(TransformerLayer):
             k_NGD, v_NGD = kv_N2GD.unbind(1)
             q_NHD = attention.q_layernorm(q_NHD)
             kv_N2GD = torch.stack((attention.k_layernorm(k_NGD.contiguous()), v_NGD), dim=1)
-        return q_NHD, kv_N2GD
+        return hidden, q_NHD, kv_N2GD
 
     def _normalize_heads(self, mixed_NF: torch.Tensor) -> torch.Tensor:
         """megatron's norms of each query head and of each key head, or those of all together, in the projection's own
@@ -77,20 +82,34 @@ class SplitTransformerLayer(TransformerLayer):
 
         Args:
             o_NHD: core attention's output for all rows and this rank's heads.
-            hidden: what :meth:`pre` was given.
+            hidden: the residual that :meth:`pre` returned.
 
         Returns:
             [rows, 1, hidden], the layer's output.
         """
         projected = self.self_attention.linear_proj(o_NHD.flatten(1).unsqueeze(1))
-        added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
         if self.options.parallel_mlp:
-            return self._mlp_and_residual(hidden, added, self.input_layernorm)
-        return self._mlp_and_residual(added, added, self.pre_mlp_layernorm)
+            added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
+            return self._mlp_and_residual(hidden, self.input_layernorm(hidden), added, self.input_layernorm)
+        norm = self.pre_mlp_layernorm
+        if self._adds_plainly(projected, hidden) and isinstance(norm, RMSNorm):
+            added, normed = norm.beside(hidden, projected[0])
+        else:
+            added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
+            added, normed = _beside(norm, added)
+        return self._mlp_and_residual(added, normed, added, norm)
 
-    def _mlp_and_residual(self, hidden: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
-        """megatron's ``_forward_mlp``, but the norm's output is not kept for backward."""
-        normed = norm(hidden)
+    def _adds_plainly(self, branch: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor) -> bool:
+        """Whether attention's output is added to the residual as it is."""
+        output, bias = branch
+        plain = bias is None and self.post_attention_layernorm is None and self.options.residual_multiplier == 1.0
+        return plain and not (self.hidden_dropout and self.training) and output.dtype == residual.dtype
+
+    def _mlp_and_residual(
+        self, hidden: torch.Tensor, normed: torch.Tensor, residual: torch.Tensor, norm: Any
+    ) -> torch.Tensor:
+        """megatron's ``_forward_mlp`` of what the norm made of ``hidden``, which is kept for backward only where
+        outputs are."""
         if self.recompute_mlp:
             # The bias is a parameter, which a checkpointed function must not return.
             bias = self.mlp.linear_fc2.bias if self.config.add_bias_linear else None
@@ -101,9 +120,8 @@ class SplitTransformerLayer(TransformerLayer):
             self._forget_norm(norm, hidden, normed, transformed[0])
         return self._add(transformed, residual, self.mlp_bda, self.post_mlp_layernorm)
 
-    @staticmethod
-    def _forget_norm(norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        if normed is not hidden:  # or there is no norm
+    def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
+        if normed is not hidden and not self.keeps_outputs:  # or there is no norm
             forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
 
     def _add(
@@ -134,7 +152,22 @@ class SplitTransformerLayer(TransformerLayer):
         Returns:
             The layer's output, and no context of cross attention.
         """
-        q_NHD, kv_N2GD = self.pre(hidden_states, rotary_pos_emb.of(self.layer_number))
+        hidden, q_NHD, kv_N2GD = self.pre(hidden_states, rotary_pos_emb.of(self.layer_number))
         q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))
         o = self.self_attention.core_attention(q, k, v, attention_mask)
-        return self.post(o, hidden_states), None
+        return self.post(o, hidden), None
+
+
+def _beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``hidden`` and its norm."""
+    return norm.beside(hidden) if isinstance(norm, RMSNorm) else (hidden, norm(hidden))
+
+
+def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
+    """Let layers keep the outputs of their norms for backward, and MLPs that of SwiGLU, or neither; MLPs that are
+    recomputed need theirs right away and keep it in any case."""
+    for module in model.modules():
+        if isinstance(module, SplitTransformerLayer):
+            module.keeps_outputs = keep
+        elif isinstance(module, SwigluMLP):
+            module.keeps_output = keep or module.config.recompute_granularity is not None

@@ -66,12 +66,13 @@ class LayerRotary(torch.nn.Module):
         self._head_dim, self._interleaved = config.kv_channels, config.rotary_interleaved
         self._query_scaling = options.query_scaling
         rotaries = [_of_layer(config, options, number) for number in range(1, config.num_layers + 1)]
-        made = {each: self._embedding(each, own) for each in dict.fromkeys(rotaries)}
-        self.needs_lengths = any(embedding.needs_lengths for embedding, _ in made.values() if embedding is not None)
+        every = _different(rotaries)
+        made = [self._embedding(each, own) for each in every]
+        self.needs_lengths = any(embedding.needs_lengths for embedding, _ in made if embedding is not None)
         present = {number: rotaries[number - 1] for number in layers}
-        kinds = list(dict.fromkeys(present.values()))
+        kinds = _different(present.values())
         self._of_layer = {number: kinds.index(kind) for number, kind in present.items()}
-        self._embeddings = [made[kind] for kind in kinds]
+        self._embeddings = [made[every.index(kind)] for kind in kinds]
         self._positions: torch.Tensor | None = None
 
     def _embedding(self, rotary: Any, own: PositionRotary) -> tuple[PositionRotary | None, float]:
@@ -115,6 +116,15 @@ class LayerRotary(torch.nn.Module):
         if factor == 1.0:
             return rotation
         return replace(rotation, cos_NE=rotation.cos_NE * factor, sin_NE=rotation.sin_NE * factor)
+
+
+def _different(values: Iterable[Any]) -> list[Any]:
+    """Each once, in their order; lists of factors have no hash."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
 
 
 def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> Any:

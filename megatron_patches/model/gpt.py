@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from distca.errors import SupportError
 from distca.models.shape import ModelShape
-from distca.plan.fp8_shapes import Fp8
+from distca.sizes.fp8_shapes import Fp8
 from megatron_patches.model.model_variant import variant_fields
 from megatron_patches.patches.gpt_forward import leave_out_padding
 from megatron_patches.patches.position_rotary import PositionRotary

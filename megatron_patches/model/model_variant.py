@@ -38,6 +38,7 @@ def model_options(shape: ModelShape) -> ModelOptions:
         query_scaling=scaling if variant.query_beta else None,
         norms=variant.norms,
         query_key_norm=variant.query_key_norm,
+        norm_after_rotation=variant.norm_after_rotation,
         attention_output_bias=variant.attention_output_bias,
         norm_bias=variant.normalization == "RMSNorm",  # whose norms have none in any case
         parallel_mlp=variant.parallel_mlp,

@@ -31,6 +31,9 @@ def use_cpu() -> None:
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    for absent in (torch.cuda, torch.xpu, torch.mtia):
+        # A seed for devices that are not there is kept for their start, with the whole stack as text.
+        absent.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[attr-defined]
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[attr-defined]

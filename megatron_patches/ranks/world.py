@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from distca.cluster.environment import Launched, check_gpus_usable, gpu_of, launched
-from distca.cluster.health import TIMEOUT, Health
-from distca.cluster.interface import LOOPBACK, bind_gloo, on_one_node
+from distca.cluster.environment import check_gpus_usable, gpu_of, launched
 from distca.cluster.parent import end_with_torchrun
-from distca.cluster.store import own_store
+from distca.cluster.world import World, initialize
 from distca.device.host_memory import keep_freed_memory
 from distca.errors import LaunchError
 from distca.transport.collective import nccl_goes_first
 
-
-@dataclass(frozen=True)
-class World:
-    """Where this process runs.
-
-    Attributes:
-        rank: global rank.
-        size: number of ranks.
-        device: this rank's device.
-        health: watches over the other ranks; None where nobody does.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
-    health: Health | None = None
+__all__ = ["World", "join_world", "leave_world"]
 
 
 def join_world() -> World:
@@ -57,12 +39,12 @@ def join_world() -> World:
         device = torch.device("cuda", gpu_of(told.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         nccl_goes_first()
-        _initialize(told, "cpu:gloo,cuda:nccl", device)
+        initialize(told, "cpu:gloo,cuda:nccl", device)
     else:
         device = torch.device("cpu")
         _use_cpu()
         keep_freed_memory()
-        _initialize(told, "gloo")
+        initialize(told, "gloo")
     return World(told.rank, told.size, device)
 
 
@@ -78,11 +60,3 @@ def _use_cpu() -> None:
         from megatron_patches.patches.cpu import use_cpu
 
         use_cpu()
-
-
-def _initialize(told: Launched, backend: str, device: torch.device | None = None) -> None:
-    bind_gloo(LOOPBACK if on_one_node(told.size) else told.address)
-    store = own_store(told.rank, told.size, told.address, told.port, TIMEOUT)
-    dist.init_process_group(
-        backend, store=store, rank=told.rank, world_size=told.size, timeout=TIMEOUT, device_id=device
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,21 +11,19 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.attention import Kernel
+from distca.cad_options import Level
 from distca.cluster.topology import pool_links
 from distca.errors import PlanError
 from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
-from distca.plan.between_attentions import between_attentions
-from distca.plan.cost.model import layer_weights
-from distca.plan.cost.of_kind import cost_of_kind
+from distca.plan.cost.analytic import cost_of_kind
+from distca.plan.cost.linear import NonAttention, between_attentions, layer_weights
 from distca.plan.cost.table_file import find_table, open_table
-from distca.plan.fp8_shapes import rows_multiple
-from distca.plan.options import NonAttention
+from distca.sizes.fp8_shapes import rows_multiple
+from megatron_patches.arguments import CadArguments, How
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.te.quantization import fp8_of
 
 logger = logging.getLogger(__name__)
-
-Level = Literal["auto", "attention", "time"]
 
 
 def plan_options(
@@ -34,16 +31,8 @@ def plan_options(
     layer_kinds: LayerKinds,
     kernel: Kernel,
     device: torch.device,
-    *,
-    disaggregate: bool,
-    ping_pong: bool,
-    resend: bool,
-    tolerance: float | None,
-    ranks_per_node: int,
-    level: Level,
-    cost_table: str | None,
-    transport: str,
-    recompute_segments: bool,
+    given: CadArguments,
+    how: How,
 ) -> PlanOptions:
     """The same on every rank; every rank calls it together.
 
@@ -52,13 +41,8 @@ def plan_options(
         layer_kinds: of its layers.
         kernel: core attention's.
         device: this rank's.
-        disaggregate, resend, tolerance: see :class:`distca.plan.options.PlanOptions`.
-        ping_pong: two nano-batches.
-        ranks_per_node: consecutive servers that are planned as one node; 0 takes those of one machine.
-        level: "attention", "time" (linear layers and attention together, in a pipeline's phases), or "auto".
-        cost_table: a file that ``distca profile`` wrote; None takes the package's table of this device, or a model.
-        transport: its name as asked for.
-        recompute_segments: whether everything but core attention is recomputed.
+        given: how core attention is to be computed.
+        how: what backward does.
 
     Raises:
         PlanError: on an unusable cost table, one of other heads, a level that nothing was measured for, or nodes that
@@ -67,12 +51,12 @@ def plan_options(
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     shares = tp if config.sequence_parallel else 1
-    cost = cost_model(config, kernel, device, cost_table)
+    cost = cost_model(config, kernel, device, given.cost_table)
     costs = tuple(_cost_of(kind, cost, kernel, device) for kind in layer_kinds.kinds)
     non_attention = None
-    if disaggregate:
-        usual = device.type == "cuda" and stages > 1 and ping_pong and transport != "nvshmem"
-        non_attention = _non_attention(config, cost, level, usual, recompute_segments)
+    if given.disaggregate:
+        usual = device.type == "cuda" and stages > 1 and given.ping_pong and given.transport != "nvshmem"
+        non_attention = _non_attention(config, cost, given.level, usual, given.recompute == "all")
     return PlanOptions(
         ranks=parallel_state.get_data_parallel_world_size(),
         cost=costs[0],
@@ -80,13 +64,13 @@ def plan_options(
         costs=costs,
         layer_kinds=layer_kinds.of_stages(stages),
         stages=stages,
-        nano_batches=2 if disaggregate and ping_pong else 1,
+        nano_batches=2 if given.disaggregate and given.ping_pong else 1,
         align=rows_multiple(fp8_of(config), shares),
         shares=shares,
-        resend=disaggregate and resend,
-        disaggregate=disaggregate,
-        tolerance=tolerance,
-        links=pool_links(tp, ranks_per_node),
+        resend=given.disaggregate and how == "resend",
+        disaggregate=given.disaggregate,
+        tolerance=given.tolerance,
+        links=pool_links(tp, given.ranks_per_node),
         non_attention=non_attention,
     )
 

@@ -125,4 +125,6 @@ def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
         found.append(
             f"percent is {rotary.percent}; of a head of {config.kv_channels} it must leave an even number, at least 2."
         )
+    elif problem := rotary.scaling.frequencies_problem(dims):
+        found.append(f"scaling.{problem}")
     return found

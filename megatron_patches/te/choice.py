@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
-from distca.plan.fp8_shapes import unfit_widths
+from distca.sizes.fp8_shapes import unfit_widths
 from megatron_patches.te.installed import why_not_supported
 from megatron_patches.te.quantization import fp8_of
 

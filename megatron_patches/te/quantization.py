@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
-from distca.plan.fp8_shapes import Fp8
+from distca.sizes.fp8_shapes import Fp8
 
 _FIELDS: dict[Fp8, dict[str, Any]] = {
     "none": {},

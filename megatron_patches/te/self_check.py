@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.cluster.verdict import first_objection
 from distca.errors import SupportError
-from distca.plan.fp8_shapes import Fp8
+from distca.sizes.fp8_shapes import Fp8
 from megatron_patches.te.quantization import fp8_of, in_fp8
 
 logger = logging.getLogger(__name__)

@@ -110,6 +110,17 @@ def test_variables(variables, option, words):
     assert following(command(RUN_3D, **variables), option) == words
 
 
+@pytest.mark.parametrize("script", [RUN_3D, RUN_4D])
+def test_modes_of_unmodified_megatron_have_starts_of_their_own(script):
+    result = run(script, MODE="distca megatron-te-p2p packed megatron-te", NAME="test")
+    assert result.returncode == 0, result.stderr
+    starts = [shlex.split(line) for line in result.stdout.splitlines() if "--modes" in line]
+    ranks = following(starts[1], "--modes")[0][len("megatron-te")]
+    modes = [following(words, "--modes") for words in starts]
+    assert modes == [["distca", "packed"], [f"megatron-te{ranks}-p2p"], ["megatron-te"]] and int(ranks) > 1
+    assert len({tuple(following(words, "--output")) for words in starts}) == 1
+
+
 def test_stages_belong_to_run4d():
     words = command(RUN_4D, "--cad.tolerance", "0.02")
     assert following(words, "--modes") == ["distca", "packed"]

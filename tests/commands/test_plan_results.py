@@ -13,7 +13,8 @@ from distca.commands.plan_results import (
     shortest_shard,
     summary,
 )
-from distca.plan import Links, analytic_cost, plan_micro_batch, route
+from distca.plan import AttentionKind, Links, MicroBatchPlan, analytic_cost, plan_micro_batch, route
+from distca.plan.cost.analytic import cost_of_kind
 from distca.words import format_bytes
 
 COST = analytic_cost(32, 8, 128)
@@ -82,3 +83,26 @@ def test_draw_makes_a_picture(tmp_path: Path) -> None:
     draw(made(), str(tmp_path / "x.svg"), "my lengths")
     text = (tmp_path / "x.svg").read_text()
     assert "my lengths: 5 documents, 130,900 tokens on 4 ranks" in text
+
+
+def test_a_mixed_stack_shows_every_kind_and_means_over_its_layers() -> None:
+    kinds = (AttentionKind(1.0), AttentionKind(1.0, window=1024))
+    costs = tuple(cost_of_kind(kind, COST) for kind in kinds)
+    found = plan_micro_batch(
+        [100_000, 4000, 6000, 900, 20_000], 4, COST, nano_batches=2, kinds=kinds, costs=costs, layer_kinds=((0, 1, 1),)
+    )
+    text, each = summary_text(found), [found.of_kind(0), found.of_kind(1)]
+    for name, kind in zip(("1 of 3 layers: full", "2 of 3 layers: window 1,024"), each, strict=True):
+        assert name in text and f"{kind.imbalance_after:.3f}, {format_bytes(kind.bytes_moved.total)}" in text
+    assert "layers: full" not in summary_text(each[0])
+    mean = (seconds_by_home(each[0]) + 2 * seconds_by_home(each[1])) / 3
+    np.testing.assert_allclose(seconds_by_home(found), mean)
+    assert lower_bound(found) == pytest.approx((lower_bound(each[0]) + 2 * lower_bound(each[1])) / 3)
+    assert lower_bound(each[1]) < lower_bound(each[0]) / 4
+    assert most_received(found) == max(map(most_received, each))
+
+
+def summary_text(found: MicroBatchPlan) -> str:
+    console = Console(record=True, width=140)
+    console.print(summary(found))
+    return console.export_text()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from distca.plan.fp8_shapes import Fp8
+from distca.sizes.fp8_shapes import Fp8
 from distca.testing.ranks import run_ranks
 from megatron_patches.te.installed import why_not_supported
 from tests.gpu.runs import train_on_gpus

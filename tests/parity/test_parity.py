@@ -12,6 +12,7 @@ from distca.testing.ranks import run_ranks
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
+PAIRS = ((0, 1), (0, 2), (1, 2))
 
 
 def _suite():
@@ -35,7 +36,8 @@ def _float32(tp, name, per_node=0):
 
 def _float64(tp, models):
     suite = _suite()
-    cases = suite.all_modes(tp) + [case for case in suite.edge_cases(tp) if case.scheduler == "random"]
+    modes = suite.all_modes(tp) if tp == 2 else suite.paired_modes(tp)
+    cases = modes + [case for case in suite.edge_cases(tp) if case.scheduler == "random"]
     if models:
         cases = suite.model_cases(tp)
     return [
@@ -63,7 +65,19 @@ def _check(results):
 
 @pytest.mark.parametrize("ranks,tp,per_node", [(1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 1, 2), (4, 2, 0)])
 def test_loss_and_every_gradient_in_float32(ranks, tp, per_node):
-    _check(run_ranks(ranks, _float32, tp, "all_modes", per_node)[0])
+    """Every mode in one layout; ``distca parity`` runs all of them in the others of one node too."""
+    modes = "all_modes" if (ranks, tp) == (4, 2) else "paired_modes"
+    _check(run_ranks(ranks, _float32, tp, modes, per_node)[0])
+
+
+def test_every_two_settings_meet_in_the_paired_modes():
+    from distca.parity.suite import all_modes, paired_modes
+
+    def met(cases):
+        settings = [(case.ping_pong, case.backward, case.recompute) for case in cases]
+        return {(first, second, each[first], each[second]) for each in settings for first, second in PAIRS}
+
+    assert met(paired_modes(1)) == met(all_modes(1)) and len(paired_modes(1)) < len(all_modes(1))
 
 
 def test_rows_of_the_compared_documents_took_two_hops():

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from distca.data.mixes import Mix, sample_lengths
-from distca.plan import Layout, Links, PlanOptions, analytic_cost, lay_out, plan_step
-from distca.plan.choice import Price, price_of
+from distca.plan import Layout, Links, Plan, PlanOptions, analytic_cost, lay_out, plan_step
+from distca.plan.choice import Price, once, price_of
 from distca.plan.metrics import server_seconds, traffic
 from distca.plan.plan import plan_at_home
 
@@ -68,3 +68,19 @@ def test_less_to_wait_for_must_be_worth_it() -> None:
     assert not Price(0.9, 0.0, 100).beats(Price(1.0, 0.0, 100)), "for attention alone"
     assert Price(1.0, 0.0, 0).beats(Price(1.0, 0.0, 100))
     assert not Price(1.01, 0.0, 0).beats(Price(1.0, 0.0, 100))
+
+
+def test_every_layout_is_planned_once_in_each_direction_also_where_layouts_come_and_go() -> None:
+    asked: list[tuple[int, str]] = []
+
+    def scheduler(layout: Layout, direction: str, beside: np.ndarray | None = None) -> Plan:
+        asked.append((layout.tokens, direction))
+        return plan_at_home(layout)
+
+    planned = once(scheduler)
+    # Each layout is given up at once, so that the next one may lie in its memory.
+    found = [planned(lay_out([tokens], 2)[0], "forward").layout.tokens for tokens in range(1, 50)]
+    assert found == list(range(1, 50))
+    (layout,) = lay_out([7, 9], 2)
+    assert planned(layout, "forward") is planned(layout, "forward") is not planned(layout, "backward")
+    assert len(asked) == 49 + 2

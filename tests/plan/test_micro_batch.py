@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from distca.data.mixes import sample_lengths
 from distca.plan import (
+    AttentionKind,
     Links,
     MicroBatchPlan,
     analytic_cost,
@@ -19,6 +20,7 @@ from distca.plan import (
     schedule,
     server_seconds,
 )
+from distca.plan.cost.analytic import cost_of_kind
 from tests.plan.cases import lengths
 
 LLAMA_8B = analytic_cost(32, 8, 128)
@@ -106,3 +108,23 @@ def test_options_reach_the_scheduler() -> None:
     (layout,) = lay_out(documents, 4, rank_of=homes)
     assert np.array_equal(*(plan.tasks.stop for plan in (made.plans[0], schedule(layout, LLAMA_8B, **options))))
     assert not np.array_equal(made.plans[0].tasks.stop, schedule(layout, LLAMA_8B).tasks.stop)
+
+
+@pytest.mark.parametrize("resend", [False, True])
+def test_figures_of_a_mixed_stack_are_those_of_its_kinds_by_their_layers(resend: bool) -> None:
+    kinds = (AttentionKind(1.0, sink=True), AttentionKind(1.0, window=1024, sink=True))
+    costs = tuple(cost_of_kind(kind, LLAMA_8B) for kind in kinds)
+    documents = sample_lengths("pretrain", 4 * 131072, 1)
+    mixed = plan_micro_batch(
+        documents, 4, LLAMA_8B, nano_batches=2, resend=resend, kinds=kinds, costs=costs, layer_kinds=((0, 1, 1, 1),)
+    )
+    full, windowed = mixed.of_kind(0), mixed.of_kind(1)
+    assert [nano.cost for nano in mixed.every_nano_batch] == [costs[0], costs[0], costs[1], costs[1]]
+    assert len(mixed.plans) == 8 and full.plans + windowed.plans == mixed.plans
+    for figure in ("seconds_before", "seconds_at_home", "seconds_after"):
+        mean = 0.25 * getattr(full, figure) + 0.75 * getattr(windowed, figure)
+        np.testing.assert_allclose(getattr(mixed, figure), mean)
+    assert windowed.bytes_moved.q == windowed.bytes_moved.o == 0 < windowed.bytes_moved.kv < full.bytes_moved.kv
+    # Sinks are added at home, so log-sum-exp comes back beside every output row.
+    assert full.bytes_moved.o == full.bytes_moved.q // 8192 * (8192 + 4 * 32)
+    assert mixed.bytes_moved.total == pytest.approx(0.25 * full.bytes_moved.total + 0.75 * windowed.bytes_moved.total)

@@ -7,9 +7,9 @@ import pytest
 from distca.data.mixes import Mix, sample_long_context
 from distca.errors import TransportError
 from distca.plan import AttentionShape, Links, analytic_cost, route
+from distca.plan.metrics import receive_buffer_gb
 from distca.plan.micro_batch import MicroBatchPlan, plan_micro_batch
 from distca.plan.plan import Plan
-from distca.plan.receive_buffer import receive_buffer_gb
 from distca.transport.nvshmem.receive_ring import ReceiveRing
 
 TOKENS, LAYERS = 131_072, 3

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from distca.commands.plan import plan
+from distca.commands.plan_step_results import replanned
 from distca.errors import FailedPlanError, OptionError, PlanError
-from distca.plan import Layout, Links, Plan, PlanOptions, analytic_cost, area_cost
+from distca.plan import AttentionKind, AttentionShape, Layout, Links, Plan, PlanOptions, analytic_cost, area_cost
+from distca.plan.cost.analytic import AnalyticCost, cost_of_kind
+from distca.plan.cost.linear import LinearRate, NonAttention
+from distca.plan.cost.table import TableCost
 from distca.plan.cost.table_file import TABLES, find_table, load_table
-from distca.plan.options import NonAttention
 from distca.plan.step_file import StepInputs, read_step, write_step
+from distca.words import format_bytes
 
+KINDS = (AttentionKind(0.125), AttentionKind(0.125, window=700, softcap=30.0, sink=True))
 LENGTHS = [[700, 12_000, 900, 31], [5000, 6000, 1]]
 TABLE = TABLES / "cpu_reference_4x2x32.json"
 
@@ -28,7 +36,18 @@ def _inputs() -> dict[str, StepInputs]:
         4, measured, stages=2, nano_batches=2, align=16, shares=2, resend=True, links=Links(2, 3.5),
         non_attention=NonAttention(1e-9, 3e-9), tolerance=0.01,
     )  # fmt: skip
+    modelled = analytic_cost(8, 2, 64)
+    mixed = replace(
+        stages, cost=modelled, kinds=KINDS, costs=(modelled, cost_of_kind(KINDS[1], modelled)),
+        layer_kinds=((0, 1, 1), (1, 1, 0)), non_attention=None,
+    )  # fmt: skip
+    windows = TableCost(measured.shape, *measured.measured.values(), load=measured.load, window=700)
     return {
+        "mixed, in stages": StepInputs(LENGTHS, mixed),
+        "mixed, measured": StepInputs(
+            LENGTHS,
+            PlanOptions(4, measured, kinds=KINDS, costs=(measured, windows), layer_kinds=((0, 1),), nano_batches=2),
+        ),
         "measured, in stages": StepInputs(LENGTHS, stages, room=[14_000, 14_000]),
         "measured": StepInputs(LENGTHS, PlanOptions(4, load_table(TABLE))),
         "analytic, with homes": StepInputs(
@@ -38,12 +57,14 @@ def _inputs() -> dict[str, StepInputs]:
     }
 
 
-@pytest.mark.parametrize("name", ["measured, in stages", "measured", "analytic, with homes", "at home"])
+@pytest.mark.parametrize("name", list(_inputs()))
 def test_a_step_is_planned_from_its_file_as_it_was(name: str, tmp_path: Path, capsys: Any) -> None:
     inputs, path = _inputs()[name], tmp_path / "step.json"
     write_step(path, inputs)
     again = read_step(path)
     assert again is not None and list(tmp_path.iterdir()) == [path]
+    write_step(tmp_path / "again.json", again)
+    assert (tmp_path / "again.json").read_text() == path.read_text()
     ours, theirs = inputs.plan(), again.plan()
     assert ours.fingerprint == theirs.fingerprint
     for before, after in zip(ours.drawn, theirs.drawn, strict=True):
@@ -51,6 +72,55 @@ def test_a_step_is_planned_from_its_file_as_it_was(name: str, tmp_path: Path, ca
     assert np.array_equal(ours.balance().seconds_after, theirs.balance().seconds_after)
     plan(str(path))
     assert f"{ours.tokens:,} tokens" in capsys.readouterr().out
+
+
+def test_a_steps_file_has_every_option_and_all_that_a_cost_is_made_from(tmp_path: Path) -> None:
+    names = {
+        "options": {option.name for option in fields(PlanOptions)} - {"scheduler"},
+        "analytic": {part.name for part in fields(AnalyticCost)},
+        "table": set(signature(TableCost).parameters),
+        "kind": {part.name for part in fields(AttentionKind)},
+        "shape": {part.name for part in fields(AttentionShape)},
+        "linear": {part.name for part in fields(LinearRate)},
+    }
+    for inputs in _inputs().values():
+        write_step(tmp_path / "step.json", inputs)
+        content = json.loads((tmp_path / "step.json").read_text())
+        assert {*content, *content["options"]} >= names["options"]
+        for cost in [content["cost"], *content["costs"]]:
+            assert set(cost) - {"model"} == names[cost["model"]]
+            assert set(cost["shape"]) == names["shape"] and (
+                not cost["linear"] or set(cost["linear"]) == names["linear"]
+            )
+        assert [kind.keys() for kind in content["kinds"]] == [names["kind"]] * len(inputs.options.kinds)
+
+
+def test_a_step_of_a_mixed_stack_shows_and_routes_every_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+    routed: set[int] = set()
+    monkeypatch.setattr("distca.commands.plan_step_results.route", lambda plan, *_: routed.add(id(plan)))
+    inputs, console = _inputs()["mixed, in stages"], Console(record=True, width=160)
+    step = inputs.plan()
+    monkeypatch.setattr(StepInputs, "plan", lambda _: step)
+    console.print(replanned(inputs))
+    shown, windowed = console.export_text(), KINDS[1].name
+    for number, combination in enumerate((f"full | {windowed}", f"{windowed} | {windowed}", f"{windowed} | full")):
+        moved = format_bytes(step.of_combination(number).balance().bytes_moved)
+        assert f"1 of 3 layers: {combination}" in shown and moved in shown
+    assert routed == {id(plan) for _, phase in step.phases for plans in phase.by_combination for plan in plans}
+    each = [step.of_combination(number).balance() for number in range(3)]
+    np.testing.assert_allclose(step.balance().seconds_after, np.mean([one.seconds_after for one in each], axis=0))
+    assert step.balance().bytes_moved == pytest.approx(np.mean([one.bytes_moved for one in each]), abs=1)
+
+
+@pytest.mark.parametrize("format", [1, 3, None])
+def test_a_steps_file_of_another_format_is_refused(format: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    write_step(path, _inputs()["measured"])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"distca_step": format}))
+    with pytest.raises(
+        PlanError, match=rf"step\.json is of format {format}, and this version of DistCA reads format 2;"
+    ):
+        read_step(path)
 
 
 def test_options_beside_a_steps_file_are_refused(tmp_path: Path) -> None:
@@ -64,6 +134,8 @@ def test_options_beside_a_steps_file_are_refused(tmp_path: Path) -> None:
     [
         {"lengths": "many"}, {"lengths": None}, {"options": {}}, {"cost": {}}, {"links": {"ranks": 1}}, {"room": 3},
         {"lengths": [[5, 0]]}, {"lengths": []}, {"homes": [[0], [1]]}, {"links": None}, {"cost": {"shape": {}}},
+        {"kinds": [{"width": 3}]}, {"layer_kinds": [[0], [0]]}, {"layer_kinds": 1}, {"costs": None}, {"kinds": None},
+        {"layer_kinds": [[4]]}, {"costs": [{}]}, {"kinds": []},
     ],
 )  # fmt: skip
 def test_a_steps_file_that_was_changed_is_refused(change: dict[str, Any], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from distca.data.sampler import MicroBatch
 from distca.plan import area_cost
 from distca.plan.cost.analytic import AnalyticCost
-from distca.plan.cost.model import LinearRate
+from distca.plan.cost.linear import LinearRate
 from distca.simulate import Cluster, Job, Rates, Workload, dense
 
 NOTHING_ELSE = Rates(

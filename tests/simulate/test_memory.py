@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distca.plan import analytic_cost
-from distca.plan.cost.model import LinearRate
+from distca.plan.cost.linear import LinearRate
 from distca.simulate import MODELS, Cluster, Job, dense
 from distca.simulate.memory import at_home, static_bytes
 from distca.train.config.cli import parse_run_config

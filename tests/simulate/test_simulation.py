@@ -8,12 +8,12 @@ import pytest
 
 from distca.baselines import parse_mode
 from distca.plan import server_seconds, traffic
-from distca.plan.cost.model import LinearRate
-from distca.plan.fp8_shapes import Fp8, rows_multiple
+from distca.plan.cost.linear import LinearRate
 from distca.simulate import Cluster, Job, Workload, dense, simulate
 from distca.simulate.cad import planned
 from distca.simulate.job import VALUE
 from distca.simulate.simulation import Prediction
+from distca.sizes.fp8_shapes import Fp8, rows_multiple
 from tests.simulate.cases import documents, pair_cost, small_job
 
 RANDOM = np.random.default_rng(3).integers(1, 700, size=24)

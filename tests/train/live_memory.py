@@ -103,14 +103,14 @@ def allocate_as_on_gpus(patch: Any) -> None:
     """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
     from distca.ops import output_loss
     from distca.transport.collective import CollectiveTransport, _AllToAll
-    from megatron_patches import api
+    from megatron_patches import pool
     from megatron_patches.layers import layer
     from megatron_patches.patches import fused_ops as fused_rope
     from megatron_patches.patches import fused_ops as fused_swiglu
     from megatron_patches.patches import fused_ops as wgrad_accumulation
     from megatron_patches.patches import norms
 
-    patch(api, "choose_kernel", lambda *_, **__: LeanKernel())
+    patch(pool, "choose_kernel", lambda *_, **__: LeanKernel())
     patch(norms.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
     patch(norms.RMSNorm, "fill", lambda self, x, out: out.zero_())
     patch(fused_swiglu, "swiglu", _Swiglu.apply)

@@ -11,8 +11,15 @@ from functools import cached_property
 
 import numpy as np
 
-from distca.plan.cost.model import AttentionShape, CostModel, Direction, LinearRate
-from distca.plan.kinds import pairs
+from distca.plan.cost.linear import LinearRate
+from distca.plan.cost.model import AttentionShape, CostModel, Direction
+from distca.plan.geometry import causal_pairs, keys_seen, pairs
+from distca.plan.kinds import AttentionKind
+
+_LONG = 32768
+"""Tokens of the document by which a model of windows is scaled to a table."""
+
+_WAYS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -68,15 +75,15 @@ class AnalyticCost(CostModel):
         kv = kv_rows * (q > 0)
         if self.window:
             seen = self.window + self.block - 1
-            features = np.array((pairs(q, kv, seen), q, np.minimum(kv, (q + seen - 1) * (q > 0))))
+            features = np.array((pairs(q, kv, seen), q, keys_seen(q, kv, seen)))
             return terms.dot(features.reshape(3, -1)).reshape(len(terms), *q.shape)
-        features = np.array((q * (kv - 0.5 * (q - 1)), q, kv))
+        features = np.array((causal_pairs(q, kv), q, kv))
         return terms.dot(features.reshape(3, -1)).reshape(len(terms), *q.shape)
 
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
         if self.window:
             return super().of_few(direction, q_rows, kv_rows)
-        each = [(q * (kv - 0.5 * (q - 1)), q, kv if q else 0) for q, kv in zip(q_rows, kv_rows, strict=True)]
+        each = [(causal_pairs(q, kv), q, kv if q else 0) for q, kv in zip(q_rows, kv_rows, strict=True)]
         return [[a * pair + b * q + c * kv for pair, q, kv in each] for a, b, c in self._terms[direction].tolist()]
 
 
@@ -105,3 +112,17 @@ def area_cost(
     nothing."""
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes)
     return AnalyticCost(shape, block, (1.0, 0.0, 0.0), (2.5, 0.0, 0.0))
+
+
+def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
+    """Seconds per CA-task of a kind, from the ``cost`` of layers without a window. A model counts windows; beside a
+    table it is scaled to what the table says of a long document."""
+    if not kind.window:
+        return cost
+    if isinstance(cost, AnalyticCost):
+        return replace(cost, window=kind.window)
+    shape = cost.shape
+    model = analytic_cost(shape.heads, shape.kv_heads, shape.head_dim, value_bytes=shape.value_bytes, block=cost.block)
+    rows = np.array([_LONG])
+    scale = [float(getattr(cost, way)(rows, rows)[0] / getattr(model, way)(rows, rows)[0]) for way in _WAYS]
+    return replace(model.times(*scale), window=kind.window, linear=cost.linear)

@@ -8,15 +8,15 @@ cannot fill the GPU, but a plan never runs one alone. Array legend: N tasks; row
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from distca.errors import PlanError
+from distca.plan.cost.linear import LinearRate
 
 Direction = Literal["forward", "backward", "both"]
 
@@ -60,59 +60,6 @@ class AttentionShape:
         if direction == "both":
             return forward[0] + backward[0], forward[1] + backward[1]
         return forward if direction == "forward" else backward
-
-
-@dataclass(frozen=True)
-class LinearRate:
-    """Seconds of a layer's matrix products per token and weight, measured on the same device as attention.
-
-    Attributes:
-        forward: one product with each weight.
-        backward: two.
-        fp8: by how tensors are scaled to FP8 ("current", "delayed", "blockwise"), where that was measured: time of the
-            products in FP8, with all that quantises for them, over that in bfloat16.
-    """
-
-    forward: float
-    backward: float
-    fp8: Mapping[str, float] = field(default_factory=dict)
-
-    def in_fp8(self, scaling: str) -> LinearRate | None:
-        """The rate where tensors are scaled so to FP8; as it is for "none". None where nobody measured that."""
-        factor = 1.0 if scaling == "none" else self.fp8.get(scaling)
-        return None if factor is None else LinearRate(factor * self.forward, factor * self.backward)
-
-    @staticmethod
-    def of(content: Mapping[str, Any]) -> LinearRate | None:
-        """That of a table file's content; None where it has none.
-
-        Raises:
-            PlanError: it is there, but not usable.
-        """
-        found = content.get("linear")
-        if found is None:
-            return None
-        try:
-            weights = layer_weights(
-                found["hidden"], found["ffn"], content["heads"], content["kv_heads"], content["head_dim"]
-            )
-            fp8 = {str(scaling): float(factor) for scaling, factor in (found.get("fp8") or {}).items()}
-            if not all(0 < factor < math.inf for factor in fp8.values()):
-                raise ValueError(fp8)
-            forward, backward = (found[f"{side}_s_per_token"] / weights for side in ("forward", "backward"))
-            if weights < 1 or not (0 < forward < math.inf and 0 < backward < math.inf):
-                raise ValueError(found)
-            return LinearRate(forward, backward, fp8)
-        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-            raise PlanError(
-                "The cost table's linear is no object with hidden, ffn, forward_s_per_token and backward_s_per_token, "
-                "and in fp8 a number above 0 for each scaling; measure it again with `distca profile`."
-            ) from None
-
-
-def layer_weights(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, gated: bool = True) -> int:
-    """Weights of a layer's four matrix products: q,k,v; output; gate, if ``gated``, and up; down."""
-    return hidden * head_dim * (2 * heads + 2 * kv_heads) + (2 + gated) * hidden * ffn
 
 
 class CostModel(ABC):

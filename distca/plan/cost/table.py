@@ -15,7 +15,9 @@ import numpy as np
 
 from distca.errors import PlanError
 from distca.plan.cost.analytic import analytic_cost
-from distca.plan.cost.model import AttentionShape, CostModel, Direction, LinearRate
+from distca.plan.cost.linear import LinearRate
+from distca.plan.cost.model import AttentionShape, CostModel, Direction
+from distca.plan.geometry import causal_pairs
 
 _STEPS = 8
 """Grid lines between a power of two and the next, evenly spaced. Points measured at these are met exactly."""
@@ -180,7 +182,7 @@ class TableCost(CostModel):
                 continue
             row, dq = self._q.place(q)
             column, dkv = self._kv.place(kv)
-            pairs, cell = q * (kv - 0.5 * (q - 1)), row * self._kv.cells + column
+            pairs, cell = causal_pairs(q, kv), row * self._kv.cells + column
             for k, (by_pair, by_row, by_key) in enumerate(terms):
                 constant, by_q, by_kv, by_both = cells[k][cell]
                 factor = (by_both * dq + by_kv) * dkv + by_q * dq + constant

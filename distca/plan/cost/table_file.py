@@ -16,7 +16,8 @@ import numpy as np
 
 from distca.errors import PlanError
 from distca.json_file import read_object
-from distca.plan.cost.model import AttentionShape, LinearRate
+from distca.plan.cost.linear import LinearRate
+from distca.plan.cost.model import AttentionShape
 from distca.plan.cost.table import LoadFactors, TableCost
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distca.plan.scheduler.range_split import Excess, Receivers, Timer, area, least_of, split_range
+from distca.plan.geometry import cheapest_middle, range_pairs, rows_around
+from distca.plan.scheduler.range_split import Excess, Receivers, Timer, least_of, split_range
 from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 ENOUGH = 1e-9
@@ -111,14 +112,14 @@ class Balancer:
             return np.full(len(pieces), np.inf)
         # In the type of what follows: numpy takes twice as long where types are mixed.
         _, start, stop = pieces.place.astype(np.float64)
-        whole = area(start, stop)
+        whole = range_pairs(start, stop)
         seconds = pieces.seconds / self.unit
         per_pair = np.maximum(seconds[0], seconds[-1]) / whole
         wanted = np.minimum(whole, work / per_pair)
-        middle = np.sqrt(wanted * (self.q_bytes / self.kv_bytes + 0.5))
-        half = wanted / np.maximum(middle, 1.0) / 2
+        middle = cheapest_middle(wanted, self.q_bytes / self.kv_bytes)
+        half = rows_around(middle, wanted, 1.0) / 2
         middle = np.minimum(np.maximum(middle, start + half), np.maximum(stop - half, 1.0))
-        rows = np.minimum(wanted / np.maximum(middle, 0.5), stop - start)
+        rows = np.minimum(rows_around(middle, wanted, 0.5), stop - start)
         return (self.q_bytes * rows + self.kv_bytes * np.minimum(middle + rows / 2, stop)) / wanted
 
     def _move_whole(

@@ -16,17 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, pairwise
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.plan.cost.model import CostModel, Direction
+from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
 """A cut that adds more than this share of the time it moves is refused, as long as servers can be relieved otherwise;
 the shortest shards follow from it."""
-
-Rows = TypeVar("Rows", float, np.ndarray)
 
 _PLACES = np.linspace(0.0, 1.0, 13)
 _LEAST_BLOCKS = 8
@@ -137,11 +136,6 @@ class RangeSplit(NamedTuple):
         return [min(each) for each in zip(*directions, strict=True)]
 
 
-def area(start: Rows | float, stop: Rows) -> Rows:
-    """Query-key pairs of the causal query ranges [start, stop)."""
-    return (stop * (stop + 1.0) - start * (start + 1.0)) * 0.5
-
-
 def least_of(directions: np.ndarray) -> np.ndarray:
     """[...] smaller of one or two directions [K, ...]; faster than a reduction over an axis of length two."""
     return np.minimum(directions[0], directions[-1])
@@ -149,7 +143,7 @@ def least_of(directions: np.ndarray) -> np.ndarray:
 
 def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSplit | None:
     """The cheapest ranges that relieve the sender of its excess and fit the receivers; None when no cut pays."""
-    whole = area(float(excess.start), float(excess.stop))
+    whole = range_pairs(float(excess.start), float(excess.stop))
     block = timer.block([seconds / (excess.stop - excess.start) for seconds in excess.seconds])
     size, wanted, least = _first_sizes(excess, receivers, timer, whole)
     chosen, sizes = _choose(size, wanted, receivers.distant)
@@ -162,7 +156,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
         relieved = all(own >= need for own, need in zip(relief, excess.need, strict=True))
         if relieved and len(split.chosen) == 1 and not any(_over(split)):
             break
-        got = [area(float(start), float(stop)) for start, stop in pairwise(split.cuts)]
+        got = [range_pairs(float(start), float(stop)) for start, stop in pairwise(split.cuts)]
         for at, pairs, fit in zip(split.chosen, got, split.fit, strict=True):
             size[at] = pairs * fit * 0.999
         missing = max(need / max(own, 1e-300) for need, own in zip(excess.need, relief, strict=True))
@@ -192,7 +186,7 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
     start = max(excess.start, int(middle - rows))
     stop = min(start + rows, excess.stop)
-    pairs = area(float(start), float(stop))
+    pairs = range_pairs(float(start), float(stop))
     seconds = timer.seconds([start], [stop])
     size *= min(each / (own / pairs) for each, (own,) in zip(per_pair, seconds, strict=True))
     return size, wanted, least
@@ -220,9 +214,9 @@ def _place(
     total = list(accumulate(sizes))
     if total[-1] >= whole * (1 - 1e-12):
         return float(excess.start)
-    highest = math.sqrt((excess.start + 0.5) ** 2 + 2 * (whole - total[-1])) - 0.5
+    highest = stop_after(float(excess.start), whole - total[-1])
     low = excess.start + (highest - excess.start) * _PLACES
-    ends = np.minimum(np.sqrt(((low + 0.5) ** 2)[:, None] + 2 * np.array(total)) - 0.5, excess.stop)
+    ends = np.minimum(stop_after(low[:, None], np.array(total)), excess.stop)
     price = receivers.price(low, ends, chosen)
     if excess.stop > _LONG_CONTEXT:
         # Two parts left at home read their keys twice: count that time at the price of the work that leaves.
@@ -238,11 +232,11 @@ def _place(
 def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> list[int]:
     """N + 1 cuts of ranges of those sizes from ``low`` on: every range rounded down to whole blocks counted from the
     piece's start, and the first lengthened so that together they keep their size."""
-    squared = (low + 0.5) ** 2
+    square = squared(low)
     edges = [low]
     for pairs in sizes:
-        squared += 2 * pairs
-        edges.append(min(math.sqrt(squared) - 0.5, float(excess.stop)))
+        square += 2 * pairs
+        edges.append(min(position_of(square), float(excess.stop)))
     high = excess.start + math.ceil((edges[-1] - excess.start) / block) * block
     if high > excess.stop - max(block / 2, (edges[-1] - edges[-2]) / _SLIVER):
         high = excess.stop
@@ -251,8 +245,8 @@ def _on_blocks(excess: Excess, low: float, sizes: list[float], block: int) -> li
         cuts.append(cuts[-1] - max(int((end - begin) // block), 1) * block)
     # The first range makes up for what rounding took from the others.
     bottom = cuts[-1]
-    lowest = (low + 0.5) ** 2 - (edges[-1] + 0.5) ** 2 + (high + 0.5) ** 2
-    rows = bottom - (math.sqrt(max(lowest, 0.25)) - 0.5)
+    lowest = squared(low) - squared(edges[-1]) + squared(float(high))
+    rows = bottom - position_of(max(lowest, 0.25))
     cuts.append(bottom - max(math.ceil(rows / block), 1) * block)
     if cuts[-1] < excess.start + max(block / 2, rows / _SLIVER):
         cuts[-1] = excess.start

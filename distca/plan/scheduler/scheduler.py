@@ -17,9 +17,9 @@ from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
 from distca.plan.layout import Layout
 from distca.plan.metrics import server_seconds
+from distca.plan.network import Links
 from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler.balancer import ENOUGH, Balancer
-from distca.plan.scheduler.network_cost import Links
 from distca.plan.scheduler.range_split import MOST_OVERHEAD, Timer
 from distca.plan.scheduler.state import SchedulerState
 from distca.plan.tasks import Tasks

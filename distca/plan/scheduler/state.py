@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.plan.cost.model import CostModel, Direction
+from distca.plan.layout import Shards
+from distca.plan.network import Links
 from distca.plan.plan import Plan
-from distca.plan.scheduler.network_cost import HeldRows, Links
 from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
@@ -57,6 +58,31 @@ class MovedRanges(NamedTuple):
     stop: list[int]
     receiver: list[int]
     seconds: list[list[float]]
+
+
+class HeldRows:
+    """Which rows of every document ranks and nodes hold.
+
+    Args:
+        shards: home rows, which cover a document up to its last row.
+        node: [R] node of every rank.
+    """
+
+    def __init__(self, shards: Shards, node: np.ndarray) -> None:
+        self._shards, self._node = shards, node
+        # In the type of the positions that are asked for: numpy takes twice as long where types are mixed.
+        self._start, self._stop = shards.start.astype(np.float64), shards.stop.astype(np.float64)
+
+    def missing(self, document: int, ranks: np.ndarray, stops: np.ndarray, between_nodes: float = 1.0) -> np.ndarray:
+        """[G] rows of ``document`` before ``stops`` [G, N], none behind its last row, that others than ``ranks`` [N]
+        hold, all of these together; those that other nodes hold count ``between_nodes``."""
+        some = slice(*self._shards.document.searchsorted((document, document + 1)).tolist())
+        home = self._shards.rank[some]
+        held = np.minimum(stops[:, :, None], self._stop[some]) - self._start[some]
+        near = self._node.take(home) == self._node.take(ranks)[:, None]
+        saves = (home == ranks[:, None]) + (between_nodes - 1) * near
+        own = np.maximum(held, 0).reshape(len(stops), -1) @ saves.ravel()
+        return np.asarray(between_nodes * stops.sum(axis=1) - own)
 
 
 class SchedulerState:

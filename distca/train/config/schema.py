@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.cad_options import CadOptions
 from distca.models.shape import ModelShape
 from distca.plan.cost.model import AttentionShape
-from distca.plan.receive_buffer import receive_buffer_gb
+from distca.plan.metrics import receive_buffer_gb
 
 RESUME_OR_START = ("job", "auto")
 """Values of checkpoint.resume that start a new run where there is nothing to go on with."""
@@ -56,47 +57,14 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CadConfig:
+class CadConfig(CadOptions):
     """Core attention disaggregation: which rank computes which attention, and how rows get there.
 
     Attributes:
         enabled: balance attention over all data-parallel ranks; false computes every document's attention at home.
-        ping_pong: compute each micro-batch as two halves, so that one half's transfers hide behind the other's compute.
-        backward: keep = the attention server keeps q, k, v and o for the backward pass (fewest bytes moved);
-            resend = the home rank keeps them and sends them again (equal memory everywhere); auto = keep, and resend
-            with pipeline stages, which need it, and where keep does not fit into the GPUs' memory by prediction.
-        transport: how rows move; auto is nvshmem inside one machine where it works, else nccl on CUDA devices and gloo
-            on CPUs; with auto an exchange that does not fit nvshmem_buffer_gb goes by nccl, with nvshmem it is refused.
-        kernel: core-attention kernel; auto takes the fastest one that runs here and passes its self-check.
-        tolerance: the planner stops when the busiest server is within this fraction of the mean; null = 0.005 for up
-            to 32 servers, growing with them to 0.02 from 128 on, where plans take longer to make.
-        deal: deal a step's documents over its micro-batches anew, so that fewer rows move and stages of a pipeline
-            wait less; the gradient is the same sum. Only where documents may span ranks.
-        ranks_per_node: consecutive attention servers that are planned as one node (a tensor-parallel group is one
-            server); 0 takes those of one machine.
-        level: what all ranks have alike in every phase of a pipeline: attention, or time = linear layers and attention
-            together, so that stages without a micro-batch take more attention than others, and more rows move. Time
-            needs pipeline stages and ping_pong; linear layers count as measured, on GPUs without a table as an H200's.
-            auto = time on GPUs where all that is so and transport is not nvshmem, else attention.
-        cost_table: a measured cost table, a JSON file of `distca profile`; null takes the one of this package for this
-            device and kernel, or else a model.
-        deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order.
-        nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
-            plans for data.tokens_per_rank need, with room to spare.
     """
 
     enabled: bool = True
-    ping_pong: bool = True
-    backward: Literal["auto", "keep", "resend"] = "auto"
-    transport: Literal["auto", "nvshmem", "nccl", "gloo"] = "auto"
-    kernel: Literal["auto", "flash4", "torch", "reference"] = "auto"
-    tolerance: float | None = None
-    deal: bool = True
-    ranks_per_node: int = 0
-    level: Literal["auto", "attention", "time"] = "auto"
-    cost_table: str | None = None
-    deterministic: bool = False
-    nvshmem_buffer_gb: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +185,9 @@ class TrainConfig:
             memory and most time; auto = the first of these that fits into the GPUs' memory by prediction, none on CPUs.
             Disaggregated core attention is never recomputed, so nothing is sent twice; with cad.enabled false all
             recomputes whole layers, as Megatron's full recomputation does.
+        keep_outputs: outputs of norms and SwiGLU that are kept for the backward pass, with recompute none and without
+            fp8: none = they are computed again from what is kept anyway; all = they are kept, which takes more memory
+            and less time; auto = all where it fits into the GPUs' memory by prediction, none on CPUs.
         offload: what of the backward pass's needs waits in host memory, so that longer contexts fit, copied beside the
             computation: none; all = that of every layer, with recompute all, cad.backward resend, cad.enabled and no
             pipeline stages; auto = all where nothing else fits into the GPUs' memory by prediction, and it does.
@@ -239,6 +210,7 @@ class TrainConfig:
     moments: Literal["float32", "bfloat16"] = "float32"
     loss: Literal["token", "document"] = "token"
     recompute: Literal["auto", "none", "mlp", "all"] = "auto"
+    keep_outputs: Literal["auto", "none", "all"] = "auto"
     offload: Literal["auto", "none", "all"] = "auto"
     seed: int = 1234
     time_limit: float = 0.0

@@ -37,7 +37,10 @@ _PORT = Values(
 )
 _SWITCH = Values("0|1", "0 or 1")
 _TEXT = Values(".*", "text")
-_MODE = "(distca|packed|packed-dealt|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-(keep|halo))"
+_MODE = (
+    "(distca|packed|packed-dealt|variable|(cp|ring|ulysses)[0-9]*|cp[0-9]*-(keep|halo)"
+    "|megatron-te|megatron-te[0-9]*-(p2p|a2a))"
+)
 
 
 def _one_of(*words: str) -> Values:
@@ -193,7 +196,7 @@ VARIABLES: tuple[Variable, ...] = (
         name="CP_SIZE",
         values=COUNT,
         default="with MODE=all every size, else all data-parallel ranks",
-        meaning="ranks of a context-parallel group, in the modes cp, cp-keep, cp-halo, ring and ulysses",
+        meaning="ranks of a context-parallel group, in the modes cp, cp-keep, ring, ... that have one",
         training=None,
         benchmarks=("--modes", "--degree"),
         instead="let DistCA balance attention over all data-parallel ranks without it",
@@ -312,7 +315,8 @@ VARIABLES: tuple[Variable, ...] = (
         name="MODE",
         values=Values(
             f"all|{_MODE}( {_MODE})*",
-            "all, or some of distca, packed, packed-dealt, variable, cp, cp-keep, cp-halo, ring, ulysses",
+            "all, or some of distca, packed, packed-dealt, variable, cp, cp-keep, cp-halo, ring, ulysses, megatron-te, "
+            "megatron-te-p2p, megatron-te-a2a",
         ),
         default="all; with stages distca and packed",
         meaning="ways to train that are compared",

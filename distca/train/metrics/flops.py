@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.models.shape import ModelShape
+from distca.plan.geometry import pairs
 
 # Dense peaks without sparsity, FLOP/s per device, in bfloat16 and in FP8 (0: it has none), from the vendor's data
 # sheets. The first name that occurs in the device's name counts, so the narrower names come first.
@@ -57,22 +58,19 @@ def model_flops(model: ModelShape, vocabulary: int, lengths: Sequence[int] | np.
     """
     length = np.asarray(lengths, dtype=np.int64)
     tokens = int(length.sum())
-    pairs = sum(layers * _pairs(length, window) for window, layers in Counter(model.windows).items())
+    seen = sum(layers * _pairs(length, window) for window, layers in Counter(model.windows).items())
     return ModelFlops(
         linear=6 * model.matmul_weights * tokens,
         logits=6 * model.hidden * vocabulary * tokens,
         # QKᵀ and PV: 2 operations per pair and element each; the backward pass does twice the work of the forward pass.
-        attention=3 * 4 * model.heads * model.resolved_head_dim * pairs,
+        attention=3 * 4 * model.heads * model.resolved_head_dim * seen,
     )
 
 
 def _pairs(lengths: np.ndarray, window: int) -> int:
     """Pairs of query and key in a layer whose queries see ``window`` keys; 0 for all."""
-    total = 0
-    for n in lengths.tolist():  # Python integers: no overflow
-        seen = min(window or n, n)
-        total += n * seen - seen * (seen - 1) // 2
-    return total
+    # Those of one document are exact in float64; Python integers add them up without overflow.
+    return sum(map(int, pairs(lengths, lengths, window).tolist()))
 
 
 def peak_seconds(flops: ModelFlops, device_name: str, precision: str, fp8: str) -> float | None:

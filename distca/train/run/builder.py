@@ -138,18 +138,9 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         model_config,
         tokens_per_rank=config.data.tokens_per_rank,
         disaggregate=settings.enabled,
-        ping_pong=settings.ping_pong,
-        backward=settings.backward,
-        transport=settings.transport,
-        kernel=settings.kernel,
-        tolerance=settings.tolerance,
-        deal=settings.deal,
-        ranks_per_node=settings.ranks_per_node,
-        level=settings.level,
-        cost_table=settings.cost_table,
-        deterministic=settings.deterministic,
-        nvshmem_buffer_gb=settings.nvshmem_buffer_gb,
+        **settings.shared,
         recompute="all" if config.train.recompute == "all" else "none",
+        keep_outputs=config.train.keep_outputs == "all",
         offload=config.train.offload == "all",
         linears=config.train.linears,
         model_options=model_options(config.model),
@@ -179,8 +170,10 @@ def _fitting(config: RunConfig, world: World, vocabulary: int) -> RunConfig:
     device, host = _smallest_device(world), HostMemory(*fullest_node(1, free_host_memory()))
     resolved = resolve(config, world.size, vocabulary, device, host)
     if config.train.recompute == "auto" and device is not None:
-        cad = f", train.offload {resolved.train.offload}, cad.backward {resolved.cad.backward}"
-        logger.info("By predicted memory: train.recompute %s%s", resolved.train.recompute, cad * config.cad.enabled)
+        taken = [f"train.recompute {resolved.train.recompute}", f"train.keep_outputs {resolved.train.keep_outputs}"]
+        if config.cad.enabled:
+            taken += [f"train.offload {resolved.train.offload}", f"cad.backward {resolved.cad.backward}"]
+        logger.info("By predicted memory: %s", ", ".join(taken))
     for line in describe(predict_memory(resolved, world.size, vocabulary)):
         logger.info("%s", line)
     if device is not None:

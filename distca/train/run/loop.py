@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import time
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +28,7 @@ from distca.train.metrics.progress import StepProgress, perplexity, print_summar
 from distca.train.metrics.step_record import StepRecorder
 from distca.train.metrics.writer import MetricsWriter, read_metrics
 from distca.train.run.builder import Trainer
+from distca.train.run.garbage import SteadyGarbage
 from distca.train.run.profiler import ProfilerWindow
 from distca.train.run.run_folder import Checkpoint, RunFolder
 from distca.train.run.stopping import Decision, Stopping
@@ -260,13 +259,15 @@ class _Loop:
         as the plan counts one layer and the clock all of them."""
         recorder = self._recorder
         before, after, measured = (
-            seconds / seconds.mean() if seconds.sum() > 0 else None
-            for seconds in (recorder.before, recorder.after, recorder.measured)
+            seconds / seconds.sum(axis=0).mean() if seconds.sum() > 0 else None
+            for seconds in (recorder.before, recorder.after, recorder.measured[None])
         )
         if before is not None and after is not None and measured is not None:
             planned = after if self._config.cad.enabled else None
             axis = "rank, the slowest of each step first"
-            plot_balance(self._folder.balance_plot, before, planned, measured, unit="1 = mean", axis=axis)
+            parts = recorder.parts if len(recorder.phases.kinds) > 1 else ()
+            look: dict[str, Any] = {"unit": "1 = mean", "axis": axis, "parts": parts}
+            plot_balance(self._folder.balance_plot, before, planned, measured[0], **look)
             self._drawn.append(self._folder.balance_plot)
         phases, stages = recorder.phases, self._trainer.cad.options.stages
         if phases.steps:
@@ -282,31 +283,3 @@ def _diverged(step: int, loss: float, grad_norm: float, config: RunConfig) -> Di
         f"optimizer.clip_grad {optimizer.clip_grad:g} and optimizer.warmup_steps {config.resolved_warmup_steps}; "
         "what follows could only be worse, so the run ends here."
     )
-
-
-class SteadyGarbage:
-    """Turns automatic collection off while it is entered; :meth:`collect` is then called once per step.
-
-    What lives after the first step (modules, the model, the data) is set aside and never looked at again, so a
-    collection looks at the objects of a step only and takes about a millisecond.
-    """
-
-    def __init__(self) -> None:
-        self._frozen = False
-
-    def __enter__(self) -> SteadyGarbage:
-        gc.disable()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        gc.unfreeze()
-        gc.enable()
-
-    def collect(self) -> None:
-        """Collect everything that was created since the first call."""
-        gc.collect()
-        if not self._frozen:
-            gc.freeze()
-            self._frozen = True

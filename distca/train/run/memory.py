@@ -110,6 +110,7 @@ class _Stage:
                 value=2 if config.train.precision == "bf16" else 4,
                 fp8=config.train.fp8,
                 fp8_weights=config.train.fp8_weights,
+                keep_outputs=config.train.keep_outputs == "all",
                 recompute=config.resolved_recompute,
                 disaggregated=config.cad.enabled,
                 keep=config.resolved_backward == "keep",

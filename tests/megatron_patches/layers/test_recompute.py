@@ -37,13 +37,13 @@ def _run(levels):
     """Per level of recomputation: calls of each part in one step, and the order of transfers and computation."""
     small_cases.on_cpu()
     from distca.parity.cases import ParityCase
-    from megatron_patches import api
+    from megatron_patches import pool
     from megatron_patches.training.training_step import summed_loss_step
 
     results = {}
     for level in levels:
         kernel, calls = _Counted(), {"mlp": 0, "qkv": 0}
-        api.choose_kernel = lambda *_, kernel=kernel, **__: kernel
+        pool.choose_kernel = lambda *_, kernel=kernel, **__: kernel
         cad, model, step = small_cases.ready(ParityCase(micro_batches=MICRO_BATCHES, recompute=level))
 
         def count(part, calls=calls):
@@ -111,8 +111,33 @@ def _frozen_embedding():
     return found
 
 
+def _kept_outputs():
+    """By way of keeping outputs: reports, gradients of one step, and how many outputs were forgotten in its forward."""
+    small_cases.on_cpu()
+    from distca.parity.cases import ParityCase
+    from megatron_patches import layer
+    from megatron_patches.layers.layer import keep_outputs_of
+    from megatron_patches.patches import fused_ops
+    from megatron_patches.training.training_step import summed_loss_step
+
+    forgotten, forget = [], layer.forget_until_backward
+    for module in (layer, fused_ops):
+        module.forget_until_backward = lambda *arguments: (forgotten.append(1), forget(*arguments))
+    found = []
+    for level, keep in (("none", False), ("none", True), ("mlp", False), ("all", None)):
+        cad, model, step = small_cases.ready(ParityCase(micro_batches=MICRO_BATCHES, recompute=level))
+        if keep is not None:
+            keep_outputs_of(model, keep)
+        forgotten.clear()
+        reports = cad.forward_backward(step, summed_loss_step, model)
+        found.append(
+            (reports, {name: each.main_grad.clone() for name, each in model.named_parameters()}, len(forgotten))
+        )
+    return found
+
+
 def _all(levels):
-    return _run(levels), _offloaded(), _frozen_embedding()
+    return _run(levels), _offloaded(), _frozen_embedding(), _kept_outputs()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +146,7 @@ def ranks():
 
 
 def test_host_memory_changes_no_bit(ranks):
-    for _, ((losses, gradients, _), (again, as_well, counts)), _ in ranks:
+    for _, ((losses, gradients, _), (again, as_well, counts)), *_ in ranks:
         assert all(map(torch.equal, losses, again))
         assert all(torch.equal(gradients[name], as_well[name]) for name in gradients)
         # q, kv, o, log-sum-exp and the residual stream of every half and layer, of which the last few stay.
@@ -135,12 +160,22 @@ def test_host_memory_changes_no_bit(ranks):
 
 
 def test_layers_over_a_frozen_embedding_learn_with_recomputation_too(ranks):
-    for *_, (kept, *recomputed) in ranks:
+    for *_, (kept, *recomputed), _ in ranks:
         assert len(kept) > 2
         for gradients in recomputed:
             for name, gradient in kept.items():
                 assert torch.dist(gradients[name], gradient) <= 1e-5 * gradient.norm(), name
                 assert gradient.norm() > 0
+
+
+def test_kept_outputs_change_no_bit_and_recomputed_segments_keep_theirs(ranks):
+    halves = len(MICRO_BATCHES) * HALVES * 2  # layers
+    for *_, found in ranks:
+        reports, gradients, _ = found[0]
+        assert [count for *_, count in found] == [3 * halves, 0, 2 * halves, 0]
+        for again, others, _ in found[1:3]:
+            assert all(map(torch.equal, reports, again))
+            assert all(torch.equal(gradients[name], others[name]) for name in gradients)
 
 
 def test_each_level_recomputes_its_part_and_moves_no_transfer(ranks):
@@ -175,6 +210,20 @@ def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, sa
         check_recomputation(config, segments)
 
 
+def test_outputs_of_what_is_computed_again_are_not_kept():
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_patches.arguments import check_keep_outputs
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    check_keep_outputs("none", config)
+    with pytest.raises(SupportError, match="keep_outputs is True, but recompute is 'all': set it to 'none', or keep"):
+        check_keep_outputs("all", config)
+    config.recompute_granularity = "selective"
+    with pytest.raises(SupportError, match="but recompute_granularity is 'selective': set it to None"):
+        check_keep_outputs("none", config)
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -185,7 +234,7 @@ def test_what_cannot_be_recomputed_is_refused(granularity, modules, segments, sa
     ],
 )
 def test_what_cannot_wait_in_host_memory_is_refused(other, said):
-    from megatron_patches.support.arguments import check_offload
+    from megatron_patches.arguments import check_offload
 
     served = {"disaggregate": True, "recompute": "all", "backward": "resend", "stages": 1}
     check_offload(**served)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distca.errors import PlanError
 from distca.plan import AttentionShape, CostModel, TableCost, analytic_cost
 from distca.plan.cost.analytic import AnalyticCost
-from distca.plan.cost.model import LinearRate
+from distca.plan.cost.linear import LinearRate
 from distca.plan.cost.table_file import find_table
 from distca.testing.ranks import run_ranks
 from tests.megatron_patches import small_cases

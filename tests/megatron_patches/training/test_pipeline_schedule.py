@@ -48,9 +48,14 @@ def _settings(counts, per_node=0):
     ]
 
 
-@pytest.mark.parametrize("ranks,tp,pp,per_node", [(2, 1, 2, 0), (4, 1, 4, 2), (4, 1, 2, 2), (8, 2, 2, 0)])
-def test_loss_and_every_gradient(ranks, tp, pp, per_node):
-    settings = _settings(range(1, 7) if ranks < 8 else (2, 5), per_node)
+LAYOUTS = [(2, 1, 2, 0, range(1, 7)), (4, 1, 4, 2, range(1, 7)), (4, 1, 2, 2, (3, 4, 5)), (8, 2, 2, 0, (2, 5))]
+"""Ranks, tensor-parallel ranks, stages, ranks of a node, and counts of micro-batches: on two nodes those below, at and
+above twice the stages, each with a recomputation of its own."""
+
+
+@pytest.mark.parametrize("ranks,tp,pp,per_node,counts", LAYOUTS)
+def test_loss_and_every_gradient(ranks, tp, pp, per_node, counts):
+    settings = _settings(counts, per_node)
     for case, difference in run_ranks(ranks, _differences, tp, pp, settings)[0]:
         assert max(difference.loss, difference.gradient) <= 1e-5, (case, difference)
 
@@ -75,7 +80,7 @@ def _over_little_memory(capacity):
     from distca.testing import host_fabric
     from distca.transport.collective import CollectiveTransport
     from distca.transport.nvshmem.transport import OneSidedTransport
-    from megatron_patches import api
+    from megatron_patches import pool
 
     made = []
 
@@ -83,7 +88,7 @@ def _over_little_memory(capacity):
         made.append(OneSidedTransport(host_fabric.HostFabric(capacity), "host", CollectiveTransport(group)))
         return made[0]
 
-    api.choose_transport = transport
+    pool.choose_transport = transport
     case = ParityCase(micro_batches=MICRO_BATCHES, pp=2, shape=ParityShape(layers=4))
     reference, weights = unmodified.run_unmodified(case, torch.float32, CPU)
     candidate = disaggregated.run_disaggregated(case, torch.float32, CPU, "reference", weights)

@@ -6,7 +6,7 @@ import pytest
 
 from distca.errors import PlanError
 from distca.plan import analytic_cost, load_table
-from distca.plan.cost.model import LinearRate
+from distca.plan.cost.linear import LinearRate
 from distca.plan.cost.table_file import find_table, table_name, write_table
 
 Q, KV = np.array([128, 1024, 4096]), np.array([128, 4096])
@@ -124,5 +124,6 @@ def test_shipped_tables_are_found_by_their_names():
     for path in TABLES.glob("*.json"):
         content = json.loads(path.read_text())
         key = [content[name] for name in ("device", "kernel", "heads", "kv_heads", "head_dim")]
-        assert path.name == table_name(*key)
-        assert find_table(*key) is not None
+        window = content.get("window", 0)
+        assert path.name == table_name(*key, window)
+        assert find_table(*key, window=window) is not None

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.plan import analytic_cost, area_cost
-from distca.plan.scheduler.range_split import Excess, Receivers, Timer, area, split_range
+from distca.plan.geometry import range_pairs
+from distca.plan.scheduler.range_split import Excess, Receivers, Timer, split_range
 
 LLAMA_8B = analytic_cost(32, 8, 128)
 
@@ -51,7 +52,7 @@ def test_a_long_document_meets_the_need_with_its_inner_rows() -> None:
     assert (excess.seconds - np.sum(split.kept, axis=1) >= excess.need).all()
     middle = np.mean(split.cuts)
     # (Q + K/2) / K is 4.5 here, and the pairs are 5 % of the document's.
-    best = np.sqrt(4.5 * 0.05 * float(area(0, 100_000)))
+    best = np.sqrt(4.5 * 0.05 * float(range_pairs(0, 100_000)))
     assert abs(middle / best - 1) < 0.15
 
 

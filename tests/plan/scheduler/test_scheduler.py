@@ -23,7 +23,7 @@ from distca.plan import (
     training_tolerance,
 )
 from distca.plan.cost.table_file import find_table
-from distca.plan.placement import Placement
+from distca.plan.place.lay_out import Placement
 from distca.plan.scheduler import scheduler
 from distca.plan.scheduler.balancer import Balancer
 from distca.plan.scheduler.target_load import TargetLoad

@@ -1,7 +1,7 @@
 import numpy as np
 
 from distca.plan import Plan, TableCost, analytic_cost, lay_out, plan_at_home, server_seconds
-from distca.plan.scheduler.network_cost import Links
+from distca.plan.network import Links
 from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 Q_ROWS, KV_ROWS = np.array([64, 128, 256, 512, 1024]), np.array([1024, 4096])

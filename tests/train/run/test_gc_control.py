@@ -4,7 +4,7 @@ import gc
 import time
 import weakref
 
-from distca.train.run.loop import SteadyGarbage
+from distca.train.run.garbage import SteadyGarbage
 
 
 class _Knot:

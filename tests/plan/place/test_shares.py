@@ -22,8 +22,9 @@ from distca.plan import (
     traffic,
 )
 from distca.plan.cost.model import CostModel
-from distca.plan.home_rows import home_rows as rows_of
-from distca.plan.placement import ONE_BY_ONE, Placement, deal, work_of
+from distca.plan.place.home_rows import home_rows as rows_of
+from distca.plan.place.lay_out import Placement
+from distca.plan.place.shares import ONE_BY_ONE, deal, work_of
 from tests.plan.cases import home_imbalance, home_rows, kilobytes, lengths
 
 LLAMA_8B = analytic_cost(32, 8, 128)
@@ -261,7 +262,7 @@ def test_a_document_that_no_rank_has_room_for_leaves_others_where_they_fit() -> 
 
 
 def test_where_rows_are_scarce_ping_gets_whole_documents_rather_than_heads_of_all() -> None:
-    from distca.plan.home_rows import _Documents, _OnRank
+    from distca.plan.place.head_cuts import _Documents, _OnRank
 
     rows, work = [40, 30, 20], [1600.0, 900.0, 400.0]
     cuts, missing = _OnRank(rows, work, work, [0.0] * 3, ping=50, pong=60).cuts(2200.0)

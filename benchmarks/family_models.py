@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, saved as folders, and their logits."""
+"""Tiny models of transformers, at least one of each served family, with random weights, saved as folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 ORIGINAL, LENGTHS, VOCABULARY = 16, (5, 23, 40, 61), 67
 """Documents go beyond the original context of every scaling, and the vocabulary is odd."""
 
-_SIZES = {
+SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -18,7 +18,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 64,
-    "initializer_range": 0.3,
+    "initializer_range": 0.15,
     "rms_norm_eps": 1e-5,
 }
 
@@ -42,6 +42,13 @@ _SMOL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _longrope(frequencies: int, **fields: Any) -> dict[str, Any]:
+    short, long = ([1.0 + step * number for number in range(frequencies)] for step in (0.1, 2.0))
+    rope = _rope("longrope", 100.0, short_factor=short, long_factor=long, **fields)
+    return {"original_max_position_embeddings": ORIGINAL, **rope}
 
 
 def _kinds(kind: str, **fields: Any) -> dict[str, Any]:
@@ -77,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral",
         {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
     ),
-    "phi3": ("Phi3", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "phi3": ("Phi3", _PHI),
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.1, "residual_dropout": 0.1}),
     "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3Text", {**_GEMMA, "num_hidden_layers": 6, "rope_parameters": _kinds("linear", factor=8.0)}),
@@ -104,6 +111,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4, no windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}),
     "mistral3": ("Mistral3", {"sliding_window": None, "head_dim": 16}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, **_rope("linear", 100.0, factor=4.0)}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, **_rope("dynamic", 100.0, factor=1.0, alpha=50.0)}),
+    "phi4_mini": ("Phi3", _PHI | {"tie_word_embeddings": True, **_longrope(3, partial_rotary_factor=0.75)}),
+    "phi3, longrope": ("Phi3", _PHI | _longrope(4)),
+    "gemma3 with images": (
+        "Gemma3",
+        {**_GEMMA, "num_hidden_layers": 6, "rope_parameters": _kinds("linear", factor=8.0)},
+    ),
 }
 VISION = {
     "model_type": "pixtral",
@@ -123,17 +138,31 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
 
     kind, fields = CASES[name]
     torch.manual_seed(list(CASES).index(name))
-    made = _SIZES | fields
+    made = SIZES | fields
     if kind == "Mistral3":
         made = {"text_config": made | {"model_type": "mistral"}, "vision_config": VISION, "tie_word_embeddings": False}
+    if kind == "Gemma3":
+        made = {"text_config": made, "vision_config": VISION | {"model_type": "siglip_vision_model"}}
+        made["mm_tokens_per_image"] = 4
     if kind == "Cohere2":
         made["layer_norm_eps"] = made.pop("rms_norm_eps")
     config = getattr(transformers, f"{kind}Config")(**made)
-    head = "ConditionalGeneration" if kind == "Mistral3" else "CausalLM"
+    head = "ConditionalGeneration" if "vision_config" in made else "CausalLM"
     model = getattr(transformers, f"{kind.removesuffix('Text')}For{head}")(config).eval()
+    _fill_padding(model)
     disturb(model)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+def _fill_padding(model: Any) -> None:
+    """Give the padding token an embedding that is trained as all others are; transformers makes it zero, and gives it
+    no gradient where it is looked up."""
+    embedding = model.get_input_embeddings()
+    if embedding.padding_idx is not None:
+        with torch.no_grad():
+            embedding.weight[embedding.padding_idx].normal_(std=SIZES["initializer_range"])
+        embedding.padding_idx = None
 
 
 def disturb(model: Any) -> None:
@@ -144,9 +173,9 @@ def disturb(model: Any) -> None:
                 parameter += 0.3 * torch.randn_like(parameter)
 
 
-def documents() -> list[list[int]]:
+def documents(seed: int = 1) -> list[list[int]]:
     """Seeded tokens of documents of all lengths, the shortest first."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
@@ -163,26 +192,3 @@ def loaded(folder: Path) -> Any:
     several = '"vision_config"' in (folder / "config.json").read_text(encoding="utf-8")
     kind = transformers.AutoModelForImageTextToText if several else transformers.AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-CHAT = (
-    "{{ bos_token }}{% for message in messages %}{{ message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
-)
-
-
-def write_tokenizer(folder: Path, template: str = CHAT) -> None:
-    """Every byte is a token, and two control tokens begin and end documents: 258 in all."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 256)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<|begin|>", "eos_token": "<|end|>"}')
-    (folder / "chat_template.jinja").write_text(template)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from distca.data.mixes import Mix, sample_lengths, sample_long_context
 from distca.errors import PlanError
 from distca.plan import PlanOptions, analytic_cost, deal_over_micro_batches, plan_at_home, plan_step, server_seconds
-from distca.plan.options import NonAttention
+from distca.plan.cost.linear import NonAttention
 
 LLAMA_8B = analytic_cost(32, 8, 128)
 

@@ -1,4 +1,4 @@
-"""Mistral-Small-3.1, Ministral 3 and others with images, whose text part is a Mistral or a Ministral 3."""
+"""Models with images, of which the text part is trained: Mistral-Small-3.1, Ministral 3 and Gemma 3."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from distca.models.families.family import Composite
 from distca.models.fields import Inert, Read
 
 _VISION = Inert("It belongs to the part that sees images, which is carried along as it is.")
+_OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 MISTRAL3: Final = Composite(
     architecture="Mistral3ForConditionalGeneration",
@@ -26,5 +27,20 @@ MISTRAL3: Final = Composite(
     ),
     text="text_config",
     families=("mistral", "ministral3"),
-    others=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    others=_OTHERS,
+)
+
+GEMMA3_IMAGES: Final = Composite(
+    architecture="Gemma3ForConditionalGeneration",
+    fields={"text_config": Read("fields")}
+    | dict.fromkeys(
+        (
+            *("vision_config", "mm_tokens_per_image", "image_token_index", "image_token_id"),
+            *("boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"),
+        ),
+        _VISION,
+    ),
+    text="text_config",
+    families=("gemma3_text",),
+    others=_OTHERS,
 )

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from distca.errors import PlanError
 from distca.plan import Layout, Links
-from distca.plan.scheduler.network_cost import HeldRows
+from distca.plan.scheduler.state import HeldRows
 from tests.plan.cases import home_rows, layouts
 
 

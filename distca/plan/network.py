@@ -1,5 +1,6 @@
-"""Which rows servers read, and from whom they get them: from home, or, of key and value rows, in two hops, across the
-network once per node and on inside it.
+"""The network between ranks: which share a node, and from whom servers get the rows that they read.
+
+Rows come from home, or, of keys and values, in two hops: across the network once per node and on inside it.
 
 Readers of a home shard need its first rows, up to their tasks' ends. So the reader of a node that needs most of them,
 its *gateway*, gets all that the others there need into its own buffer, and they get them from there. Among readers that
@@ -13,10 +14,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.errors import PlanError
 from distca.plan.layout import Shards, overlaps
-from distca.plan.scheduler.network_cost import Links
 from distca.plan.sorting import order_by
 from distca.plan.tasks import Tasks
+
+
+@dataclass(frozen=True)
+class Links:
+    """Price of a byte between two ranks, relative to one that stays inside a node.
+
+    Attributes:
+        ranks_per_node: consecutive ranks that share NVLink; 0 when all ranks do.
+        network_price: price of a byte between nodes (default: 360 GB/s NVLink over 50 GB/s network per H200).
+    """
+
+    ranks_per_node: int = 0
+    network_price: float = 7.0
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 0 or self.network_price < 1:
+            raise PlanError(
+                f"ranks_per_node is {self.ranks_per_node} and must be 0 or more; "
+                f"network_price is {self.network_price} and must be at least 1."
+            )
+
+    def nodes(self, ranks: int) -> np.ndarray:
+        """[R] node of every rank."""
+        return np.arange(ranks) // (self.ranks_per_node or ranks)
+
+    def may_relay(self, ranks: int) -> bool:
+        """Whether rows may take two hops: there are several nodes, of several ranks."""
+        return 1 < self.ranks_per_node < ranks
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from distca.attention import AttentionSpec, select
 from distca.commands.options import check_head_dim
 from distca.errors import OptionError
-from distca.plan.head_dims import unserved, unserved_by
+from distca.sizes.head_dims import unserved, unserved_by
 from distca.train.config.schema import ModelConfig
 from distca.train.config.validate import _heads
 

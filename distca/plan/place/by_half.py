@@ -2,8 +2,8 @@
 
 Documents with more work than one rank should have are cut at home, from their end, into parts of one rank's work each;
 the others are dealt by work, and the shortest fill what is left of the budgets. Which documents are computed in ping
-and which in pong is settled before (``nano_split.py``), so that hardly any document has rows in both. Small pools take
-this where it costs less than shares of both halves (``placement.py``).
+and which in pong is settled before (``halves.py``), so that hardly any document has rows in both. Small pools take
+this where it costs less than shares of both halves (``shares.py``, ``distca/plan/choice.py``).
 
 What counts for a range is its *surplus*, as there.
 
@@ -17,9 +17,9 @@ import heapq
 import numpy as np
 
 from distca.plan.cost.model import CostModel
-from distca.plan.nano_split import Stream
-from distca.plan.placement import ONE_BY_ONE, Work, work_of
-from distca.plan.scheduler.range_split import area
+from distca.plan.geometry import range_pairs, start_before
+from distca.plan.place.halves import Stream
+from distca.plan.place.shares import ONE_BY_ONE, Work, work_of
 from distca.plan.sorting import in_turns, merged, order_by
 
 _DENSE = 0.6
@@ -96,7 +96,7 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     surplus = whole - short_rate * rows
     long = np.flatnonzero(dense & (surplus > enough))
     surplus = surplus[long]
-    pairs_per_work = area(start[long], stop[long]) / surplus
+    pairs_per_work = range_pairs(start[long], stop[long]) / surplus
     corrections = _CORRECTIONS
     cut: list[Stream] = []
     parts = 0
@@ -106,10 +106,10 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
         long, pairs_per_work = long[order], pairs_per_work[order]
         low, high = start[long], stop[long]
         for _ in range(corrections):
-            middle = _start_of(high, pairs_per_work * wanted)
+            middle = np.rint(start_before(high, pairs_per_work * wanted)).astype(np.int64)
             middle = np.clip(middle, np.maximum(low, high - most_rows), high - 1)
             gained = work(middle, high) - short_rate * (high - middle)
-            pairs_per_work = area(middle, high) / np.maximum(gained, 1e-3 * wanted)
+            pairs_per_work = range_pairs(middle, high) / np.maximum(gained, 1e-3 * wanted)
         cut.append(Stream(stream.document[long], middle, high))
         parts += len(long)
         stop[long] = middle
@@ -123,11 +123,6 @@ def _parts_of(stream: Stream, budgets: np.ndarray, work: Work, mean: float) -> t
     found = _joined(*cut)
     # Parts of one document get neighbouring ranks.
     return _take(found, order_by(found.document, found.start)), ranks[:parts], rest
-
-
-def _start_of(stop: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Position from which a range up to ``stop`` has about that many query-key pairs."""
-    return np.rint(np.sqrt(np.maximum((stop + 0.5) ** 2 - 2 * pairs, 0.25)) - 0.5).astype(np.int64)
 
 
 def _left_over(

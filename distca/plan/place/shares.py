@@ -11,7 +11,7 @@ A rank with little room for tokens should get the same work all the same, so wha
 *surplus*: its work less what an equal number of tokens of the shorter documents, which fill the rest of the rank, would
 bring. The shortest documents are laid into what is left of the budgets, cut where a budget ends.
 
-Both halves of a micro-batch are placed together (``nano_split.py``): where a document lives says nothing about when it
+Both halves of a micro-batch are placed together (``home_rows.py``): where a document lives says nothing about when it
 is computed.
 
 Array legend: D documents, R ranks, S shares. Rows are int64. Work is in units of the mean rank's.
@@ -22,19 +22,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 
-from distca.plan.bins import LEAST_SHARE, OVERFULL, Filled, Items, Parts, Rates, deal_to_bins, levelled
 from distca.plan.cost.model import CostModel
+from distca.plan.place.bins import LEAST_SHARE, OVERFULL, Filled, Items, Parts, Rates, deal_to_bins, levelled
 from distca.plan.sorting import in_turns, order_by
 
-Placement = Literal["in_order", "spread", "spread_by_half"]
 Work = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 SMALL_POOL = 16
-"""Ranks of a stage up to which two placements are planned (``choice.py``)."""
+"""Ranks of a stage up to which two placements are planned (``distca/plan/choice.py``)."""
 _SHORT_DOCUMENTS = 0.03
 """The shortest documents, with this part of all work, are not dealt one by one."""
 ONE_BY_ONE = 2048

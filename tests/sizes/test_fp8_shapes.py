@@ -1,6 +1,6 @@
 import pytest
 
-from distca.plan.fp8_shapes import rows_multiple, unfit_widths
+from distca.sizes.fp8_shapes import rows_multiple, unfit_widths
 
 LLAMA_8B = {"hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, "tp": 2, "shared": True}
 

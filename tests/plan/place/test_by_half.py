@@ -10,8 +10,8 @@ from distca.plan import (
     lay_out,
     schedule,
 )
-from distca.plan.nano_split import Stream
-from distca.plan.placement_by_half import spread
+from distca.plan.place.by_half import spread
+from distca.plan.place.halves import Stream
 from tests.plan.cases import home_imbalance, home_rows, kilobytes, lengths
 
 LLAMA_8B = analytic_cost(32, 8, 128)

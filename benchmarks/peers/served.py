@@ -1,0 +1,48 @@
+"""What the peers' modes are built for; needs neither torch nor Megatron-Core."""
+
+from __future__ import annotations
+
+from distca.baselines.errors import BaselineError
+from distca.models.rope import RopeScaling
+from distca.models.variant import Variant
+from distca.train.config.schema import RunConfig
+
+
+def check_served(run: RunConfig) -> None:
+    """Refuse what these modes would compute differently from the others.
+
+    Raises:
+        BaselineError: in a sentence, with the setting to change.
+    """
+    model, train = run.model, run.train
+    unserved = {
+        "model.rope_scaling": model.rope_scaling != RopeScaling(),
+        "model.layer_types with windows": any(model.windows),
+        "model.sinks": model.sinks,
+        "model.variant": model.variant != Variant(),
+    }
+    if asked := [name for name, differs in unserved.items() if differs]:
+        raise BaselineError(
+            "Modes of unmodified Megatron-Core with Transformer Engine train LLaMA's layers, and this model has others "
+            f"({', '.join(asked)}); choose other modes."
+        )
+    if model.vocabulary % run.parallel.tp:
+        raise BaselineError(
+            f"model.vocabulary is {model.vocabulary}, which the {run.parallel.tp} tensor-parallel ranks do not divide; "
+            "modes of unmodified Megatron-Core would learn the rows that are added."
+        )
+    if train.recompute == "auto":
+        raise BaselineError(
+            "train.recompute is auto, which only this project's modes know; set it to none, mlp or all for modes of "
+            "unmodified Megatron-Core."
+        )
+    if train.linears == "local":
+        raise BaselineError(
+            "train.linears is local, and modes of unmodified Megatron-Core have Transformer Engine's; set it to auto."
+        )
+    others = {"train.fp8_weights": (train.fp8_weights, False), "train.moments": (train.moments, "float32")}
+    for name, (value, served) in others.items():
+        if value != served:
+            raise BaselineError(
+                f"{name} is {value}, which modes of unmodified Megatron-Core are not built with; leave it out."
+            )

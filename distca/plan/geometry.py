@@ -1,0 +1,93 @@
+"""The geometry of masks: which keys a query range sees, how many pairs it has, and which range has so many.
+
+A query range is [start, stop) of one document, or [kv_rows - q_rows, kv_rows). The query at position p sees the keys
+[0, p], or with a window w the last w of them. Costs, placement, scheduling, plans and counted FLOPs all ask here, so
+that a mask of another form is a change of this file.
+
+Functions over ``Rows`` take numbers or arrays alike: the scheduler asks for a handful at a time, which is faster in
+plain Python. Array legend: N ranges.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import numpy as np
+
+Rows = TypeVar("Rows", float, np.ndarray)
+
+
+def first_key(window: int | np.ndarray, start: np.ndarray) -> np.ndarray:
+    """[N] int64 first key that a query range from [N] ``start`` sees; ``window`` 0 is none."""
+    return np.where(np.asarray(window) > 0, np.maximum(start - window + 1, 0), 0)
+
+
+def keys_seen(q_rows: np.ndarray, kv_rows: np.ndarray, window: int) -> np.ndarray:
+    """[N] keys that the query ranges [kv_rows - q_rows, kv_rows) see through a window."""
+    return np.minimum(kv_rows, q_rows + window - 1)
+
+
+def causal_pairs(q_rows: Rows, kv_rows: Rows) -> Rows:
+    """[N] query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) without a window."""
+    return q_rows * (kv_rows - 0.5 * (q_rows - 1))
+
+
+def pairs(q_rows: np.ndarray, kv_rows: np.ndarray, window: int = 0) -> np.ndarray:
+    """[N] float64 query-key pairs of the query ranges [kv_rows - q_rows, kv_rows) of documents; a FLOP count is
+    4 x head_dim x heads of it, in backward 10 x.
+
+    A window w takes from the causal pairs what lies more than w - 1 rows behind a query: the triangle of kv - w rows,
+    less that of the kv - q - w rows in front of the range.
+    """
+    q = np.asarray(q_rows, np.float64)
+    full = causal_pairs(q, kv_rows)
+    if not window:
+        return full
+    beyond = np.maximum(np.asarray(kv_rows, np.float64) - window, 0)
+    in_front = np.maximum(kv_rows - q - window, 0)
+    return full - 0.5 * (beyond * (beyond + 1) - in_front * (in_front + 1))
+
+
+def range_pairs(start: Rows | float, stop: Rows) -> Rows:
+    """[N] causal query-key pairs of the query ranges [start, stop)."""
+    return (stop * (stop + 1.0) - start * (start + 1.0)) * 0.5
+
+
+def squared(position: Rows) -> Rows:
+    """(position + 1/2)²: it grows by 2 with every causal pair of the rows before ``position``."""
+    return (position + 0.5) ** 2
+
+
+def position_of(squares: Rows) -> Rows:
+    """The inverse of :func:`squared`."""
+    if isinstance(squares, np.ndarray):
+        return np.sqrt(squares) - 0.5
+    return math.sqrt(squares) - 0.5
+
+
+def stop_after(start: Rows, wanted: Rows) -> Rows:
+    """Where causal query ranges from ``start`` on have so many pairs."""
+    return position_of(squared(start) + 2 * wanted)
+
+
+def start_before(stop: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """[N] from where causal query ranges up to [N] ``stop`` have so many pairs; 0 where all of them have fewer."""
+    return position_of(np.maximum(squared(stop) - 2 * wanted, 0.25))
+
+
+def cheapest_middle(wanted: np.ndarray, q_per_kv: float) -> np.ndarray:
+    """[N] middle of the causal query range that has so many pairs for fewest bytes.
+
+    A range of m rows around the position c has about m·c pairs, and needs m query rows and c + m/2 keys.
+
+    Args:
+        wanted: [N] pairs.
+        q_per_kv: bytes that travel for a query row, over those for a key.
+    """
+    return np.sqrt(wanted * (q_per_kv + 0.5))
+
+
+def rows_around(middle: np.ndarray, wanted: np.ndarray, least: float) -> np.ndarray:
+    """[N] rows around [N] ``middle``, which counts as ``least`` at least, that have so many causal pairs."""
+    return wanted / np.maximum(middle, least)

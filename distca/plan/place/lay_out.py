@@ -1,0 +1,262 @@
+"""Laying out a micro-batch: documents are dealt to halves and placed on ranks.
+
+Dealing cuts at most one document per stream in two: its head is computed in ping, its tail in pong. Documents are
+placed by work in shares of both halves (``shares.py``, ``home_rows.py``), by work in each half by itself
+(``by_half.py``), one after the other, or on ranks that are given.
+
+Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.cost.analytic import area_cost
+from distca.plan.cost.model import CostModel
+from distca.plan.geometry import range_pairs
+from distca.plan.layout import Layout, Shards
+from distca.plan.place.by_half import spread
+from distca.plan.place.halves import Dealing, Stream, dealt_evenly, halves, without_short_tail
+from distca.plan.place.home_rows import home_rows
+from distca.plan.place.shares import deal, work_of
+from distca.plan.sorting import merged, order_by
+
+Placement = Literal["in_order", "spread", "spread_by_half"]
+
+
+def lay_out(
+    lengths: Sequence[int] | np.ndarray,
+    ranks: int,
+    *,
+    nano_batches: int = 1,
+    rank_of: Sequence[int] | np.ndarray | None = None,
+    align: int = 1,
+    dealing: Dealing = "in_order",
+    placement: Placement = "in_order",
+    cost: CostModel | None = None,
+    ranks_per_node: int = 0,
+) -> tuple[Layout, ...]:
+    """Place a micro-batch's documents on ranks, as one or two nano-batches.
+
+    Documents are placed in the order given, except as ``dealing`` and ``placement`` say. Without ``rank_of`` every rank
+    gets an equal share of each nano-batch's tokens (a multiple of ``align``, so that sequence-parallel shards need no
+    padding except on the last rank) and a document that overflows goes on on the next rank.
+
+    Args:
+        lengths: [D] tokens per document, each at least 1.
+        ranks: number of home ranks.
+        nano_batches: 1, or 2 for ping and pong.
+        rank_of: [D] home rank of each document; documents then never span ranks, and each rank deals its own
+            documents to the halves.
+        align: rows per rank are multiples of this where documents may span ranks.
+        dealing: which documents go into which of two halves of equal tokens; ping may be up to 1/32 longer so as not
+            to leave a short tail. "in_order": ping gets the first ones. "even": documents are dealt by length, so that
+            both halves also have about equal attention work. "lean": where documents are spread, ping may have less
+            work, if that moves fewer bytes; else as "even".
+        placement: which tokens of a nano-batch live on which rank. "in_order": one document after the other. "spread":
+            every rank gets about equal attention work with its equal tokens; long documents are cut over several ranks,
+            in shares that live in both halves. "spread_by_half": the same for each half by itself, which is also taken
+            where shares do not fit. With ``rank_of`` it is always "in_order".
+        cost: what "spread" counts as work; None counts query-key pairs.
+        ranks_per_node: consecutive ranks that share a node, between which "spread" deals first; 0 when all do.
+
+    Returns:
+        One layout per nano-batch.
+
+    Raises:
+        PlanError: on lengths or ranks that cannot be laid out; the message names the value and the limit.
+    """
+    length = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    _check(length, ranks, nano_batches, rank_of, align, dealing, placement)
+    if rank_of is not None:
+        placed = _place_whole(length, ranks, nano_batches, np.asarray(rank_of, dtype=np.int64), dealing)
+    else:
+        cost = cost or area_cost()
+        found = None
+        if placement == "spread":
+            found = _in_shares(length, ranks, nano_batches, align, cost, ranks_per_node, lean=dealing == "lean")
+        by_work = None if placement == "in_order" else cost
+        placed = found or _place_halves(length, ranks, nano_batches, align, dealing, by_work)
+    layouts: list[Layout] = []
+    for shards, rows in placed:
+        layouts.append(_layout(len(length), ranks, shards, rows, layouts[-1] if layouts else None))
+    return tuple(layouts)
+
+
+def _check(
+    length: np.ndarray,
+    ranks: int,
+    nano_batches: int,
+    rank_of: Sequence[int] | np.ndarray | None,
+    align: int,
+    dealing: str,
+    placement: str,
+) -> None:
+    if ranks < 1:
+        raise PlanError(f"A layout needs at least one rank, not {ranks}.")
+    if nano_batches not in (1, 2):
+        raise PlanError(f"A micro-batch is cut into 1 or 2 nano-batches, not {nano_batches}.")
+    if align < 1:
+        raise PlanError(f"align is {align}; rows per rank can only be multiples of 1 or more.")
+    if dealing not in get_args(Dealing):
+        raise PlanError(f"dealing is {dealing!r}; choose one of {', '.join(get_args(Dealing))}.")
+    if placement not in get_args(Placement):
+        raise PlanError(f"placement is {placement!r}; choose one of {', '.join(get_args(Placement))}.")
+    if len(length) and length.min() < 1:
+        raise PlanError(
+            f"Document {int(length.argmin())} has {int(length.min())} tokens; every document needs at least 1."
+        )
+    if rank_of is not None:
+        homes = np.asarray(rank_of)
+        if len(homes) != len(length):
+            raise PlanError(f"rank_of names {len(homes)} home ranks for {len(length)} documents.")
+        outside = homes[(homes < 0) | (homes >= ranks)]
+        if len(outside):
+            raise PlanError(f"rank_of names rank {int(outside[0])}, but the {ranks} ranks are 0 to {ranks - 1}.")
+
+
+def _place_halves(
+    length: np.ndarray, ranks: int, nano_batches: int, align: int, dealing: Dealing, cost: CostModel | None
+) -> list[tuple[Shards, np.ndarray]]:
+    """Deal documents to halves, then place each half by itself: by work where there is a cost, else in order."""
+    total = int(length.sum())
+    documents = np.arange(len(length))
+    cut = _half(total, align)
+    if nano_batches == 2 and dealing != "in_order":
+        documents = dealt_evenly(length, documents, ping_first=True)
+    if nano_batches == 2:
+        # Equal rows of the first half on all ranks, so that no rank gets more rows than its share of both.
+        cut = without_short_tail(length, documents, cut, ranks * align)
+    placed = []
+    for stream, bounds in zip(
+        halves(length, documents, nano_batches, cut), _bounds(total, cut, ranks, nano_batches, align), strict=True
+    ):
+        if cost is None or not bounds[-1]:
+            placed.append(_cut_at_ranks(stream, bounds))
+            continue
+        # Who needs the most keys of ping is to need the fewest of pong.
+        found, rank = spread(stream, np.diff(bounds), cost, backwards=len(placed) == 1)
+        goes_on = np.zeros(len(length), bool)
+        goes_on[stream.document] = stream.stop < length[stream.document]
+        placed.append(_in_rows(found, rank, goes_on, bounds))
+    return placed
+
+
+def _half(total: int, align: int) -> int:
+    return min(total, -(-total // (2 * align)) * align)
+
+
+def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
+    """By nano-batch, [R+1] where the rows of each rank end."""
+    return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
+
+
+def _even_bounds(tokens: int, ranks: int, align: int) -> np.ndarray:
+    return np.minimum(np.arange(ranks + 1) * -(-tokens // align) // ranks * align, tokens)
+
+
+def _cut_at_ranks(stream: Stream, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
+    """Cut a stream of document ranges wherever a rank's rows end."""
+    own = stream.stop - stream.start
+    ends = np.cumsum(own)
+    begins = ends - own
+    total = int(ends[-1]) if len(ends) else 0
+    if total == 0:
+        empty = np.zeros(0, np.int64)
+        return Shards(empty, empty, empty, empty, empty), np.zeros(len(bounds) - 1, np.int64)
+    cuts = merged(begins, bounds[(bounds > 0) & (bounds < total)])
+    tops = np.append(cuts[1:], total)
+    piece = np.searchsorted(ends, cuts, side="right")
+    rank = np.searchsorted(bounds, cuts, side="right") - 1
+    start = stream.start[piece] + cuts - begins[piece]
+    shards = Shards(stream.document[piece], start, start + tops - cuts, rank, cuts - bounds[rank])
+    rows = np.bincount(rank, weights=tops - cuts, minlength=len(bounds) - 1).astype(np.int64)
+    return shards, rows
+
+
+def _in_shares(
+    length: np.ndarray, ranks: int, nano_batches: int, align: int, cost: CostModel, ranks_per_node: int, lean: bool
+) -> list[tuple[Shards, np.ndarray]] | None:
+    """Place the documents of both halves together by work; None where that cannot be."""
+    if not len(length):
+        return None
+    total = int(length.sum())
+    bounds = _bounds(total, _half(total, align), ranks, nano_batches, align)
+    budgets = [np.diff(bound) for bound in bounds]
+    node = np.arange(ranks) // (ranks_per_node or ranks)
+    work = work_of(np.zeros_like(length), length, ranks, cost)
+    found = None
+    for little_ping in (True, False) if lean else (False,):
+        dealt = deal(length, np.sum(budgets, axis=0), work, node, len(budgets), little_ping)
+        found = home_rows(length, dealt, budgets, work, node)
+        if found is not None:
+            break
+    if found is None:
+        return None
+    goes_on = np.ones(len(length), bool)
+    for stream, _ in found:
+        goes_on &= np.bincount(stream.document, minlength=len(length)) > 0
+    return [_in_rows(stream, rank, goes_on, bound) for (stream, rank), bound in zip(found, bounds, strict=True)]
+
+
+def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
+    """Rows of placed ranges: on every rank in order of document and position, but documents that go on in the next
+    half [D] come last, because carried rows are a rank's tail."""
+    order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
+    document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
+    row = np.cumsum(stop - start) - (stop - start) - bounds[rank]
+    return Shards(document, start, stop, rank, row), np.diff(bounds)
+
+
+def _place_whole(
+    length: np.ndarray, ranks: int, nano_batches: int, rank_of: np.ndarray, dealing: Dealing
+) -> list[tuple[Shards, np.ndarray]]:
+    parts: list[list[Shards]] = [[] for _ in range(nano_batches)]
+    rows = [np.zeros(ranks, np.int64) for _ in range(nano_batches)]
+    ahead = 0.0  # query-key pairs that ping has more than pong, over the ranks dealt so far
+    for rank in range(ranks):
+        mine = np.flatnonzero(rank_of == rank)
+        if nano_batches == 2 and dealing != "in_order":
+            mine = dealt_evenly(length, mine, ping_first=ahead <= 0)
+        cut = without_short_tail(length, mine, -(-int(length[mine].sum()) // 2))
+        for half, stream in enumerate(halves(length, mine, nano_batches, cut)):
+            own = stream.stop - stream.start
+            row = np.cumsum(own) - own
+            parts[half].append(Shards(stream.document, stream.start, stream.stop, np.full(len(own), rank), row))
+            rows[half][rank] = own.sum()
+            ahead += (1 - 2 * half) * float(range_pairs(stream.start, stream.stop).sum())
+    return [
+        (Shards(*(np.concatenate(column) for column in zip(*(s.columns() for s in part), strict=True))), count)
+        for part, count in zip(parts, rows, strict=True)
+    ]
+
+
+def _sorted(shards: Shards) -> Shards:
+    order = order_by(shards.document, shards.start)
+    return Shards(*(column[order] for column in shards.columns()))
+
+
+def _layout(documents: int, ranks: int, shards: Shards, rows: np.ndarray, previous: Layout | None) -> Layout:
+    q = _sorted(shards)
+    first = np.zeros(documents, np.int64)
+    last = np.zeros(documents, np.int64)
+    # Shards are sorted by (document, start): writing in reverse leaves each document's first start.
+    first[q.document[::-1]] = q.start[::-1]
+    last[q.document] = q.stop
+    carried_rows = np.zeros(ranks, np.int64)
+    kv = q
+    if previous is not None:
+        split = np.flatnonzero(first > 0)
+        head = np.isin(previous.q.document, split)
+        np.add.at(carried_rows, previous.q.rank[head], (previous.q.stop - previous.q.start)[head])
+        # A split document is the last one a rank holds in the previous nano-batch, so its rows are that rank's tail.
+        skipped = previous.q_rows - carried_rows
+        document, start, stop, rank, row = (column[head] for column in previous.q.columns())
+        carried = (document, start, stop, rank, row - skipped[rank])
+        own = (q.document, q.start, q.stop, q.rank, q.row + carried_rows[q.rank])
+        kv = _sorted(Shards(*(np.concatenate(pair) for pair in zip(carried, own, strict=True))))
+    return Layout(ranks, first, last, q, kv, rows, carried_rows)

@@ -1,0 +1,198 @@
+"""What a user gives :class:`megatron_patches.api.CAD` beside Megatron's configuration."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_type_hints
+
+from megatron.core.transformer import TransformerConfig
+
+from distca.cad_options import CadOptions
+from distca.errors import SupportError
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
+from megatron_patches.te.choice import Linears
+
+Recompute = Literal["none", "all"]
+How = Literal["keep", "resend"]
+
+_CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
+_LEAST = {"tokens_per_rank": 1, "tolerance": 0, "nvshmem_buffer_gb": 0}
+_MAY_DIFFER = {
+    "transport",
+    "kernel",
+    "cost_table",
+    "nvshmem_buffer_gb",
+    "recompute",
+    "keep_outputs",
+    "offload",
+    "linears",
+}
+"""Arguments that are compared between ranks elsewhere, or need not be alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CadArguments(CadOptions):
+    """The keyword arguments of ``distca.CAD``: those of :class:`distca.cad_options.CadOptions`, and these.
+
+    Attributes:
+        tokens_per_rank: most tokens of a micro-batch, over the data-parallel ranks of a stage; with homes, of each.
+        disaggregate: False computes every document's attention at home, on whole documents, with the same kernels and
+            Megatron's own layers and schedules: the baseline.
+        recompute: "none": what the configuration says, which may be ``recompute_modules=["mlp"]``. "all": everything
+            but core attention; where that is at home, every layer as a whole, as Megatron's full recomputation does.
+        keep_outputs: keep for backward what norms and SwiGLU put out, instead of computing it again: more memory and
+            less time, with recompute "none" and without recomputed modules.
+        offload: keep in host memory what backward needs of every layer; with recompute "all" and resend, which "auto"
+            takes then, and without pipeline stages.
+        linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16. They alone
+            know the configuration's ``fp8`` ("hybrid" or "e4m3") and ``fp8_recipe`` ("tensorwise", which scales by the
+            current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
+            FP8 numbers alone and :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
+            "auto": Transformer Engine's where they can be used.
+        model_options: what the model does beside core attention that Megatron's configuration has no field for. The
+            defaults are a model that is all in the configuration.
+    """
+
+    tokens_per_rank: int
+    disaggregate: bool = True
+    recompute: Recompute = "none"
+    keep_outputs: bool = False
+    offload: bool = False
+    linears: Linears = "auto"
+    model_options: ModelOptions = MEGATRONS
+
+    def check(self) -> None:
+        """Refuse values that mean nothing; transport and kernel are checked where they are chosen.
+
+        Raises:
+            SupportError: the first of them.
+        """
+        for name, hint in get_type_hints(CadArguments).items():
+            value, served = getattr(self, name), get_args(hint)
+            if isinstance(next(iter(served), None), str) and name not in _CHECKED_WHERE_CHOSEN and value not in served:
+                raise SupportError(f"`{name}` is {value!r}; it can be {', '.join(served)}.")
+        for name, least in _LEAST.items():
+            number = getattr(self, name)
+            kind, called = (Integral, "a whole number") if name == "tokens_per_rank" else (Real, "a number")
+            if number is None and name == "tolerance":
+                continue
+            if not isinstance(number, kind) or isinstance(number, bool):
+                raise SupportError(f"`{name}` is {number!r}; it must be {called}.")
+            if not (math.isfinite(number) and float(number) >= least):
+                raise SupportError(f"`{name}` is {number}; it must be at least {least}.")
+
+    def how(self, stages: int) -> How:
+        """What backward does with these arguments.
+
+        Raises:
+            SupportError: on levels or rows in host memory that are not served with them.
+        """
+        found: How = "resend" if stages > 1 or self.offload else "keep"
+        if self.backward != "auto":
+            found = self.backward
+        check_level(self.level, self.disaggregate, stages, self.ping_pong)
+        if self.offload:
+            check_offload(self.disaggregate, self.recompute, found, stages)
+        return found
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """The arguments that all ranks have to be given alike, by name."""
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _MAY_DIFFER}
+        return found | {"model_options": repr(self.model_options)}
+
+
+Keywords = ParamSpec("Keywords")
+Made = TypeVar("Made")
+Self = TypeVar("Self")
+
+
+def with_keywords_of(
+    made: Callable[Keywords, Made],
+) -> Callable[
+    [Callable[[Self, TransformerConfig, Made], None]], Callable[Concatenate[Self, TransformerConfig, Keywords], None]
+]:
+    """Lets a constructor that takes a configuration and a ``made`` object take the keywords of the latter."""
+
+    def decorate(
+        constructor: Callable[[Self, TransformerConfig, Made], None],
+    ) -> Callable[Concatenate[Self, TransformerConfig, Keywords], None]:
+        @functools.wraps(constructor)
+        def constructed(
+            self: Self, config: TransformerConfig, *args: Keywords.args, **keywords: Keywords.kwargs
+        ) -> None:
+            constructor(self, config, made(*args, **keywords))
+
+        own = inspect.signature(constructor)
+        first = list(own.parameters.values())[:2]
+        theirs = inspect.signature(made).parameters.values()
+        constructed.__signature__ = own.replace(parameters=[*first, *theirs])  # type: ignore[attr-defined]
+        return constructed
+
+    return decorate
+
+
+def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int) -> None:
+    """Refuse to keep in host memory what backward needs where it is not kept as rows of their own.
+
+    Args:
+        disaggregate, recompute, backward: of :class:`megatron_patches.api.CAD`.
+        stages: of the pipeline.
+
+    Raises:
+        SupportError: so it is.
+    """
+    found = {"disaggregate": disaggregate, "recompute": recompute, "backward": backward}
+    needed = {"disaggregate": True, "recompute": "all", "backward": "resend"}
+    for name, value in needed.items():
+        if found[name] != value:
+            raise SupportError(
+                f"offload is True, but {name} is {found[name]!r}: set it to {value!r}, or offload to False."
+            )
+    if stages > 1:
+        raise SupportError(
+            f"offload is True, but there are {stages} pipeline stages, with which it is not served: set offload to "
+            "False, or do without stages."
+        )
+
+
+def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
+    """Refuse to keep outputs of what is computed again anyway, or of which FP8 copies are kept.
+
+    Args:
+        recompute: of :class:`megatron_patches.api.CAD`.
+        config: the model's.
+
+    Raises:
+        SupportError: so it is.
+    """
+    found = {"recompute": (recompute, "none"), "recompute_granularity": (config.recompute_granularity, None)}
+    found["fp8"] = config.fp8, None
+    for name, (value, needed) in found.items():
+        if value != needed:
+            raise SupportError(
+                f"keep_outputs is True, but {name} is {value!r}: set it to {needed!r}, or keep_outputs to False."
+            )
+
+
+def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool) -> None:
+    """Refuse to level time where no stage is ever idle, or where an idle one could only wait.
+
+    Args:
+        level, disaggregate, ping_pong: of :class:`megatron_patches.api.CAD`.
+        stages: of the pipeline.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if level != "time" or (disaggregate and stages > 1 and ping_pong):
+        return
+    why = "disaggregate is False" if not disaggregate else "ping_pong is False, so idle stages could only wait"
+    if disaggregate and stages == 1:
+        why = "there are no pipeline stages, and only stages are ever idle"
+    raise SupportError(f"level is 'time', but {why}: set level to 'auto'.")

@@ -1,0 +1,51 @@
+"""Joining the server pool: this rank's kernel, its transport, and where backward's rows are kept."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from distca.attention import AttentionSpec, choose_kernel
+from distca.device.offload import Offload
+from distca.plan.metrics import receive_buffer_gb
+from distca.runtime import AttentionPool
+from distca.runtime.timeline import Timeline
+from distca.transport import choose_transport
+from megatron_patches.arguments import CadArguments, How
+from megatron_patches.model.layer_kinds import LayerKinds
+from megatron_patches.ranks.groups import server_pool_group
+from megatron_patches.steps.plan_options import attention_shape
+
+
+def join_pool(
+    config: TransformerConfig, layer_kinds: LayerKinds, device: torch.device, given: CadArguments, how: How
+) -> AttentionPool:
+    """This rank's place in the server pool; every rank calls it together.
+
+    Args:
+        config: Megatron's.
+        layer_kinds: of its layers.
+        device: this rank's.
+        given: how core attention is to be computed.
+        how: what backward does.
+
+    Raises:
+        KernelError, TransportError: what was asked for cannot run here, or is wrong here.
+    """
+    shape = attention_shape(config)
+    spec = AttentionSpec(
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        config.params_dtype,
+        device,
+        kinds=layer_kinds.kinds,
+        deterministic=given.deterministic,
+    )
+    # What is compiled when it is first used is compiled now, and not while other ranks wait for its rows.
+    kernel = choose_kernel(given.kernel, spec)
+    sinks = any(kind.sink for kind in layer_kinds.kinds)
+    needed = receive_buffer_gb(shape, given.tokens_per_rank, resend=how == "resend", sinks=sinks)
+    transport = choose_transport(given.transport, server_pool_group(), given.nvshmem_buffer_gb or needed)
+    parking = Offload(device) if given.offload else None
+    return AttentionPool(transport, kernel, Timeline(device), how, parking)

@@ -1,0 +1,78 @@
+"""The arguments of ``distca.CAD``: one set of options for the API, a run's settings and the planner."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+
+from distca.cad_options import CadOptions
+from distca.errors import SupportError
+from distca.train.config.schema import CadConfig
+from megatron_patches.api import CAD
+from megatron_patches.arguments import CadArguments
+
+
+def test_a_user_gives_every_argument_as_a_keyword_and_only_tokens_per_rank_must_be_given() -> None:
+    config, *keywords = inspect.signature(CAD).parameters.values()
+    assert config.name == "config"
+    assert {each.name for each in keywords} == {each.name for each in fields(CadArguments)}
+    assert {each.kind for each in keywords} == {inspect.Parameter.KEYWORD_ONLY}
+    assert [each.name for each in keywords if each.default is inspect.Parameter.empty] == ["tokens_per_rank"]
+    with pytest.raises(TypeError, match="tokens_per_rnk"):
+        CAD(None, tokens_per_rnk=5)
+
+
+def test_every_argument_has_its_meaning() -> None:
+    documented: set[str] = set()
+    for kind in (CadOptions, CadArguments):
+        listed = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+        documented |= set(re.findall(r"^    (\w+): ", listed, re.MULTILINE))
+    assert documented == {each.name for each in fields(CadArguments)}
+
+
+def test_settings_and_arguments_share_options_and_their_defaults() -> None:
+    settings = CadConfig(tolerance=0.3, backward="resend")
+    given = CadArguments(tokens_per_rank=5, **settings.shared)
+    assert given.shared == settings.shared and given.tolerance == 0.3
+    assert {each.name for each in fields(CadConfig)} - set(settings.shared) == {"enabled"}
+    assert all(each.default is not MISSING for each in fields(CadOptions))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"backward": "both"}, r"`backward` is 'both'; it can be auto, keep, resend\."),
+        ({"level": "all"}, r"`level` is 'all'; it can be auto, attention, time\."),
+        ({"recompute": "mlp"}, r"`recompute` is 'mlp'; it can be none, all\."),
+        ({"linears": "own"}, r"`linears` is 'own'; it can be"),
+        ({"tokens_per_rank": 0}, r"`tokens_per_rank` is 0; it must be at least 1\."),
+        ({"tokens_per_rank": 1.5}, r"`tokens_per_rank` is 1\.5; it must be a whole number\."),
+        ({"tolerance": -0.1}, r"`tolerance` is -0\.1; it must be at least 0\."),
+        ({"nvshmem_buffer_gb": float("nan")}, r"`nvshmem_buffer_gb` is nan; it must be at least 0\."),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(SupportError, match=said):
+        CadArguments(**{"tokens_per_rank": 5} | given).check()
+
+
+def test_ranks_compare_every_argument_that_changes_what_they_send_each_other() -> None:
+    alike = CadArguments(tokens_per_rank=5, tolerance=0.1).alike
+    assert {"tokens_per_rank", "disaggregate", "ping_pong", "backward", "deal", "level", "tolerance"} <= set(alike)
+    assert {"ranks_per_node", "deterministic", "model_options"} <= set(alike)
+    assert not {"transport", "kernel", "cost_table", "nvshmem_buffer_gb"} & set(alike)
+
+
+def test_what_backward_does_follows_from_stages_and_host_memory() -> None:
+    assert CadArguments(tokens_per_rank=5).how(1) == "keep"
+    assert CadArguments(tokens_per_rank=5).how(2) == "resend"
+    assert CadArguments(tokens_per_rank=5, offload=True, recompute="all").how(1) == "resend"
+    assert CadArguments(tokens_per_rank=5, backward="resend").how(1) == "resend"
+    with pytest.raises(SupportError, match="level is 'time', but there are no pipeline stages"):
+        CadArguments(tokens_per_rank=5, level="time").how(1)
+    with pytest.raises(SupportError, match="offload is True, but recompute is 'none'"):
+        CadArguments(tokens_per_rank=5, offload=True).how(1)
