@@ -115,7 +115,7 @@ def _kept_outputs():
     """By way of keeping outputs: reports, gradients of one step, and how many outputs were forgotten in its forward."""
     small_cases.on_cpu()
     from distca.parity.cases import ParityCase
-    from megatron_patches import layer
+    from megatron_patches.layers import layer
     from megatron_patches.layers.layer import keep_outputs_of
     from megatron_patches.patches import fused_ops
     from megatron_patches.training.training_step import summed_loss_step
