@@ -59,7 +59,7 @@ class ModelShape:
         kv_heads: key and value heads; must divide heads.
         head_dim: width of one head; 0 means hidden / heads.
         vocabulary: token ids that the embedding and the output layer know; 0 means the vocabulary of the data. Rows
-            that tensor-parallel ranks need beyond them are never predicted.
+            that tensor parallelism needs beyond them are never predicted.
         qkv_bias: the projections of q, k and v have a bias (Qwen2).
         qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
         rope_base: base of the rotary frequencies.

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from distca.models.layer_bytes import Recompute
 from distca.models.shape import ModelShape
 from distca.plan import AttentionKind, AttentionShape, CostModel, Links
 from distca.plan.cost.analytic import cost_of_kind
@@ -21,7 +22,6 @@ from distca.simulate.model import heads_of_rank
 from distca.simulate.rates import Rates, load_rates
 from distca.sizes.fp8_shapes import Fp8, unfit_widths
 
-Recompute = Literal["none", "mlp", "all"]
 Narrow = Literal["float32", "bfloat16"]
 Backward = Literal["keep", "resend"]
 VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of what is in float32

@@ -168,7 +168,8 @@ def test_auto_without_a_limit_and_what_is_said() -> None:
     assert (resolved.train.recompute, resolved.cad.backward) == ("none", "keep")
     stages = _config("--train.recompute", "auto", "--parallel.pp", "2")
     assert resolve(stages, 2, VOCABULARY, None, HOST).cad.backward == "resend"
-    said = _config("--train.recompute", "mlp", "--cad.backward", "keep", "--train.offload", "none", "--train.keep_outputs", "none")
+    nothing = ["--train.keep_outputs", "none", "--train.offload", "none"]
+    said = _config("--train.recompute", "mlp", "--cad.backward", "keep", *nothing)
     assert resolve(said, 2, VOCABULARY, GIB, HOST) == said
     at_home = _config("--train.recompute", "auto", "--cad.enabled", "false")
     assert resolve(at_home, 2, VOCABULARY, GIB, HOST).train.recompute == "all"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distca.train.config.schema import RunConfig
+from distca.sizes.fp8_shapes import Fp8
 
 
 @dataclass(frozen=True)
@@ -29,34 +29,46 @@ class ModelBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def model_bytes(config: RunConfig, parameters: int, in_linears: int, data_parallel: int) -> ModelBytes:
+def model_bytes(
+    parameters: int,
+    in_linears: int,
+    shards: int,
+    *,
+    narrow: bool = True,
+    narrow_gradients: bool = False,
+    narrow_moments: bool = False,
+    fp8: Fp8 = "none",
+    fp8_weights: bool = False,
+    recompute_all: bool = False,
+) -> ModelBytes:
     """Of a rank.
 
     Args:
-        config: the run.
         parameters: of this rank's part of the model.
         in_linears: those of them that are weights of the layers' linear layers.
-        data_parallel: ranks that share the distributed optimizer's state.
+        shards: ranks that share the optimizer's state.
+        narrow: weights are bfloat16, beside float32 main weights; else float32.
+        narrow_gradients: gradients are added up in bfloat16; else in float32.
+        narrow_moments: Adam's moments are bfloat16; else float32.
+        fp8: how linear layers scale tensors to FP8.
+        fp8_weights: their weights are held as FP8 numbers alone.
+        recompute_all: all but core attention is computed again in backward.
     """
-    train = config.train
-    narrow = train.precision == "bf16"
-    shards = data_parallel if config.optimizer.distributed else 1
     weights = (2 if narrow else 4) * parameters
-    if train.fp8_weights:
+    if fp8_weights:
         weights -= in_linears
-    elif train.fp8 != "none" and train.recompute != "all":
+    elif fp8 != "none" and not recompute_all:
         # Copies for products with the rows of a weight and with its columns; those of recomputed segments are gone.
         weights += 2 * in_linears
-    narrow_gradients, narrow_moments = train.gradients == "bfloat16", train.moments == "bfloat16"
     if narrow_moments:
         # Transformer Engine's Adam reads gradients as they are; of float32 weights it keeps what bfloat16 ones lack. A
         # checkpoint takes these and both moments in float32, an update both moments. With FP8 weights megatron has
         # float32 weights, and float32 gradients for the update.
-        optimizer, update = (4 if train.fp8_weights else 2) + 2 * 2, 3 * 4
+        optimizer, update = (4 if fp8_weights else 2) + 2 * 2, 3 * 4
     else:
         # float32 weights are their own main weights. FP8 ones are made of them by way of bfloat16.
         optimizer = (4 if narrow else 0) + 2 * 4
-        update = (4 if narrow_gradients else 0) + (2 if train.fp8_weights else 0)
+        update = (4 if narrow_gradients else 0) + (2 if fp8_weights else 0)
     return ModelBytes(
         weights=weights,
         gradients=(2 if narrow_gradients else 4) * parameters,
