@@ -103,7 +103,7 @@ def _run(world: World, gpus: bool, kinds: bool) -> list[dict[str, Any]]:
 
 
 def _settings(case: ParityCase, kinds: bool) -> dict[str, Any]:
-    """What a case is, without the sizes of its model; with ``kinds`` with its documents and options."""
+    """The case by its fields, without the sizes of its model; ``kinds`` adds its documents and options."""
     settings = asdict(case)
     settings["documents"] = case.micro_batches if kinds else [len(lengths) for lengths in case.micro_batches]
     for detail in ("shape", "micro_batches", "changed_document", "seed", "options", "rotary_percent"):

@@ -54,7 +54,7 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
 
 
 def kind_rows(made: MicroBatchPlan) -> list[tuple[str, str]]:
-    """What the plan of each kind of layer achieves, where the model has several."""
+    """A row for the plan of each kind of layer, where the model has several."""
     names = made.step.options.names_of_combinations
     if len(names) == 1:
         return []
