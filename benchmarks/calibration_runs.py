@@ -17,12 +17,14 @@ import numpy as np
 from benchmarks.throughput.batches import Batches, draw_batches
 from benchmarks.throughput.settings import Cell
 from distca.baselines import Mode, parse_mode
+from distca.baselines.mode import PEERS
 from distca.data.corpus import Corpus
 from distca.data.sampler import Sampler
 from distca.data.sources import open_source
+from distca.models.shape import ModelShape
 from distca.plan import AttentionShape, CostModel, StepPlan
 from distca.plan.cost.table_file import find_table
-from distca.simulate import Cluster, Job, Model, Rates, Workload, simulate
+from distca.simulate import Cluster, Job, Rates, Workload, dense, simulate
 from distca.simulate.cad import planned
 from distca.simulate.job import Fp8
 from distca.train.config.cli import parse_run_config
@@ -143,8 +145,15 @@ def _throughput(path: Path) -> Iterator[Run]:
     return runs_of(path.name, json.loads(path.read_text()))
 
 
+def peers_of(content: dict[str, Any]) -> list[str]:
+    """The modes of unmodified Megatron-Core in a report of ``benchmarks.throughput``."""
+    names = dict.fromkeys(name for cell in content["cells"].values() for name in cell["modes"])
+    return [name for name in names if parse_mode(name).method in PEERS]
+
+
 def runs_of(name: str, content: dict[str, Any]) -> Iterator[Run]:
-    """The runs of a report of ``benchmarks.throughput``, under the name of its file."""
+    """The runs of a report of ``benchmarks.throughput``, under the name of its file. Those of unmodified Megatron-Core
+    are left out: the simulator has no model of its kernels and its context parallelism."""
     ranks, tokens = content["parallel"]["data_parallel_times_cp"], content["tokens_per_rank"]
     model = model_of(content["model"])
     fused = "fused" in name or "socket_nodes" in content
@@ -154,6 +163,8 @@ def runs_of(name: str, content: dict[str, Any]) -> Iterator[Run]:
         drawn = batches_of(content, cell)
         for each_mode, figures in cell["modes"].items():
             mode, count = parse_mode(each_mode), figures.get("batches") or content["batches"]
+            if mode.method in PEERS:
+                continue
             batches = [Workload(each, drawn.bins) for each in drawn.global_batches[content["warm_up"] :][:count]]
             memory = figures.get("memory_gib")
             job = _job(
@@ -185,7 +196,7 @@ def _pipeline(path: Path) -> Iterator[Run]:
     content = json.loads(path.read_text())
     command, warm_up = content["command"], content["warm_up_steps"]
     ranks, tp, pp = content["data_parallel"], content["tensor_parallel"], content["stages"]
-    model = Model(int(_option(command, "--model.layers", 4)), 4096, 14336, 32, 8, vocabulary=32_000)
+    model = dense(int(_option(command, "--model.layers", 4)), 4096, 14336, 32, 8, vocabulary=32_000)
     recompute = _option(command, "--train.recompute", "none")
     for case in content["cases"]:
         context = case["context"]
@@ -276,7 +287,7 @@ def _side_by_side(file: str, content: dict[str, Any], where: Cell, modes: dict[s
         seed=config.data.seed,
     )
     measured = [Workload(each, drawn.bins) for each in drawn.global_batches[warm_up:]]
-    linear = h200_cost(_described(content, config).shape(config.parallel.tp)).linear
+    linear = h200_cost(_described(content, config).attention_shape(config.parallel.tp)).linear
     assert linear is not None
     for mode, kinds in modes.items():
         for kind, figures in kinds.items():
@@ -326,14 +337,15 @@ def _gpus(content: dict[str, Any]) -> int:
     return int(content["hardware"].split()[0])
 
 
-def _described(content: dict[str, Any], config: RunConfig) -> Model:
+def _described(content: dict[str, Any], config: RunConfig) -> ModelShape:
     if "made" not in content:
         shape = config.model
         sizes = (shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.resolved_head_dim)
-        return Model(*sizes, config.data.vocabulary or 0, shape.tie_embeddings)
+        return dense(*sizes, config.data.vocabulary or 0, tie_embeddings=shape.tie_embeddings)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    return Model(
-        *(content["made"]["config"][name] for name in (*names, "head_dim", "vocab_size", "tie_word_embeddings"))
+    made = content["made"]["config"]
+    return dense(
+        *(made[name] for name in (*names, "head_dim", "vocab_size")), tie_embeddings=made["tie_word_embeddings"]
     )
 
 
@@ -370,14 +382,14 @@ def batches_of(content: dict[str, Any], cell: dict[str, Any]) -> Batches:
     )
 
 
-def model_of(content: dict[str, Any]) -> Model:
+def model_of(content: dict[str, Any]) -> ModelShape:
     """The shape in a report of ``benchmarks.throughput``."""
     layers, hidden, ffn, heads, kv_heads = (content[name] for name in ("layers", "hidden", "ffn", "heads", "kv_heads"))
     head_dim = content["head_dim"] or hidden // heads
-    return Model(layers, hidden, ffn, heads, kv_heads, head_dim, content["vocabulary"])
+    return dense(layers, hidden, ffn, heads, kv_heads, head_dim, content["vocabulary"])
 
 
-def _job(model: Model, gpus: int, mode: Mode, content: dict[str, Any], tp: int = 1, **settings: Any) -> Job:
+def _job(model: ModelShape, gpus: int, mode: Mode, content: dict[str, Any], tp: int = 1, **settings: Any) -> Job:
     """DistCA's rows go by NVSHMEM, unless links are limited; all else by NCCL at the run's own rates."""
     links, limited = content.get("links") or {}, content["link_channels"] is not None
     sockets = content.get("socket_nodes", False)
@@ -386,7 +398,7 @@ def _job(model: Model, gpus: int, mode: Mode, content: dict[str, Any], tp: int =
         rate = links.get("all_to_all_gb_per_s", 300.0)
     elif mode.method != "distca":
         rate = links.get("all_gather_gb_per_s", 300.0)
-    cost = h200_cost(model.shape(tp))
+    cost = h200_cost(model.attention_shape(tp))
     cluster = Cluster(gpus, 1, network_gb_s=rate) if sockets else Cluster(gpus, gpus, nvlink_gb_s=rate)
     return Job(model, cluster, cost, tp=tp, nccl=limited or sockets, **settings)
 

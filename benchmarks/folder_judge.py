@@ -123,16 +123,22 @@ def _all_ours(folders: list[Path]) -> list[_Ours]:
 
 def _ours(folder: Path) -> _Ours:
     from distca.models.description import describe_folder
-    from megatron_patches.parity.folder_logits import folder_logits
+    from distca.parity.folder_logits import folder_logits
 
     try:
         if not any(folder.glob("*.safetensors")):  # transformers could not make any
-            return _Ours(warnings=describe_folder(folder).warnings)
-        return _Ours(folder_logits(folder, documents()), warnings=describe_folder(folder).warnings)
+            return _Ours(warnings=tuple(_without(folder, each) for each in describe_folder(folder).warnings))
+        said = tuple(_without(folder, each) for each in describe_folder(folder).warnings)
+        return _Ours(folder_logits(folder, documents()), warnings=said)
     except ModelError as error:
-        return _Ours(refused=str(error).replace(f"{folder}/", "").replace(str(folder), "The folder"))
+        return _Ours(refused=_without(folder, str(error)))
     except Exception as error:
         return _Ours(traceback=f"{type(error).__name__}: {error}")
+
+
+def _without(folder: Path, said: str) -> str:
+    """A sentence that names no folder of this machine."""
+    return said.replace(f"{folder}/", "").replace(str(folder), "The folder")
 
 
 def _theirs(config: Mapping[str, Any], folder: Path, change: Change | None) -> tuple[list[torch.Tensor] | None, str]:

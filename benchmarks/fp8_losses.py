@@ -27,7 +27,7 @@ from distca.log import setup_logging
 from distca.versions import command_line, header, write_report
 
 if TYPE_CHECKING:
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -74,7 +74,7 @@ def main() -> None:
     arguments = parser.parse_args()
     setup_logging(int(os.environ.get("RANK", "0")))
     warnings.filterwarnings("ignore")
-    from megatron_patches.world import join_world, leave_world
+    from megatron_patches.ranks.world import join_world, leave_world
 
     shared_by = _share_gpus()
     world = join_world()

@@ -44,7 +44,7 @@ from distca.versions import command_line, header, write_report
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 logger = logging.getLogger("distca.benchmarks")
 
@@ -103,7 +103,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _run(asked: argparse.Namespace) -> None:
-    from megatron_patches.world import join_world, leave_world
+    from megatron_patches.ranks.world import join_world, leave_world
 
     world = join_world()
     setup_logging(world.rank)

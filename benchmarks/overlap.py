@@ -40,10 +40,10 @@ from distca.transport.nvshmem.interface import Put
 from distca.transport.nvshmem.transport import Landing, OneSidedTransport
 from distca.transport.select import choose_transport
 from distca.versions import command_line, header, write_report
-from megatron_patches.groups import server_pool_group
-from megatron_patches.step import Batch, make_step
-from megatron_patches.training_step import summed_loss_step
-from megatron_patches.world import join_world, leave_world
+from megatron_patches.ranks.groups import server_pool_group
+from megatron_patches.ranks.world import join_world, leave_world
+from megatron_patches.steps.step import Batch, make_step
+from megatron_patches.training.training_step import summed_loss_step
 
 MODES = ("nvshmem", "nccl", "one stream", "signal only")
 

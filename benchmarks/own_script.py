@@ -29,8 +29,8 @@ from distca.train.data.corpus import dealt, open_corpus, open_sampler
 from distca.train.run.main import run_on
 from distca.versions import command_line, header, write_report
 from examples import own_training_loop as example
-from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
-from megatron_patches.world import World
+from megatron_patches.ranks.groups import destroy_model_parallel, initialize_model_parallel
+from megatron_patches.ranks.world import World
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ class GridCell:
         ranks = self.gpus // TP // self.stages
         share = self.batch * self.context * 1024 // ranks
         micro_batches = max(share // TOKENS, 1)
-        cost = h200_cost(MODELS[self.model].shape(TP))
+        cost = h200_cost(MODELS[self.model].attention_shape(TP))
         return Job(
             MODELS[self.model],
             Cluster(self.gpus),

@@ -279,10 +279,19 @@ PUBLIC: dict[str, Public] = {
     ),
     "Phi-3-mini-4k": Public(_phi3(*_PHI_MINI, sliding_window=2047), warned=_CODE),
     "Phi-3-medium-4k": Public(_phi3(5120, 40, 17920, 40, 10, 32064, 4096, 10000.0, sliding_window=2047), warned=_CODE),
-    "Phi-3-mini-128k": Public(_phi3(*_PHI_MINI, rope_scaling=_LONGROPE), "has 'longrope' in rope_scaling"),
+    "Phi-3-mini-128k": Public(
+        _phi3(3072, 32, 8192, 32, 32, 32064, 131072, 10000.0, sliding_window=262144, rope_scaling=_LONGROPE),
+        warned=_CODE,
+    ),
     "Phi-4-mini": Public(
-        _phi3(3072, 32, 8192, 24, 8, 200064, 131072, 10000.0, partial_rotary_factor=0.75, rope_scaling=_LONGROPE),
-        "has partial_rotary_factor 0.75, but rotary positions turn all of a head",
+        _phi3(
+            *(3072, 32, 8192, 24, 8, 200064, 131072, 10000.0),
+            partial_rotary_factor=0.75,
+            rope_scaling=_LONGROPE,
+            sliding_window=262144,
+            tie_word_embeddings=True,
+        ),
+        warned=_CODE,
     ),
     "Seed-OSS-36B": Public(
         _of(
@@ -401,10 +410,43 @@ PUBLIC: dict[str, Public] = {
             },
         )
     ),
-    "ERNIE-4.5-0.3B": Public(_other("ernie4_5", "Ernie4_5ForCausalLM"), "that turn neighbours"),
-    "Hunyuan-7B": Public(_other("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"), "behind the rotation"),
+    "gemma-3-12b": Public(
+        {
+            **{"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16"},
+            **{"boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144},
+            **{"eos_token_id": [1, 106], "initializer_range": 0.02, "mm_tokens_per_image": 256},
+            "text_config": {
+                **{"model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360},
+                **{"num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 8},
+                **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+            },
+            "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 27},
+        }
+    ),
+    "ERNIE-4.5-0.3B": Public(
+        _of(
+            "ernie4_5",
+            "Ernie4_5ForCausalLM",
+            _sizes(1024, 18, 3072, 16, 2, 103424, 131072, 500000.0),
+            **{"head_dim": 128, "use_bias": False, "tie_word_embeddings": True, "rope_scaling": None},
+        )
+    ),
+    "Hunyuan-7B": Public(
+        _of(
+            "hunyuan_v1_dense",
+            "HunYuanDenseV1ForCausalLM",
+            _sizes(4096, 32, 14336, 32, 8, 128167, 32768, 10000.0),
+            **{"attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "mlp_bias": False},
+            **{"eod_token_id": 3, "use_qk_norm": True, "use_cla": False, "cla_share_factor": 2, "pad_token_id": 0},
+            rope_scaling={
+                **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
+                **{"mscale_all_dim": 1.0, "type": "dynamic"},
+            },
+        ),
+        warned="cla_share_factor, use_cla, which no class of transformers reads",
+    ),
     "AFM-4.5B": Public(_other("arcee", "ArceeForCausalLM"), "an MLP without a gate"),
-    "gpt-oss-20b": Public(_other("gpt_oss", "GptOssForCausalLM", num_local_experts=32), "sinks of attention"),
+    "gpt-oss-20b": Public(_other("gpt_oss", "GptOssForCausalLM", num_local_experts=32), "mixtures of experts"),
     "Qwen3-30B-A3B": Public(_other("qwen3_moe", "Qwen3MoeForCausalLM", num_experts=128), "mixtures of experts"),
     "Mixtral-8x7B": Public(_other("mixtral", "MixtralForCausalLM", num_local_experts=8), "mixtures of experts"),
     "DeepSeek-V3": Public(
@@ -440,7 +482,9 @@ _VISION = {
 def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The same with small sizes, where heads share keys as they did, and ids of tokens that the vocabulary has."""
     if "text_config" in fields:
-        return dict(fields) | {"text_config": shrunk(fields["text_config"]), "vision_config": _VISION}
+        vision = _VISION | {"model_type": fields["vision_config"]["model_type"]}
+        tokens = {"mm_tokens_per_image": 4} if "mm_tokens_per_image" in fields else {}
+        return dict(fields) | {"text_config": shrunk(fields["text_config"]), "vision_config": vision} | tokens
     groups = min(fields["num_attention_heads"] // fields["num_key_value_heads"], 4)
     small = dict(fields) | _SMALL | {"num_key_value_heads": 4 // groups, "initializer_range": 0.3}
     if "head_dim" in fields:
@@ -448,6 +492,11 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("layer_types", "no_rope_layers"):
         if name in fields:
             small[name] = fields[name][-_SMALL["num_hidden_layers"] :]
+    if (small.get("rope_scaling") or {}).get("type") == "longrope":
+        small["rope_scaling"] = _LONGROPE | {
+            name: _LONGROPE[name][: int(8 * small.get("partial_rotary_factor", 1)) // 2]
+            for name in ("short_factor", "long_factor")
+        }
     if small["model_type"] in ("phi3", "smollm3", "glm4"):
         small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return small

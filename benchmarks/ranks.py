@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def joined_world() -> Iterator[World]:
     """This process among the ranks, with its log; what packages warn of while they are imported stays unsaid."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron_patches.world import join_world, leave_world
+        from megatron_patches.ranks.world import join_world, leave_world
 
         world = join_world()
     from distca.log import setup_logging

@@ -66,7 +66,7 @@ WINDOWS = {
 
 def cost_of(name: str, measured: Measured, window: int) -> AnalyticCost:
     """The analytic cost for a server's heads, scaled to what the document took."""
-    shape = MODELS[name].shape(TP)
+    shape = MODELS[name].attention_shape(TP)
     cost = replace(analytic_cost(shape.heads, shape.kv_heads, shape.head_dim), window=window)
     rows, share = np.array([measured.rows]), shape.heads / measured.heads / 1e3
     forward, backward = (float(getattr(cost, way)(rows, rows)[0]) for way in ("forward", "backward"))

@@ -196,7 +196,8 @@ class Cores:
         content, model = self.content, model_of(self.content["model"])
         cost = find_table("cpu", "reference", model.heads, model.kv_heads, model.head_dim)
         assert cost is not None, "_check saw to it"
-        cost.shape = model.shape(1)  # the simulator's values have 2 bytes, these 4: links are half as fast to them
+        # The simulator's values have 2 bytes, these 4: links are half as fast to them.
+        cost.shape = model.attention_shape()
         job = Job(
             model,
             Cluster(NODES, 1, network_gb_s=gb_s / 2),

@@ -12,8 +12,9 @@ micro-batch. Other arguments are those of ``benchmarks.throughput``. Every run g
 FOLDER/4x2, with all that ``benchmarks.throughput`` writes.
 
 What needs no GPUs: ``--compare`` reads these folders and writes comparison.json: measured and predicted tokens per
-second, and bytes. ``--predict 7.5 10`` in front of ``--runs`` predicts a run before it is made, for so many GB/s in an
-all-to-all and an all-gather. ``--beside`` adds what the planner of another checkout moves for the same micro-batches.
+second, and bytes; modes of unmodified Megatron-Core are named and left out, as the simulator does not know them.
+``--predict 7.5 10`` in front of ``--runs`` predicts a run before it is made, for so many GB/s in an all-to-all and an
+all-gather. ``--beside`` adds what the planner of another checkout moves for the same micro-batches.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def _compare(argv: list[str]) -> None:
 
 def compared(content: dict[str, Any], beside: str | None) -> dict[str, Any]:
     """By workload and mode of a report: tokens per second measured and predicted, and bytes that move per step."""
-    from benchmarks.calibration_runs import runs_of
+    from benchmarks.calibration_runs import peers_of, runs_of
     from distca.simulate import load_rates
 
     model = content["model"]
@@ -180,6 +181,12 @@ def compared(content: dict[str, Any], beside: str | None) -> dict[str, Any]:
             "measured in benchmark.json, or give a model without them."
         )
 
+    if unknown := peers_of(content):
+        logger.warning(
+            "The simulator does not know unmodified Megatron-Core: %s left out here. What was measured is in "
+            "benchmark.json.",
+            f"{unknown[0]} is" if len(unknown) == 1 else f"{', '.join(unknown)} are",
+        )
     found: dict[str, Any] = {}
     for run in runs_of("", content):
         tokens = sum(each.tokens for each in run.batches)

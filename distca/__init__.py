@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_patches.api import CAD
-    from megatron_patches.model_options import ModelOptions, QueryScaling, Rotary
-    from megatron_patches.per_document import rows_of
-    from megatron_patches.step_documents import StepDocuments
-    from megatron_patches.world import join_world, leave_world
+    from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rotary
+    from megatron_patches.ranks.world import join_world, leave_world
+    from megatron_patches.steps.per_document import rows_of
+    from megatron_patches.steps.step_documents import StepDocuments
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,13 +27,13 @@ __all__ = [
 
 _FACE = {
     "CAD": "megatron_patches.api",
-    "ModelOptions": "megatron_patches.model_options",
-    "QueryScaling": "megatron_patches.model_options",
-    "Rotary": "megatron_patches.model_options",
-    "StepDocuments": "megatron_patches.step_documents",
-    "join_world": "megatron_patches.world",
-    "leave_world": "megatron_patches.world",
-    "rows_of": "megatron_patches.per_document",
+    "ModelOptions": "megatron_patches.model.model_options",
+    "QueryScaling": "megatron_patches.model.model_options",
+    "Rotary": "megatron_patches.model.model_options",
+    "StepDocuments": "megatron_patches.steps.step_documents",
+    "join_world": "megatron_patches.ranks.world",
+    "leave_world": "megatron_patches.ranks.world",
+    "rows_of": "megatron_patches.steps.per_document",
 }
 
 

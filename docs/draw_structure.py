@@ -25,6 +25,7 @@ ROWS = (
     ("baselines", "testing", "runtime"),
     ("simulate", "profile"),
     ("megatron_patches",),
+    ("parity",),
     ("train",),
     ("commands",),
 )

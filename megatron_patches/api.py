@@ -30,15 +30,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from distca.data.batch import Document
 from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
-from megatron_patches.arguments import CadArguments, with_keywords_of
-from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
-from megatron_patches.block import block_spec, disaggregate_block, refuse_other_schedule
+from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.experts.balance import ExpertLoad
 from megatron_patches.experts.layer import take_halves
-from megatron_patches.full_recompute import recompute_layers
-from megatron_patches.layer import SplitTransformerLayer
-from megatron_patches.layer_kinds import LayerKinds
-from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.layers.block import block_spec, disaggregate_block, refuse_other_schedule
+from megatron_patches.layers.full_recompute import recompute_layers
+from megatron_patches.layers.layer import SplitTransformerLayer, keep_outputs_of
+from megatron_patches.layers.packed_attention import PackedAttention
+from megatron_patches.layers.rotations import LayerRotary
+from megatron_patches.layers.self_check import check_layers
+from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.patches.fused_ops import accumulate_weight_gradients_in_products, fuse_rotation, fuse_swiglu
 from megatron_patches.patches.gpt_forward import (
     check_attached,
@@ -48,16 +49,13 @@ from megatron_patches.patches.gpt_forward import (
     transform_logits,
 )
 from megatron_patches.patches.position_rotary import use_position_rotary
-from megatron_patches.per_document import gather_documents
-from megatron_patches.pipeline_schedule import run_ticks
-from megatron_patches.plan_options import plan_options
 from megatron_patches.pool import join_pool
-from megatron_patches.readiness import known_ids, made_ready, note_trained
-from megatron_patches.rotations import LayerRotary
-from megatron_patches.self_check import check_layers
-from megatron_patches.step import Step, make_step
-from megatron_patches.step_documents import StepDocuments, check_room, listed
-from megatron_patches.steps_ahead import AgreedSteps
+from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+from megatron_patches.steps.per_document import gather_documents
+from megatron_patches.steps.plan_options import plan_options
+from megatron_patches.steps.step import Step, make_step
+from megatron_patches.steps.step_documents import StepDocuments, check_room, listed
+from megatron_patches.steps.steps_ahead import AgreedSteps
 from megatron_patches.support.arguments import check_fp8_weights, check_gradients
 from megatron_patches.support.attached import check_same_config, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
@@ -68,7 +66,9 @@ from megatron_patches.support.process_groups import check_groups
 from megatron_patches.support.same_on_ranks import check_same_on_ranks
 from megatron_patches.support.trained_weights import check_weights_before
 from megatron_patches.te.choice import refuse_te_spec, use_te
-from megatron_patches.training_step import (
+from megatron_patches.training.pipeline_schedule import run_ticks
+from megatron_patches.training.readiness import known_ids, made_ready, note_trained
+from megatron_patches.training.training_step import (
     ForwardStep,
     log_probabilities_step,
     run_schedule,
@@ -118,6 +118,8 @@ class CAD:
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         how = given.how(self._stages)
+        if given.keep_outputs:
+            check_keep_outputs(given.recompute, config)
         self._te = use_te(given.linears, config, self.device)
         self._kinds = LayerKinds.of(config, given.model_options.score_softcap)
         check_layers(config, self.device, self._te)
@@ -203,6 +205,8 @@ class CAD:
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
         model.expert_layers, model.expert_load = take_halves(model), ExpertLoad()
+        # In segments that are recomputed as a whole, what is put out is needed right away.
+        keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
         elif self._recompute_all:

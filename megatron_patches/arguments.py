@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.cad_options import CadOptions
 from distca.errors import SupportError
-from megatron_patches.model_options import MEGATRONS, ModelOptions
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.te.choice import Linears
 
 Recompute = Literal["none", "all"]
@@ -22,7 +22,16 @@ How = Literal["keep", "resend"]
 
 _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
 _LEAST = {"tokens_per_rank": 1, "tolerance": 0, "nvshmem_buffer_gb": 0}
-_MAY_DIFFER = {"transport", "kernel", "cost_table", "nvshmem_buffer_gb", "recompute", "offload", "linears"}
+_MAY_DIFFER = {
+    "transport",
+    "kernel",
+    "cost_table",
+    "nvshmem_buffer_gb",
+    "recompute",
+    "keep_outputs",
+    "offload",
+    "linears",
+}
 """Arguments that are compared between ranks elsewhere, or need not be alike."""
 
 
@@ -36,6 +45,8 @@ class CadArguments(CadOptions):
             Megatron's own layers and schedules: the baseline.
         recompute: "none": what the configuration says, which may be ``recompute_modules=["mlp"]``. "all": everything
             but core attention; where that is at home, every layer as a whole, as Megatron's full recomputation does.
+        keep_outputs: keep for backward what norms and SwiGLU put out, instead of computing it again: more memory and
+            less time, with recompute "none" and without recomputed modules.
         offload: keep in host memory what backward needs of every layer; with recompute "all" and resend, which "auto"
             takes then, and without pipeline stages.
         linears: "local": Megatron's own linear layers. "te": Transformer Engine's, on GPUs and in bfloat16. They alone
@@ -50,6 +61,7 @@ class CadArguments(CadOptions):
     tokens_per_rank: int
     disaggregate: bool = True
     recompute: Recompute = "none"
+    keep_outputs: bool = False
     offload: bool = False
     linears: Linears = "auto"
     model_options: ModelOptions = MEGATRONS
@@ -147,6 +159,25 @@ def check_offload(disaggregate: bool, recompute: str, backward: str, stages: int
             f"offload is True, but there are {stages} pipeline stages, with which it is not served: set offload to "
             "False, or do without stages."
         )
+
+
+def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
+    """Refuse to keep outputs of what is computed again anyway, or of which FP8 copies are kept.
+
+    Args:
+        recompute: of :class:`megatron_patches.api.CAD`.
+        config: the model's.
+
+    Raises:
+        SupportError: so it is.
+    """
+    found = {"recompute": (recompute, "none"), "recompute_granularity": (config.recompute_granularity, None)}
+    found["fp8"] = config.fp8, None
+    for name, (value, needed) in found.items():
+        if value != needed:
+            raise SupportError(
+                f"keep_outputs is True, but {name} is {value!r}: set it to {needed!r}, or keep_outputs to False."
+            )
 
 
 def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool) -> None:

@@ -12,9 +12,9 @@ from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
 from distca.transport import choose_transport
 from megatron_patches.arguments import CadArguments, How
-from megatron_patches.groups import server_pool_group
-from megatron_patches.layer_kinds import LayerKinds
-from megatron_patches.plan_options import attention_shape
+from megatron_patches.model.layer_kinds import LayerKinds
+from megatron_patches.ranks.groups import server_pool_group
+from megatron_patches.steps.plan_options import attention_shape
 
 
 def join_pool(

@@ -32,12 +32,16 @@ ROWS = (
     ("distca.baselines", "distca.runtime", "distca.testing"),
     ("distca.profile", "distca.simulate"),
     ("megatron_patches",),
+    ("distca.parity",),
     ("distca.train",),
     ("distca.commands",),
 )
-KNOWS_MEGATRON = {"megatron_patches", "distca.commands", "distca.train"}
+KNOWS_MEGATRON = {"megatron_patches", "distca.commands", "distca.parity", "distca.train"}
 # The public names of `distca` are loaded when they are asked for; the names are checked against this.
-FACE = {f"megatron_patches.{name}" for name in ("api", "model_options", "per_document", "step_documents", "world")}
+FACE = {
+    f"megatron_patches.{name}"
+    for name in ("api", "model.model_options", "steps.per_document", "steps.step_documents", "ranks.world")
+}
 # With what they import of ours.
 NUMPY_ONLY = {"distca", "distca.errors", "distca.json_file", "distca.plan", "distca.sizes"}
 
@@ -172,7 +176,7 @@ def test_planning_imports_numpy_only() -> None:
     [
         ("def later():\n    from distca.train.run import main\n", "distca.plan.x imports distca.train.run"),
         ("from distca import transport\n", "distca.plan.x imports distca.transport"),
-        ("import megatron_patches.model\n", "distca.plan.x imports megatron_patches.model"),
+        ("import megatron_patches.model.gpt\n", "distca.plan.x imports megatron_patches.model.gpt"),
         ("if TYPE_CHECKING:\n    from distca.runtime import AttentionPool\n", "distca.plan.x imports distca.runtime"),
     ],
 )

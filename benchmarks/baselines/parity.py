@@ -19,22 +19,17 @@ from distca.baselines.mode import Mode
 from distca.cad_options import KernelName
 from distca.data.batch import rank_batch
 from distca.device.host_to_device import uploading
+from distca.parity.cases import ParityCase, case_documents
+from distca.parity.disaggregated import attached
+from distca.parity.outcome import Difference, Outcome, difference
+from distca.parity.unmodified import run_unmodified
 from distca.plan import AttentionKind, AttentionShape
 from distca.plan.sorting import expand
 from distca.testing.reference_attention import packed_attention, relative_error
-from megatron_patches.groups import initialize_model_parallel
-from megatron_patches.parity.harness import (
-    Difference,
-    Outcome,
-    ParityCase,
-    attached,
-    case_documents,
-    difference,
-    run_unmodified,
-)
-from megatron_patches.parity.whole_gradients import gather_shares
-from megatron_patches.step import Batch, packed_batches
-from megatron_patches.training_step import run_schedule, sum_over_ranks, summed_loss_step
+from megatron_patches.model.whole_parameters import gather_shares
+from megatron_patches.ranks.groups import initialize_model_parallel
+from megatron_patches.steps.step import Batch, packed_batches
+from megatron_patches.training.training_step import run_schedule, sum_over_ranks, summed_loss_step
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from distca.baselines.layouts import Pieces
 from distca.device.host_to_device import Destination
 from distca.plan import AttentionKind
 from distca.plan.sorting import expand
-from megatron_patches.batch_context import PackedMicroBatch
+from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 @dataclass(frozen=True)

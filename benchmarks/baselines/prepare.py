@@ -20,7 +20,7 @@ from distca.baselines.layouts import Pieces, layout_of, pieces_of
 from distca.baselines.mode import Mode
 from distca.device.host_to_device import Destination, Upload, uploading
 from distca.plan import AttentionShape, Layout
-from megatron_patches.batch_context import PackedMicroBatch
+from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from distca.attention.kernel import Timer
 from distca.baselines.layouts import Pieces
 from distca.device.host_to_device import Destination
 from distca.plan import AttentionKind
-from megatron_patches.batch_context import PackedMicroBatch
+from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from distca.device.host_to_device import uploading
 from distca.plan import StepPlan
 from distca.plan.step import StepBalance
 from distca.train.run.builder import Trainer
-from megatron_patches.step import Step, packed_batches
-from megatron_patches.steps_ahead import StepsAhead, planning_thread
+from megatron_patches.steps.step import Step, packed_batches
+from megatron_patches.steps.steps_ahead import StepsAhead, planning_thread
 
 
 def steps_ahead(
@@ -89,7 +89,7 @@ class _Baseline:
                 attention.append(made.attention)
                 rows.append(rank_batch(micro_batch, layouts[-1], rank, align=options.align, chunks=options.shares))
             ready = packed_batches(rows, attention, options, upload)
-        unplanned = np.zeros((1, options.pool_ranks))
+        unplanned = np.zeros((1, 1, options.pool_ranks))
         plan = StepPlan(options, tuple(lengths), tuple(documents.homes), tuple(layouts), (), (), drawn=())
-        balance = StepBalance(unplanned, unplanned, unplanned, bytes_moved)
+        balance = StepBalance(unplanned, unplanned, unplanned[0], bytes_moved)
         return Step(documents, plan, balance, None, ready, planning_ms, vocabulary=self._vocabulary)

@@ -16,7 +16,7 @@ def join_ranks(settings: Settings) -> World:
         from benchmarks.peers.world import join_unmodified
 
         return join_unmodified()
-    from megatron_patches.world import join_world
+    from megatron_patches.ranks.world import join_world
 
     return join_world()
 

@@ -25,10 +25,10 @@ from distca.train.config.schema import RunConfig
 from distca.train.run.builder import Trainer, build_trainer
 from distca.train.run.garbage import SteadyGarbage
 from distca.train.run.memory import predict_memory
-from megatron_patches.step import Step
+from megatron_patches.ranks.world import World
+from megatron_patches.steps.step import Step
 from megatron_patches.te import quantization
-from megatron_patches.training_step import sum_over_ranks, summed_loss_step
-from megatron_patches.world import World
+from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
 _KEPT_EVERY = 10  # measured batches, which is what a time limit costs a mode at most
 

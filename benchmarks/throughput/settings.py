@@ -192,8 +192,7 @@ def _check_peers(modes: tuple[Mode, ...], config: RunConfig) -> None:
 
 def kinds_of(config: RunConfig) -> tuple[AttentionKind, ...]:
     """The kinds of the model's layers, each once, in the order of its layers."""
-    scale, sinks = config.attention_shape.head_dim**-0.5, config.model.sinks
-    return tuple(AttentionKind(scale, window, sink=sinks) for window in dict.fromkeys(config.model.windows))
+    return tuple(dict.fromkeys(config.model.attention_kinds))
 
 
 def _check_some_run(modes: tuple[Mode, ...], cells: tuple[Cell, ...], ranks: int, room: int) -> None:

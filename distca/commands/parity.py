@@ -6,14 +6,22 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distca.commands.options import check_least, check_writable
+from distca.errors import OptionError
+from distca.parity.worlds import OF_KINDS, USUAL, World
+
+if TYPE_CHECKING:
+    from distca.parity.cases import ParityCase
+
+_LONGEST_S = 3600.0
+"""Seconds for one world's cases."""
 
 
-def parity(output: str | None = None, max_ranks: int = 4) -> None:
+def parity(output: str | None = None, max_ranks: int = 4, kinds: bool = False) -> None:
     """Compare losses and gradients with unmodified megatron-core's, case by case.
 
     Without GPUs: over gloo, in float32 the whole training path and in float64 the transformer block, absolute
@@ -23,6 +31,8 @@ def parity(output: str | None = None, max_ranks: int = 4) -> None:
     Args:
         output: JSON file to write the figures to.
         max_ranks: most ranks to start, at least 1; with GPUs no more than there are.
+        kinds: without GPUs, the full matrix of models with windows, sinks and other norms and rotations instead, also
+            with pipeline stages and nodes. With 8 ranks all kinds of parallelism are there at once.
     """
     check_least(1, max_ranks=max_ranks)
     if output is not None:
@@ -37,21 +47,26 @@ def parity(output: str | None = None, max_ranks: int = 4) -> None:
     check_version()
     gpus = torch.cuda.device_count()
     most = min(max_ranks, gpus) if gpus else max_ranks
-    worlds = [(ranks, tp) for ranks, tp in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)) if ranks <= most]
+    if gpus and kinds:
+        raise OptionError(
+            "--kinds is for CPU ranks, and there are GPUs; hide them with CUDA_VISIBLE_DEVICES= in front."
+        )
+    worlds = [world for world in (OF_KINDS if kinds else USUAL) if world.ranks <= most]
+    hardware = f"{most} × {torch.cuda.get_device_name()}" if gpus else f"{most} gloo ranks on CPU"
     rows: list[dict[str, Any]] = []
     with Progress(console=console()) as progress:
         task = progress.add_task("comparing", total=len(worlds))
-        for ranks, tp in worlds:
-            rows += run_ranks(ranks, _run, ranks, tp, bool(gpus), timeout=900.0, gpus=bool(gpus))[0]
+        for world in worlds:
+            rows += run_ranks(world.ranks, _run, world, bool(gpus), kinds, timeout=_LONGEST_S, gpus=bool(gpus))[0]
+            if output is not None:
+                _write(Path(output), rows, hardware)
             progress.advance(task)
     _show(rows)
-    if output is not None:
-        _write(Path(output), rows, f"{most} × {torch.cuda.get_device_name()}" if gpus else f"{most} gloo ranks on CPU")
     if not _agree(rows):
         sys.exit(1)
 
 
-def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
+def _run(world: World, gpus: bool, kinds: bool) -> list[dict[str, Any]]:
     """One world's suites; runs on every rank."""
     import torch
 
@@ -60,8 +75,11 @@ def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
         from megatron_patches.patches.cpu import use_cpu
 
         use_cpu()
-    from megatron_patches.parity import suite
+    from distca.parity import suite
+    from distca.parity.kinds import matrix
+    from distca.parity.variants import by_length
 
+    tp = world.tp
     if gpus:
         device = torch.device("cuda", torch.cuda.current_device())
         cases = suite.all_modes(tp, suite.GPU_LENGTHS) + suite.edge_cases(tp, suite.GPU_EDGES)
@@ -69,22 +87,39 @@ def _run(ranks: int, tp: int, gpus: bool) -> list[dict[str, Any]]:
         suites: list[Any] = [("bfloat16 ratio", cases, suite.bfloat16_ratios, suite.BFLOAT16_RATIO)]
     else:
         device = torch.device("cpu")
-        cases = suite.all_modes(tp) + suite.edge_cases(tp) + suite.kind_cases(tp)
+        cases = matrix(world) if kinds else suite.all_modes(tp) + suite.edge_cases(tp) + suite.kind_cases(tp)
+        # A block alone has no stages, and is not told the lengths of its documents.
+        blocks = [case for case in cases if case.pp == 1 and not by_length(case)]
         suites = [
             ("float32", cases, suite.float32_differences, suite.FLOAT32_TOLERANCE),
-            ("float64", cases, suite.float64_errors, suite.FLOAT64_TOLERANCE),
+            ("float64", blocks, suite.float64_errors, suite.FLOAT64_TOLERANCE),
         ]
     rows = []
     for name, cases, compare, limit in suites:
         for case, figures in zip(cases, compare(cases, device), strict=True):
-            settings = asdict(case)
-            settings["documents"] = [len(lengths) for lengths in case.micro_batches]
-            for detail in ("shape", "micro_batches", "changed_document", "seed", "options", "rotary_percent"):
-                del settings[detail]
-            rows.append(
-                {"suite": name, "ranks": ranks, **settings, **figures, "worst": _worst(figures), "limit": limit}
-            )
+            row = {"suite": name, "ranks": world.ranks, **_settings(case, kinds), **figures}
+            rows.append(row | {"worst": _worst(figures), "limit": limit})
     return rows
+
+
+def _settings(case: ParityCase, kinds: bool) -> dict[str, Any]:
+    """The case by its fields, without the sizes of its model; ``kinds`` adds its documents and options."""
+    settings = asdict(case)
+    settings["documents"] = case.micro_batches if kinds else [len(lengths) for lengths in case.micro_batches]
+    for detail in ("shape", "micro_batches", "changed_document", "seed", "options", "rotary_percent"):
+        del settings[detail]
+    settings["config"] = {name: _plain(value) for name, value in case.config.items()}
+    if kinds:
+        asked = {each.name: getattr(case.options, each.name) for each in fields(case.options)}
+        default = type(case.options)()
+        settings["options"] = {name: str(given) for name, given in asked.items() if given != getattr(default, name)}
+        settings["rotary_percent"] = case.rotary_percent
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    """A field's value as JSON has it; a function's name."""
+    return getattr(getattr(value, "func", value), "__name__", value)
 
 
 def _worst(figures: Mapping[str, float]) -> float:
@@ -103,18 +138,22 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from distca.log import console
 
     table = Table(title="disaggregated training against unmodified megatron-core", title_justify="left")
-    for column in ("suite", "ranks", "TP", "cases", "worst", "limit", ""):
+    for column in ("suite", "ranks", "TP", "PP", "cases", "worst", "limit", ""):
         table.add_column(column)
-    for key in sorted({(row["suite"], row["ranks"], row["tp"]) for row in rows}):
-        same = [row for row in rows if (row["suite"], row["ranks"], row["tp"]) == key]
+    for key in sorted({_layout(row) for row in rows}):
+        same = [row for row in rows if _layout(row) == key]
         worst, limit = max(row["worst"] for row in same), same[0]["limit"]
         verdict = Text("agrees", "green") if _agree(same) else Text("differs", "bold red")
-        table.add_row(key[0], str(key[1]), str(key[2]), str(len(same)), f"{worst:.3g}", f"{limit:g}", verdict)
+        table.add_row(*map(str, key), str(len(same)), f"{worst:.3g}", f"{limit:g}", verdict)
     console().print(table)
 
 
-def _write(path: Path, rows: list[dict[str, Any]], hardware: str) -> None:
-    from distca.versions import versions, write_report
+def _layout(row: Mapping[str, Any]) -> tuple[str, int, int, int]:
+    return row["suite"], row["ranks"], row["tp"], row["pp"]
 
-    report = {"command": f"distca parity --output {path}", "hardware": hardware, "versions": versions(), "cases": rows}
+
+def _write(path: Path, rows: list[dict[str, Any]], hardware: str) -> None:
+    from distca.versions import command_line, versions, write_report
+
+    report = {"command": command_line("distca"), "hardware": hardware, "versions": versions(), "cases": rows}
     write_report(path, report)

@@ -16,7 +16,9 @@ from distca.data.lengths import DATA_KINDS
 from distca.data.sampler import Sampler
 from distca.data.sources import passed_over
 from distca.errors import OptionError
-from distca.plan import CostModel, Links, analytic_cost, load_table, plan_micro_batch, training_tolerance
+from distca.plan import AttentionKind, CostModel, Links, analytic_cost, load_table, plan_micro_batch, training_tolerance
+from distca.plan.cost.analytic import cost_of_kind
+from distca.plan.kinds import numbered, windows_of
 from distca.plan.step_file import read_step
 from distca.words import rename_parameters
 
@@ -33,7 +35,9 @@ def plan(
     heads: int | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
-    layers: int = 1,
+    layers: int | None = None,
+    layer_types: str = "full",
+    window: int = 0,
     nano_batches: int = 1,
     resend: bool = False,
     tolerance: float | None = None,
@@ -57,7 +61,10 @@ def plan(
         heads: query heads per rank (32); a cost table has its own.
         kv_heads: key/value heads per rank (8); a cost table has its own.
         head_dim: size of a head (128); a cost table has its own.
-        layers: layers to count bytes for.
+        layers: layers to count bytes for; by default as many as layer_types.
+        layer_types: full or window for each layer, comma-separated, from the first on again where there are more
+            layers. Each kind has a plan of its own.
+        window: tokens that a token attends to in layers of type window, itself included.
         nano_batches: 1, or 2 for ping and pong.
         resend: plan the backward on its own, as pipelines need.
         tolerance: how far above the mean the slowest server may be; by default what training takes for so many.
@@ -78,10 +85,11 @@ def plan(
         printer().print(replanned(step))
         return
     check_least(1, ranks=ranks, tokens_per_rank=tokens_per_rank, layers=layers)
-    check_least(0, seed=seed, ranks_per_node=ranks_per_node)
+    check_least(0, seed=seed, ranks_per_node=ranks_per_node, window=window)
     check_least(1, nano_batches=nano_batches)
     check_most(2, nano_batches=nano_batches)
-    check_most(_MOST, ranks=ranks, layers=layers, ranks_per_node=ranks_per_node)
+    check_most(_MOST, ranks=ranks, layers=layers, ranks_per_node=ranks_per_node, window=window)
+    of_layers = _kinds_of_layers(layer_types, window, layers)
     if not os.path.isfile(lengths) and ranks * tokens_per_rank > MOST_TOKENS:
         most = MOST_TOKENS // ranks
         raise OptionError(f"--tokens_per_rank is {tokens_per_rank}; with --ranks {ranks} it must be at most {most}.")
@@ -96,6 +104,7 @@ def plan(
     if picture is not None:
         check_picture(picture)
     cost = costs(cost_table, heads, kv_heads, head_dim)
+    kinds, layer_kinds = numbered(of_layers)
     how: dict[str, Any] = {"tokenizer": tokenizer, "field": field, "conversations": conversations, "bad": bad}
     _check_read(lengths, how)
     documents = read_data(lengths, longest=ranks * tokens_per_rank, seed=seed, **how)
@@ -111,12 +120,35 @@ def plan(
         resend=resend,
         tolerance=tolerance,
         links=Links(ranks_per_node),
+        kinds=kinds,
+        costs=tuple(cost_of_kind(kind, cost) for kind in kinds),
+        layer_kinds=(layer_kinds,),
     )
-    printer().print(summary(made, layers))
+    printer().print(summary(made, len(of_layers)))
     if picture is not None:
         with writing("picture", picture):
             draw(made, picture, lengths)
         printer().print(f"Picture written to {picture}.", soft_wrap=True)
+
+
+def _kinds_of_layers(layer_types: str, window: int, layers: int | None) -> list[AttentionKind]:
+    """The kind of every layer.
+
+    Raises:
+        OptionError: a type is neither full nor window, there are more types than layers, or a window without a layer
+            of its type, or the other way round.
+    """
+    types = [each.strip() for each in layer_types.split(",")]
+    if not set(types) <= {"full", "window"}:
+        raise OptionError(f"--layer_types is {layer_types!r}; it must be full and window, comma-separated.")
+    if layers is not None and layers < len(types):
+        raise OptionError(f"--layers is {layers}, but --layer_types names {len(types)} layers; it must be no less.")
+    if (window > 0) != ("window" in types):
+        raise OptionError(
+            f"--window is {window} with --layer_types {layer_types}; it must be at least 1 where a layer is of type "
+            "window, and 0 elsewhere."
+        )
+    return [AttentionKind(1.0, each) for each in windows_of(types, window, layers or len(types))]
 
 
 def _check_alone(path: str, given: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distca.plan import MicroBatchPlan, Traffic, imbalance, makespan_bound, traffic
+from distca.train.metrics.plots import colors_of
 from distca.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
 
 
 def kind_rows(made: MicroBatchPlan) -> list[tuple[str, str]]:
-    """What the plan of each kind of layer achieves, where the model has several."""
+    """A row for the plan of each kind of layer, where the model has several."""
     names = made.step.options.names_of_combinations
     if len(names) == 1:
         return []
@@ -162,14 +163,21 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
     title = f"{lengths}: {documents}, {tokens} on {count(ranks, 'rank')}"
     figure.suptitle(title, parse_math=False)  # a path may have dollars
     before, after, who = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
-    top = 1.05 * max(float(made.seconds_before.max()), float(made.seconds_after.max())) * 1e3
-    for axes, seconds, title in (
-        (before, made.seconds_before, "documents in order, at home"),
-        (after, made.seconds_after, "planned"),
-    ):
-        axes.bar(np.arange(ranks), seconds * 1e3, width=1.0)
-        axes.axhline(float(seconds.mean()) * 1e3, color="black", linewidth=0.8)
-        axes.set(title=title, xlabel="rank", ylabel="attention ms, one layer, fwd + bwd", ylim=(0, top))
+    balance = made.step.balance()
+    series = [by_kind.sum(axis=1) * 1e3 for by_kind in (balance.before_by_kind, balance.after_by_kind)]
+    names = [kind.name for kind in made.step.options.kinds]
+    several = len(names) > 1
+    top = (1.05 + 0.1 * several * len(names)) * max(float(each.sum(axis=0).max()) for each in series)
+    unit = "attention ms, mean of all layers" if several else "attention ms, one layer"
+    for axes, by_kind, title in zip((before, after), series, ("documents in order, at home", "planned"), strict=True):
+        below = np.zeros(ranks)
+        for name, milliseconds, color in zip(names, by_kind, colors_of(names), strict=True):
+            axes.bar(np.arange(ranks), milliseconds, 1.0, below, label=name, color=color)
+            below = below + milliseconds
+        axes.axhline(float(below.mean()), color="black", linewidth=0.8)
+        axes.set(title=title, xlabel="rank", ylabel=f"{unit}, fwd + bwd", ylim=(0, top))
+    if several:
+        before.legend(frameon=False, loc="upper right", reverse=True)
     image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto", vmin=0)
     who.set(title="who computes for whom", xlabel="server", ylabel="home rank")
     figure.colorbar(image, ax=who, label="forward ms")

@@ -48,7 +48,7 @@ def replanned(inputs: StepInputs) -> Table:
 
 
 def _combination_rows(plan: StepPlan) -> list[tuple[str, str]]:
-    """What each combination of kinds achieves, where the stages' layers have several."""
+    """A row for each combination of kinds, where the stages' layers have several."""
     names = plan.options.names_of_combinations
     if len(names) == 1:
         return []

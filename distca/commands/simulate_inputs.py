@@ -8,16 +8,18 @@ from typing import Any
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.data.mixes import MIX_NAMES, sample_mix
 from distca.errors import OptionError
+from distca.models.shape import ModelShape
 from distca.plan import CostModel, analytic_cost
 from distca.plan.cost.table_file import find_table, open_table
-from distca.simulate import MODELS, Job, Model, Workload
+from distca.simulate import MODELS, Job, Workload, dense
 from distca.simulate.kernel_rate import at_rate
+from distca.simulate.model import heads_of_rank
 
 _MOST_SIZE = 2**31 - 1
 _MORE: dict[str, Any] = {"tie_embeddings": False, "sinks": False, "layer_types": ["full"], "window": 0}
 
 
-def read_model(name: str) -> Model:
+def read_model(name: str) -> ModelShape:
     """A shape by name, or that of a configuration file.
 
     Raises:
@@ -51,12 +53,12 @@ def read_model(name: str) -> Model:
             "one or give head_dim."
         )
     head_dim = {"head_dim": sizes["hidden"] // sizes["heads"]}
-    windows = _windows(name, more["layer_types"], more["window"])
-    return Model(**head_dim | sizes, tied=more["tie_embeddings"], windows=windows, sinks=more["sinks"])
+    _check_windows(name, more["layer_types"], more["window"])
+    return dense(**head_dim | sizes, **more)
 
 
-def _windows(name: str, types: Any, window: Any) -> tuple[int, ...]:
-    """Keys that a query sees by layer, as a run with these settings has it.
+def _check_windows(name: str, types: Any, window: Any) -> None:
+    """Refuse layers with windows that a run with these settings would not have.
 
     Raises:
         OptionError: they are no types and no window, or lack one.
@@ -68,10 +70,9 @@ def _windows(name: str, types: Any, window: Any) -> tuple[int, ...]:
             f"--model {name} has window {window!r} with layer_types {types}; it must be a whole number of 1 or more "
             "where there are layers of type window, else 0."
         )
-    return tuple(window if each == "window" else 0 for each in types)
 
 
-def read_costs(shape: Model, tp: int, cost_table: str | None, tflops: float | None) -> CostModel:
+def read_costs(shape: ModelShape, tp: int, cost_table: str | None, tflops: float | None) -> CostModel:
     """Seconds per CA-task for the heads of a tensor-parallel rank.
 
     Args:
@@ -84,7 +85,7 @@ def read_costs(shape: Model, tp: int, cost_table: str | None, tflops: float | No
         SimulationError: ``tp`` does not divide the heads, or the rate is not above 0.
         PlanError: the table is unusable, or one of other heads.
     """
-    part = shape.shape(tp)
+    part = heads_of_rank(shape, tp)
     heads = (part.heads, part.kv_heads, part.head_dim)
     cost: CostModel | None
     if cost_table is not None:

@@ -15,8 +15,8 @@ from distca.models.families.common import COMMON, ELSEWHERE
 from distca.models.families.family import Composite, Family
 from distca.models.families.unserved import UNSERVED
 from distca.models.fields import Values, read_fields
-from distca.models.rope import RopeScaling
 from distca.models.rope_fields import Rope, read_rope, split_rope
+from distca.models.shape import LayerType, ModelShape
 from distca.models.stored import has_tensor
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
@@ -29,51 +29,18 @@ _OUTPUT = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDescription:
-    """A dense decoder: LLaMA's layers, or a variant of them.
+class ModelDescription(ModelShape):
+    """What a folder's model is: its shape, with the head's width and the vocabulary given, and what is beside it.
 
     Attributes:
         family: its model_type, such as llama.
-        layers: transformer layers.
-        hidden: width of the residual stream.
-        ffn: width inside the MLP.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: width of a head.
-        vocabulary: rows of the embedding.
-        rope_base: base of the rotary frequencies.
-        rope_scaling: how they are stretched; its original_length is always set.
-        norm_epsilon: epsilon of RMSNorm.
-        tie_embeddings: the output layer's weights are the embedding's.
-        qkv_bias: the projections of q, k and v have a bias.
-        qk_norm: query and key heads are normed before the rotation.
         positions: max_position_embeddings.
-        layer_types: full or window, for each layer, or one for all: what a token attends to, its whole document up to
-            itself, or the last tokens of it.
-        window: tokens that a token attends to in layers of type window, itself included; 0 where there are none.
-        variant: what its layers do differently from LLaMA's.
         dtype: of the weights, as config.json has it; None where it does not say.
         warnings: sentences on what config.json has and is left out.
     """
 
     family: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    rope_base: float
-    rope_scaling: RopeScaling
-    norm_epsilon: float
-    tie_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
     positions: int
-    layer_types: list[str] = field(default_factory=lambda: ["full"])
-    window: int = 0
-    variant: Variant = field(default_factory=Variant)
     dtype: str | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
@@ -213,9 +180,10 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         rope_config, window_base = split_rope(config, family.window_rope, where)
     rope = read_rope(rope_config, said["max_position_embeddings"], family, where)
     head_dim = _head_dim(said.get("head_dim"), hidden, heads, where)
+    rotated = _rotated(head_dim, rope, where)
     if heads % kv_heads:
         raise ModelError(f"{where} has {heads} query heads, which {kv_heads} key and value heads do not divide.")
-    if rope.scaling.kind == "dynamic" and head_dim == 2:
+    if (rope.scaling.kind == "dynamic" or rope.alpha is not None) and rotated == 2:
         raise ModelError(f"{where} has heads of 2, for which dynamic scaling has no base; it needs 4 at least.")
     layer_types, window = read_window(family, said, where)
     return ModelDescription(
@@ -227,7 +195,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocabulary=said["vocab_size"],
-        rope_base=rope.base,
+        rope_base=rope.base if rope.alpha is None else rope.base * rope.alpha ** (rotated / (rotated - 2)),
         rope_scaling=rope.scaling,
         norm_epsilon=said[family.epsilon],
         tie_embeddings=bool(said["tie_word_embeddings"]),
@@ -243,7 +211,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
 
 
 def _variant(
-    family: Family, said: Mapping[str, Any], rope: Rope, layer_types: list[str], window_base: float
+    family: Family, said: Mapping[str, Any], rope: Rope, layer_types: list[LayerType], window_base: float
 ) -> Variant:
     """What layers do differently from LLaMA's, by what was read of them."""
     variant = family.variant(said)
@@ -255,7 +223,7 @@ def _variant(
         variant,
         window_rope_base=window_base,
         unrotated_layers=unrotated,
-        rotary_percent=family.rotary_percent,
+        rotary_percent=rope.percent,
         query_beta=rope.query_beta,
         query_length=rope.query_length,
     )
@@ -268,6 +236,19 @@ def _dtype(values: Values, where: str) -> str | None:
     if dtype not in (None, *_DTYPES):
         raise ModelError(f"{where} has dtype {given!r}; it must be one of {', '.join(_DTYPES)}.")
     return dtype
+
+
+def _rotated(head_dim: int, rope: Rope, where: str) -> int:
+    """Dimensions of a head that positions turn."""
+    rotated = int(head_dim * rope.percent)
+    if not 0 < rope.percent <= 1 or rotated < 2 or rotated % 2:
+        raise ModelError(
+            f"{where} has partial_rotary_factor {rope.percent:g}; of heads of {head_dim} it must leave an even number, "
+            "at least 2."
+        )
+    if problem := rope.scaling.frequencies_problem(rotated):
+        raise ModelError(f"In the scaling of rotary positions of {where} {problem}")
+    return rotated
 
 
 def _head_dim(given: int | None, hidden: int, heads: int, where: str) -> int:

@@ -37,12 +37,15 @@ def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any])
         fields["tie_word_embeddings"] = model.tie_embeddings  # else its class decides by the tensors
     if model.positions != began.positions:
         text["max_position_embeddings"] = model.positions
+        _keep_factor(text, began)
     if model.variant.window_rope_base and (model.rope_scaling, model.rope_base) != (
         began.rope_scaling,
         began.rope_base,
     ):
         _set_full_layers(text, model)
-    elif model.rope_scaling != began.rope_scaling:
+    elif model.rope_scaling != began.rope_scaling or (
+        model.rope_base != began.rope_base and "alpha" in (text.get(field_of_rope(text)) or {})
+    ):
         _set_scaling(text, model)
     elif model.rope_base != began.rope_base:
         _set_base(text, model.rope_base)
@@ -71,6 +74,13 @@ def _new(model: ModelDescription, dtype: str) -> dict[str, Any]:
     } | ({"sliding_window": None} if model.family == "mistral" else {})
 
 
+def _keep_factor(text: dict[str, Any], began: ModelDescription) -> None:
+    """Write down a factor that transformers takes from the positions, before these become others."""
+    rope = text.get(field_of_rope(text)) or {}
+    if began.rope_scaling.kind in ("yarn", "longrope") and rope.get("factor") is None:
+        rope["factor"] = began.rope_scaling.factor
+
+
 def _set_base(text: dict[str, Any], base: float) -> None:
     """Write another base where the first one was, or where transformers looks first."""
     inside = text.get(field_of_rope(text)) or {}
@@ -84,12 +94,17 @@ def _set_scaling(text: dict[str, Any], model: ModelDescription) -> None:
         scaling["llama_4_scaling_beta"] = model.variant.query_beta
         scaling["original_max_position_embeddings"] = model.variant.query_length
     newer = "rope_parameters" in text
+    part = (text.get(field_of_rope(text)) or {}).get("partial_rotary_factor")
     for name in _ROPE:
         text.pop(name, None)
     if newer:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_base, **scaling}
     else:
         text |= {"rope_theta": model.rope_base, "rope_scaling": scaling or None}
+    if part is not None:
+        text["partial_rotary_factor"] = part
+    if model.rope_scaling.kind == "longrope":  # Phi-3's class reads it here only
+        text["original_max_position_embeddings"] = model.rope_scaling.original_length
 
 
 def _set_full_layers(text: dict[str, Any], model: ModelDescription) -> None:
@@ -106,12 +121,16 @@ def _scaling_fields(model: ModelDescription) -> dict[str, Any]:
     if scaling.kind == "none":
         return {}
     fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind in ("llama3", "yarn"):
+    if scaling.kind in ("llama3", "yarn", "longrope"):
         fields["original_max_position_embeddings"] = scaling.original_length
     if scaling.kind == "llama3":
         fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling.kind == "yarn":
         fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
         if scaling.attention_factor is not None:  # else a later extension by another factor would keep it
+            fields["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "longrope":
+        fields |= {"short_factor": scaling.short_factors, "long_factor": scaling.long_factors}
+        if scaling.attention_factor is not None:
             fields["attention_factor"] = scaling.attention_factor
     return fields

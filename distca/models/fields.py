@@ -18,7 +18,7 @@ _LARGEST = 2**31 - 1
 _LONGEST_SHOWN = 60
 """Characters of a value in a message."""
 
-Kind = Literal["count", "index", "number", "switch", "switches", "pattern", "text", "texts", "fields"]
+Kind = Literal["count", "index", "number", "switch", "switches", "numbers", "pattern", "text", "texts", "fields"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ _WORDS: dict[Kind, str] = {
     "number": "a finite number above 0",
     "switch": "true or false",
     "switches": "a list of 0 and 1",
+    "numbers": "a list of finite numbers above 0",
     "pattern": "a whole number of at least 0, or a text",
     "text": "a text",
     "texts": "a list of texts",
@@ -104,6 +105,7 @@ _FITS: dict[Kind, Callable[[Any], bool]] = {
     "number": lambda value: is_number(value) and value > 0,
     "switch": lambda value: isinstance(value, bool),
     "switches": lambda value: isinstance(value, list) and all(_is_whole(each) and each in (0, 1) for each in value),
+    "numbers": lambda value: isinstance(value, list) and all(is_number(each) and each > 0 for each in value),
     "pattern": lambda value: isinstance(value, str) or (_is_whole(value) and value >= 0),
     "text": lambda value: isinstance(value, str),
     "texts": _is_texts,

@@ -14,8 +14,8 @@ from distca.models.rope import RopeScaling
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> torch.Tensor:
-    """[E] float32: the angle that every pair of a head turns per position. Those of kind dynamic are of documents that
-    are no longer than original_length."""
+    """[E] float32: the angle that every pair of a head turns per position. Those that go by length are of documents
+    that are no longer than original_length."""
     plain_E = 1.0 / _periods(head_dim, base)
     if scaling.kind == "linear":
         return plain_E / scaling.factor
@@ -23,18 +23,26 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tor
         return _llama3(plain_E, scaling)
     if scaling.kind == "yarn":
         return _yarn(head_dim, base, scaling)
+    if scaling.kind == "longrope":
+        return 1.0 / (torch.tensor(scaling.short_factors) * _periods(head_dim, base))
     return plain_E
 
 
-def dynamic_frequencies(head_dim: int, base: float, scaling: RopeScaling, lengths_N: torch.Tensor) -> torch.Tensor:
+def frequencies_by_length(head_dim: int, base: float, scaling: RopeScaling, lengths_N: torch.Tensor) -> torch.Tensor:
     """[N, E] float32 inverse frequencies of rows whose documents have different lengths.
 
     Args:
         head_dim: width of a head.
         base: of frequencies of short documents.
-        scaling: of kind dynamic.
+        scaling: that goes by the length of documents.
         lengths_N: int64 tokens of each row's document.
     """
+    if scaling.kind == "longrope":
+        short_E, long_E = (
+            1.0 / (torch.tensor(factors, device=lengths_N.device) * _periods(head_dim, base).to(lengths_N.device))
+            for factors in (scaling.short_factors, scaling.long_factors)
+        )
+        return torch.where((lengths_N > scaling.original_length)[:, None], long_E, short_E)
     factor, original = scaling.factor, scaling.original_length
     longer_N = lengths_N.clamp(min=original)
     stretch_N = factor * longer_N / original - (factor - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 _TAKEN = {
@@ -12,6 +12,7 @@ _TAKEN = {
     "dynamic": ("factor", "original_length"),
     "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "longrope": ("factor", "original_length", "attention_factor", "short_factors", "long_factors"),
 }
 """Fields that have an effect, by kind."""
 
@@ -23,18 +24,22 @@ class RopeScaling:
     Attributes:
         kind: none; linear = all frequencies divided by factor; dynamic = a larger base for documents longer than
             original_length, by each document's own length; llama3 = low frequencies divided by factor (LLaMA 3.1);
-            yarn = low frequencies divided by factor and attention scores sharpened.
+            yarn = low frequencies divided by factor and attention scores sharpened; longrope = each frequency divided
+            by a factor of its own, by each document's own length (Phi-4-mini).
         factor: how many times longer contexts become.
-        original_length: positions of the model's first training; needed by dynamic, llama3 and yarn.
+        original_length: positions of the model's first training; needed by all kinds but linear.
         low_freq_factor: of llama3; frequencies that turn fewer times over original_length are divided.
         high_freq_factor: of llama3; frequencies that turn more often over original_length stay.
         beta_fast: of yarn; frequencies that turn more often over original_length stay.
         beta_slow: of yarn; frequencies that turn fewer times over original_length are divided.
-        attention_factor: of yarn, on queries and on keys; null takes 0.1 ln(factor) + 1.
+        attention_factor: of yarn and longrope, on queries and on keys; null takes 0.1 ln(factor) + 1 with yarn, and
+            the root of 1 + ln(factor) / ln(original_length) with longrope.
         truncate: of yarn; the frequencies in between are bounded by whole numbers.
+        short_factors: of longrope; for each frequency, what it is divided by in documents of up to original_length.
+        long_factors: of longrope; the same in longer documents.
     """
 
-    kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    kind: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
     original_length: int = 0
     low_freq_factor: float = 1.0
@@ -43,15 +48,24 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    short_factors: list[float] = field(default_factory=list)
+    long_factors: list[float] = field(default_factory=list)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies go by the length of each document."""
+        return self.kind in ("dynamic", "longrope")
 
     @property
     def resolved_attention_factor(self) -> float:
-        """Factor on queries and on keys; 1 for all kinds but yarn."""
-        if self.kind != "yarn":
+        """Factor on queries and on keys; 1 for all kinds but yarn and longrope."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
-        if self.attention_factor is None:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind == "yarn":
             return yarn_magnitude(self.factor)
-        return self.attention_factor
+        return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
 
     def problems(self) -> list[str]:
         """What cannot work, in words, each beginning with the field's name; empty where all is well."""
@@ -74,7 +88,34 @@ class RopeScaling:
             found.append(
                 f"beta_slow is {self.beta_slow:g}; it must be above 0 and not above beta_fast {self.beta_fast:g}."
             )
+        if self.kind == "longrope":
+            found += self._problems_of_factors()
         return found
+
+    def _problems_of_factors(self) -> list[str]:
+        found = []
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if not factors or not all(0 < each < math.inf for each in factors):
+                found.append(f"{name} is {factors}; it must have a number above 0 for each frequency.")
+        if len(self.short_factors) != len(self.long_factors):
+            found.append(
+                f"short_factors has {len(self.short_factors)} numbers and long_factors {len(self.long_factors)}; both "
+                "must have one for each frequency."
+            )
+        if self.original_length == 1 and self.attention_factor is None:
+            found.append("original_length is 1, with which longrope has no attention factor; set attention_factor.")
+        return found
+
+    def frequencies_problem(self, rotated: int) -> str | None:
+        """What is wrong with the number of longrope's factors, beginning with the field's name; None if nothing is.
+
+        Args:
+            rotated: dimensions of a head that positions turn, two for each frequency.
+        """
+        if self.kind != "longrope" or len(self.short_factors) == rotated // 2:
+            return None
+        return f"short_factors has {len(self.short_factors)} numbers, but a head has {rotated // 2} frequencies."
 
     def unused(self, first: RopeScaling) -> list[str]:
         """What was set and does nothing, in words, each beginning with the field's name.
@@ -93,8 +134,8 @@ class RopeScaling:
         return found
 
     def _is_idle(self) -> bool:
-        """Whether positions turn as without; dynamic goes by the length of a document too."""
-        return self.kind not in ("none", "dynamic") and self.factor == 1 and self.resolved_attention_factor == 1
+        """Whether positions turn as without; some kinds go by the length of a document too."""
+        return self.kind != "none" and not self.by_length and self.factor == 1 and self.resolved_attention_factor == 1
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ from distca.models.fields import OFF, REQUIRED, Field, Inert, Only, Read, read_f
 from distca.models.rope import RopeScaling, yarn_magnitude
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
-_OF_LONGROPE = Inert("Only longrope reads it, which is not served.")
+_OF_LONGROPE = Inert("Only longrope reads it.")
 
 _FIELDS: Final[dict[str, Field]] = {
     "rope_type": Read("text", None),
@@ -51,6 +51,8 @@ class Rope:
         base: of the frequencies.
         scaling: how they are stretched; its original_length is always set.
         warnings: sentences on what is left out.
+        percent: the part of each head that positions turn.
+        alpha: by which documents are longer whatever their length, so that the base is larger; None where it is not.
         query_beta: how much queries grow with their position; 0 where they do not.
         query_length: the positions within which they stay.
     """
@@ -58,6 +60,8 @@ class Rope:
     base: float
     scaling: RopeScaling
     warnings: tuple[str, ...]
+    percent: float = 1.0
+    alpha: float | None = None
     query_beta: float = 0.0
     query_length: int = 0
 
@@ -124,11 +128,17 @@ def read_rope(config: Mapping[str, Any], positions: int, family: Family, where: 
     if base <= 1:
         raise ModelError(f"{where} has rope_theta {base:g}; it must be above 1.")
     kind = "default" if (given := said["rope_type"] or said["type"]) is None else given
+    alpha = said.get("alpha") if family.alpha else None
+    if alpha is not None:
+        if kind != "dynamic":
+            raise ModelError(f"{where} has alpha in {name}, which is read with dynamic scaling only; remove it.")
+        kind = "default"
     if kind not in kinds:
         served = [each for each in kinds if each != "default"]
         but = f"served are {_listed(served)}" if served else "this model type is served without scaling only"
         raise ModelError(f"{where} has {kind!r} in {name}, but {but}.")
-    outside = config.get("original_max_position_embeddings")
+    field = family.fields.get("original_max_position_embeddings")
+    outside = config.get("original_max_position_embeddings", field.default if isinstance(field, Read) else None)
     try:
         scaling = _scaling(said, kind, outside, positions)
     except KeyError as missing:
@@ -138,15 +148,28 @@ def read_rope(config: Mapping[str, Any], positions: int, family: Family, where: 
     beta, length = 0.0, 0
     if family.scales_queries:
         beta, length = said["llama_4_scaling_beta"], said["original_max_position_embeddings"]
-    return Rope(float(base), scaling, values.warnings, beta, length)
+    percent = family.rotary_percent
+    if percent is None:
+        percent = next(
+            each
+            for each in (said["partial_rotary_factor"], config.get("partial_rotary_factor"), 1.0)
+            if each is not None
+        )
+    return Rope(float(base), scaling, values.warnings, float(percent), alpha, beta, length)
 
 
 def _own_fields(family: Family) -> dict[str, Field]:
     """The fields that a family's class reads in its own way."""
     part, scales = family.rotary_percent, family.scales_queries
     served: dict[str, Field] = {
-        "partial_rotary_factor": Only((None, part), f"rotary positions turn {part:g} of a head here")
+        "partial_rotary_factor": Read("number", None, optional=True)
+        if part is None
+        else Only((None, part), f"rotary positions turn {part:g} of a head here")
     }
+    if family.alpha:
+        served["alpha"] = Read("number", None, optional=True)
+    if "longrope" in family.rope_kinds:
+        served |= {name: Read("numbers", None, optional=True) for name in ("short_factor", "long_factor")}
     if scales:
         served |= {"llama_4_scaling_beta": Read("number"), "original_max_position_embeddings": Read("count")}
     return served
@@ -174,7 +197,7 @@ def _scaling(said: Mapping[str, Any], kind: str, outside: int | None, positions:
     # transformers takes the field beside the others first, and for dynamic the context of the model itself.
     original = outside or said["original_max_position_embeddings"]
     original = positions if kind in ("dynamic", "linear") or original is None else original
-    inferred = positions / original if kind == "yarn" and said["factor"] is None else None
+    inferred = positions / original if kind in ("yarn", "longrope") and said["factor"] is None else None
     factor = _needed(said, "factor", inferred)
     return RopeScaling(
         kind=kind,  # type: ignore[arg-type]  # one of those that the family has
@@ -184,9 +207,20 @@ def _scaling(said: Mapping[str, Any], kind: str, outside: int | None, positions:
         high_freq_factor=_needed(said, "high_freq_factor", REQUIRED if kind == "llama3" else 4.0),
         beta_fast=said["beta_fast"] or 32.0,
         beta_slow=said["beta_slow"] or 1.0,
-        attention_factor=_attention_factor(said, factor),
+        attention_factor=said["attention_factor"] if kind == "longrope" else _attention_factor(said, factor),
         truncate=said["truncate"],
+        **_factors(said, kind),
     )
+
+
+def _factors(said: Mapping[str, Any], kind: str) -> dict[str, list[float]]:
+    """Those of longrope, for each frequency."""
+    if kind != "longrope":
+        return {}
+    for name in ("short_factor", "long_factor"):
+        if said[name] is None:
+            raise KeyError(name)
+    return {f"{part}_factors": list(map(float, said[f"{part}_factor"])) for part in ("short", "long")}
 
 
 def _needed(said: Mapping[str, Any], name: str, default: Any) -> float:

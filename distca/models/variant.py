@@ -19,6 +19,7 @@ class Variant:
         norms: where norms are; pre = before attention and MLP, post = behind them (OLMo 2), both = before and behind
             (Gemma).
         query_key_norm: what norms of queries and keys go over; head = each head, width = all heads together (OLMo 2).
+        norm_after_rotation: these norms come behind the rotation (Hunyuan), not before it.
         parallel_mlp: the MLP reads what attention reads, and both are added at once (Cohere).
         attention_output_bias: the projection behind attention has a bias.
         score_scale: factor on attention scores; 0 takes one over the root of the head's width.
@@ -41,6 +42,7 @@ class Variant:
     zero_centered_norms: bool = False
     norms: Literal["pre", "both", "post"] = "pre"
     query_key_norm: Literal["head", "width"] = "head"
+    norm_after_rotation: bool = False
     parallel_mlp: bool = False
     attention_output_bias: bool = False
     score_scale: float = 0.0
@@ -58,8 +60,9 @@ class Variant:
 
     @property
     def turns_alike(self) -> bool:
-        """Positions turn all of every head, in all layers alike."""
-        return self.rotary_percent == 1.0 and not self.unrotated_layers and not self.window_rope_base
+        """Positions turn all of every head, in all layers alike, and an attention factor on them is one on scores."""
+        alike = self.rotary_percent == 1.0 and not self.unrotated_layers and not self.window_rope_base
+        return alike and not self.norm_after_rotation  # such norms take a factor away again
 
     @property
     def own_layers(self) -> bool:

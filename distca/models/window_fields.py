@@ -8,11 +8,12 @@ from typing import Any
 from distca.errors import ModelError
 from distca.models.families.family import Family
 from distca.models.fields import shown
+from distca.models.shape import LayerType
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
-def read_window(family: Family, said: Mapping[str, Any], where: str) -> tuple[list[str], int]:
+def read_window(family: Family, said: Mapping[str, Any], where: str) -> tuple[list[LayerType], int]:
     """Which layers attend to whole documents ("full") and which to the last tokens of them ("window"), and to how many,
     the token itself included; 0 where no layer has a window. The types are one where all layers have the same.
 
@@ -52,7 +53,7 @@ def read_window(family: Family, said: Mapping[str, Any], where: str) -> tuple[li
     return ["window"] if all(has_window) else ["window" if each else "full" for each in has_window], window
 
 
-def _unrotated(family: Family, said: Mapping[str, Any], where: str) -> tuple[list[str], int]:
+def _unrotated(family: Family, said: Mapping[str, Any], where: str) -> tuple[list[LayerType], int]:
     """The same of a family whose windows, if use_sliding_window is true, are in layers without rotary positions."""
     window, layers = said["sliding_window"] if said["use_sliding_window"] else None, said["num_hidden_layers"]
     kinds, rotated = said["layer_types"], said["no_rope_layers"]

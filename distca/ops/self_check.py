@@ -14,7 +14,7 @@ import torch
 from distca.cluster.verdict import first_objection
 from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
 from distca.ops.output_loss import add_product
-from distca.ops.rms_norm import rms_norm
+from distca.ops.rms_norm import add_rms_norm, rms_norm
 from distca.ops.rotary import Rotation, split_and_rotate
 from distca.ops.swiglu import swiglu
 from distca.ops.triton import Operation, refuse
@@ -136,7 +136,9 @@ def _operations(widths: Widths) -> dict[Operation, Callable[[_Draw], Outputs]]:
     return {
         "rotation": lambda draw: _rotation(draw, widths),
         "SwiGLU": lambda draw: _swiglu(draw, widths.ffn),
-        "RMSNorm": lambda draw: _norm(draw, widths.hidden) | _norm(draw, widths.head_dim, "of a head "),
+        "RMSNorm": lambda draw: (
+            _norm(draw, widths.hidden) | _norm(draw, widths.head_dim, "of a head ") | _added_norm(draw, widths.hidden)
+        ),
         "cross-entropy": _cross_entropy,
         "weight gradients": _weight_gradients,
     }
@@ -165,6 +167,18 @@ def _norm(draw: _Draw, columns: int, of: str = "") -> Outputs:
     out = rms_norm(x, weight, 1e-5)
     d_x, d_weight = torch.autograd.grad(out, (x, weight), draw(_ROWS, columns))
     return {f"the output {of}": out, f"the input's gradient {of}": d_x, f"the weight's gradient {of}": d_weight[None]}
+
+
+def _added_norm(draw: _Draw, columns: int) -> Outputs:
+    """A layer's way: a branch is added and the sum normalised, with a branch from there, and so on."""
+    x, branch, weight = (draw(*shape).requires_grad_() for shape in ((_ROWS, columns), (_ROWS, columns), (columns,)))
+    total, normed = add_rms_norm(x, branch, weight, 1e-5)
+    same, again = add_rms_norm(total, None, weight, 1e-5)
+    upstream = [draw(_ROWS, columns) for _ in range(3)]
+    outputs = {"the sum": total, "the sum's norm": normed, "the sum's norm again": again}
+    found = torch.autograd.grad((same, normed, again), (x, branch, weight), upstream)
+    names = ("the residual stream's gradient", "the branch's gradient", "the weight's gradient of sums")
+    return outputs | dict(zip(names, (*found[:2], found[2][None]), strict=True))
 
 
 def _cross_entropy(draw: _Draw) -> Outputs:

@@ -47,6 +47,11 @@ class AttentionKind:
         return ", ".join(parts)
 
 
+def usual_scale(head_dim: int) -> float:
+    """Factor on the products of queries and keys where nothing else is said: one over the root of the head's width."""
+    return float(head_dim**-0.5)
+
+
 def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[int, ...]:
     """By layer, the keys that a query sees; 0 for all before it.
 

@@ -96,17 +96,19 @@ class Traffic:
 def server_seconds(plan: Plan, cost: CostModel | Sequence[CostModel], direction: Direction) -> np.ndarray:
     """[R] seconds of every server's fused batch; "both" adds forward and backward. ``cost`` is of all kinds of layers,
     or by kind."""
-    tasks, ranks = plan.tasks, plan.layout.ranks
     costs = cost if isinstance(cost, Sequence) else (cost,)
-    if len(costs) == 1:
-        seconds = costs[0].per_direction(direction, tasks.stop - tasks.start, tasks.stop).sum(axis=0)
-        return np.bincount(tasks.server, weights=seconds, minlength=ranks)
-    total = np.zeros(ranks)
-    for number, each in enumerate(costs):
-        some = tasks.take(plan.kind_of_task == number)
-        seconds = each.per_direction(direction, some.stop - some.start, some.stop).sum(axis=0)
-        total += np.bincount(some.server, weights=seconds, minlength=ranks)
-    return total
+    return np.asarray(seconds_by_kind(plan, costs, direction).sum(axis=0))
+
+
+def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction) -> np.ndarray:
+    """[K, R] the same of each kind's tasks, by kind; all tasks where there is one kind."""
+    tasks, ranks = plan.tasks, plan.layout.ranks
+    found = np.zeros((len(costs), ranks))
+    for number, cost in enumerate(costs):
+        some = tasks if len(costs) == 1 else tasks.take(plan.kind_of_task == number)
+        seconds = cost.per_direction(direction, some.stop - some.start, some.stop).sum(axis=0)
+        found[number] = np.bincount(some.server, weights=seconds, minlength=ranks)
+    return found
 
 
 def context_rows(plan: Plan) -> tuple[np.ndarray, np.ndarray]:

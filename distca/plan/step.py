@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from distca.errors import PlanError
 from distca.plan.choice import Scheduler, cheaper, once, price_of
 from distca.plan.cost.model import Direction
 from distca.plan.layout import Layout
-from distca.plan.metrics import server_seconds, traffic
+from distca.plan.metrics import seconds_by_kind, traffic
 from distca.plan.options import PlanOptions
 from distca.plan.phases import Phase, at_home, other_seconds, plan_phases, scheduler_of
 from distca.plan.place.lay_out import lay_out
@@ -98,10 +98,17 @@ class StepPlan:
 
     def seconds_before(self) -> np.ndarray:
         """[P, R] attention seconds of one layer with documents in order, computed at home."""
+        return np.asarray(self._in_order().seconds_by_kind().sum(axis=0))
+
+    def seconds_by_kind(self) -> np.ndarray:
+        """[K, P, R] attention seconds of one layer as planned, by kind."""
+        return np.stack([_seconds(phase, self.options, direction) for direction, phase in self.phases], axis=1)
+
+    def _in_order(self) -> StepPlan:
+        """The step with documents in order, computed at home."""
         in_order = [_lay_out(self.options, *each) for each in zip(self.lengths, self.homes, strict=True)]
         forward, backward = plan_phases(in_order, self.options, at_home)
-        before = replace(self, forward=forward, backward=backward)
-        return np.stack([_seconds(phase, self.options, direction) for direction, phase in before.phases])
+        return replace(self, forward=forward, backward=backward)
 
     def of_combination(self, number: int) -> StepPlan:
         """The same step of a model that has only the layers of one combination of the stages' kinds."""
@@ -117,8 +124,8 @@ class StepPlan:
         """What the plan achieves; costs about as much as planning did."""
         options, phases = self.options, self.phases
         return StepBalance(
-            self.seconds_before(),
-            np.stack([_seconds(phase, options, direction) for direction, phase in phases]),
+            self._in_order().seconds_by_kind(),
+            self.seconds_by_kind(),
             np.stack(
                 [
                     np.sum([other_seconds(options, plan.layout, direction) for plan in phase.plans], axis=0)
@@ -131,20 +138,30 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepBalance:
-    """How level a step's phases are. Array legend: P phases, all forward ones first, R ranks of the pool. Figures of
-    one layer are the mean over a stage's layers, which may be of several kinds.
+    """How level a step's phases are. Array legend: P phases, all forward ones first, R ranks of the pool, K kinds of
+    attention layers. Figures of one layer are the mean over a stage's layers, which may be of several kinds.
 
     Attributes:
-        seconds_before: [P, R] attention seconds of one layer with documents in order, computed at home.
-        seconds_after: [P, R] the same as planned.
+        before_by_kind: [K, P, R] attention seconds of one layer with documents in order, computed at home.
+        after_by_kind: [K, P, R] the same as planned.
         other_seconds: [P, R] non-attention seconds of one layer that plans count; 0 where they level attention alone.
         bytes_moved: bytes that travel for one layer of every stage in the whole step.
     """
 
-    seconds_before: np.ndarray
-    seconds_after: np.ndarray
+    before_by_kind: np.ndarray
+    after_by_kind: np.ndarray
     other_seconds: np.ndarray
     bytes_moved: int
+
+    @cached_property
+    def seconds_before(self) -> np.ndarray:
+        """[P, R] that of all kinds together."""
+        return np.asarray(self.before_by_kind.sum(axis=0))
+
+    @cached_property
+    def seconds_after(self) -> np.ndarray:
+        """[P, R] that of all kinds together."""
+        return np.asarray(self.after_by_kind.sum(axis=0))
 
 
 def plan_step(
@@ -223,10 +240,10 @@ def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None
 
 
 def _seconds(phase: Phase, options: PlanOptions, direction: Direction) -> np.ndarray:
-    """[R] seconds of one layer, in the mean over a stage's layers."""
+    """[K, R] seconds of one layer by kind, in the mean over a stage's layers."""
     return np.asarray(
         sum(
-            share * np.sum([server_seconds(plan, options.cost_of_kind, direction) for plan in plans], axis=0)
+            share * np.sum([seconds_by_kind(plan, options.cost_of_kind, direction) for plan in plans], axis=0)
             for share, plans in zip(options.shares_of_layers.tolist(), phase.by_combination, strict=True)
         )
     )

@@ -21,7 +21,7 @@ import torch
 
 from distca.attention.sink import sink_gradient, with_sink
 from distca.runtime.device_routes import NanoRoutes
-from distca.runtime.kept_rows import HomeRows, Keep, Resend, ServerRows, behind
+from distca.runtime.kept_rows import HomeRows, Keep, Resend, ServerRows, behind, moved
 from distca.runtime.server import (
     AttentionPool,
     Sums,
@@ -126,9 +126,9 @@ class AttentionCall:
         route = self._routes.forward
         sent_kv = behind(prefix_N2GD, kv_N2GD)
         self._home_rows = (len(q_NHD), len(sent_kv))
-        q = q_NHD.new_empty(route.q_rows, *q_NHD.shape[1:])
-        kv = kv_N2GD.new_empty(route.kv_rows, *kv_N2GD.shape[1:])
-        self._launch("q,k,v", "forward", Part(q_NHD, q, route.q_to_server), Part(sent_kv, kv, route.kv_to_server))
+        q, parts = moved(q_NHD, route.q_to_server, route.q_rows)
+        kv, more = moved(sent_kv, route.kv_to_server, route.kv_rows)
+        self._launch("q,k,v", "forward", *parts, *more)
         self._server = ServerRows(q, kv)
         self._kept.launched(q_NHD, kv_N2GD, prefix_N2GD)
 
@@ -139,7 +139,7 @@ class AttentionCall:
         rows, route = self._server, self._routes.forward
         assert rows is not None
         regions = task_regions(rows.kv, self._kv_of_before(), route)
-        with self._pool.timeline.serve(*self._where, "forward"):
+        with self._pool.timeline.serve(*self._where, "forward", route.kinds):
             rows.o, rows.lse = serve_forward(self._pool.kernel, route, rows.q, regions)
         self._kept.served(rows)
 
@@ -153,9 +153,9 @@ class AttentionCall:
         sent = [rows.o]
         if self._sink is not None or self._kept.needs_lse_at_home:
             sent.append(rows.lse.contiguous())
-        moves = self._routes.forward.q_to_home
-        self._arriving = [self._rows_at_home(each, moves, self._home_rows[0]) for each in sent]
-        self._launch("o", "forward", *(Part(*each, moves) for each in zip(sent, self._arriving, strict=True)))
+        both = [self._moved_home(each, self._routes.forward.q_to_home) for each in sent]
+        self._arriving = [arriving for arriving, _ in both]
+        self._launch("o", "forward", *(part for _, parts in both for part in parts))
 
     def _join_o(self, has_backward: bool) -> torch.Tensor:
         self._join("o", "forward")
@@ -192,7 +192,7 @@ class AttentionCall:
         self._server = None
         regions = task_regions(rows.kv, self._kv_of_before(), route)
         assert rows.o is not None and rows.lse is not None
-        with self._pool.timeline.serve(*self._where, "backward"):
+        with self._pool.timeline.serve(*self._where, "backward", route.kinds):
             dq, dkv = serve_backward(self._pool.kernel, route, do, rows.q, regions, rows.o, rows.lse)
         if self._before is not None:
             self._before._later, self._before = sums_of_before(dkv, route), None
@@ -204,9 +204,9 @@ class AttentionCall:
     def _launch_gradients(self) -> None:
         route = self._routes.backward
         dq, dkv = self._gradients
-        dq_home = self._rows_at_home(dq, route.q_to_home, self._home_rows[0])
-        dkv_home = dkv.new_zeros(self._home_rows[1], *dkv.shape[1:])
-        self._launch("dq,dk,dv", "backward", Part(dq, dq_home, route.q_to_home), Part(dkv, dkv_home, route.kv_to_home))
+        dq_home, parts = self._moved_home(dq, route.q_to_home)
+        dkv_home, more = moved(dkv, route.kv_to_home, self._home_rows[1], torch.Tensor.new_zeros)
+        self._launch("dq,dk,dv", "backward", *parts, *more)
         self._gradients = (dq_home, dkv_home)
 
     def _join_gradients(self) -> tuple[torch.Tensor, ...]:
@@ -229,12 +229,12 @@ class AttentionCall:
         self._handle.wait()
         self._handle = None
 
-    @staticmethod
-    def _rows_at_home(like: torch.Tensor, moves: RowMoves, rows: int) -> torch.Tensor:
-        """A home tensor that the exchange fills; padding rows beyond it are zero."""
-        home = like.new_empty(rows, *like.shape[1:])
-        home[moves.destination_rows :] = 0
-        return home
+    def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
+        """Query rows at home, which an exchange fills; padding rows beyond it are zero."""
+        home, parts = moved(rows, moves, self._home_rows[0])
+        if parts:
+            home[moves.destination_rows :] = 0
+        return home, parts
 
 
 def _graph_token(device: torch.device) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -103,6 +104,11 @@ class ServerRoute:
     q_rows: int
     kv_rows: int
     region_rows: int
+
+    @cached_property
+    def kinds(self) -> str:
+        """Names of the kinds of layers that it has tasks of."""
+        return " and ".join(dict.fromkeys(each.kind.name for each in self.batches))
 
     @staticmethod
     def of(route: Route, kinds: Sequence[AttentionKind], device: Destination) -> ServerRoute:

@@ -34,8 +34,9 @@ class EmptyLayer:
     dtype: torch.dtype
     device: torch.device
 
-    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return (
+            hidden,
             torch.empty(0, self.heads, self.head_dim, dtype=self.dtype, device=self.device),
             torch.empty(0, 2, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device),
         )
@@ -59,7 +60,7 @@ def serve_forward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: Emp
 def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: EmptyLayer) -> None:
     """Serve a backward phase of others, in the order in which autograd runs it on ranks with tokens; arguments as of
     :func:`serve_forward`."""
-    q, kv = layer.pre(torch.empty(0), 0)
+    _, q, kv = layer.pre(torch.empty(0), 0)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     above: list[AttentionCall] = []
     for number, halves in reversed(list(enumerate(routes))):

@@ -5,6 +5,7 @@ Shape suffixes as in ``attention_call.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from distca.attention.sink import scaled
 from distca.device.offload import Offload, Parked, taken
 from distca.runtime.device_routes import NanoRoutes
-from distca.transport import Part
+from distca.transport import Part, RowMoves
 from distca.transport.gather_scatter import move_rows
 
 
@@ -50,6 +51,24 @@ class HomeRows:
     prefix: torch.Tensor | Parked | None = None
     o: torch.Tensor | Parked | None = None
     lse: torch.Tensor | Parked | None = None
+
+
+def moved(
+    source: torch.Tensor, moves: RowMoves, rows: int, new: Callable[..., torch.Tensor] = torch.Tensor.new_empty
+) -> tuple[torch.Tensor, list[Part]]:
+    """What arrives of ``source``, and the part of an exchange that brings it: ``source`` itself and no part, where all
+    rows stay in their places.
+
+    Args:
+        source: contiguous rows.
+        moves: where they go.
+        rows: of what arrives.
+        new: makes room for it.
+    """
+    if moves.in_place and rows <= len(source):
+        return source[:rows], []
+    arriving = new(source, (rows, *source.shape[1:]))
+    return arriving, [Part(source, arriving, moves)]
 
 
 class Keep:
@@ -97,18 +116,19 @@ class Keep:
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
         """What is sent to servers, the rows that arrive beside dO, and do_THD on this server."""
         route = self._route
-        do = do_NHD.new_empty(route.q_rows, *do_NHD.shape[1:])
-        parts = [Part(do_NHD, do, route.q_to_server)]
+        do, parts = moved(do_NHD, route.q_to_server, route.q_rows)
         if has_sinks:
             assert self._home_lse is not None
-            self._lse_with_sinks = self._home_lse.new_empty(route.q_rows, *self._home_lse.shape[1:])
-            parts.append(Part(self._home_lse.contiguous(), self._lse_with_sinks, route.q_to_server))
+            self._lse_with_sinks, more = moved(self._home_lse.contiguous(), route.q_to_server, route.q_rows)
+            parts += more
         return parts, None, do
 
     def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
         """All rows of this server, with sinks; o from the rows that were sent and those at home."""
         rows, route, sent, after = self._server, self._route, self._sent_o, self._lse_with_sinks
         assert rows is not None and sent is not None and self._home_o is not None and rows.lse is not None
+        if route.q_to_server.in_place:
+            return ServerRows(rows.q, rows.kv, self._home_o[: route.q_rows], rows.lse if after is None else after)
         elsewhere = route.q_to_home.send_index
         if after is not None:
             sent = scaled(sent, torch.exp(rows.lse.index_select(0, elsewhere) - after.index_select(0, elsewhere)))
@@ -174,8 +194,7 @@ class Resend:
         assert home is not None and home.o is not None and home.lse is not None
         q, kv, o, lse = (taken(each) for each in (home.q, home.kv, home.o, home.lse))
         kv = behind(None if home.prefix is None else taken(home.prefix), kv)
-        do = do_NHD.new_empty(route.q_rows, *do_NHD.shape[1:])
-        sent = [(do_NHD, do, route.q_to_server)]
+        do, parts = moved(do_NHD, route.q_to_server, route.q_rows)
         arriving = []
         for rows, moves, count in (
             (q, route.q_to_server, route.q_rows),
@@ -183,10 +202,11 @@ class Resend:
             (o, route.q_to_server, route.q_rows),
             (lse, route.q_to_server, route.q_rows),
         ):
-            arriving.append(rows.new_empty(count, *rows.shape[1:]))
-            sent.append((rows, arriving[-1], moves))
+            arrived, more = moved(rows, moves, count)
+            arriving.append(arrived)
+            parts += more
         self.home = None
-        return [Part(*each) for each in sent], ServerRows(*arriving), do
+        return parts, ServerRows(*arriving), do
 
     def rows_for_backward(self, arrived: ServerRows | None) -> ServerRows:
         """All rows of this server, as they arrived."""

@@ -31,12 +31,12 @@ class SplitLayer(Protocol):
         """[heads] learned scores without values of this rank's heads; None for a layer without sinks."""
         ...
 
-    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything before core attention: q_NHD and kv_N2GD."""
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Everything before core attention: the residual that :meth:`post` is to be given, q_NHD and kv_N2GD."""
         ...
 
     def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
-        """Everything after it; ``hidden`` is what pre was given (the residual)."""
+        """Everything after it; ``hidden`` is the residual that pre returned."""
         ...
 
 
@@ -90,7 +90,7 @@ class _Run:
         graph_tokens = []
         for nano, hidden in enumerate(state):
             with self._pool.timeline.compute("pre", 0, nano, "forward"):
-                q, kv = self._checkpoint(partial(self._layers[0].pre, nano=nano), hidden)
+                state[nano], q, kv = self._checkpoint(partial(self._layers[0].pre, nano=nano), hidden)
             graph_tokens.append(self._launch(0, nano, q, kv))
         return graph_tokens
 
@@ -133,5 +133,4 @@ class _Run:
 def _post_pre(
     layer: SplitLayer, following: SplitLayer, nano: int, o_NHD: torch.Tensor, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    hidden = layer.post(o_NHD, hidden, nano)
-    return hidden, *following.pre(hidden, nano)
+    return following.pre(layer.post(o_NHD, hidden, nano), nano)

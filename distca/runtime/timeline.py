@@ -53,22 +53,24 @@ class Timeline:
         self.recording = True
 
     @contextmanager
-    def compute(self, name: str, layer: int, nano: int, direction: str) -> Iterator[None]:
-        """Time work queued inside the block."""
+    def compute(self, name: str, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
+        """Time work queued inside the block; ``kinds`` of attention layers stand behind the span's name."""
         if not self.recording:
             yield
             return
         self.close()
         self.order.append(_entry(name, layer, nano, direction))
-        span = _Span(f"compute {NANO_NAMES[nano]}", f"{name} {layer} {direction}", self.clock.now())
+        shown = f"{name} {layer} {direction}" + f", {kinds}" * bool(kinds)
+        span = _Span(f"compute {NANO_NAMES[nano]}", shown, self.clock.now())
         self._spans.append(span)
         yield
         span.end = self.clock.now()
 
     @contextmanager
-    def serve(self, layer: int, nano: int, direction: str) -> Iterator[None]:
-        """Time the attention server; counted in :meth:`serve_seconds` also while nothing is recorded."""
-        with self.compute("serve", layer, nano, direction):
+    def serve(self, layer: int, nano: int, direction: str, kinds: str = "") -> Iterator[None]:
+        """Time the attention server, which computes layers of these kinds; counted in :meth:`serve_seconds` also while
+        nothing is recorded."""
+        with self.compute("serve", layer, nano, direction, kinds):
             start = self.clock.work()
             yield
             self._serves[direction].append((start, self.clock.work()))

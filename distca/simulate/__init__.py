@@ -3,7 +3,7 @@
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
 from distca.simulate.job import Job
-from distca.simulate.model import MODELS, Model
+from distca.simulate.model import MODELS, dense
 from distca.simulate.prediction import Prediction
 from distca.simulate.rates import Rates, load_rates
 from distca.simulate.simulation import simulate
@@ -13,11 +13,11 @@ __all__ = [
     "MODELS",
     "Cluster",
     "Job",
-    "Model",
     "Prediction",
     "Rates",
     "SimulationError",
     "Workload",
+    "dense",
     "load_rates",
     "simulate",
 ]

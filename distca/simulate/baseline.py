@@ -67,7 +67,7 @@ def work_of(job: Job) -> Work:
     tokens in layers with a window."""
     length = min(job.tokens_per_rank, 65_536)
     per_pair = per_token = 0.0
-    for kind in job.model.kinds:
+    for kind in job.model.attention_kinds:
         cost = job.costs[job.kinds.index(kind)]
         both = float(cost.per_direction("both", np.array([length]), np.array([length])).sum())
         if kind.window:
@@ -76,7 +76,7 @@ def work_of(job: Job) -> Work:
             per_pair += both / (length * (length + 1) / 2)
     head = job.model.hidden * job.model.vocabulary
     layer, output = ((rate.forward + rate.backward) / job.tp for rate in (job.linear, job.output))
-    return Work(layer * job.model.layers * job.model.layer_weights + output * head + per_token, per_pair)
+    return Work(layer * job.model.matmul_weights + output * head + per_token, per_pair)
 
 
 def deal_micro_batch(

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from distca.models.layer_bytes import Recompute
+from distca.models.shape import ModelShape
 from distca.plan import AttentionKind, AttentionShape, CostModel, Links
 from distca.plan.cost.analytic import cost_of_kind
 from distca.plan.cost.linear import LinearRate, NonAttention, between_attentions
@@ -16,11 +18,10 @@ from distca.plan.kinds import by_stage, numbered
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
 from distca.simulate.fabric import Fabric
-from distca.simulate.model import Model
+from distca.simulate.model import heads_of_rank
 from distca.simulate.rates import Rates, load_rates
 from distca.sizes.fp8_shapes import Fp8, unfit_widths
 
-Recompute = Literal["none", "mlp", "all"]
 Narrow = Literal["float32", "bfloat16"]
 Backward = Literal["keep", "resend"]
 VALUE, WIDE = 2, 4  # bytes of an activation or weight, and of what is in float32
@@ -76,7 +77,7 @@ class Job:
             table of other heads, or without linear layers in FP8 where they are asked for.
     """
 
-    model: Model
+    model: ModelShape
     cluster: Cluster
     cost: CostModel
     tp: int = 1
@@ -107,7 +108,7 @@ class Job:
         for name, known in ((name, get_args(kind)) for name, kind in kinds.items()):
             if getattr(self, name) not in known:
                 raise SimulationError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
-        wanted = self.model.shape(self.tp)
+        wanted = heads_of_rank(self.model, self.tp)
         self._check_parallelism()
         self._check_widths()
         self._check_cost(wanted)
@@ -131,7 +132,8 @@ class Job:
 
     def _check_widths(self) -> None:
         model = self.model
-        sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim")}
+        sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")}
+        sizes["head_dim"] = model.resolved_head_dim
         for unfit in unfit_widths(self.fp8, **sizes, tp=self.tp, shared=self.tp > 1):
             raise SimulationError(unfit)
 
@@ -179,7 +181,7 @@ class Job:
     @cached_property
     def kinds(self) -> tuple[AttentionKind, ...]:
         """Of the model's layers."""
-        return numbered(self.model.kinds)[0]
+        return numbered(self.model.attention_kinds)[0]
 
     @cached_property
     def costs(self) -> tuple[CostModel, ...]:
@@ -189,7 +191,7 @@ class Job:
     @cached_property
     def layer_kinds(self) -> tuple[tuple[int, ...], ...]:
         """By stage, the number of each of its layers' kind."""
-        return by_stage(numbered(self.model.kinds)[1], self.pp)
+        return by_stage(numbered(self.model.attention_kinds)[1], self.pp)
 
     @property
     def lse_bytes(self) -> int:
@@ -263,7 +265,7 @@ class Job:
     @property
     def rotation(self) -> float:
         """Seconds per row and layer that a rotation that is not fused takes more, forward and backward."""
-        width = self.model.head_dim * (self.shape.heads + 2 * self.shape.kv_heads)
+        width = self.model.resolved_head_dim * (self.shape.heads + 2 * self.shape.kv_heads)
         return 0.0 if self.fused_rotation else self.rates.rotation_s * width
 
     @property
@@ -278,7 +280,7 @@ class Job:
     @property
     def parameters(self) -> int:
         """Of the fullest stage's rank: its layers, with embedding or output layer."""
-        tables = 2 if self.pp == 1 and not self.model.tied else 1
+        tables = 2 if self.pp == 1 and not self.model.tie_embeddings else 1
         return (self.layers * self.model.layer_weights + tables * self.model.vocabulary * self.model.hidden) // self.tp
 
     def copied(self, size: np.ndarray) -> np.ndarray:

@@ -35,17 +35,17 @@ class ToyLayer:
     def head_dim(self) -> int:
         return self.out.shape[0] // self.heads
 
-    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mixed = (torch.tanh(hidden) @ self.qkv).unflatten(1, (-1, self.head_dim))
         q, kv = mixed.split((self.heads, 2 * self.kv_heads), dim=1)
-        return q, kv.unflatten(1, (2, self.kv_heads))
+        return hidden, q, kv.unflatten(1, (2, self.kv_heads))
 
     def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
         return hidden + o_NHD.flatten(1) @ self.out
 
     def whole(self, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """The layer on whole packed documents."""
-        q, kv = self.pre(hidden, 0)
+        _, q, kv = self.pre(hidden, 0)
         return self.post(packed_attention(q, kv[:, 0], kv[:, 1], lengths, self.kind, self.sink), hidden, 0)
 
 

@@ -9,6 +9,7 @@ then at home.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -121,6 +122,15 @@ class RowMoves:
             exchange.travelling,
         )
         return to_server, to_home
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether all rows stay where they lie, and none travels between any ranks: the destination would be a copy of
+        the source."""
+        source, destination, rows = self.keep_ranges.T
+        apart = self.relay_before is None and self.relay_after is None and self.reduction is None
+        whole = self.source_rows == self.destination_rows == rows.sum()
+        return bool(apart and not self.travelling and whole and (source == destination).all())
 
     def sent_to(self, peer: int) -> tuple[np.ndarray, torch.Tensor]:
         """``send_ranges`` and the part of ``send_index`` of one peer."""

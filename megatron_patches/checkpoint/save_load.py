@@ -23,8 +23,8 @@ from megatron_patches.checkpoint.optimizer_state import distributed_parts, keep_
 from megatron_patches.checkpoint.staging import HostStaging
 from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
-from megatron_patches.optimizer import OptimizerAndSchedule, torch_adams
 from megatron_patches.te.fp8_weights import has_fp8_weights, is_fp8, quantise_main_weights
+from megatron_patches.training.optimizer import OptimizerAndSchedule, torch_adams
 from megatron_patches.versions import installed_version
 
 

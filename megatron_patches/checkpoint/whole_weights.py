@@ -19,7 +19,7 @@ from distca.errors import ModelError
 from distca.models.description import ModelDescription
 from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
-from megatron_patches.weights import Slot, slot_of
+from megatron_patches.hugging_face.weights import Slot, slot_of
 
 _LAYER = (
     "input_layernorm.weight",

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 
-from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:

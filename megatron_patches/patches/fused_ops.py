@@ -64,9 +64,12 @@ def _split_and_rotate(
 
 
 class SwigluMLP(MLP):
-    """megatron's MLP; what its first layer puts out is kept for backward, and SwiGLU is computed from it again.
+    """megatron's MLP; what its first layer puts out is kept for backward, and SwiGLU is computed from it again unless
+    the MLP ``keeps_output``.
     megatron warns of classes that it does not know when it builds one, so :func:`fuse_swiglu` turns built ones into it.
     """
+
+    keeps_output = False
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
@@ -76,7 +79,7 @@ class SwigluMLP(MLP):
         gate_and_up, _ = self.linear_fc1(hidden_states)
         activated = self._activated(gate_and_up)
         output, _ = self.linear_fc2(activated)
-        if keeps_inputs(self.linear_fc2):
+        if keeps_inputs(self.linear_fc2) and not self.keeps_output:
             forget_until_backward(activated, partial(self._fill, gate_and_up.detach()), output)
         return output, None
 
@@ -113,7 +116,7 @@ def fuse_swiglu(model: torch.nn.Module) -> None:
     """Let every MLP whose activation is a plain SwiGLU compute it in one pass, and others compute theirs again in
     backward. Those with biases, or whose activation megatron fuses, stay megatron's."""
     for module in model.modules():
-        if type(module) is not MLP or module.linear_fc1.is_expert:  # whose outputs are scaled by row
+        if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):  # whose outputs are scaled by row
             continue
         config: TransformerConfig = module.config
         if config.add_bias_linear:

@@ -14,8 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from distca.errors import SupportError
 from distca.ops.logits import AS_THEY_ARE, LogitTransform
 from distca.ops.output_loss import VocabularyShards, log_probabilities, output_loss
-from megatron_patches.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.experts.balance import ExpertLoad, MicroBatchBalance
+from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 
 
 class PatchedForward(GPTModel):

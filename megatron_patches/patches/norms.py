@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 
 from distca.ops.cross_entropy import wide
-from distca.ops.rms_norm import fill_rms_norm, rms_norm
+from distca.ops.rms_norm import add_rms_norm, fill_rms_norm, rms_norm
+from distca.ops.triton import has_kernels
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -34,6 +35,14 @@ class RMSNorm(torch.nn.RMSNorm):
         """[..., hidden] of the same type."""
         assert self.eps is not None
         return rms_norm(x, _factors(self.weight, self.zero_centered), self.eps)
+
+    def beside(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + branch, and :meth:`forward` of it; on GPUs in one pass, also backward."""
+        assert self.eps is not None
+        if has_kernels(x, "RMSNorm"):
+            return add_rms_norm(x, branch, _factors(self.weight, self.zero_centered), self.eps)
+        total = x if branch is None else x + branch
+        return total, self(total)
 
     def fill(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write what :meth:`forward` returns for ``x`` into ``out``, without autograd."""

@@ -14,7 +14,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from distca.errors import SupportError
-from distca.models.frequencies import dynamic_frequencies, inverse_frequencies
+from distca.models.frequencies import frequencies_by_length, inverse_frequencies
 from distca.models.rope import RopeScaling
 
 
@@ -47,7 +47,7 @@ class PositionRotary(torch.nn.Module):
     def of(dims: int, base: float, scaling: RopeScaling, *, interleaved: bool = False) -> PositionRotary:
         """The angles of the first ``dims`` dimensions of a head, whatever their scaling, without its attention
         factor."""
-        by_length = partial(dynamic_frequencies, dims, base, scaling) if scaling.kind == "dynamic" else None
+        by_length = partial(frequencies_by_length, dims, base, scaling) if scaling.by_length else None
         return PositionRotary(inverse_frequencies(dims, base, scaling), by_length=by_length, interleaved=interleaved)
 
     @property

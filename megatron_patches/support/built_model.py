@@ -23,10 +23,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
 from megatron_patches.experts.spec import has_experts
-from megatron_patches.layer import SplitTransformerLayer
-from megatron_patches.linear_bias import with_bias
-from megatron_patches.model_options import MEGATRONS, ModelOptions
-from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.layers.linear_bias import with_bias
+from megatron_patches.layers.packed_attention import PackedAttention
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.patches.gpt_forward import PatchedForward
 from megatron_patches.patches.norms import KeyWidthNorm, QueryWidthNorm, norm_class
 from megatron_patches.patches.position_rotary import PositionRotary

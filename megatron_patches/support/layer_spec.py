@@ -24,8 +24,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
-from megatron_patches.layer import SplitTransformerLayer
-from megatron_patches.packed_attention import PackedAttention
+from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.patches.norms import LayerNorm, LayerNormWithoutBias, RMSNorm
 
 _NORMS = (WrappedTorchNorm, RMSNorm, LayerNorm, LayerNormWithoutBias, TENorm)

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
-from megatron_patches.model_options import MEGATRONS, ModelOptions, Norms, QueryKeyNorm, Rotary
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions, Norms, QueryKeyNorm, Rotary
 
 _CHOICES = {"norms": Norms, "query_key_norm": QueryKeyNorm}
 _ABOVE_ZERO = ("embedding_scale", "residual_multiplier", "logit_multiplier")
@@ -125,4 +125,6 @@ def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
         found.append(
             f"percent is {rotary.percent}; of a head of {config.kv_channels} it must leave an even number, at least 2."
         )
+    elif problem := rotary.scaling.frequencies_problem(dims):
+        found.append(f"scaling.{problem}")
     return found

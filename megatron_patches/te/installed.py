@@ -14,8 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 NAME = "transformer_engine"
-SUPPORTED = ">=2.11,<2.12"
-_FIRST, _BEYOND = (2, 11), (2, 12)
+SUPPORTED = ">=2.11,<2.21"
+_FIRST, _BEYOND = (2, 11), (2, 21)
 
 
 def installed_version() -> str | None:

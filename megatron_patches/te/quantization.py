@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from distca.sizes.fp8_shapes import Fp8
+from megatron_patches.te.versions import autocast_arguments
 
 _FIELDS: dict[Fp8, dict[str, Any]] = {
     "none": {},
@@ -79,7 +80,7 @@ def in_fp8(recipe: Any, config: TransformerConfig) -> Iterator[None]:
     if recipe.delayed():
         global _unreduced
         _unreduced = True
-        State.autocast_arguments[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
+        autocast_arguments(State)[State.get_unique_autocast_key(recipe, group)] = (recipe, group)
     before = State.get_autocast_state()
     # Its own context would reduce and update scales when it is left; and here no layer counts as the first one, whose
     # backward would do so.

@@ -26,7 +26,7 @@ def _differences(wanted, tp=1, kv_heads=2):
     use_cpu()
     from benchmarks.baselines.parity import BaselineCase, differences
     from distca.baselines.mode import parse_mode
-    from megatron_patches.parity.harness import ParityCase, ParityShape
+    from distca.parity.cases import ParityCase, ParityShape
 
     cases = [
         BaselineCase(

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.calibration_runs import NOT_EXPRESSED, RESULTS, kept_files, kept_runs
+from benchmarks.calibration_runs import NOT_EXPRESSED, RESULTS, kept_files, kept_runs, peers_of, runs_of
 from benchmarks.paper_grid import BATCHES, gpu_counts, grid, pools
 from distca.simulate.rates import RATES, load_rates
 
@@ -50,6 +50,16 @@ def test_predictions_are_made_anew(kept: dict) -> None:
         row = expected[run.name]
         assert (predicted, run.seconds) == pytest.approx((row["predicted_s"], row["measured_s"]), rel=1e-6)
         assert row["error"] == pytest.approx(predicted / run.seconds - 1)
+
+
+def test_modes_of_unmodified_megatron_are_left_out() -> None:
+    content = json.loads((RESULTS / "throughput_2_gpus_pretrain_256k.json").read_text())
+    expected = [run.mode.name for run in runs_of("", content)]
+    for cell in content["cells"].values():
+        for name in ("megatron-te", "megatron-te2-p2p", "megatron-te2-a2a"):
+            cell["modes"][name] = {"tokens_per_s": 1.0}
+    assert peers_of(content) == ["megatron-te", "megatron-te2-p2p", "megatron-te2-a2a"]
+    assert [run.mode.name for run in runs_of("", content)] == expected
 
 
 def test_grid_cells_share_a_batch_evenly() -> None:

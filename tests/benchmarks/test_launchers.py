@@ -114,7 +114,7 @@ def test_variables(variables, option, words):
 def test_modes_of_unmodified_megatron_have_starts_of_their_own(script):
     result = run(script, MODE="distca megatron-te-p2p packed megatron-te", NAME="test")
     assert result.returncode == 0, result.stderr
-    starts = [shlex.split(line) for line in result.stdout.splitlines() if "--modes" in line]
+    starts = [shlex.split(line) for line in result.stdout.splitlines() if line.startswith("env ")]
     ranks = following(starts[1], "--modes")[0][len("megatron-te")]
     modes = [following(words, "--modes") for words in starts]
     assert modes == [["distca", "packed"], [f"megatron-te{ranks}-p2p"], ["megatron-te"]] and int(ranks) > 1

@@ -1,7 +1,10 @@
 """Two GPUs as two nodes over sockets: what a command line asks for, and the prediction of it."""
 
+import json
+
 import pytest
 
+from benchmarks.calibration_runs import RESULTS
 from benchmarks.two_nodes import _MOVED, _runs, _settings
 from distca.errors import ConfigError, LaunchError
 
@@ -46,3 +49,15 @@ def test_layers_with_windows_are_not_predicted_as_full_ones():
     for model in ({"window": 128, "sinks": False}, {"window": 0, "sinks": True}):
         with pytest.raises(ConfigError, match="full layers only"):
             compared({"model": model}, None)
+
+
+def test_modes_of_unmodified_megatron_are_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    from benchmarks.two_nodes import compared
+
+    figures = {"tokens_per_s": 1.0}
+    modes = {"megatron-te": figures, "megatron-te2-p2p": figures}
+    content = json.loads((RESULTS / "throughput_2_gpus_pretrain_256k.json").read_text())
+    for cell in content["cells"].values():
+        cell["modes"] = modes
+    assert compared(content, None) == {}
+    assert "megatron-te, megatron-te2-p2p are left out here" in caplog.text

@@ -32,7 +32,7 @@ def _listening() -> list[str]:
 def _join(folder: Path, rank: int, local: int, address: str, port: int) -> None:
     import torch.distributed as dist
 
-    from megatron_patches.world import join_world, leave_world
+    from megatron_patches.ranks.world import join_world, leave_world
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(local)}
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}

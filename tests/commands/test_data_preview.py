@@ -11,7 +11,7 @@ from distca.commands.data import convert, describe
 from distca.commands.data_preview import preview
 from distca.commands.plan import plan
 from distca.errors import DistcaError
-from tests.models.folders import write_tokenizer
+from tests.models.tokenizer import write_tokenizer
 
 pytest.importorskip("tokenizers")
 

@@ -13,7 +13,7 @@ from distca.testing import ranks
 
 
 def _row(worst: float) -> dict[str, Any]:
-    return {"suite": "float32", "ranks": 1, "tp": 1, "worst": worst, "limit": 1e-5}
+    return {"suite": "float32", "ranks": 1, "tp": 1, "pp": 1, "worst": worst, "limit": 1e-5}
 
 
 @pytest.mark.parametrize("worst", [[1e-6, 1e-6], [1e-6, 1e-4], [1e-6, nan], [nan, 1e-6], [inf, 1e-6]])

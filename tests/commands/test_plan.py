@@ -38,6 +38,22 @@ def test_paths_with_brackets_and_dollars_are_shown_as_they_are(
     assert "[red]$a$c$_$[/b]" in "".join(capsys.readouterr().out.split())
 
 
+def test_a_mixed_stack_is_planned_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths, picture = tmp_path / "lengths.txt", tmp_path / "plan.svg"
+    lengths.write_text("100000\n4000\n6000\n")
+    plan(str(lengths), ranks=4, layer_types="window, window,full", window=1024, layers=6, picture=str(picture))
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert (
+        "4 of 6 layers: window 1,024" in shown
+        and "2 of 6 layers: full" in shown
+        and "q to servers, all ranks, 6 layers" in shown
+    )
+    drawn = picture.read_text()
+    assert "<!-- full -->" in drawn and "<!-- window 1,024 -->" in drawn and "mean of all layers" in drawn
+    plan(str(lengths), ranks=4, picture=str(picture))
+    assert "<!-- full -->" not in picture.read_text()
+
+
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
     with pytest.raises(OptionError, match="--ranks is 12, which nodes of --ranks_per_node 8 do not divide"):
         plan("pretrain", ranks=12, ranks_per_node=8)
@@ -54,6 +70,11 @@ def test_more_tokens_than_can_be_drawn_are_refused() -> None:
         ({"ranks": -2}, "--ranks is -2; it must be at least 1"),
         ({"tokens_per_rank": 0}, "--tokens_per_rank is 0"),
         ({"layers": 0}, "--layers is 0"),
+        ({"layer_types": "full,chunk"}, "--layer_types is 'full,chunk'; it must be full and window, comma-separated"),
+        ({"layer_types": "window,full", "window": 8, "layers": 1}, "--layers is 1, but --layer_types names 2 layers"),
+        ({"layer_types": "window,full"}, "--window is 0 with --layer_types window,full"),
+        ({"window": 1024}, "--window is 1024 with --layer_types full"),
+        ({"window": -1}, "--window is -1; it must be at least 0"),
         ({"seed": -1}, "--seed is -1; it must be at least 0"),
         ({"tolerance": 7}, "--tolerance is 7; it must be at least 0 and below 1"),
         ({"picture": "plan.xyz"}, r"must end in one of .*\.png"),

@@ -4,7 +4,7 @@ import pytest
 
 from distca.commands.simulate_inputs import read_model
 from distca.errors import OptionError
-from distca.simulate import MODELS, Model
+from distca.simulate import MODELS, dense
 
 
 def test_models_are_names_or_configurations(tmp_path: Path) -> None:
@@ -14,7 +14,7 @@ def test_models_are_names_or_configurations(tmp_path: Path) -> None:
     (tmp_path / "tied.yaml").write_text(
         "model: {layers: 2, hidden: 64, ffn: 64, heads: 2, kv_heads: 1, tie_embeddings: true}"
     )
-    assert read_model(str(tmp_path / "tied.yaml")) == Model(2, 64, 64, 2, 1, 32, tied=True)
+    assert read_model(str(tmp_path / "tied.yaml")) == dense(2, 64, 64, 2, 1, 32, tie_embeddings=True)
     sizes = "layers: {}, hidden: 64, ffn: 64, heads: {}, kv_heads: 1"
     for content, said in (
         ("name: x", "has no model"),

@@ -13,7 +13,7 @@ from distca.data.recipe import Recipe
 from distca.data.texts import Row, open_texts
 from distca.data.tokenizer import find_tokenizer
 from distca.errors import DataError
-from tests.models.folders import CHAT, write_tokenizer
+from tests.models.tokenizer import CHAT, write_tokenizer
 
 PLAIN = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 THINKING = PLAIN.replace(

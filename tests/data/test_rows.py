@@ -13,7 +13,7 @@ from distca.data.rows import columns_beside, turns_of
 from distca.data.texts import Row, open_texts
 from distca.data.tokenizer import find_tokenizer
 from tests.data.test_chat import PLAIN, learned
-from tests.models.folders import CHAT, write_tokenizer
+from tests.models.tokenizer import CHAT, write_tokenizer
 
 USER, SAID = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}

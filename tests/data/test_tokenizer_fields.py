@@ -13,7 +13,7 @@ from distca.data import tokenizer_fields
 from distca.data.recipes import find_recipe
 from distca.data.tokenizer_fields import INERT
 from distca.errors import DataError
-from tests.models.folders import CHAT, write_tokenizer
+from tests.models.tokenizer import CHAT, write_tokenizer
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")

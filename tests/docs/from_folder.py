@@ -9,24 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import family_models
 from tests.docs.pages import ROOT
 from tests.docs.test_commands import Project
-from tests.models import folders
+from tests.models.tokenizer import write_tokenizer
 
 
 def test_from_a_folder_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = re.findall(r"^INIT_FROM=.*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     project = Project.copied(tmp_path)
     (named,) = re.findall(r"INIT_FROM=(\S+)", line)
-    monkeypatch.setitem(folders._SIZES, "vocab_size", 259)
-    folders.write_folder("llama3", project.folder / named)
-    folders.write_tokenizer(project.folder / named)
+    monkeypatch.setitem(family_models.SIZES, "vocab_size", 259)
+    family_models.write_folder("llama3", project.folder / named)
+    write_tokenizer(project.folder / named)
     texts = [json.dumps({"text": "the attention of long documents is moved to idle ranks. " * n}) for n in range(1, 40)]
     (project.folder / "corpus.jsonl").write_text("\n".join(texts))
     small = {"STEPS": "3", "CONTEXT_LENGTH": "256", "TOKENS_PER_RANK": "128", "GPUS_PER_NODE": "0"}
     project.run(f"{line} --log.tensorboard false", **small)
     before, after = (
-        folders.loaded(project.folder / where) for where in (named, re.findall(r"--checkpoint.export (\S+)", line)[0])
+        family_models.loaded(project.folder / where)
+        for where in (named, re.findall(r"--checkpoint.export (\S+)", line)[0])
     )
     assert before.config.vocab_size == after.config.vocab_size == 259
     assert any(not old.equal(new) for old, new in zip(before.parameters(), after.parameters(), strict=True))

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.family_models import write_folder
 from distca.commands.main import main as distca_command
 from distca.train.launch.installation import CPU_TORCH
 from tests.docs.pages import PAGES, ROOT, blocks, name_of, without_comment
-from tests.models.folders import write_folder
 
 ASSIGNMENTS = r"(?:[A-Z][A-Z_0-9]*=(?:\"[^\"]*\"|\S+) )*"
 # Of the one run that is really made, and of the one that goes on from it.

@@ -24,37 +24,38 @@ def _differences(layouts):
 
     use_cpu()
     from distca import CAD
+    from distca.parity import disaggregated, outcome, unmodified
+    from distca.parity.cases import ParityCase, ParityShape, case_documents
     from examples import own_training_loop as example
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.parity import harness
+    from megatron_patches.ranks.groups import initialize_model_parallel
 
     # Every rank has whole gradients to compare, and not its shard of them.
     wrapped = CAD.data_parallel
     CAD.data_parallel = lambda self, model: wrapped(self, model, distributed_optimizer=False)
     device, sizes = torch.device("cpu"), example.SHAPE
-    shape = harness.ParityShape(
+    shape = ParityShape(
         layers=sizes["num_layers"],
         hidden=sizes["hidden_size"],
         ffn=sizes["ffn_hidden_size"],
         heads=sizes["num_attention_heads"],
         kv_heads=sizes["num_query_groups"],
-        resolved_head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
         rope_base=500000,
         vocabulary=example.VOCABULARY,
     )
-    cases = [harness.ParityCase(micro_batches=LENGTHS, tp=tp, pp=pp, shape=shape) for tp, pp in layouts]
-    reference, weights = harness.run_unmodified(cases[0], torch.float32, device)
+    cases = [ParityCase(micro_batches=LENGTHS, tp=tp, pp=pp, shape=shape) for tp, pp in layouts]
+    reference, weights = unmodified.run_unmodified(cases[0], torch.float32, device)
     found = []
     for case in cases:
         initialize_model_parallel(case.tp, case.pp, case.seed)
         cad, model = example.build(example.config_of(case.tp, case.pp))
         gpt = model.module
-        harness.load_weights(case, cad, gpt, weights)
-        for step in cad.plan_ahead([harness.case_documents(case)]):
+        disaggregated.load_weights(case, cad, gpt, weights)
+        for step in cad.plan_ahead([case_documents(case)]):
             reports = cad.forward_backward(step, example.forward_step, model)
-            found.append(harness.difference(harness.outcome_of(case, cad, gpt, reports, weights), reference))
+            found.append(outcome.difference(disaggregated.outcome_of(case, cad, gpt, reports, weights), reference))
             reports = cad.forward_backward(step, _policy(cad, step, model), model)
-            found.append(harness.difference(harness.outcome_of(case, cad, gpt, reports, weights), reference))
+            found.append(outcome.difference(disaggregated.outcome_of(case, cad, gpt, reports, weights), reference))
     return found
 
 

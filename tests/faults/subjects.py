@@ -219,7 +219,7 @@ class _Resumed:
         optimizer = self._run.trainer.optimizer
         for weight in self._run.trainer.model.parameters():
             digest.update(weight.detach().numpy().tobytes())
-        from megatron_patches.optimizer import torch_adams
+        from megatron_patches.training.optimizer import torch_adams
 
         for adam in torch_adams(optimizer.optimizer):
             for group in adam.param_groups:

@@ -45,7 +45,7 @@ def train_on_gpus(runs: list[dict[str, Any]]) -> None:
     from distca.train.config.cli import parse_run_config
     from distca.train.data.corpus import open_corpus
     from distca.train.run.main import run_on
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
     world = World(
         torch.distributed.get_rank(),

@@ -103,8 +103,8 @@ def _all(folder: Path) -> None:
 def _run(folder: Path, name: str, runs: list[Settings], sets: bool = False) -> None:
     """Train, and write what was found of the last run's trainer."""
     from distca.train.run import builder
-    from megatron_patches import model as models
-    from megatron_patches.optimizer import OptimizerAndSchedule
+    from megatron_patches.model import gpt as models
+    from megatron_patches.training.optimizer import OptimizerAndSchedule
 
     build_trainer, build_gpt, step = builder.build_trainer, models.build_gpt, OptimizerAndSchedule.step
     found: dict[str, Any] = {"error": "", "columns before updates": 0}

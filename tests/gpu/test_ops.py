@@ -186,3 +186,31 @@ def test_norm_is_no_farther_from_float64_than_torchs(rows, columns, dtype):
         stock = _grads(torchs, [x, weight], upstream, dtype, "cuda")
         for mine, theirs, expected in zip(ours, stock, exact, strict=True):
             assert relative_error(mine, expected) <= 1.02 * relative_error(theirs, expected) + 1e-6
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 64), (777, 4096), (200_001, 96), (0, 64)])
+def test_added_norm_is_no_farther_from_float64_than_torchs(rows, columns):
+    """A branch is added to the residual stream and the sum normalised, and normalised again for the next layer."""
+    from distca.ops.triton.rms_norm import add_rms_norm
+
+    dtype = torch.bfloat16
+    generator = torch.Generator("cuda").manual_seed(rows)
+    x, branch, *upstream = (torch.randn(rows, 1, columns, device="cuda", generator=generator) for _ in range(5))
+    weight = 1 + 0.1 * torch.randn(columns, device="cuda", generator=generator).to(dtype)
+
+    def torchs(x, branch, weight, epsilon):
+        total = x if branch is None else x + branch
+        return total, torch.nn.functional.rms_norm(total, (columns,), weight, epsilon)
+
+    def run(function, held):
+        inputs = [each.to(dtype).to(held).requires_grad_() for each in (x, branch, weight)]
+        total, normed = function(*inputs, 1e-5)
+        same, again = function(total, None, inputs[2], 1e-5)
+        gradients = torch.autograd.grad((same, normed, again), inputs, [each.to(dtype).to(held) for each in upstream])
+        return [each.detach() for each in (total, normed, again, *gradients)]
+
+    ours = run(add_rms_norm, dtype)
+    assert all(torch.equal(*pair) for pair in zip(ours, run(add_rms_norm, dtype), strict=True))
+    if rows:
+        for mine, theirs, expected in zip(ours, run(torchs, dtype), run(torchs, torch.float64), strict=True):
+            assert relative_error(mine, expected) <= 1.02 * relative_error(theirs, expected) + 1e-6

@@ -26,7 +26,7 @@ def _losses(ahead: bool, dtype: torch.dtype = torch.bfloat16) -> list[float]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from examples import own_training_loop as example
-    from megatron_patches.training_step import sum_over_ranks
+    from megatron_patches.training.training_step import sum_over_ranks
 
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1234)

@@ -11,7 +11,7 @@ from distca.testing.ranks import run_ranks
 
 def _ratios(tp, name, per_node):
     warnings.filterwarnings("ignore")
-    from megatron_patches.parity import suite
+    from distca.parity import suite
 
     lengths = suite.GPU_EDGES if name == "edge_cases" else suite.GPU_LENGTHS
     cases = [replace(case, ranks_per_node=per_node) for case in getattr(suite, name)(tp, lengths)]

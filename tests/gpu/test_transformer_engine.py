@@ -56,12 +56,13 @@ def found(request: pytest.FixtureRequest) -> Found:
 
 def _measured(tp: int) -> Found:
     warnings.filterwarnings("ignore")
-    from megatron_patches.parity import harness
-    from megatron_patches.parity.suite import GPU_LENGTHS, GPU_SHAPE
+    from distca.parity import unmodified
+    from distca.parity.cases import ParityCase
+    from distca.parity.suite import GPU_LENGTHS, GPU_SHAPE
 
-    case = harness.ParityCase(micro_batches=GPU_LENGTHS * 2, tp=tp, shape=GPU_SHAPE)
+    case = ParityCase(micro_batches=GPU_LENGTHS * 2, tp=tp, shape=GPU_SHAPE)
     device = torch.device("cuda", torch.cuda.current_device())
-    weights = {name: p.detach() for name, p in harness.unmodified(case, torch.float32).named_parameters()}
+    weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
     return Found(
         _gradients(case, device, weights),
         _distances(case, device),
@@ -70,23 +71,23 @@ def _measured(tp: int) -> Found:
 
 
 def _gradients(case: Any, device: torch.device, weights: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    from megatron_patches.parity import harness
+    from distca.parity import disaggregated, outcome
     from megatron_patches.te.quantization import config_fields
 
-    local = harness.run_disaggregated(case, torch.bfloat16, device, "auto", weights, linears="local")
+    local = disaggregated.run_disaggregated(case, torch.bfloat16, device, "auto", weights, linears="local")
     results = {}
     for recompute in ("none", "mlp", "all"):
         for fp8 in ("none", *RECIPES):
             backward = "resend" if recompute == "all" else "keep"
             asked = replace(case, recompute=recompute, backward=backward, config=config_fields(fp8))
-            ours = harness.run_disaggregated(asked, torch.bfloat16, device, "auto", weights, linears="te")
-            difference = harness.difference(ours, local)
+            ours = disaggregated.run_disaggregated(asked, torch.bfloat16, device, "auto", weights, linears="te")
+            difference = outcome.difference(ours, local)
             results[f"{fp8}, recompute {recompute}"] = (difference.loss, difference.gradient)
     return results
 
 
 def _distances(case: Any, device: torch.device) -> dict[str, dict[str, float]]:
-    from megatron_patches.parity import block, suite
+    from distca.parity import block, suite
     from megatron_patches.te.quantization import config_fields
 
     weights, results = block.rounded_weights(case, torch.bfloat16), {}
@@ -100,16 +101,17 @@ def _distances(case: Any, device: torch.device) -> dict[str, dict[str, float]]:
 
 
 def _quantised(case: Any, fp8: Fp8, device: torch.device, weights: dict[str, torch.Tensor]) -> list[float]:
-    from megatron_patches.parity import harness
+    from distca.parity import disaggregated
+    from distca.parity.cases import case_documents
     from megatron_patches.te.quantization import config_fields
-    from megatron_patches.training_step import summed_loss_step
+    from megatron_patches.training.training_step import summed_loss_step
 
     asked = replace(case, config=config_fields(fp8))
-    cad, model = harness.attached(asked, torch.bfloat16, device, "auto", weights, linears="te")
+    cad, model = disaggregated.attached(asked, torch.bfloat16, device, "auto", weights, linears="te")
     ddp = cad.data_parallel(model, distributed_optimizer=False)
     linear, distances = model.decoder.layers[0].mlp.linear_fc1, []
     for _ in range(3):
-        cad.forward_backward(cad.plan_step(harness.case_documents(case)), summed_loss_step, ddp)
+        cad.forward_backward(cad.plan_step(case_documents(case)), summed_loss_step, ddp)
         held = linear._fp8_workspaces["weight"].dequantize().float()
         distances.append(float((held - linear.weight.float()).norm() / linear.weight.float().norm()))
         with torch.no_grad():

@@ -58,7 +58,7 @@ def _own_model(cad: Any, config: Any, shape: Any) -> Any:
 
 def _train(cad: Any, ddp: Any, model: Any, documents: Any) -> list[float]:
     """Losses of three steps of plain gradient descent on the same documents."""
-    from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+    from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
     losses = []
     for _ in range(3):
@@ -147,11 +147,11 @@ def _used() -> dict[str, Any]:
     from megatron.core.models.gpt import GPTModel
 
     from distca import CAD, StepDocuments
-    from megatron_patches.groups import destroy_model_parallel, initialize_model_parallel
-    from megatron_patches.model import transformer_config
-    from megatron_patches.parity import harness
+    from distca.parity.cases import ParityCase, case_documents
+    from megatron_patches.model.gpt import transformer_config
+    from megatron_patches.ranks.groups import destroy_model_parallel, initialize_model_parallel
 
-    case = harness.ParityCase(micro_batches=MICRO_BATCHES)
+    case = ParityCase(micro_batches=MICRO_BATCHES)
     initialize_model_parallel(1, 1, 1)
     config = transformer_config(case.shape, torch.float32, cpu_initialization=True)
     destroy_model_parallel()
@@ -159,7 +159,7 @@ def _used() -> dict[str, Any]:
 
     initialize_model_parallel(1, 1, 1)
     cad = CAD(config, tokens_per_rank=TOKENS_PER_RANK)
-    model, documents = _own_model(cad, config, case.shape), harness.case_documents(case)
+    model, documents = _own_model(cad, config, case.shape), case_documents(case)
     found["model"] = (model.note, model.described())
     found["not wrapped"] = [_refused(cad.forward_backward, None, None, each) for each in (model, [model])]
     found["called"] = _called(model, cad.plan_step(documents[:1]).batches[0])
@@ -325,8 +325,8 @@ def _in_stages() -> tuple[str, list[torch.Tensor]]:
     small_cases.on_cpu()
     from megatron.core import parallel_state
 
-    from megatron_patches.parity.harness import ParityCase
-    from megatron_patches.training_step import run_schedule, summed_loss_step
+    from distca.parity.cases import ParityCase
+    from megatron_patches.training.training_step import run_schedule, summed_loss_step
 
     def forward_step(batches: Any, model: Any) -> Any:
         output, loss = summed_loss_step(batches, model)

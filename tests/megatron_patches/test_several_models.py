@@ -31,7 +31,7 @@ def _said(function: Any, *arguments: Any, **options: Any) -> str:
 
 def _gradients(beside: bool) -> list[torch.Tensor]:
     """Of steps of more and more micro-batches; with another wrapped model of the same configuration, or without."""
-    from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+    from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
     cad, model, config, shape = _policy()
     ddp = cad.data_parallel(model, distributed_optimizer=False)
@@ -47,10 +47,10 @@ def _gradients(beside: bool) -> list[torch.Tensor]:
 
 def _policy(disaggregate: bool = True) -> tuple[Any, Any, Any, Any]:
     from distca import CAD
-    from megatron_patches.model import transformer_config
-    from megatron_patches.parity import harness
+    from distca.parity.cases import ParityCase
+    from megatron_patches.model.gpt import transformer_config
 
-    shape = harness.ParityCase(micro_batches=((1,),)).shape
+    shape = ParityCase(micro_batches=((1,),)).shape
     config = transformer_config(shape, torch.float32, cpu_initialization=True)
     cad = CAD(config, tokens_per_rank=60, disaggregate=disaggregate)
     return cad, _attached(cad, config, shape), config, shape
@@ -75,7 +75,7 @@ def _drift(in_ddp: bool, in_optimizer: bool, broken: bool = False) -> tuple[str,
     that weights were gathered."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from megatron_patches.training_step import summed_loss_step
+    from megatron_patches.training.training_step import summed_loss_step
 
     cad, model, _, shape = _policy()
     ddp = cad.data_parallel(model, distributed_optimizer=in_ddp)
@@ -97,7 +97,7 @@ def _mixed_up() -> dict[str, str]:
     """What is said of a step of another kind of CAD, and of models with outputs of their own."""
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_patches.training_step import summed_loss_step
+    from megatron_patches.training.training_step import summed_loss_step
 
     class Colder(GPTModel):
         def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _at_home(documents: Any) -> Any:
 
 def _left_of_a_model() -> int:
     """Weights of a model that was trained, when it is gone and its CAD is not."""
-    from megatron_patches.training_step import summed_loss_step
+    from megatron_patches.training.training_step import summed_loss_step
 
     cad, model, _, shape = _policy()
     ddp = cad.data_parallel(model, distributed_optimizer=False)
@@ -144,7 +144,7 @@ def _left_of_a_model() -> int:
 
 def _all() -> dict[str, Any]:
     small_cases.on_cpu()
-    from megatron_patches.groups import initialize_model_parallel
+    from megatron_patches.ranks.groups import initialize_model_parallel
 
     initialize_model_parallel(1, 1, 1)
     return {

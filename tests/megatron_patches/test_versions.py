@@ -89,7 +89,8 @@ MODELS_WITHOUT_TRITON = """
 import sys, warnings
 warnings.simplefilter("ignore")
 sys.modules["triton"] = None
-from megatron_patches import model, pipeline_schedule, training_step
+from megatron_patches.model import gpt as model
+from megatron_patches.training import pipeline_schedule, training_step
 """
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.family_models import write_folder
 from benchmarks.folder_fields import as_expected, bases, moved
 from benchmarks.folder_judge import judge
 from benchmarks.public_configs import PUBLIC, shrunk
@@ -18,7 +19,6 @@ from distca.models.families import COMPOSITES, FAMILIES, known_fields
 from distca.models.families.common import COMMON
 from distca.models.families.unserved import UNSERVED
 from distca.models.fields import REQUIRED, Inert, LeftOut, Only, Read
-from tests.models.folders import write_folder
 from tests.models.known_fields import fields_of, installed_fields
 
 
@@ -95,6 +95,7 @@ def test_a_sample_of_fields_and_of_public_configurations() -> None:
         *(
             "qwen2, max_window_layers 0",
             "phi3, num_key_value_heads 1",
+            "phi3, partial_rotary_factor 0.5",
         ),
         *("seed_oss, attention_dropout 0.65", "mistral3, tie_word_embeddings true"),
     }
@@ -172,3 +173,34 @@ def test_a_composite_that_says_nothing_of_ties_goes_by_its_tensors(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert not describe_folder(tmp_path).tie_embeddings
     assert not describe(fields, "config.json").tie_embeddings
+
+
+_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+
+
+@pytest.mark.parametrize(
+    "kind, rope",
+    [
+        ("phi3", {"rope_theta": 500.0, "rope_scaling": _LONG, "partial_rotary_factor": 0.75}),
+        ("phi3", {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.75, **_LONG}}),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 16}}),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}}),
+    ],
+)
+@pytest.mark.parametrize("change", ["positions", "base", "scaling"])
+def test_an_export_says_the_rotary_positions_that_were_trained(kind: str, rope: dict[str, Any], change: str) -> None:
+    """Where positions become more, and where the base or the scaling is another one."""
+    first = bases()[kind] | rope
+    model = describe(first, "config.json")
+    changed: dict[str, Any] = {
+        "positions": {"positions": 2 * model.positions},
+        "base": {"rope_base": 2 * model.rope_base},
+        "scaling": {"rope_scaling": dataclasses.replace(model.rope_scaling, factor=8.0)},
+    }[change]
+    if change == "scaling" and model.rope_scaling.kind == "none":
+        return  # a factor of nothing
+    model = dataclasses.replace(model, **changed)
+    again = describe(config_fields(model, "float32", first), "config.json")
+    if model.rope_scaling.kind == "none":  # whose first context is all positions
+        again = dataclasses.replace(again, rope_scaling=model.rope_scaling)
+    assert again == dataclasses.replace(model, dtype=again.dtype)

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from distca.models.description import describe
-from distca.models.frequencies import dynamic_frequencies, inverse_frequencies
+from distca.models.frequencies import frequencies_by_length, inverse_frequencies
 
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
@@ -50,7 +50,7 @@ def test_frequencies_and_attention_factor(name: str) -> None:
 def test_dynamic_frequencies_go_by_the_length() -> None:
     config = _config({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, positions=4096)
     ours, lengths = describe(config.to_dict(), "config.json"), torch.tensor([1, 4096, 4097, 10000, 131072])
-    rows = dynamic_frequencies(128, ours.rope_base, ours.rope_scaling, lengths)
+    rows = frequencies_by_length(128, ours.rope_base, ours.rope_scaling, lengths)
     for length, row in zip(lengths, rows, strict=True):
         theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=length)
         assert torch.allclose(row, theirs, rtol=5e-7, atol=0), "one rounding of the base"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.family_models import write_folder
 from distca.errors import ConfigError, ModelError
 from distca.models.description import describe_folder
 from distca.models.folder import (
@@ -22,7 +23,6 @@ from distca.models.folder import (
 )
 from distca.models.layout import expected_shapes
 from distca.models.tensors import INDEX, SINGLE, TensorFiles
-from tests.models.folders import write_folder
 
 
 @pytest.fixture(scope="module")

@@ -46,10 +46,10 @@ def _mlps(tp):
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model import transformer_config
-    from megatron_patches.parity.harness import ParityShape
+    from distca.parity.cases import ParityShape
+    from megatron_patches.model.gpt import transformer_config
     from megatron_patches.patches.fused_ops import fuse_swiglu
+    from megatron_patches.ranks.groups import initialize_model_parallel
 
     initialize_model_parallel(tp, 1, 1)
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

@@ -25,7 +25,7 @@ def _step(seed: int, kinds: tuple[AttentionKind, ...], stages: int = 1, *, resen
     return plan_step(lengths, PlanOptions(4, costs[0], stages, nano_batches=2, resend=resend, links=links, **how))
 
 
-def _read_elsewhere(layouts: tuple[Layout, ...], half: int, window: int) -> int:
+def read_elsewhere(layouts: tuple[Layout, ...], half: int, window: int) -> int:
     """Rows that queries of a half see and that do not live on their rank, each once a rank; counted row by row."""
     total = 0
     for rank in range(layouts[0].ranks):
@@ -64,7 +64,7 @@ def test_windows_move_rows_before_each_shard_alone(seed: int, links: Links) -> N
         found = traffic(plan, links)
         assert found.q_rows == 0
         assert found.relay.total == 0
-        assert found.kv_rows == _read_elsewhere(step.layouts[micro_batch], half, window)
+        assert found.kv_rows == read_elsewhere(step.layouts[micro_batch], half, window)
         moved[half] += found.kv_rows
     assert min(moved) > 0
 
@@ -77,7 +77,7 @@ def test_stages_with_windows_move_them_beside_others_without(seed: int) -> None:
         of_stage = [0 if number is None else len(step.layouts[number][half].first) for number in micro_batches]
         window = np.repeat(windows, of_stage)
         expected = sum(
-            _read_elsewhere(step.layouts[number], half, each)
+            read_elsewhere(step.layouts[number], half, each)
             for number, each in zip(micro_batches, windows, strict=True)
             if number is not None and each
         )

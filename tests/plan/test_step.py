@@ -11,6 +11,7 @@ import pytest
 
 from distca.errors import PlanError
 from distca.plan import (
+    AttentionKind,
     Layout,
     Links,
     Plan,
@@ -23,6 +24,7 @@ from distca.plan import (
     plan_step,
     server_seconds,
 )
+from distca.plan.cost.analytic import cost_of_kind
 from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.model import Direction
 from distca.plan.metrics import traffic
@@ -143,6 +145,20 @@ def test_seconds_bytes_and_fingerprint_are_those_of_the_plans(stages: int, resen
     assert made.tokens == sum(map(sum, LENGTHS))
     keeps = stages == 1 and not resend
     assert all((back is there) == keeps for there, back in zip(made.forward, made.backward, strict=True))
+
+
+def test_balance_of_a_mixed_stack_is_that_of_its_kinds() -> None:
+    kinds = (AttentionKind(1.0), AttentionKind(1.0, window=500))
+    costs = tuple(cost_of_kind(kind, COST) for kind in kinds)
+    options = PlanOptions(3, COST, nano_batches=2, kinds=kinds, costs=costs, layer_kinds=((1, 1, 0),))
+    made = plan_step(LENGTHS, options)
+    balance = made.balance()
+    for number, (kind,) in enumerate(options.combinations):
+        alone, share = made.of_combination(number).balance(), (1 / 3, 2 / 3)[kind]
+        assert not alone.after_by_kind[1 - kind].any() and alone.seconds_after.all()
+        np.testing.assert_allclose(balance.after_by_kind[kind], share * alone.seconds_after)
+        np.testing.assert_allclose(balance.before_by_kind[kind], share * alone.seconds_before)
+    np.testing.assert_allclose(balance.seconds_after, balance.after_by_kind.sum(axis=0))
 
 
 def test_attention_at_home_is_computed_by_every_stage() -> None:

@@ -158,8 +158,8 @@ def _fails(layout: Layout, direction: str) -> Plan:
 
 
 def test_a_step_that_the_planner_fails_on_is_written_and_named(tmp_path: Path, capsys: Any) -> None:
-    from megatron_patches.step import make_step
-    from megatron_patches.step_documents import StepDocuments
+    from megatron_patches.steps.step import make_step
+    from megatron_patches.steps.step_documents import StepDocuments
 
     documents = StepDocuments([[np.arange(length) for length in each] for each in LENGTHS])
     options = PlanOptions(2, area_cost(), nano_batches=2, scheduler=_fails)
@@ -180,7 +180,7 @@ def test_a_step_that_the_planner_fails_on_is_written_and_named(tmp_path: Path, c
 def test_a_step_that_cannot_be_written_where_it_should_be_is_written_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_patches.failed_plans import reporting_failure
+    from megatron_patches.steps.failed_plans import reporting_failure
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with (

@@ -17,7 +17,7 @@ from distca.runtime import AttentionPool, NanoRoutes, run_layers
 from distca.runtime.attention_call import AttentionCall
 from distca.runtime.kept_rows import Keep
 from distca.runtime.timeline import Timeline
-from distca.simulate import Cluster, Job, Model, Workload
+from distca.simulate import Cluster, Job, Workload, dense
 from distca.simulate.cad import Cad
 from distca.simulate.streams import Streams
 from distca.testing.plans import random_plan
@@ -45,8 +45,8 @@ CASES = {
 ROW_MOVES = ("launch", "join", "serve")
 
 
-def _simulated_order(backward, windows=(0,)):
-    model = Model(LAYERS, WIDTH, WIDTH, heads=4, kv_heads=2, head_dim=6, vocabulary=8, windows=windows)
+def _simulated_order(backward, **layers):
+    model = dense(LAYERS, WIDTH, WIDTH, heads=4, kv_heads=2, head_dim=6, vocabulary=8, **layers)
     job = Job(model, Cluster(2), analytic_cost(4, 2, 6), tokens_per_rank=46)
     workload = Workload((MicroBatch(np.arange(5), np.array([13, 7, 40, 29, 3]), None),), 1)
     how = {"kinds": job.kinds, "costs": job.costs, "layer_kinds": job.layer_kinds}
@@ -239,9 +239,9 @@ def test_kinds_of_layers(kinds, backward):
 
 @pytest.mark.parametrize("backward", ["keep", "resend"])
 def test_kinds_are_run_in_the_order_in_which_they_are_simulated(backward):
-    kinds = KINDS["windows and full"]
+    kinds = (WINDOW, FULL, WINDOW)
     results = run_ranks(2, _run_rank, [13, 7, 40, 29, 3], 2, backward, False, 0, 0, None, True, 0, kinds)
-    expected = _simulated_order(backward, tuple(kind.window for kind in kinds))
+    expected = _simulated_order(backward, layer_types=["window", "full", "window"], window=WINDOW.window)
     assert len(expected) == len(set(expected)) == LAYERS * 2 * 2 * 5  # halves, directions; two launches, joins, a serve
     for result in results:
         assert [entry for entry in result["order"] if entry.startswith(ROW_MOVES)] == expected

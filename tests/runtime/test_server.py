@@ -1,10 +1,14 @@
 """Rows that several tasks of one document share on a server: copied, and their gradients added up in one order."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from distca.plan import AttentionKind, lay_out, route
+from distca.plan import AttentionKind, lay_out, plan_at_home, route
 from distca.runtime.device_routes import ServerRoute
+from distca.runtime.kept_rows import moved
 from distca.runtime.server import added_up, task_regions
 from distca.testing.plans import random_plan
 from distca.testing.reference_attention import relative_error
@@ -49,3 +53,21 @@ def test_rows_that_no_tasks_share_are_not_copied():
     )
     kv = torch.zeros(there.kv_rows, 2, 1, 3)
     assert task_regions(kv, None, there) is kv and added_up(kv, {}, there) is kv
+
+
+def test_query_rows_that_stay_in_their_places_are_not_copied():
+    """At home no part of an exchange brings them; where some travel, or lie elsewhere at the server, one does."""
+    layout = lay_out([13, 40, 29], 2)[0]
+    q = torch.randn(64, 4, 6)
+    for rank in range(2):
+        home = ServerRoute.of(route(plan_at_home(layout), rank), [AttentionKind(1.0)], "cpu")
+        for moves in (home.q_to_server, home.q_to_home):
+            arriving, parts = moved(q[: home.q_rows], moves, home.q_rows)
+            assert moves.in_place and not parts and arriving.data_ptr() == q.data_ptr()
+        padded, parts = moved(q[: home.q_rows], home.q_to_home, home.q_rows + 1)
+        assert parts and len(padded) == home.q_rows + 1
+        away = ServerRoute.of(route(random_plan(layout, 3, 3, 0), rank), [AttentionKind(1.0)], "cpu")
+        arriving, parts = moved(q[: int(layout.q_rows[rank])], away.q_to_server, away.q_rows)
+        assert not away.q_to_server.in_place and len(parts) == 1 and arriving.data_ptr() != q.data_ptr()
+    swapped = np.array([[0, 5, 5], [5, 0, 5]])
+    assert not replace(home.q_to_server, keep_ranges=swapped, source_rows=10, destination_rows=10).in_place

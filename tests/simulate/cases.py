@@ -8,7 +8,7 @@ from distca.data.sampler import MicroBatch
 from distca.plan import area_cost
 from distca.plan.cost.analytic import AnalyticCost
 from distca.plan.cost.linear import LinearRate
-from distca.simulate import Cluster, Job, Model, Rates, Workload
+from distca.simulate import Cluster, Job, Rates, Workload, dense
 
 NOTHING_ELSE = Rates(
     linear_factor=1.0,
@@ -34,7 +34,7 @@ def pair_cost(seconds: float = 1e-6, linear: float = 1e-9, heads: int = 2, kv_he
 def small_job(gpus: int = 2, *, layers: int = 2, pp: int = 1, cost: AnalyticCost | None = None, **options: Any) -> Job:
     """A model of 2 heads of size 8 on servers of one GPU each."""
     cluster = options.pop("cluster", None) or Cluster(gpus, options.pop("gpus_per_node", 8))
-    model = Model(layers * pp, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocabulary=8)
+    model = dense(layers * pp, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocabulary=8)
     options = {"tokens_per_rank": 1000, "rates": NOTHING_ELSE} | options
     return Job(model, cluster, cost or pair_cost(), pp=pp, **options)
 

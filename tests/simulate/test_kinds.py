@@ -1,12 +1,13 @@
 """Predicted steps of models whose layers have windows and sinks."""
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 import numpy as np
 import pytest
 
 from distca.baselines import BaselineError, parse_mode
+from distca.models.shape import ModelShape
 from distca.plan import server_seconds
 from distca.simulate import Cluster, Job, Workload, simulate
 from distca.simulate.cad import planned
@@ -18,8 +19,20 @@ RANDOM = np.random.default_rng(3).integers(1, 700, size=24)
 WINDOW = 100
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnyWindows(ModelShape):
+    """A model whose layers have these windows, from the first on again where there are more layers."""
+
+    given: tuple[int, ...]
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return tuple(self.given[layer % len(self.given)] for layer in range(self.layers))
+
+
 def mixed(job: Job, *windows: int, sinks: bool = False, **how) -> Job:
-    return replace(job, model=replace(job.model, windows=windows, sinks=sinks), **how)
+    sizes = {item.name: getattr(job.model, item.name) for item in fields(ModelShape)}
+    return replace(job, model=AnyWindows(**sizes | {"sinks": sinks}, given=windows), **how)
 
 
 def workload(ranks: int = 4, micro_batches: int = 1) -> Workload:

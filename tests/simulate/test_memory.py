@@ -8,7 +8,7 @@ import pytest
 
 from distca.plan import analytic_cost
 from distca.plan.cost.linear import LinearRate
-from distca.simulate import MODELS, Cluster, Job, Model
+from distca.simulate import MODELS, Cluster, Job, dense
 from distca.simulate.memory import at_home, static_bytes
 from distca.train.config.cli import parse_run_config
 from distca.train.run.memory import predict_memory
@@ -42,8 +42,8 @@ def test_packed_documents_need_what_the_trainer_predicts(tp: int, pp: int, recom
     line = [str(word) for name, value in words.items() for word in (f"--{name}", str(value).lower())]
     config = parse_run_config(["--config", CONFIGURATION, *line])
     stages = predict_memory(config, 8, MODELS["8b"].vocabulary)
-    shape = Model(4, 4096, 14336, 32, 8)
-    part = shape.shape(tp)
+    shape = dense(4, 4096, 14336, 32, 8)
+    part = shape.attention_shape(tp)
     job = Job(
         shape,
         Cluster(8),
@@ -68,7 +68,7 @@ def test_packed_documents_need_what_the_trainer_predicts(tp: int, pp: int, recom
 def test_tied_embeddings_are_held_once_without_stages(pp: int) -> None:
     own = ["--model.layers=4", "--model.tie_embeddings=true", "--parallel.tp=1", f"--parallel.pp={pp}"]
     config = parse_run_config(["--config", CONFIGURATION, *own])
-    shape = Model(4, 4096, 14336, 32, 8, tied=True)
+    shape = dense(4, 4096, 14336, 32, 8, tie_embeddings=True)
     job = Job(shape, Cluster(8), replace(analytic_cost(32, 8, 128), linear=LinearRate(1e-15, 2e-15, {})), pp=pp)
     first = predict_memory(config, 8, shape.vocabulary)[0]
     assert static_bytes(job) == pytest.approx(first.model.held, rel=1e-3)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distca.plan import area_cost
-from distca.simulate import MODELS, Cluster, Job, Model, SimulationError, Workload, load_rates
+from distca.simulate import MODELS, Cluster, Job, SimulationError, Workload, dense, load_rates
 from distca.simulate.kernel_rate import at_rate, forward_tflops
 from distca.simulate.rates import RATES
 from tests.simulate.cases import pair_cost, small_job
@@ -48,11 +48,11 @@ def test_jobs():
         ((24, 32, 2, 2, 8), "the hidden size is 24"),
     ):
         with pytest.raises(SimulationError, match=f"`fp8` is current, but .*{said}"):
-            Job(Model(2, *widths), Cluster(2), pair_cost(), fp8="current")
+            Job(dense(2, *widths), Cluster(2), pair_cost(), fp8="current")
     with pytest.raises(SimulationError, match="`tp` is 2, which does not divide the model's ffn of 33; choose one"):
-        Job(Model(2, 16, 33, 2, 2, 8), Cluster(2), pair_cost(heads=1, kv_heads=1), tp=2)
+        Job(dense(2, 16, 33, 2, 2, 8), Cluster(2), pair_cost(heads=1, kv_heads=1), tp=2)
     with pytest.raises(SimulationError, match="does not divide the 3 layers"):
-        Job(Model(3, 16, 32, 2, 2, 8), Cluster(2), pair_cost(), pp=2)
+        Job(dense(3, 16, 32, 2, 2, 8), Cluster(2), pair_cost(), pp=2)
     with pytest.raises(SimulationError, match="stays inside a node"):
         Job(MODELS["8b"], Cluster(8, 4), pair_cost(), tp=8)
 

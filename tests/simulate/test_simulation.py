@@ -9,7 +9,7 @@ import pytest
 from distca.baselines import parse_mode
 from distca.plan import server_seconds, traffic
 from distca.plan.cost.linear import LinearRate
-from distca.simulate import Cluster, Job, Model, Workload, simulate
+from distca.simulate import Cluster, Job, Workload, dense, simulate
 from distca.simulate.cad import planned
 from distca.simulate.job import VALUE
 from distca.simulate.simulation import Prediction
@@ -61,7 +61,7 @@ def test_linear_layers_in_fp8_take_their_part_of_the_time(mode: str):
 @pytest.mark.parametrize("fp8", get_args(Fp8))
 def test_rows_of_a_half_are_a_multiple_of_what_training_takes(tp: int, fp8: Fp8):
     cost = replace(pair_cost(heads=4 // tp, kv_heads=4 // tp), linear=LinearRate(1e-9, 2e-9, {fp8: 0.5}))
-    job = Job(Model(2, 128, 32, 4, 4, 8), Cluster(2 * tp), cost, tp=tp, fp8=fp8, tokens_per_rank=1000)
+    job = Job(dense(2, 128, 32, 4, 4, 8), Cluster(2 * tp), cost, tp=tp, fp8=fp8, tokens_per_rank=1000)
     assert planned(job, documents([(1000, 0), (900, 1)])).options.align == rows_multiple(fp8, tp)
 
 

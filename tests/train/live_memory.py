@@ -103,7 +103,8 @@ def allocate_as_on_gpus(patch: Any) -> None:
     """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
     from distca.ops import output_loss
     from distca.transport.collective import CollectiveTransport, _AllToAll
-    from megatron_patches import layer, pool
+    from megatron_patches import pool
+    from megatron_patches.layers import layer
     from megatron_patches.patches import fused_ops as fused_rope
     from megatron_patches.patches import fused_ops as fused_swiglu
     from megatron_patches.patches import fused_ops as wgrad_accumulation

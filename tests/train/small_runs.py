@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from distca.train.config.schema import RunConfig
-    from megatron_patches.step import Step
+    from megatron_patches.steps.step import Step
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 96
@@ -75,9 +75,9 @@ def train_all(command_lines: list[list[str]]) -> list[str]:
 
     from distca.train.config.cli import parse_run_config
     from distca.train.run.main import run_on, tokenized_corpus
-    from megatron_patches.groups import destroy_model_parallel
     from megatron_patches.patches.cpu import use_cpu
-    from megatron_patches.world import World
+    from megatron_patches.ranks.groups import destroy_model_parallel
+    from megatron_patches.ranks.world import World
 
     use_cpu()
     logging.getLogger("distca").setLevel(logging.INFO)  # for console.log
@@ -103,7 +103,7 @@ class StepByStep:
 
         from distca.train.data.corpus import dealt, open_corpus, open_sampler
         from distca.train.run.builder import build_trainer
-        from megatron_patches.world import World
+        from megatron_patches.ranks.world import World
 
         self.corpus = open_corpus(config)
         self.world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
@@ -118,11 +118,11 @@ class StepByStep:
 
     def run(self, step: Step, forward_only: bool = False) -> None:
         """Forward and backward of a global batch."""
-        from megatron_patches.training_step import summed_loss_step
+        from megatron_patches.training.training_step import summed_loss_step
 
         self.trainer.cad.forward_backward(step, summed_loss_step, self.trainer.model, forward_only=forward_only)
 
     def close(self) -> None:
-        from megatron_patches.groups import destroy_model_parallel
+        from megatron_patches.ranks.groups import destroy_model_parallel
 
         destroy_model_parallel()

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import family_models
 from distca.data.batch import targets_of
 from distca.testing.ranks import run_ranks
-from tests.models import folders
+from tests.models.tokenizer import write_tokenizer
 from tests.train.small_runs import LONGEST, arguments, steps_of, train_all, write_texts
 
 STEPS, LR, DECAY, CLIP = 5, 0.003, 0.1, 1.0
@@ -31,8 +32,8 @@ RUNS: dict[str, dict[str, object]] = {
     "qwen3": {"train__micro_batches": 2, "data__context_length": 2 * LONGEST} | _TALKS,
     "mistral": {"data__source": "jsonl", "data__path": "{root}/texts.jsonl", "data__tokenizer": None},
 }
-"""By case of tests.models.folders, on four ranks; with one, two and four of them data parallel, and conversations that
-are longer than a rank."""
+"""By case of benchmarks.family_models, on four ranks; with one, two and four of them data parallel, and conversations
+that are longer than a rank."""
 
 
 def _line(root: Path, name: str) -> list[str]:
@@ -97,7 +98,7 @@ def _reference(
     folder: Path, steps: list[list[tuple[torch.Tensor, torch.Tensor]]]
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Losses and gradient norms by transformers: every document alone."""
-    model = folders.loaded(folder)
+    model = family_models.loaded(folder)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -124,10 +125,10 @@ def _reference(
 @pytest.mark.slow
 def test_losses_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_texts(tmp_path / "texts")
-    monkeypatch.setitem(folders._SIZES, "vocab_size", VOCABULARY)
+    monkeypatch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
     for name in RUNS:
-        folders.write_folder(name, tmp_path / name)
-        folders.write_tokenizer(tmp_path / name)
+        family_models.write_folder(name, tmp_path / name)
+        write_tokenizer(tmp_path / name)
     _write_lines(tmp_path)
     lines = {name: _line(tmp_path, name) for name in RUNS}
     run_ranks(4, train_all, list(lines.values()), timeout=250)

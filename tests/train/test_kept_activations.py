@@ -13,9 +13,10 @@ pytestmark = pytest.mark.slow
 
 ROWS = 256
 SHAPE = {"hidden": 256, "ffn": 896, "heads": 32, "kv_heads": 8, "head_dim": 8, "vocabulary": 512}
+OUTPUTS = "nothing, outputs kept"
 CASES = {
-    "packed": ("none", "mlp"),
-    "keep": ("none", "mlp", "all"),
+    "packed": ("none", OUTPUTS, "mlp"),
+    "keep": ("none", OUTPUTS, "mlp", "all"),
     "resend": ("none", "mlp", "all"),
     "offload": ("all",),
 }
@@ -26,7 +27,8 @@ def _config(attention, recompute, layers, qk_norm, variant):
     settings |= {
         "model.layers": layers,
         "model.qk_norm": str(qk_norm).lower(),
-        "train.recompute": recompute,
+        "train.recompute": "none" if recompute == OUTPUTS else recompute,
+        "train.keep_outputs": "all" if recompute == OUTPUTS else "none",
         "train.precision": "bf16",
     }
     settings |= {f"model.variant.{name}": value for name, value in variant.items()}
@@ -44,11 +46,11 @@ def _counted(cases, layers, qk_norm, variant):
 
     use_cpu()
     from distca import CAD
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model import build_gpt, transformer_config
-    from megatron_patches.model_variant import model_options
+    from megatron_patches.model.gpt import build_gpt, transformer_config
+    from megatron_patches.model.model_variant import model_options
     from megatron_patches.patches.norms import RMSNorm
-    from megatron_patches.training_step import summed_loss_step
+    from megatron_patches.ranks.groups import initialize_model_parallel
+    from megatron_patches.training.training_step import summed_loss_step
 
     RMSNorm.forward = lambda self, x: LeanNorm.apply(x, self.weight)
     initialize_model_parallel(1, 1, 1)
@@ -64,6 +66,7 @@ def _counted(cases, layers, qk_norm, variant):
             backward={"resend": "resend", "offload": "auto"}.get(attention, "keep"),
             kernel="reference",
             recompute="all" if recompute == "all" else "none",
+            keep_outputs=recompute == OUTPUTS,
             offload=attention == "offload",
             model_options=model_options(shape),
         )
@@ -90,7 +93,7 @@ VARIANTS = (
 @pytest.mark.parametrize(("qk_norm", "variant"), VARIANTS)
 def test_bytes_that_one_more_layer_keeps_of_a_token(qk_norm, variant):
     cases = [(attention, recompute) for attention, levels in CASES.items() for recompute in levels]
-    cases = [("packed", "none"), ("keep", "mlp"), ("resend", "all")] if variant else cases
+    cases = [("packed", "none"), ("keep", "mlp"), ("keep", OUTPUTS), ("resend", "all")] if variant else cases
     (few,), (many,) = (run_ranks(1, _counted, cases, layers, qk_norm, variant) for layers in (2, 3))
     for (attention, recompute), before, after in zip(cases, few, many, strict=True):
         (less,), (more,) = (

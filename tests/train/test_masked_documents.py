@@ -44,8 +44,8 @@ def _micro_batches(masked: bool) -> list[list[Talk]]:
 def _figures(line: list[str]) -> dict[tuple[str, bool], tuple[float, float]]:
     """(loss, gradient norm) of a step without an update, by train.loss and whether masked documents are in it."""
     from megatron_patches.patches.cpu import use_cpu
-    from megatron_patches.step_documents import StepDocuments
-    from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+    from megatron_patches.steps.step_documents import StepDocuments
+    from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
     use_cpu()
     run: Any = StepByStep(parse_run_config(line))

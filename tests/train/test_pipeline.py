@@ -47,7 +47,7 @@ def _train(output: str) -> None:
     from distca.train.data.corpus import open_corpus
     from distca.train.run.main import run_on
     from megatron_patches.patches.cpu import use_cpu
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
     use_cpu()
     import torch

@@ -141,6 +141,7 @@ def test_the_timeline_is_a_trace_of_every_rank(started: tuple[Path, subprocess.C
     assert [e["name"] for e in spans if e["cat"] == "steps" and e["pid"] == 0] == ["step 2", "step 3"]
     served = [event for event in spans if event["pid"] == 0 and event["name"].startswith("serve")]
     assert len(served) == 2 * 2 * 2 * 2, "two steps of two layers, two halves, forward and backward"
+    assert {event["name"].partition(", ")[2] for event in served} == {"full"}, "the kind of layer"
 
 
 def test_config_yaml_starts_the_same_run_again_and_resumes_it(

@@ -1,4 +1,4 @@
-"""What closes a turn, seen from what a template writes behind it if another message follows and if none does."""
+"""The end of a turn, found by comparing what a template writes when another message follows and when none does."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Rendering:
 
     @property
     def tail(self) -> str:
-        """What the template writes behind the last text."""
+        """The text that the template writes behind the last one."""
         return self.text[int(self.places[-1]) + 1 if len(self.places) else 0 :]
 
     def _before(self, place: int) -> int:

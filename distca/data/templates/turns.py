@@ -28,7 +28,7 @@ _ADVICE = "put {% generation %} and {% endgeneration %} around what the template
 
 @dataclass(frozen=True)
 class Turn:
-    """What the assistant says in one message.
+    """The words of the assistant in one message.
 
     Attributes:
         message: its number, from 0.

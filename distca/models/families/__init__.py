@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Final
 
 from distca.models.families.cohere import COHERE2
+from distca.models.families.composites import GEMMA3_IMAGES, MISTRAL3
+from distca.models.families.ernie import ERNIE4_5
 from distca.models.families.exaone import EXAONE4
 from distca.models.families.family import Composite, Family
 from distca.models.families.gemma import GEMMA2, GEMMA3
 from distca.models.families.glm import GLM4
 from distca.models.families.granite import GRANITE
+from distca.models.families.hunyuan import HUNYUAN
 from distca.models.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SEED_OSS
-from distca.models.families.mistral3 import MISTRAL3
 from distca.models.families.olmo import OLMO2, OLMO3
 from distca.models.families.phi import PHI3
 from distca.models.families.qwen import QWEN2, QWEN3
@@ -39,8 +41,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "cohere2": COHERE2,
     "exaone4": EXAONE4,
     "glm4": GLM4,
+    "ernie4_5": ERNIE4_5,
+    "hunyuan_v1_dense": HUNYUAN,
 }
-COMPOSITES: Final[Mapping[str, Composite]] = {"mistral3": MISTRAL3}
+COMPOSITES: Final[Mapping[str, Composite]] = {"mistral3": MISTRAL3, "gemma3": GEMMA3_IMAGES}
 
 
 @cache

@@ -110,7 +110,9 @@ COMMON: Final[dict[str, Field]] = {
     "prefix": _GENERATION,
     "bos_token_id": _IDS,
     "eos_token_id": _IDS,
-    "pad_token_id": Inert("Nothing is filled up."),
+    "pad_token_id": Inert(
+        "Nothing is filled up. Its embedding is trained where a text has it, which transformers does not."
+    ),
     "sep_token_id": _IDS,
     "decoder_start_token_id": _IDS,
     **dict.fromkeys(_GENERATED, _GENERATION),

@@ -41,7 +41,8 @@ class Family:
         full_every: of periodic; a number of layers, or the field that says it.
         turns_windows_only: with sliding_window, layers without windows have no rotary positions.
         epsilon: the field with that of norms.
-        rotary_percent: the part of each head that positions turn.
+        rotary_percent: the part of each head that positions turn; None where partial_rotary_factor says it.
+        alpha: a dynamic scaling with alpha is a base that is stretched once and for all.
         scales_queries: queries grow with their position, as llama_4_scaling_beta says.
         rope_base: of rotary positions, where nothing says one.
         window_rope: what rotary positions are in layers with windows, where these differ.
@@ -58,7 +59,8 @@ class Family:
     full_every: int | str = 1
     turns_windows_only: bool = False
     epsilon: str = "rms_norm_eps"
-    rotary_percent: float = 1.0
+    rotary_percent: float | None = 1.0
+    alpha: bool = False
     scales_queries: bool = False
     rope_base: float = 10000.0
     window_rope: WindowRope | None = None

@@ -1,4 +1,5 @@
-"""Triton kernels of RMSNorm: every row is read once forward and once backward."""
+"""Triton kernels of RMSNorm, and of a sum of two tensors with the norm of it: every row is read once forward and once
+backward."""
 
 from typing import Any
 
@@ -16,14 +17,43 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def add_rms_norm(
+    x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`distca.ops.rms_norm.add_rms_norm`."""
+    return _AddRMSNorm.apply(x, branch, weight, epsilon)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def fill(x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> torch.Tensor:
     """Write the norm of ``x`` into ``out``, both contiguous; returns what every row was multiplied by, float32."""
-    assert x.is_contiguous() and out.is_contiguous()
+    return _fill(x, None, x, weight, epsilon, out)
+
+
+def _fill(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The same of ``x`` + ``branch``, which is written into ``total``; without a branch of ``x``."""
+    assert x.is_contiguous() and out.is_contiguous() and (branch is None or branch.is_contiguous())
     columns = x.shape[-1]
     scale = torch.empty(x.numel() // columns, dtype=torch.float32, device=x.device)
     if len(scale):
         _forward[(len(scale),)](
-            x, weight, out, scale, columns, epsilon, BLOCK=triton.next_power_of_2(columns), num_warps=8
+            x,
+            x if branch is None else branch,
+            total,
+            weight,
+            out,
+            scale,
+            columns,
+            epsilon,
+            ADD=branch is not None,
+            BLOCK=triton.next_power_of_2(columns),
+            num_warps=8,
         )
     return scale
 
@@ -41,34 +71,72 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
         x, weight, scale = ctx.saved_tensors
-        d_out, d_x, rows = d_out.contiguous(), torch.empty_like(x), len(scale)
-        programs = max(min(triton.cdiv(rows, _ROWS_PER_PROGRAM), _MOST_PROGRAMS), 1)
-        # Added up in a fixed order: the same bits every time.
-        shares = torch.zeros(programs, x.shape[-1], dtype=torch.float32, device=x.device)
-        if rows:
-            _backward[(programs,)](
-                d_out,
-                x,
-                weight,
-                scale,
-                d_x,
-                shares,
-                rows,
-                x.shape[-1],
-                triton.cdiv(rows, programs),
-                programs,
-                BLOCK=triton.next_power_of_2(x.shape[-1]),
-                num_warps=8,
-            )
-        return d_x, shares.sum(0).to(weight.dtype), None
+        return *_gradients(x, weight, scale, d_out, None), None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        total = x if branch is None else torch.empty_like(x)
+        scale = _fill(x, None if branch is None else branch.contiguous(), total, weight, epsilon, out)
+        ctx.has_branch = branch is not None
+        # A fresh view: what is kept for backward must not be a part of the graph.
+        ctx.save_for_backward(total.detach(), weight, scale)
+        return total.view_as(total), out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: torch.Tensor, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        total, weight, scale = ctx.saved_tensors
+        d_x, d_weight = _gradients(total, weight, scale, d_out, d_total)
+        return d_x, d_x if ctx.has_branch else None, d_weight, None
+
+
+def _gradients(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, d_out: torch.Tensor, d_total: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of ``x``, to which ``d_total`` is added, and of the weight."""
+    d_out, d_x, rows = d_out.contiguous(), torch.empty_like(x), len(scale)
+    programs = max(min(triton.cdiv(rows, _ROWS_PER_PROGRAM), _MOST_PROGRAMS), 1)
+    # Added up in a fixed order: the same bits every time.
+    shares = torch.zeros(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    if rows:
+        _backward[(programs,)](
+            d_out,
+            d_out if d_total is None else d_total.contiguous(),
+            x,
+            weight,
+            scale,
+            d_x,
+            shares,
+            rows,
+            x.shape[-1],
+            triton.cdiv(rows, programs),
+            programs,
+            ADD=d_total is not None,
+            BLOCK=triton.next_power_of_2(x.shape[-1]),
+            num_warps=8,
+        )
+    return d_x, shares.sum(0).to(weight.dtype)
 
 
 @triton.jit
-def _forward(x, weight, out, scale, columns, epsilon, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _forward(  # type: ignore[no-untyped-def]
+    x, branch, total, weight, out, scale, columns, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     values = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(branch + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * columns + column, rounded, mask=inside)
+        values = rounded.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(values * values, 0) / columns + epsilon)
     factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(scale + row, inverse)
@@ -76,7 +144,21 @@ def _forward(x, weight, out, scale, columns, epsilon, BLOCK: tl.constexpr):  # t
 
 
 @triton.jit
-def _backward(d_out, x, weight, scale, d_x, shares, rows, columns, steps, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _backward(  # type: ignore[no-untyped-def]
+    d_out,
+    d_total,
+    x,
+    weight,
+    scale,
+    d_x,
+    shares,
+    rows,
+    columns,
+    steps,
+    programs,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -92,5 +174,8 @@ def _backward(d_out, x, weight, scale, d_x, shares, rows, columns, steps, progra
         share += gradient * normed
         scaled = gradient * factors
         mean = tl.sum(scaled * normed, 0) / columns
-        tl.store(d_x + place, ((scaled - normed * mean) * inverse).to(d_x.dtype.element_ty), mask=here)
+        result = (scaled - normed * mean) * inverse
+        if ADD:
+            result += tl.load(d_total + place, mask=here, other=0.0).to(tl.float32)
+        tl.store(d_x + place, result.to(d_x.dtype.element_ty), mask=here)
     tl.store(shares + program * columns + column, share, mask=inside)

@@ -19,7 +19,7 @@ from distca.train.run.run_folder import Checkpoint, RunFolder
 
 if TYPE_CHECKING:
     from distca.train.run.builder import Trainer
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ _MEANT_TO_CHANGE = ("name", "output", "checkpoint.resume", "checkpoint.export", 
 _EARLIER = {
     "model.qkv_bias": False,
     "model.qk_norm": False,
+    "model.layer_types": ["full"],
+    "model.window": 0,
+    "model.sinks": False,
     "model.rope_scaling": asdict(RopeScaling()),
     "model.variant": asdict(Variant()),
 }
@@ -96,7 +99,7 @@ def check_fits(checkpoint: Path, config: RunConfig, vocabulary: int, sampler: Sa
     """
     saved = _read_fits(checkpoint)
     own = _identity(config, config.model.vocabulary or vocabulary)
-    before = {name: saved.get(name, _EARLIER.get(name)) for name in own}
+    before = {name: _before(saved, name) for name in own}
     differing = [f"{name} was {before[name]}, now {own[name]}" for name in own if before[name] != own[name]]
     if differing:
         first = config.checkpoint.init_from
@@ -161,6 +164,12 @@ def _read_fits(checkpoint: Path) -> dict[str, Any]:
     if "sampler" not in saved:
         raise damaged(checkpoint, f"{FITS_FILE} does not say where the data stood")
     return saved
+
+
+def _before(saved: dict[str, Any], name: str) -> Any:
+    """What a checkpoint had; where earlier versions did not write it down, or not all of it, what they had."""
+    value, earlier = saved.get(name, _EARLIER.get(name)), _EARLIER.get(name)
+    return earlier | value if isinstance(earlier, dict) and isinstance(value, dict) else value
 
 
 def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:

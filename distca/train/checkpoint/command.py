@@ -70,7 +70,7 @@ def import_weights(folder: str, *, output: str) -> None:
         warnings.simplefilter("ignore")  # megatron-core's, of what is not installed
         import torch
 
-        from megatron_patches.checkpoint.import_folder import import_folder
+        from megatron_patches.hugging_face.import_folder import import_folder
 
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         with _writing(target) as partial, _progress(f"reading {folder}", described, stored) as advance:

@@ -53,7 +53,7 @@ def export(trainer: Trainer, folder: Path) -> None:
         CheckpointError: on every rank, if one cannot write.
     """
     from megatron_patches.checkpoint.optimizer_state import main_values
-    from megatron_patches.export import export_weights
+    from megatron_patches.hugging_face.export import export_weights
 
     began = time.perf_counter()
     logger.info("Writing %s", folder)

@@ -71,7 +71,7 @@ def load_initial_weights(gpt: GPTModel, folder: Path) -> None:
     Raises:
         ModelError: a file cannot be read any more.
     """
-    from megatron_patches.weights import load_weights
+    from megatron_patches.hugging_face.weights import load_weights
 
     described, files, began = describe_folder(folder), TensorFiles(folder), time.perf_counter()
     own = str(gpt.config.params_dtype).removeprefix("torch.")

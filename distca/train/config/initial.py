@@ -10,6 +10,7 @@ from typing import Any
 from distca.errors import ConfigError, ModelError
 from distca.models.description import ModelDescription, describe_folder, family_of, scalings
 from distca.models.rope import RopeScaling
+from distca.models.shape import ModelShape
 from distca.models.variant import Variant
 from distca.train.config.schema import ModelConfig, RunConfig
 
@@ -158,5 +159,4 @@ def _first(config: RunConfig) -> ModelDescription | None:
 
 def _shared() -> list[str]:
     """Fields that settings and descriptions have alike."""
-    described = {item.name for item in fields(ModelDescription)}
-    return [item.name for item in fields(ModelConfig) if item.name in described]
+    return [item.name for item in fields(ModelShape)]

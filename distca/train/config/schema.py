@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distca.cad_options import CadOptions
-from distca.models.rope import RopeScaling
-from distca.models.variant import Variant
+from distca.models.shape import ModelShape
 from distca.plan.cost.model import AttentionShape
-from distca.plan.kinds import windows_of
 from distca.plan.metrics import receive_buffer_gb
 
 RESUME_OR_START = ("job", "auto")
@@ -24,30 +22,11 @@ RESUME_BY_NAME = ("latest", *RESUME_OR_START)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ModelShape):
     """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     Attributes:
-        layers: number of transformer layers.
-        hidden: width of the residual stream.
-        ffn: width inside the SwiGLU MLP (of each of its gate and up projections).
-        heads: query heads.
-        kv_heads: key and value heads; must divide heads.
-        head_dim: width of one head; 0 means hidden / heads.
-        vocabulary: token ids that the embedding and the output layer know; 0 means the vocabulary of the data. Rows
-            that parallel.tp needs beyond them are never predicted.
-        qkv_bias: the projections of q, k and v have a bias (Qwen2).
-        qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
-        rope_base: base of the rotary frequencies.
-        norm_epsilon: epsilon of RMSNorm.
-        layer_types: full or window, for each layer, from the first on again where there are more layers: what a token
-            attends to, its whole document up to itself, or the last tokens of it.
-        window: tokens that a token attends to in layers of type window, itself included.
-        sinks: every head has a learned score without a value, which takes a part of the softmax (gpt-oss).
-        tie_embeddings: use the embedding's weights as the output layer's.
         init_std: standard deviation of the weights at the start.
-        rope_scaling: how rotary positions are stretched.
-        variant: what its layers do differently from LLaMA's.
     """
 
     layers: int = 4
@@ -55,29 +34,7 @@ class ModelConfig:
     ffn: int = 384
     heads: int = 4
     kv_heads: int = 2
-    head_dim: int = 0
-    vocabulary: int = 0
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    rope_base: float = 500000.0
-    norm_epsilon: float = 1e-5
-    layer_types: list[Literal["full", "window"]] = field(default_factory=lambda: ["full"])
-    window: int = 0
-    sinks: bool = False
-    tie_embeddings: bool = False
     init_std: float = 0.02
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    variant: Variant = field(default_factory=Variant)
-
-    @property
-    def resolved_head_dim(self) -> int:
-        """head_dim, or hidden // heads where it is 0."""
-        return self.head_dim or self.hidden // max(self.heads, 1)
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """By layer, the tokens that a token attends to; 0 for its whole document up to itself."""
-        return windows_of(self.layer_types or ["full"], self.window, self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +185,9 @@ class TrainConfig:
             memory and most time; auto = the first of these that fits into the GPUs' memory by prediction, none on CPUs.
             Disaggregated core attention is never recomputed, so nothing is sent twice; with cad.enabled false all
             recomputes whole layers, as Megatron's full recomputation does.
+        keep_outputs: outputs of norms and SwiGLU that are kept for the backward pass, with recompute none and without
+            fp8: none = they are computed again from what is kept anyway; all = they are kept, which takes more memory
+            and less time; auto = all where it fits into the GPUs' memory by prediction, none on CPUs.
         offload: what of the backward pass's needs waits in host memory, so that longer contexts fit, copied beside the
             computation: none; all = that of every layer, with recompute all, cad.backward resend, cad.enabled and no
             pipeline stages; auto = all where nothing else fits into the GPUs' memory by prediction, and it does.
@@ -250,6 +210,7 @@ class TrainConfig:
     moments: Literal["float32", "bfloat16"] = "float32"
     loss: Literal["token", "document"] = "token"
     recompute: Literal["auto", "none", "mlp", "all"] = "auto"
+    keep_outputs: Literal["auto", "none", "all"] = "auto"
     offload: Literal["auto", "none", "all"] = "auto"
     seed: int = 1234
     time_limit: float = 0.0
@@ -348,9 +309,7 @@ class RunConfig:
     @property
     def attention_shape(self) -> AttentionShape:
         """Attention heads of one tensor-parallel rank."""
-        model, tp = self.model, self.parallel.tp
-        value_bytes = 2 if self.train.precision == "bf16" else 4
-        return AttentionShape(model.heads // tp, model.kv_heads // tp, model.resolved_head_dim, value_bytes)
+        return self.model.attention_shape(self.parallel.tp, 2 if self.train.precision == "bf16" else 4)
 
     @property
     def resolved_nvshmem_buffer_gb(self) -> float:

@@ -75,6 +75,7 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, 
             + _fp8(config)
             + _fewer_bytes(config)
             + _offload(config)
+            + _keep_outputs(config)
             + (_world(config, world_size) or data_problems(config, world_size))
             + _steps(config)
             + _output(config)
@@ -136,6 +137,8 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
         if size % tp:
             problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
     scaling = model.rope_scaling.problems() + model.rope_scaling.unused(first_scaling(config))
+    if wrong := model.rope_scaling.frequencies_problem(int(model.resolved_head_dim * model.variant.rotary_percent)):
+        scaling.append(wrong)
     problems += [f"model.rope_scaling.{problem}" for problem in scaling]
     return problems + [f"model.variant.{problem}" for problem in model.variant.problems(model.layers)]
 
@@ -230,6 +233,18 @@ def _offload(config: RunConfig) -> list[str]:
     return [
         f"train.offload is all, but {name} is {str(found).lower()}; set it to {str(value).lower()}, or train.offload "
         "to none."
+        for name, (found, value) in needed.items()
+        if found != value
+    ]
+
+
+def _keep_outputs(config: RunConfig) -> list[str]:
+    """Outputs of norms and SwiGLU, which are there to be kept where nothing else is computed again."""
+    if config.train.keep_outputs != "all":
+        return []
+    needed = {"train.recompute": (config.resolved_recompute, "none"), "train.fp8": (config.train.fp8, "none")}
+    return [
+        f"train.keep_outputs is all, but {name} is {found}; set it to {value}, or train.keep_outputs to none."
         for name, (found, value) in needed.items()
         if found != value
     ]

@@ -15,7 +15,7 @@ from distca.train.config.schema import RunConfig
 from distca.train.data.tokens import is_read_directly, make_tokens, open_tokens, warn_of_tokenizers
 
 if TYPE_CHECKING:
-    from megatron_patches.step_documents import StepDocuments
+    from megatron_patches.steps.step_documents import StepDocuments
 
 
 def open_corpus(config: RunConfig, prefixes: Sequence[str | None] | None = None) -> Corpus:
@@ -67,7 +67,7 @@ def dealt(
 ) -> Iterator[StepDocuments]:
     """The documents of the next ``steps`` steps, each with the sampler's state after it as its note; with ``loss``
     document all of a step weigh the same."""
-    from megatron_patches.step_documents import StepDocuments
+    from megatron_patches.steps.step_documents import StepDocuments
 
     for _ in range(steps):
         micro_batches = sampler.next()

@@ -27,7 +27,7 @@ from distca.train.config.schema import RunConfig
 from distca.words import count
 
 if TYPE_CHECKING:
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.cost.linear import layer_weights
+from distca.models.shape import ModelShape
 from distca.plan.geometry import pairs
-from distca.train.config.schema import ModelConfig
 
 # Dense peaks without sparsity, FLOP/s per device, in bfloat16 and in FP8 (0: it has none), from the vendor's data
 # sheets. The first name that occurs in the device's name counts, so the narrower names come first.
@@ -49,13 +48,7 @@ class ModelFlops:
         return self.linear + self.logits + self.attention
 
 
-def matmul_parameters(model: ModelConfig) -> int:
-    """Weights of all layers that multiply tokens: q, k, v and output projections, gate, up and down. No embedding."""
-    one = layer_weights(model.hidden, model.ffn, model.heads, model.kv_heads, model.resolved_head_dim)
-    return model.layers * one
-
-
-def model_flops(model: ModelConfig, vocabulary: int, lengths: Sequence[int] | np.ndarray) -> ModelFlops:
+def model_flops(model: ModelShape, vocabulary: int, lengths: Sequence[int] | np.ndarray) -> ModelFlops:
     """Operations of one training step.
 
     Args:
@@ -67,7 +60,7 @@ def model_flops(model: ModelConfig, vocabulary: int, lengths: Sequence[int] | np
     tokens = int(length.sum())
     seen = sum(layers * _pairs(length, window) for window, layers in Counter(model.windows).items())
     return ModelFlops(
-        linear=6 * matmul_parameters(model) * tokens,
+        linear=6 * model.matmul_weights * tokens,
         logits=6 * model.hidden * vocabulary * tokens,
         # QKᵀ and PV: 2 operations per pair and element each; the backward pass does twice the work of the forward pass.
         attention=3 * 4 * model.heads * model.resolved_head_dim * seen,

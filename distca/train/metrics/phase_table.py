@@ -63,10 +63,14 @@ class PhaseTable:
             nothing was planned by phase (attention at home).
         planned: [2 · phases, ranks] the same as planned.
         other: [2 · phases, ranks] planned non-attention seconds; 0 where attention alone is leveled.
+        by_kind: [kinds, 2 · phases, ranks] the planned seconds of each kind of layer, which add up to ``planned``.
+        kinds: their names.
         steps: how many steps were added up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Sequence[str] = ()) -> None:
+        self.kinds = tuple(kinds)
+        self.by_kind: np.ndarray | None = None
         self.measured: np.ndarray | None = None
         self.at_home: np.ndarray | None = None
         self.planned: np.ndarray | None = None
@@ -79,14 +83,16 @@ class PhaseTable:
         at_home: np.ndarray | None,
         planned: np.ndarray | None,
         other: np.ndarray | None = None,
+        by_kind: np.ndarray | None = None,
     ) -> None:
         """Add a step. The first one, which compiles and warms up, is forgotten as soon as there is another."""
         if self.steps == 1 or self.measured is None:
             self.measured, self.at_home, self.planned, self.other = measured.copy(), at_home, planned, other
+            self.by_kind = by_kind
         else:
             self.measured += measured
             self.at_home, self.planned = _sum(self.at_home, at_home), _sum(self.planned, planned)
-            self.other = _sum(self.other, other)
+            self.other, self.by_kind = _sum(self.other, other), _sum(self.by_kind, by_kind)
         self.steps += 1
 
     def levels(self, name: str) -> dict[str, Any]:
@@ -96,6 +102,12 @@ class PhaseTable:
         if self.other is None or not self.other.any():
             return alone
         return alone | {"with_linear": levels(table + self.other)}
+
+    def planned_by_kind(self) -> dict[str, np.ndarray]:
+        """[2 · phases, ranks] planned seconds by name of the kind of layer, where there are several."""
+        if self.by_kind is None or len(self.kinds) < 2:
+            return {}
+        return dict(zip(self.kinds, self.by_kind, strict=True))
 
     def write(self, path: Path, stages: int) -> None:
         """Write the table as JSON: mean seconds per step, and how level each is."""
@@ -112,6 +124,8 @@ class PhaseTable:
             table = getattr(self, name)
             if table is not None:
                 report[name] = {"seconds": (table / counted).tolist()} | self.levels(name)
+        of_kinds = {name: {"seconds": (each / counted).tolist()} for name, each in self.planned_by_kind().items()}
+        report |= {"planned_by_kind": of_kinds} if of_kinds else {}
         if self.other is not None and self.other.any():
             report["other"] = {"seconds": (self.other / counted).tolist()}
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

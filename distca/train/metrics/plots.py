@@ -6,14 +6,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distca.plan import imbalance
 from distca.train.metrics.phase_table import PhaseTable
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 BEFORE, AFTER, MEASURED = "#d1662f", "#2b6cb0", "#1a202c"
+PARTS = ("#2b6cb0", "#e0a526", "#3f9c6b", "#8a63b8", "#c2527a")
+"""Colours of the kinds of attention layers, in the order of their numbers."""
+LINEAR = "#b6bcc6"
+"""Colour of linear layers."""
+
+
+def colors_of(parts: Sequence[str]) -> list[str]:
+    """A colour for every kind of attention layer, by name, and for "linear layers"."""
+    return [LINEAR if name == "linear layers" else PARTS[number % len(PARTS)] for number, name in enumerate(parts)]
 
 
 def plot_balance(
@@ -25,26 +37,29 @@ def plot_balance(
     unit: str = "ms",
     axis: str = "rank",
     title: str | None = None,
+    parts: Sequence[str] = (),
 ) -> None:
     """Draw attention time per rank; the file's suffix chooses the format (.png, .svg).
 
     Args:
         path: file to write.
-        before: [ranks] planned time with every document computed at home.
-        after: [ranks] planned time with the plan that ran; None where attention stayed at home.
+        before: [ranks] planned time with every document computed at home; or [parts, ranks], stacked.
+        after: the same with the plan that ran; None where attention stayed at home.
         measured: [ranks] measured time, in the same unit.
         unit: unit of all three.
         axis: what the ranks are.
         title: instead of the sentence that gives the imbalance before and after.
+        parts: names of what is stacked, with colours of their own; kinds of attention layers, say.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    first = np.asarray(before, dtype=np.float64)
-    second = None if after is None else np.asarray(after, dtype=np.float64)
-    assert second is None or first.shape == second.shape
+    first_parts = np.atleast_2d(np.asarray(before, dtype=np.float64))
+    second_parts = None if after is None else np.atleast_2d(np.asarray(after, dtype=np.float64))
+    assert second_parts is None or first_parts.shape == second_parts.shape
+    first, second = first_parts.sum(axis=0), None if second_parts is None else second_parts.sum(axis=0)
     ran, place = (first, 0.0) if second is None else (second, 0.2)
     ranks = np.arange(len(first))
     # A figure of its own, not pyplot: nothing global, and no display is looked for.
@@ -54,10 +69,12 @@ def plot_balance(
     after_that = "" if second is None else f" → {imbalance(second):.2f}"
     title = title or f"Attention per rank: imbalance {imbalance(first):.2f}{after_that}"
     label = f"at home: busiest / mean {imbalance(first):.2f}"
-    axes.bar(ranks - place, first, 0.4, color=BEFORE, label=label)
-    if second is not None:
+    for name, color in zip(parts, colors_of(parts), strict=True):
+        axes.bar([0], [0], color=color, label=name)
+    _bars(axes, ranks - place, first_parts, parts, label, BEFORE, hatched=second is not None)
+    if second is not None and second_parts is not None:
         label = f"disaggregated: busiest / mean {imbalance(second):.2f}"
-        axes.bar(ranks + place, second, 0.4, color=AFTER, label=label)
+        _bars(axes, ranks + place, second_parts, parts, label, AFTER)
     axes.axhline(float(ran.mean()), color="0.35", linewidth=1, linestyle="--", label="mean")
     if measured is not None:
         times = np.asarray(measured, dtype=np.float64)
@@ -75,6 +92,27 @@ def plot_balance(
     # A fixed salt and no date, so that the same plan gives the same file.
     with rc_context({"svg.hashsalt": "distca"}):
         figure.savefig(Path(path), metadata={"Date": None} if Path(path).suffix == ".svg" else None)
+
+
+def _bars(
+    axes: Axes,
+    x: np.ndarray,
+    heights: np.ndarray,
+    parts: Sequence[str],
+    label: str,
+    alone: str,
+    hatched: bool = False,
+) -> None:
+    """Bars of one series: in its colour ``alone``, or where it has ``parts`` one upon the other in theirs."""
+    if not parts:
+        axes.bar(x, heights.sum(axis=0), 0.4, label=label, color=alone)
+        return
+    look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0, "hatch": "////" if hatched else None}
+    below = np.zeros(len(x))
+    for height, color in zip(heights, colors_of(parts), strict=True):
+        axes.bar(x, height, 0.4, below, color=color, **look)
+        below = below + height
+    axes.bar([0], [0], color="0.55", label=label, **look)
 
 
 def write_timeline(path: Path | str, events: Iterable[Mapping[str, Any]]) -> None:
@@ -114,8 +152,18 @@ def _name(kind: str, rank: int, track: int, args: dict[str, Any]) -> dict[str, A
 _NAMES = {"at_home": "at home, planned", "planned": "disaggregated, planned", "measured": "measured"}
 
 
+def _title(table: PhaseTable, name: str) -> str:
+    """How level a series is, in words that are no wider than its map."""
+    level = table.levels(name)
+    said = f"{_NAMES[name]}: slowest / mean {level['phases']:.2f}"
+    return said + (
+        f", with linear layers {level['with_linear']['phases']:.2f}" if "with_linear" in level else " over phases"
+    )
+
+
 def plot_phases(path: Path, table: PhaseTable, stages: int) -> None:
-    """Draw one heat map per series, each as multiples of its own mean over all ranks and phases.
+    """Draw one heat map per series, each as multiples of its own mean over all ranks and phases. Where layers are of
+    several kinds, each kind's part of what is planned follows.
 
     Args:
         path: the .png or .svg to write.
@@ -128,23 +176,23 @@ def plot_phases(path: Path, table: PhaseTable, stages: int) -> None:
 
     series = {name: getattr(table, name) for name in _NAMES}
     shown = {name: values for name, values in series.items() if values is not None and values.sum() > 0}
-    phases, ranks = next(iter(shown.values())).shape
+    maps = [(values / values.mean(), _title(table, name)) for name, values in shown.items()]
+    kinds = table.planned_by_kind()
+    planned = sum(values.mean() for values in kinds.values())
+    for name, values in kinds.items():
+        of_all = values / planned
+        maps.append((of_all, f"planned, in layers of kind {name}: {100 * of_all.mean():.0f} % of it"))
+    phases, ranks = maps[0][0].shape
     width = max(6.0, 1.6 + 0.3 * phases)  # the titles need this much
-    figure = Figure(figsize=(width, 0.9 + len(shown) * (0.75 + 0.22 * max(ranks, 4))), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, 0.9 + len(maps) * (0.75 + 0.22 * max(ranks, 4))), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    highest = max(float((values / values.mean()).max()) for values in shown.values())
-    for axes, (name, values) in zip(figure.subplots(len(shown), 1, squeeze=False)[:, 0], shown.items(), strict=True):
-        image = axes.imshow((values / values.mean()).T, cmap="viridis", vmin=0, vmax=highest, aspect="auto")
+    highest = max(float(values.max()) for values, _ in maps)
+    for axes, (values, title) in zip(figure.subplots(len(maps), 1, squeeze=False)[:, 0], maps, strict=True):
+        image = axes.imshow(values.T, cmap="viridis", vmin=0, vmax=highest, aspect="auto")
         for stage in range(1, stages):
             axes.axhline(stage * ranks // stages - 0.5, color="white", linewidth=0.8)
         axes.axvline(phases // 2 - 0.5, color="white", linewidth=1.6)
-        level = table.levels(name)
-        said = f"{_NAMES[name]}: slowest / mean {level['phases']:.2f}"
-        # No wider than the map.
-        said += (
-            f", with linear layers {level['with_linear']['phases']:.2f}" if "with_linear" in level else " over phases"
-        )
-        axes.set_title(said, loc="left", fontsize=9)
+        axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylabel("rank, by stage", fontsize=8)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -24,7 +24,7 @@ from distca.train.run.builder import Trainer
 from distca.train.run.memory import GIB, predict_memory
 
 if TYPE_CHECKING:
-    from megatron_patches.step import Step
+    from megatron_patches.steps.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,11 @@ class StepRecorder:
         first_step: number of the first step that will be recorded.
 
     Attributes:
-        before: [ranks] planned time of what plans level, every document at home: in every step and phase the slowest
-            rank first, relative to the mean, added up over steps. So before[0] / steps is the mean of imbalance_before.
-        after: [ranks] the same as planned.
+        parts: what planned time consists of: attention of each kind of layer, and linear layers where plans count them.
+        before: [parts, ranks] planned time of what plans level, every document at home: in every step and phase the
+            slowest rank first, relative to the mean, added up over steps. So the sum of before[:, 0] over steps is the
+            mean of imbalance_before.
+        after: [parts, ranks] the same as planned.
         measured: [ranks] the same from measured attention seconds of whole steps.
         phases: attention by phase and rank, where there are pipeline stages.
     """
@@ -49,9 +51,12 @@ class StepRecorder:
     def __init__(self, trainer: Trainer, first_step: int = 1) -> None:
         self._trainer = trainer
         self._first_step = first_step
-        ranks = trainer.cad.options.pool_ranks
-        self.before, self.after, self.measured = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
-        self.phases = PhaseTable()
+        options = trainer.cad.options
+        kinds = [kind.name for kind in options.kinds]
+        self.parts = [*kinds, "linear layers"] if options.non_attention else kinds
+        ranks = options.pool_ranks
+        self.before, self.after, self.measured = np.zeros((1, ranks)), np.zeros((1, ranks)), np.zeros(ranks)
+        self.phases = PhaseTable(kinds)
         self._means = RunningMeans()
         self._layers = trainer.layers
         self._slow = SlowRanks()
@@ -71,9 +76,9 @@ class StepRecorder:
         self._watch_speed(by_rank, balance)
         other = balance.other_seconds
         whole_step = measured + self._layers * other.sum(axis=0)
-        self.before = self.before + slowest_first(balance.seconds_before + other)
-        self.after = self.after + slowest_first(balance.seconds_after + other)
-        self.measured = self.measured + slowest_first(whole_step[None])
+        self.before = self.before + slowest_first(self._parts(balance.before_by_kind, other))
+        self.after = self.after + slowest_first(self._parts(balance.after_by_kind, other))
+        self.measured = self.measured + slowest_first(whole_step[None, None])[0]
         if by_phase is not None:
             self._add_phases(balance, by_phase)
         tokens = step.plan.tokens
@@ -100,6 +105,10 @@ class StepRecorder:
         values |= self._memory_values(memory, float(by_rank[:, 3].max()))
         self._means.add(values)
         return values
+
+    def _parts(self, by_kind: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """[parts, phases, ranks] planned seconds, from those of attention by kind, and of linear layers."""
+        return np.concatenate((by_kind, other[None]))[: len(self.parts)]
 
     def _memory_values(self, memory: np.ndarray, outside_torch: float) -> Values:
         """Those of GPUs, or of CPU ranks where they are asked for.
@@ -198,6 +207,7 @@ class StepRecorder:
             self._layers * balance.seconds_before if planned else None,
             self._layers * balance.seconds_after if planned else None,
             self._layers * balance.other_seconds if planned else None,
+            self._layers * balance.after_by_kind if planned else None,
         )
 
 
@@ -218,18 +228,22 @@ def by_server(servers: int, by_rank: np.ndarray) -> np.ndarray:
 
 
 def slowest_first(seconds: np.ndarray) -> np.ndarray:
-    """[ranks] seconds of every phase's slowest rank, of the next and so on, added up and relative to the mean.
+    """[parts, ranks] seconds of every phase's slowest rank, of the next and so on, added up and relative to the mean.
 
     Args:
-        seconds: [phases, ranks].
+        seconds: [parts, phases, ranks], whose parts together are a rank's time.
     """
-    mean = float(seconds.mean(axis=1).sum())
-    return np.sort(seconds, axis=1)[:, ::-1].sum(axis=0) / mean if mean > 0 else np.ones(seconds.shape[1])
+    together = seconds.sum(axis=0)
+    mean = float(together.mean(axis=1).sum())
+    if not mean > 0:
+        return np.full((len(seconds), seconds.shape[2]), 1 / len(seconds))
+    order = np.argsort(-together, axis=1, kind="stable")
+    return np.asarray(np.take_along_axis(seconds, order[None], axis=2).sum(axis=1) / mean)
 
 
 def _over_phases(seconds: np.ndarray) -> float:
     """Slowest over mean, where every phase lasts as long as its slowest rank; 1 for no work at all."""
-    return float(slowest_first(seconds)[0])
+    return float(slowest_first(seconds[None])[0, 0])
 
 
 @dataclass

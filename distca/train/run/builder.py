@@ -24,13 +24,13 @@ from distca.train.run.memory_fit import (
     resolve,
 )
 from distca.words import count, format_bytes
-from megatron_patches.world import World
+from megatron_patches.ranks.world import World
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
     from megatron_patches.api import CAD
-    from megatron_patches.optimizer import OptimizerAndSchedule
+    from megatron_patches.training.optimizer import OptimizerAndSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,9 @@ def build_trainer(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
 
 def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.optimizer import build_optimizer
+    from megatron_patches.ranks.groups import initialize_model_parallel
     from megatron_patches.te.choice import check_moments
+    from megatron_patches.training.optimizer import build_optimizer
 
     parallel, moments = config.parallel, getattr(torch, config.train.moments)
     check_moments(moments, world.device)
@@ -117,10 +117,10 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
 def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype) -> tuple[CAD, DistributedDataParallel]:
     from distca import CAD
-    from megatron_patches.groups import pipeline_seed
-    from megatron_patches.model import build_gpt, transformer_config
-    from megatron_patches.model_variant import model_options
+    from megatron_patches.model.gpt import build_gpt, transformer_config
+    from megatron_patches.model.model_variant import model_options
     from megatron_patches.patches.stage_timers import StageTimers
+    from megatron_patches.ranks.groups import pipeline_seed
 
     parallel, on_gpu, settings = config.parallel, world.device.type == "cuda", config.cad
     torch.manual_seed(config.train.seed + pipeline_seed())
@@ -132,6 +132,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         cpu_initialization=not on_gpu,
         fp8=config.train.fp8,
         fp8_weights=config.train.fp8_weights,
+        init_std=config.model.init_std,
     )
     cad = CAD(
         model_config,
@@ -139,6 +140,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         disaggregate=settings.enabled,
         **settings.shared,
         recompute="all" if config.train.recompute == "all" else "none",
+        keep_outputs=config.train.keep_outputs == "all",
         offload=config.train.offload == "all",
         linears=config.train.linears,
         model_options=model_options(config.model),
@@ -168,8 +170,10 @@ def _fitting(config: RunConfig, world: World, vocabulary: int) -> RunConfig:
     device, host = _smallest_device(world), HostMemory(*fullest_node(1, free_host_memory()))
     resolved = resolve(config, world.size, vocabulary, device, host)
     if config.train.recompute == "auto" and device is not None:
-        cad = f", train.offload {resolved.train.offload}, cad.backward {resolved.cad.backward}"
-        logger.info("By predicted memory: train.recompute %s%s", resolved.train.recompute, cad * config.cad.enabled)
+        taken = [f"train.recompute {resolved.train.recompute}", f"train.keep_outputs {resolved.train.keep_outputs}"]
+        if config.cad.enabled:
+            taken += [f"train.offload {resolved.train.offload}", f"cad.backward {resolved.cad.backward}"]
+        logger.info("By predicted memory: %s", ", ".join(taken))
     for line in describe(predict_memory(resolved, world.size, vocabulary)):
         logger.info("%s", line)
     if device is not None:

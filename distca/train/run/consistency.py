@@ -14,7 +14,7 @@ from distca.train.config.cli import by_setting
 from distca.train.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 _MAY_DIFFER = ("name", "output", "data.path")
 """Of these rank 0's counts, or what is found there is compared."""

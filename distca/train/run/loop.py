@@ -35,7 +35,7 @@ from distca.train.run.stopping import Decision, Stopping
 from distca.words import count
 
 if TYPE_CHECKING:
-    from megatron_patches.step import Step
+    from megatron_patches.steps.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class _Loop:
 
     def _run(self, step: Step, forward_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of losses, target tokens) of a global batch."""
-        from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+        from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
         trainer = self._trainer
         reports = trainer.cad.forward_backward(step, summed_loss_step, trainer.model, forward_only=forward_only)
@@ -259,13 +259,15 @@ class _Loop:
         as the plan counts one layer and the clock all of them."""
         recorder = self._recorder
         before, after, measured = (
-            seconds / seconds.mean() if seconds.sum() > 0 else None
-            for seconds in (recorder.before, recorder.after, recorder.measured)
+            seconds / seconds.sum(axis=0).mean() if seconds.sum() > 0 else None
+            for seconds in (recorder.before, recorder.after, recorder.measured[None])
         )
         if before is not None and after is not None and measured is not None:
             planned = after if self._config.cad.enabled else None
             axis = "rank, the slowest of each step first"
-            plot_balance(self._folder.balance_plot, before, planned, measured, unit="1 = mean", axis=axis)
+            parts = recorder.parts if len(recorder.phases.kinds) > 1 else ()
+            look: dict[str, Any] = {"unit": "1 = mean", "axis": axis, "parts": parts}
+            plot_balance(self._folder.balance_plot, before, planned, measured[0], **look)
             self._drawn.append(self._folder.balance_plot)
         phases, stages = recorder.phases, self._trainer.cad.options.stages
         if phases.steps:

@@ -34,7 +34,7 @@ from distca.train.run.run_folder import (
 from distca.words import count
 
 if TYPE_CHECKING:
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -154,7 +154,7 @@ def _run(config: RunConfig) -> None:
         warnings.simplefilter("ignore")
         from distca.cluster.environment import launched
         from distca.cluster.health import Health
-        from megatron_patches.world import join_world, leave_world
+        from megatron_patches.ranks.world import join_world, leave_world
 
         corpus, _ = _check(config, launched().size)
         world = join_world()

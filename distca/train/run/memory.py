@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distca.device.sizes import LOGITS_BYTES, STAYING_HALVES
+from distca.device.sizes import STAYING_HALVES
+from distca.models.layer_bytes import LayerBytes, parameters_of_rank
+from distca.models.model_bytes import ModelBytes, model_bytes
 from distca.train.config.schema import RunConfig
-from distca.train.run.model_bytes import ModelBytes, model_bytes
 from distca.words import format_bytes
 
 GIB = 2**30
@@ -97,21 +98,34 @@ class _Stage:
     def __init__(self, config: RunConfig, world_size: int, vocabulary: int, stage: int) -> None:
         model, parallel = config.model, config.parallel
         self._config, self._stage, self._stages = config, stage, parallel.pp
-        self._recompute = config.resolved_recompute
         self._data_parallel = max(parallel.data_parallel(world_size), 1)
         self._layers = config.model.layers // parallel.pp
-        self._value = 2 if config.train.precision == "bf16" else 4
-        self._fp8 = config.train.fp8 != "none"
-        # Widths of one tensor-parallel rank; the residual stream is whole without sequence parallelism.
-        self._hidden = model.hidden // parallel.tp if parallel.sequence_parallel else model.hidden
-        self._q = model.heads * model.resolved_head_dim // parallel.tp
-        self._kv = 2 * model.kv_heads * model.resolved_head_dim // parallel.tp
-        self._ffn = model.ffn // parallel.tp
-        self._lse = 4 * model.heads // parallel.tp
+        kinds = model.layer_kinds[stage * self._layers : (stage + 1) * self._layers]
+        each = {
+            kind: LayerBytes(
+                shape=model,
+                kind=kind,
+                tp=parallel.tp,
+                sequence_parallel=parallel.sequence_parallel,
+                value=2 if config.train.precision == "bf16" else 4,
+                fp8=config.train.fp8,
+                fp8_weights=config.train.fp8_weights,
+                keep_outputs=config.train.keep_outputs == "all",
+                recompute=config.resolved_recompute,
+                disaggregated=config.cad.enabled,
+                keep=config.resolved_backward == "keep",
+            )
+            for kind in dict.fromkeys(kinds)
+        }
+        self._by_layer = [each[kind] for kind in kinds]
+        # Widths are those of all layers; where MLPs differ, the widest is the one at work when most is needed.
+        self._layer = layer = max(each.values(), key=LayerBytes.mlp_at_work)
+        self._value, self._hidden = layer.value, layer.hidden
+        self._q, self._kv, self._lse = layer.q, layer.kv, layer.lse
         self._rows = config.data.tokens_per_rank
         self._half = -(-self._rows // 2) if config.cad.enabled and config.cad.ping_pong else self._rows
         self._head_dim = model.resolved_head_dim
-        self._embedding = vocabulary * model.hidden // parallel.tp
+        self._vocabulary = vocabulary
         alone = self._data_parallel * parallel.pp == 1
         self._server_q = self._half * (1.0 if alone else BUSY_SERVER_Q)
         self._halves = 2 if self._half < self._rows else 1
@@ -124,7 +138,6 @@ class _Stage:
         self._copied_kv = self._server_kv if self._halves == 2 and (alone or regions > REGIONS_KV[0]) else 0.0
         self._others = 0.0 if alone else BUSY_SERVER_OTHERS
         # Layers with a window are computed at home; with some without, these need most.
-        self._windows = model.windows[stage * self._layers : (stage + 1) * self._layers]
         if all(model.windows):
             self._server_q = float(self._half)
             self._server_kv = self._half * max(self._keys_at_home(window) for window in model.windows)
@@ -132,13 +145,18 @@ class _Stage:
 
     def predict(self) -> StageMemory:
         in_flight = self._in_flight()
-        by_layer = [self._kept(window) for window in self._windows]
+        by_layer = [layer.kept_beside_attention() for layer in self._by_layer]
+        if not self._layer.recomputed_whole:
+            by_layer = [
+                kept + self._attention(layer.kind.attention.window)
+                for kept, layer in zip(by_layer, self._by_layer, strict=True)
+            ]
         kept, host = sum(by_layer), 0
         if self._config.train.offload == "all":
             staying = min(self._layers, STAYING_HALVES // self._halves)
             kept, host = sum(sorted(by_layer)[-staying:]), self._rows * kept
         return StageMemory(
-            model=model_bytes(self._config, self._parameters(), self._in_linears(), self._data_parallel),
+            model=self._model_bytes(),
             micro_batches=in_flight,
             activations=self._rows * (in_flight * (kept + self._rotation()) + self._angles_in_flight(in_flight)),
             working=max(self._layer_at_work(), self._loss_at_work()) + self._transfers(),
@@ -146,36 +164,22 @@ class _Stage:
         )
 
     @property
-    def _recomputes_layers(self) -> bool:
-        """As a whole, core attention too: megatron's own layers."""
-        return self._recompute == "all" and not self._config.cad.enabled
-
-    @property
-    def _megatrons_layers(self) -> bool:
-        """Megatron's own layers run: attention is at home, and no variant needs ours."""
-        return not self._config.cad.enabled and not self._config.model.variant.own_layers
-
-    @property
     def _last(self) -> bool:
         return self._stage == self._stages - 1
 
-    def _parameters(self) -> int:
-        model, tp = self._config.model, self._config.parallel.tp
-        tables = (self._stage == 0) + self._last
-        if model.tie_embeddings and self._stages == 1:
-            tables = 1
-        assert model.hidden % tp == 0
-        norms = self._norms() * self._layers * model.hidden + (model.hidden if self._last else 0)
-        return self._in_linears() + norms + tables * self._embedding
-
-    def _norms(self) -> int:
-        """Norms of the residual stream and of what is added to it, in a layer."""
-        variant = self._config.model.variant
-        return {"pre": 2, "post": 2, "both": 4}[variant.norms] - variant.parallel_mlp
-
-    def _in_linears(self) -> int:
-        """Parameters that are weights of the layers' linear layers."""
-        return self._layers * self._config.model.hidden * (2 * self._q + self._kv + 3 * self._ffn)
+    def _model_bytes(self) -> ModelBytes:
+        train, model = self._config.train, self._config.model
+        return model_bytes(
+            parameters_of_rank(model, self._by_layer, self._vocabulary, self._stage == 0, self._last),
+            sum(layer.weights for layer in self._by_layer),
+            self._data_parallel if self._config.optimizer.distributed else 1,
+            narrow=train.precision == "bf16",
+            narrow_gradients=train.gradients == "bfloat16",
+            narrow_moments=train.moments == "bfloat16",
+            fp8=train.fp8,
+            fp8_weights=train.fp8_weights,
+            recompute_all=train.recompute == "all",
+        )
 
     def _in_flight(self) -> int:
         behind = self._stages - 1 - self._stage
@@ -183,16 +187,6 @@ class _Stage:
         return min(most, self._config.train.micro_batches) if self._stages > 1 else 1
 
     # Bytes that are kept of one token until its backward.
-
-    def _kept(self, window: int) -> int:
-        """By a layer with a window, or one without: 0."""
-        if self._recomputes_layers:
-            return self._value * self._hidden
-        if self._recompute == "all":
-            # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
-            o = 0 if self._config.resolved_backward == "resend" else self._q
-            return self._attention(window) + self._value * (self._hidden + o)
-        return self._attention(window) + self._segment() + self._head_norms() - self._recomputed_mlp()
 
     def _attention(self, window: int) -> int:
         """q, k, v, o and log-sum-exp: at home (resend, attention at home) or, with contexts, at the server (keep). It
@@ -208,45 +202,6 @@ class _Stage:
         """Rows of keys of a layer with a window over a half's home rows: these, and those before a few shards."""
         return min(1.0 + HALOS * (window - 1) / self._half, max(self._contexts, 1.5))
 
-    def _segment(self) -> int:
-        """What the rest of a layer keeps beside o: inputs of two norms, with what each row was multiplied by, and of
-        SwiGLU, from which the inputs of matrix products are computed again. megatron's own layers, where attention is
-        at home, keep the norms' outputs too. Norms behind attention and MLP keep what these put out."""
-        variant = self._config.model.variant
-        kept = (1 if variant.parallel_mlp else 2) + (0 if variant.norms == "pre" else 2)
-        elements, copies = kept * self._hidden + 2 * self._ffn, 0
-        if self._fp8:
-            # Linear layers keep FP8 copies of what they are given, but of o only where scales come from earlier steps.
-            copies = 2 * self._hidden + self._ffn + (self._q if self._config.train.fp8 == "delayed" else 0)
-        elif self._megatrons_layers:
-            elements += 2 * self._hidden
-        if self._config.cad.enabled and self._config.resolved_backward == "keep":
-            elements += self._q  # o at home
-        return self._value * elements + copies + self._norms() * 4
-
-    def _head_norms(self) -> int:
-        """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
-        copy queries out of it first, keep values as a part of it, and cosines and sines of their own."""
-        if not self._config.model.qk_norm:
-            return 0
-        elements = self._q + self._kv
-        if self._config.model.variant.query_key_norm == "width":  # torch's operations, in float32
-            return self._value * self._kv // 2 + 2 * 4 * (self._q + self._kv // 2)
-        if self._megatrons_layers:
-            elements = 2 * self._q + self._kv // 2 + 4 * self._head_dim
-        return self._value * elements + 4 * (self._q + self._kv // 2) // self._head_dim
-
-    def _recomputed_mlp(self) -> int:
-        """What lies inside the MLP, where it is recomputed: SwiGLU's input, and FP8 copies."""
-        if self._recompute != "mlp":
-            return 0
-        inside = self._value * 2 * self._ffn
-        if self._fp8:
-            inside += self._hidden + self._ffn
-            # megatron's own layers keep the norm's output in place of its copy.
-            inside -= 0 if self._config.cad.enabled else self._value * self._hidden
-        return inside
-
     def _rotation(self) -> int:
         """By all layers together: float32 cosines and sines, of layers that turn in two ways twice."""
         return 4 * self._head_dim * (1 if self._config.model.variant.turns_alike else 2)
@@ -254,63 +209,44 @@ class _Stage:
     def _angles_in_flight(self, in_flight: int) -> int:
         """By layers that are recomputed as a whole, which are given angles: those of all micro-batches but the newest,
         whose are there in any case."""
-        return 4 * self._head_dim * (in_flight - 1) if self._recomputes_layers else 0
+        return 4 * self._head_dim * (in_flight - 1) if self._layer.recomputed_whole else 0
 
     # What exists only for a moment.
 
     def _layer_at_work(self) -> int:
         """At one of the moments of the top layer's backward, when nearly all is still kept."""
-        angles = 4 * self._head_dim * self._rows
-        gradient = self._value * self._rows * self._hidden  # of the stage's output
         moments = [self._half * self._mlp_at_work()]
         if self._config.cad.enabled:
             if self._halves == 2:
                 moments.append(self._second_mlp_at_work())
             moments.append(self._server_at_work())
-        return max(moments) + angles + gradient + self._copies_at_work()
-
-    def _copies_at_work(self) -> int:
-        """FP8 copies of weights that are there for a product, of which the MLP's first is the largest, or for a
-        recomputed segment."""
-        if self._config.train.fp8_weights:
-            return 2 * self._config.model.hidden * self._ffn  # by columns
-        return 2 * self._in_linears() // self._layers if self._fp8 and self._recompute == "all" else 0
+        return max(moments) + self._layer.around_work(self._rows) + self._layer.copies_at_work()
 
     def _mlp_at_work(self) -> int:
-        """Bytes per token when SwiGLU computes its gradient: that of its output and of its input, and the norm's
-        output, which came back; where recomputed, SwiGLU's input and what was computed from it, or the whole layer."""
-        normed = self._hidden if self._config.cad.enabled and not self._fp8 else 0
-        elements = 3 * self._ffn + normed
-        if self._recomputes_layers:
-            return self._value * elements + self._attention(0) + self._segment()
-        if self._recompute != "none":
-            elements += 2 * self._ffn + self._hidden
-        if self._recompute == "all":
-            elements += self._hidden  # the residual stream between attention and MLP
+        """Bytes per token when SwiGLU computes its gradient, and what is there beside."""
+        needed = self._layer.mlp_at_work()
+        if self._layer.recomputed_whole:
+            return needed + self._attention(0) + self._layer.segment()
         if self._config.train.offload == "all":
             # Fullest between two layers: q, k, v of the upper one and their gradients, while as much is still to come
             # back of the lower one.
-            elements += self._q + self._kv
-        return self._value * elements
+            needed += self._value * (self._q + self._kv)
+        return needed
 
     def _second_mlp_at_work(self) -> int:
         """The same of the half that comes second: the first one's attention is already on its way, with dO and the
         gradient of the residual stream, and what its MLP had kept is free."""
-        first = self._value * (self._q + self._hidden) - self._freed_by_mlp()
+        first = self._value * (self._q + self._hidden) - self._layer.freed_by_mlp()
         return self._half * (self._mlp_at_work() + first) + self._sent_to_server()
-
-    def _freed_by_mlp(self) -> int:
-        """Bytes per token that the backward of a layer's MLP frees; of a recomputed segment its residual stream."""
-        if self._recompute == "all":
-            return self._value * self._hidden
-        return self._value * (self._hidden + 2 * self._ffn) - self._recomputed_mlp()
 
     def _server_at_work(self) -> int:
         """The kernel's backward of one half; what it needs of the other is already there. It adds gradients up in
         float32 and rounds them. With keep all o rows of the half are put together for it, and the keys of every task
         of a long document."""
         gradients = self._server_q * self._q + self._server_kv * self._kv
-        home = self._value * (self._half * self._q + self._rows * self._hidden) - self._rows * self._freed_by_mlp()
+        home = (
+            self._value * (self._half * self._q + self._rows * self._hidden) - self._rows * self._layer.freed_by_mlp()
+        )
         o = self._value * self._server_q * self._q if self._config.resolved_backward == "keep" else 0
         o += self._value * self._copied_kv * self._kv
         return self._halves * self._sent_to_server() + int((4 + self._value) * gradients + o) + home
@@ -324,12 +260,7 @@ class _Stage:
         return int(self._server_q * q + self._server_kv * kv)
 
     def _loss_at_work(self) -> int:
-        """Logits, the weight's gradient in float32, and around the layers the final norm's input and output and the
-        gradient of that."""
-        if not self._last:
-            return 0
-        logits = min(LOGITS_BYTES, self._rows * self._embedding // self._config.model.hidden * self._value)
-        return logits + 4 * self._embedding + 3 * self._value * self._rows * self._hidden
+        return self._layer.loss_at_work(self._rows, self._vocabulary) if self._last else 0
 
     def _transfers(self) -> int:
         """Activations and gradients of other micro-batches that are there during a backward; 1F1B drops the gradient

@@ -26,6 +26,8 @@ that is full frees and maps memory in turns."""
 _FEWEST_TOKENS = 1024
 _WITH_OFFLOAD = ("all", "resend")
 """train.recompute and cad.backward that host memory goes with."""
+_WITH_OUTPUTS = ("none", "none")
+"""train.recompute and train.fp8 with which outputs of norms and SwiGLU can be kept."""
 
 Changes = tuple[tuple[str, object], ...]
 """Settings and their new values."""
@@ -47,8 +49,8 @@ def receive_buffer(config: RunConfig, world_size: int) -> int:
 def resolve(
     config: RunConfig, world_size: int, vocabulary: int, device_bytes: int | None, host: HostMemory
 ) -> RunConfig:
-    """The run with train.recompute, train.offload and cad.backward in place of auto: the fastest that fit with room to
-    spare, and if none do, those that need least.
+    """The run with train.recompute, train.keep_outputs, train.offload and cad.backward in place of auto: the fastest
+    that fit with room to spare, and if none do, those that need least.
 
     Args:
         config: a validated run.
@@ -59,7 +61,7 @@ def resolve(
     """
     candidates = [changed(config, changes) for changes in _choices(config)]
     if device_bytes is None:
-        return candidates[0]
+        return next(each for each in candidates if each.train.keep_outputs in ("none", config.train.keep_outputs))
     candidates = [each for each in candidates if _fits_host(each, world_size, vocabulary, host)] or candidates
 
     def short_of(candidate: RunConfig, share: float) -> float:
@@ -147,10 +149,12 @@ def _choices(config: RunConfig) -> list[Changes]:
     offload: Sequence[str] = [train.offload]
     if train.offload == "auto":
         offload = ["none", "all"] if cad.enabled and stages == 1 else ["none"]
+    outputs: Sequence[str] = ["all", "none"] if train.keep_outputs == "auto" else [train.keep_outputs]
     return [
-        (("train.recompute", again), ("cad.backward", how), ("train.offload", where))
-        for where, again, how in itertools.product(offload, recompute, backward)
-        if where == "none" or (again, how) == _WITH_OFFLOAD
+        (("train.recompute", again), ("train.keep_outputs", kept), ("cad.backward", how), ("train.offload", where))
+        for where, again, how, kept in itertools.product(offload, recompute, backward, outputs)
+        if (where == "none" or (again, how) == _WITH_OFFLOAD)
+        and (kept == "none" or (again, train.fp8) == _WITH_OUTPUTS)
     ]
 
 
@@ -162,6 +166,8 @@ def _remedies(config: RunConfig, world_size: int, vocabulary: int, device_bytes:
         if (tried.train.moments != "float32" or tried.train.fp8_weights) and not tried.optimizer.distributed:
             return False  # not served
         if tried.train.offload == "all" and (tried.resolved_recompute, tried.resolved_backward) != _WITH_OFFLOAD:
+            return False
+        if tried.train.keep_outputs == "all" and (tried.resolved_recompute, tried.train.fp8) != _WITH_OUTPUTS:
             return False
         need, room = _need_and_room(tried, world_size, vocabulary, device_bytes)
         return need <= _WITH_ROOM * room
@@ -195,6 +201,7 @@ def _savings(config: RunConfig) -> Changes:
     cad, train = config.cad, config.train
     possible = {
         ("optimizer.distributed", True): True,
+        ("train.keep_outputs", "none"): train.keep_outputs == "all",
         ("train.fp8_weights", True): train.fp8 != "none",
         ("cad.backward", "resend"): cad.enabled and config.resolved_backward == "keep",
         ("train.recompute", "mlp"): train.recompute == "none",

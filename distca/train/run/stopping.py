@@ -13,7 +13,7 @@ from distca.cluster.health import TIMEOUT
 from distca.train.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from megatron_patches.world import World
+    from megatron_patches.ranks.world import World
 
 _REASONS = ("SIGTERM", "SIGUSR1", "train.time_limit")
 

@@ -147,8 +147,8 @@ def use_fused_adam() -> None:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
-    from megatron_patches import optimizer as ours
     from megatron_patches.te import choice
+    from megatron_patches.training import optimizer as ours
 
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
+from benchmarks import family_models
 from distca.models.description import ModelDescription, describe_folder
 from megatron_patches.checkpoint.unpickling import UnreadableError
 from megatron_patches.checkpoint.whole_weights import SavedWeights
-from tests.models import folders
 
 NAME = "embedding.word_embeddings.weight"
 
@@ -31,8 +31,8 @@ class _Runs:
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, ModelDescription]:
     """A checkpoint that has the embedding, and what it is of."""
-    folders.write_folder("llama", tmp_path / "first")
-    tensors = {NAME: torch.ones(folders.VOCABULARY, 32)}
+    family_models.write_folder("llama", tmp_path / "first")
+    tensors = {NAME: torch.ones(family_models.VOCABULARY, 32)}
     save(tensors, storage_writer=FileSystemWriter(tmp_path / "saved"), no_dist=True)
     return tmp_path / "saved", describe_folder(tmp_path / "first")
 
@@ -65,7 +65,7 @@ def test_a_command_is_not_run_when_a_tensor_is_read(
 def test_a_shard_that_is_cut_off_is_unreadable(saved: tuple[Path, ModelDescription]) -> None:
     path, model = saved
     (name, tensor) = next(SavedWeights(path, model).tensors())
-    assert name == "model.embed_tokens.weight" and torch.equal(tensor, torch.ones(folders.VOCABULARY, 32))
+    assert name == "model.embed_tokens.weight" and torch.equal(tensor, torch.ones(family_models.VOCABULARY, 32))
     shard = next(path.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:500])
     with pytest.raises(UnreadableError):

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 def _differences(tp, pp, ep, deal, every):
     on_cpu()
-    from megatron_patches.parity import experts
+    from distca.parity import experts
 
     cases = experts.expert_cases(tp, pp, ep, deal=deal)[every]
     return list(zip(cases, experts.expert_differences(cases, torch.device("cpu")), strict=True))

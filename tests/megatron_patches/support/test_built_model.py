@@ -28,9 +28,9 @@ def _models():
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
-    from megatron_patches.block import block_spec
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model_options import ModelOptions
+    from megatron_patches.layers.block import block_spec
+    from megatron_patches.model.model_options import ModelOptions
+    from megatron_patches.ranks.groups import initialize_model_parallel
 
     initialize_model_parallel(1, 1, 1)
     results = {}

@@ -147,7 +147,7 @@ def test_numbers_of_one_type_throughout(fields, said):
 
 
 def test_a_block_is_not_disaggregated_with_what_is_refused():
-    from megatron_patches.block import disaggregate_block
+    from megatron_patches.layers.block import disaggregate_block
 
     for fields in ({"hidden_dropout": 0.1}, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}):
         block = SimpleNamespace(config=_changed(**fields))

@@ -7,7 +7,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer import TransformerConfig
 
 from distca.models.rope import RopeScaling
-from megatron_patches.model_options import MEGATRONS, ModelOptions, QueryScaling, Rotary
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions, QueryScaling, Rotary
 from megatron_patches.support.model_options import check_model_options, check_own_rotary
 from tests.megatron_patches.support.cases import LLAMA, refusal
 

@@ -22,9 +22,9 @@ def _refusals() -> dict[str, str | None]:
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_patches.groups import destroy_model_parallel
+    from megatron_patches.ranks.groups import destroy_model_parallel
+    from megatron_patches.ranks.world import join_world
     from megatron_patches.support.process_groups import check_groups
-    from megatron_patches.world import join_world
     from tests.megatron_patches.support.cases import LLAMA, refusal
 
     def said(config: dict[str, Any], **groups: Any) -> str | None:

@@ -1,9 +1,9 @@
 """Stands for Transformer Engine on CPUs: its linear layer as far as wiring goes, with FP8 played by rounding.
 
-What it does as Transformer Engine 2.11 does: a weight's quantised copy is kept until it is told that the weights have
-changed; the product of a first micro-batch overwrites the weight's gradient, others add to it; FP8 is on while a state
-says so; delayed scaling notes largest values, and scales by them after the update. Every other name that Megatron-Core
-imports is an empty class.
+What it does as Transformer Engine does, 2.11 or 2.20: a weight's quantised copy is kept until it is told that the
+weights have changed; the product of a first micro-batch overwrites the weight's gradient, others add to it; FP8 is on
+while a state says so; delayed scaling notes largest values, and scales by them after the update. 2.20 holds what was
+registered for that update in a state of its own. Every other name that Megatron-Core imports is an empty class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.machinery
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType, ModuleType
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,8 @@ class Manager:
     """FP8GlobalStateManager."""
 
     state: tuple[Any, ...] = (False, False, None, None, False, False)
-    autocast_arguments: ClassVar[dict[str, Any]] = {}
+    autocast_arguments: dict[str, Any]
+    quantization_state: SimpleNamespace
     delayed_layers: ClassVar[list[Linear]] = []
     updates: ClassVar[list[bool]] = []
     fp8_weights = False
@@ -56,7 +57,9 @@ class Manager:
         cls.updates.append(forward)
         if not forward:
             return
+        held = getattr(cls, "quantization_state", cls).autocast_arguments
         for layer in cls.delayed_layers:
+            assert held[layer.key] == (layer.recipe, layer.fp8_group)
             dist.all_reduce(layer.largest, dist.ReduceOp.MAX, group=layer.fp8_group)
             layer.scale = torch.where(layer.largest > 0, 448 / layer.largest, layer.scale)
             layer.largest = torch.zeros(())
@@ -64,6 +67,15 @@ class Manager:
     @classmethod
     def reset(cls) -> None:
         cls.delayed_layers.clear()
+        cls.of_version(hasattr(cls, "quantization_state"))
+
+    @classmethod
+    def of_version(cls, newer: bool) -> None:
+        """Hold what is registered as 2.20 does, or as 2.11 does."""
+        if newer:
+            cls.quantization_state = SimpleNamespace(autocast_arguments={})
+        else:
+            cls.autocast_arguments = {}
 
 
 @contextmanager
@@ -190,7 +202,7 @@ class Linear(torch.nn.Module):
             assert x.numel() // x.shape[-1] % 16 == 0 and x.shape[-1] % 16 == 0, x.shape
             _, _, recipe, group, _, _ = Manager.state
             if recipe.delayed() and self not in Manager.delayed_layers:
-                self.fp8_group = group
+                self.fp8_group, self.recipe, self.key = group, recipe, Manager.get_unique_autocast_key(recipe, group)
                 Manager.delayed_layers.append(self)
             if isinstance(weight, fp8_tensor.Float8Tensor):
                 weight.update_usage(columnwise_usage=weight._quantizer.columnwise_usage or None)
@@ -236,8 +248,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install() -> None:
+def install(version: str = "2.11.0") -> None:
     """Put it in the place of Transformer Engine; to be called before Megatron-Core is imported."""
+    Manager.of_version(version == "2.20.2")
     assert not any(name.startswith("megatron.core") for name in sys.modules)
     sys.meta_path.insert(0, _Finder())
     import transformer_engine
@@ -252,7 +265,7 @@ def install() -> None:
     import transformer_engine.pytorch.tensor.float8_tensor as float8
     import transformer_engine.pytorch.tensor.utils as utils
 
-    transformer_engine.__version__ = "2.11.0"
+    transformer_engine.__version__ = version
     te.Linear, te.fp8_autocast, te.fp8_model_init = Linear, fp8_autocast, fp8_model_init
     tensors.QuantizedTensor = fp8_tensor.Float8Tensor
     float8.Float8Quantizer = fp8_tensor.Float8Quantizer

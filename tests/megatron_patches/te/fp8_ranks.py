@@ -53,7 +53,7 @@ def _rank(rank: int, folder: Path) -> None:
 def _stand_in() -> None:
     from megatron.core.distributed import param_and_grad_buffer
 
-    from megatron_patches import model
+    from megatron_patches.model import gpt as model
     from megatron_patches.te import choice
 
     choice.why_not_te = lambda device, dtype: None  # type: ignore[assignment]
@@ -70,7 +70,7 @@ def _stand_in() -> None:
 class _Runs:
     def __init__(self, folder: Path) -> None:
         from distca.train.run import builder
-        from megatron_patches.optimizer import OptimizerAndSchedule
+        from megatron_patches.training.optimizer import OptimizerAndSchedule
 
         self._folder, self._build, self._trainer = folder, builder.build_trainer, None
         builder.build_trainer = self._built  # type: ignore[assignment]

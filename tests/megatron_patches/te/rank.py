@@ -22,9 +22,9 @@ STEPS = 3
 RECOMPUTED = ("none", "all")
 
 
-def main() -> None:
+def main(version: str) -> None:
     warnings.filterwarnings("ignore")
-    double.install()
+    double.install(version)
     from megatron_patches.patches.cpu import use_cpu
 
     use_cpu()
@@ -55,10 +55,10 @@ def spec() -> dict[str, list[str]]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     from distca.errors import SupportError
+    from distca.parity.cases import ParityShape
     from megatron_patches import api
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model import transformer_config
-    from megatron_patches.parity.harness import ParityShape
+    from megatron_patches.model.gpt import transformer_config
+    from megatron_patches.ranks.groups import initialize_model_parallel
 
     initialize_model_parallel(1, 1, 1)
     config = transformer_config(ParityShape(hidden=64, ffn=96, heads=4, kv_heads=2), torch.float32)
@@ -105,11 +105,11 @@ def history() -> dict[str, list[float]]:
 
 def train(linears: str, fp8: str, recompute: str, disaggregate: bool = True) -> dict[str, Any]:
     """Losses and gradient norms of a few steps, and how often weights were quantised."""
+    from distca.parity.cases import ParityCase, ParityShape, case_documents
     from megatron_patches import api
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model import build_gpt, transformer_config
-    from megatron_patches.parity.harness import ParityCase, ParityShape, case_documents
-    from megatron_patches.training_step import sum_over_ranks, summed_loss_step
+    from megatron_patches.model.gpt import build_gpt, transformer_config
+    from megatron_patches.ranks.groups import initialize_model_parallel
+    from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
     shape = ParityShape(hidden=64, ffn=96, heads=4, kv_heads=2)
     case = ParityCase(micro_batches=LENGTHS, shape=shape)
@@ -151,4 +151,4 @@ def train(linears: str, fp8: str, recompute: str, disaggregate: bool = True) -> 
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -38,7 +38,7 @@ def _without_gpu(folder: Path, code: str) -> str:
 def test_it_is_hidden_from_megatron_without_a_gpu(tmp_path: Path) -> None:
     _install(tmp_path, "2.11.0", torch_part=True)
     code = (
-        "import sys, importlib.util, megatron_patches.world as w; w._use_cpu()\n"
+        "import sys, importlib.util, megatron_patches.ranks.world as w; w._use_cpu()\n"
         "from megatron.core.extensions.transformer_engine import HAVE_TE\n"
         "found = importlib.util.find_spec('transformer_engine')\n"
         "print(HAVE_TE, 'transformer_engine' in sys.modules, found is not None)"
@@ -50,9 +50,12 @@ def test_it_is_hidden_from_megatron_without_a_gpu(tmp_path: Path) -> None:
     ("version", "torch_part", "said"),
     [
         ("2.11.0", True, "None"),
+        ("2.20.2", True, "None"),
+        ("2.21.0", True, "Transformer Engine is 2.21.0; versions >=2.11,<2.21 are supported"),
+        ("2.10.0", True, "Transformer Engine is 2.10.0; versions >=2.11,<2.21 are supported"),
         ("2.11.0", False, "Transformer Engine 2.11.0 is here without its part for PyTorch, transformer_engine_torch"),
-        ("2.9.0", True, "Transformer Engine is 2.9.0; versions >=2.11,<2.12 are supported"),
-        ("3.0.0", True, "Transformer Engine is 3.0.0; versions >=2.11,<2.12 are supported"),
+        ("2.9.0", True, "Transformer Engine is 2.9.0; versions >=2.11,<2.21 are supported"),
+        ("3.0.0", True, "Transformer Engine is 3.0.0; versions >=2.11,<2.21 are supported"),
     ],
 )
 def test_which_one_is_here(
@@ -65,7 +68,7 @@ def test_which_one_is_here(
 
 def test_none_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "installed_version", lambda: None)
-    assert installed.why_not_supported() == "Transformer Engine is not installed; versions >=2.11,<2.12 are supported"
+    assert installed.why_not_supported() == "Transformer Engine is not installed; versions >=2.11,<2.21 are supported"
 
 
 def _config(**fields: object) -> object:

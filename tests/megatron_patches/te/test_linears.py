@@ -15,9 +15,9 @@ from tests.megatron_patches.te.rank import LENGTHS, RECOMPUTED, STEPS
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.megatron_patches.te.rank"]
+@pytest.fixture(scope="module", params=["2.11.0", "2.20.2"])
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.megatron_patches.te.rank", request.param]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]
     answer: dict[str, Any] = json.loads(run.stdout)

@@ -124,5 +124,6 @@ def test_shipped_tables_are_found_by_their_names():
     for path in TABLES.glob("*.json"):
         content = json.loads(path.read_text())
         key = [content[name] for name in ("device", "kernel", "heads", "kv_heads", "head_dim")]
-        assert path.name == table_name(*key)
-        assert find_table(*key) is not None
+        window = content.get("window", 0)
+        assert path.name == table_name(*key, window)
+        assert find_table(*key, window=window) is not None

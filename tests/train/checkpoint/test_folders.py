@@ -12,13 +12,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from benchmarks import family_models
 from distca.commands.main import main as distca
 from distca.errors import ConfigError, DistcaError, ModelError
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config, to_yaml
 from distca.train.run.main import _check
 from distca.train.run.run_folder import RunFolder
-from tests.models import folders
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 pytestmark = pytest.mark.slow
@@ -66,8 +66,8 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
     write_texts(root / "texts")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(folders._SIZES, "vocab_size", VOCABULARY)
-        folders.write_folder("qwen3", root / "first", torch.bfloat16)
+        patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
+        family_models.write_folder("qwen3", root / "first", torch.bfloat16)
     for name in ("tokenizer.json", "chat_template.jinja"):
         (root / "first" / name).write_text(f'{{"{name}": 1}}')
     return root
@@ -135,7 +135,7 @@ def test_what_was_trained_is_what_transformers_loads(root: Path) -> None:
     assert not any(torch.equal(before[name], after[name]) for name in before)
     losses = {}
     for name in ("first", "e1"):
-        model = folders.loaded(root / name)
+        model = family_models.loaded(root / name)
         text = torch.tensor([list((root / "texts" / "000.txt").read_bytes())])
         losses[name] = model(text, labels=text).loss.item()
     assert losses["e1"] < losses["first"] - 0.5
@@ -174,7 +174,7 @@ def test_commands_write_the_same(root: Path, tmp_path: Path, run: str) -> None:
     expected, got = _tensors(root / "e1"), _tensors(tmp_path / "e")
     assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
     assert (tmp_path / "e" / "tokenizer.json").read_bytes() == (root / "first" / "tokenizer.json").read_bytes()
-    assert folders.loaded(tmp_path / "e").config.vocab_size == VOCABULARY
+    assert family_models.loaded(tmp_path / "e").config.vocab_size == VOCABULARY
     positions = [
         json.loads((folder / "config.json").read_text())["max_position_embeddings"]
         for folder in (root / "e1", tmp_path / "e")
@@ -194,11 +194,11 @@ def _loads(folder: Path, imported: Path) -> bool:
     from distca.models.description import describe_folder
     from distca.models.tensors import TensorFiles
     from distca.train.config.initial import model_config
-    from megatron_patches.block import block_spec
-    from megatron_patches.groups import initialize_model_parallel
-    from megatron_patches.model import build_gpt, transformer_config
+    from megatron_patches.hugging_face.weights import load_weights
+    from megatron_patches.layers.block import block_spec
+    from megatron_patches.model.gpt import build_gpt, transformer_config
     from megatron_patches.patches.cpu import use_cpu
-    from megatron_patches.weights import load_weights
+    from megatron_patches.ranks.groups import initialize_model_parallel
 
     use_cpu()
     initialize_model_parallel(2, 2, 1)

@@ -2,17 +2,21 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from benchmarks import family_models
 from distca.commands.main import main as distca
 from distca.errors import ConfigError
+from distca.models.rope import RopeScaling
+from distca.models.variant import Variant
 from distca.testing.ranks import run_ranks
+from distca.train.checkpoint.checkpoints import _before
 from distca.train.config.cli import parse_run_config
-from tests.models import folders
 from tests.train.checkpoint.test_folders import CONSTANT, NO_SHAPE, VOCABULARY, _tensors
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
@@ -45,8 +49,8 @@ def _train(root: Path) -> None:
 def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(folders._SIZES, "vocab_size", VOCABULARY)
-        folders.write_folder("gemma3", tmp_path / "first", torch.bfloat16)
+        patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
+        family_models.write_folder("gemma3", tmp_path / "first", torch.bfloat16)
     run_ranks(4, _train, tmp_path)
     whole = steps_of(tmp_path / "runs" / "whole")
     assert steps_of(tmp_path / "runs" / "half") == pytest.approx(whole, rel=1e-6)
@@ -55,7 +59,7 @@ def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: P
     (tmp_path / "gone").rename(tmp_path / "first")
     losses = {}
     for name in ("first", "exported"):
-        model = folders.loaded(tmp_path / name)
+        model = family_models.loaded(tmp_path / name)
         text = torch.tensor([list((tmp_path / "texts" / "000.txt").read_bytes())])
         losses[name] = model(text, labels=text).loss.item()
     assert losses["exported"] < losses["first"] - 0.2
@@ -76,7 +80,7 @@ def test_other_positions_of_a_gemma_3_are_written_by_kind_of_layer(tmp_path: Pat
     from distca.models.description import describe, describe_folder
     from distca.models.exported_config import config_fields
 
-    folders.write_folder("gemma3", tmp_path)
+    family_models.write_folder("gemma3", tmp_path)
     first = json.loads((tmp_path / "config.json").read_text())
     model = describe_folder(tmp_path)
     assert config_fields(model, "float32", first) == first
@@ -85,3 +89,12 @@ def test_other_positions_of_a_gemma_3_are_written_by_kind_of_layer(tmp_path: Pat
     assert written["rope_parameters"]["full_attention"] == {"rope_type": "linear", "rope_theta": 5e4, "factor": 8.0}
     assert written["rope_parameters"]["sliding_attention"]["rope_theta"] == 50.0
     assert describe(written, "config.json") == longer
+
+
+def test_a_checkpoint_from_before_a_field_was_there_had_its_default() -> None:
+    earlier = asdict(RopeScaling(kind="yarn", factor=4.0, original_length=16))
+    for newer in ("short_factors", "long_factors"):
+        del earlier[newer]
+    saved = {"model.rope_scaling": earlier}
+    assert _before(saved, "model.rope_scaling") == asdict(RopeScaling(kind="yarn", factor=4.0, original_length=16))
+    assert _before(saved, "model.variant") == asdict(Variant()) and _before(saved, "model.layers") is None

@@ -46,6 +46,7 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
         ("--parallel.pp 2 --train.offload all", 8, "train.offload is all, but parallel.pp is 2; set it to 1, or"),
         ("--cad.enabled false --train.offload all", 1, "train.offload is all, but cad.enabled is false; set it"),
         ("--train.offload all --train.recompute mlp", 4, "but train.recompute is mlp; set it to all, or"),
+        ("--train.keep_outputs all --train.recompute mlp", 4, "but train.recompute is mlp; set it to none, or"),
         ("--train.offload all --cad.backward keep", 4, "but cad.backward is keep; set it to resend, or train.off"),
         ("--parallel.pp 2 --parallel.tp 2", 6, "The 6 ranks are not divisible by parallel.tp 2 × parallel.pp 2"),
         ("--parallel.tp 4", 16, "model.kv_heads 2 is not divisible by parallel.tp 4"),

@@ -22,7 +22,7 @@ from distca.train.config.cli import parse_run_config
 from distca.train.data import tokens
 from distca.train.data.corpus import dealt, document_weights, open_corpus, open_sampler
 from distca.train.run.main import _check
-from tests.models.folders import write_tokenizer
+from tests.models.tokenizer import write_tokenizer
 from tests.train.small_runs import arguments
 
 TALK = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]

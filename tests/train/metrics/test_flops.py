@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from distca.train.config.schema import ModelConfig
-from distca.train.metrics.flops import ModelFlops, matmul_parameters, mfu, model_flops, peak_seconds
+from distca.train.metrics.flops import ModelFlops, mfu, model_flops, peak_seconds
 
 MODEL = ModelConfig(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16)
 
@@ -26,7 +26,7 @@ def test_linear_flops_are_those_that_torch_counts() -> None:
 def test_llama_8b_has_the_weights_of_its_paper() -> None:
     model = ModelConfig(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8)
     # 8.03e9 in all, less embedding, output layer and the norms.
-    assert matmul_parameters(model) == 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096
+    assert model.matmul_weights == 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096
 
 
 @given(st.lists(st.integers(1, 300), max_size=6))

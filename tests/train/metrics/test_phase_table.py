@@ -12,6 +12,7 @@ from matplotlib.image import imread
 from distca.plan import PlanOptions, area_cost
 from distca.train.metrics.phase_table import PhaseTable, levels, measured_phases
 from distca.train.metrics.plots import plot_phases
+from distca.train.metrics.step_record import slowest_first
 
 PACKED = PlanOptions(1, area_cost(), stages=3, disaggregate=False)
 DISAGGREGATED = PlanOptions(1, area_cost(), stages=3, resend=True)
@@ -75,6 +76,31 @@ def test_non_attention_seconds_count_where_plans_count_them(tmp_path: Path) -> N
     assert written["planned"]["phases"] == pytest.approx(4 / 3)
     assert written["planned"]["with_linear"] == {"by_phase": [1.0] * 4, "phases": 1.0, "ranks": 1.0}
     plot_phases(tmp_path / "phases.png", table, stages=2)
+
+
+def test_kinds_of_layers_are_parts_of_what_is_planned(tmp_path: Path) -> None:
+    table = PhaseTable(["full", "window 1,024"])
+    for value in (100.0, 1.0, 3.0):
+        by_kind = value * np.stack((np.full((4, 2), 3.0), np.full((4, 2), 1.0)))
+        planned = by_kind.sum(axis=0)
+        table.add(planned, planned, planned, by_kind=by_kind)
+    table.write(tmp_path / "phases.json", stages=2)
+    written = json.loads((tmp_path / "phases.json").read_text())
+    assert written["planned"]["seconds"] == [[8.0, 8.0]] * 4
+    of_kinds = {"full": {"seconds": [[6.0, 6.0]] * 4}, "window 1,024": {"seconds": [[2.0, 2.0]] * 4}}
+    assert written["planned_by_kind"] == of_kinds
+    plot_phases(tmp_path / "phases.svg", table, stages=2)
+    text = (tmp_path / "phases.svg").read_text()
+    assert "layers of kind full: 75 % of it" in text and "layers of kind window 1,024: 25 % of it" in text
+    only = PhaseTable(["full"])
+    only.add(planned, planned, planned, by_kind=planned[None])
+    assert only.planned_by_kind() == {}
+
+
+def test_parts_stay_with_their_rank_when_the_slowest_comes_first() -> None:
+    phases = np.array([[[1.0, 5.0], [2.0, 0.0]], [[0.0, 2.0], [4.0, 2.0]]])  # totals 1 7, 6 2: mean of all phases 8
+    np.testing.assert_allclose(slowest_first(phases), [[7 / 8, 1 / 8], [6 / 8, 2 / 8]])
+    np.testing.assert_allclose(slowest_first(np.zeros((2, 1, 3))).sum(axis=0), 1.0)
 
 
 def test_attention_at_home_has_no_planned_phases(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from distca.train.metrics.plots import plot_balance, write_timeline
+from distca.train.metrics.plots import colors_of, plot_balance, write_timeline
 
 
 def event(rank: int, track: str, name: str, start: float, duration: float = 5.0, **more: object) -> dict[str, object]:
@@ -35,6 +35,21 @@ def test_attention_that_stays_at_home_is_one_series(tmp_path: Path) -> None:
     text = (tmp_path / "a.svg").read_text()
     assert "at home: busiest / mean 1.50" in text and "measured: busiest / mean 1.25" in text
     assert "disaggregated" not in text and "→" not in text
+
+
+def test_parts_are_stacked_and_named(tmp_path: Path) -> None:
+    before, after, parts = [[1.0, 2.0], [0.0, 3.0]], [[2.0, 1.0], [1.0, 2.0]], ["full", "window 1,024"]
+    plot_balance(tmp_path / "parts.svg", before, after, parts=parts)
+    text = (tmp_path / "parts.svg").read_text()
+    assert "imbalance 1.67 → 1.00" in text
+    for name, color in zip(parts, colors_of(parts), strict=True):
+        assert text.count(f"<!-- {name} -->") == 1, "in the legend"
+        assert text.count(f"fill: {color}") == 2 + 2, "two bars; the bar without height that the legend shows"
+    assert "at home: busiest / mean 1.67" in text and "disaggregated: busiest / mean 1.00" in text
+
+
+def test_kinds_have_colours_of_their_own() -> None:
+    assert len(set(colors_of(["full", "window 4,096", "window 128", "linear layers"]))) == 4
 
 
 @pytest.mark.parametrize("ranks", [1, 200])

@@ -8,7 +8,7 @@ import pytest
 
 from distca.device.offload import CHUNK_BYTES
 from distca.errors import ConfigError
-from distca.train.config.cli import parse_run_config
+from distca.train.config.cli import changed, parse_run_config
 from distca.train.config.schema import RunConfig
 from distca.train.config.validate import validate
 from distca.train.run.memory import GIB, describe, predict_memory
@@ -94,16 +94,21 @@ def test_what_is_not_possible_is_not_named() -> None:
 
 def test_auto_takes_the_fastest_that_fits() -> None:
     auto = _config("--train.recompute", "auto", "--cad.backward", "auto")
-    order = [(again, how, "none") for again in ("none", "mlp", "all") for how in ("keep", "resend")]
-    order.append(("all", "resend", "all"))
-    names = ("--train.recompute", "--cad.backward", "--train.offload")
+    order = [
+        (again, how, kept, "none")
+        for again in ("none", "mlp", "all")
+        for how in ("keep", "resend")
+        for kept in (("all", "none") if again == "none" else ("none",))
+    ]
+    order.append(("all", "resend", "none", "all"))
+    names = ("--train.recompute", "--cad.backward", "--train.keep_outputs", "--train.offload")
     needs = {
         which: _need(_config(*(word for pair in zip(names, which, strict=True) for word in pair))) for which in order
     }
     taken = []
     for device in range(max(needs.values()) * 11 // 10, 12 * GIB, -GIB):
         resolved = resolve(auto, 2, VOCABULARY, device, HOST)
-        taken.append((resolved.train.recompute, resolved.cad.backward, resolved.train.offload))
+        taken.append(_taken(resolved))
         first = next((which for which in order if needs[which] < 0.94 * device), None)
         assert first is None or order.index(taken[-1]) <= order.index(first)
         if min(needs.values()) < device:
@@ -113,7 +118,24 @@ def test_auto_takes_the_fastest_that_fits() -> None:
     ]
     assert taken[0] == order[0] and taken[-1] == order[-1] == min(needs, key=lambda which: needs[which])
     small = resolve(auto, 2, VOCABULARY, 14 * GIB, HostMemory(2, GIB))
-    assert (small.train.recompute, small.cad.backward, small.train.offload) == order[-2], "no room in host memory"
+    assert _taken(small) == order[-2], "no room in host memory"
+
+
+def _taken(run: RunConfig) -> tuple[str, str, str, str]:
+    return run.train.recompute, run.cad.backward, run.train.keep_outputs, run.train.offload
+
+
+def test_kept_outputs_without_a_limit_and_where_they_are_too_much() -> None:
+    """On devices without a limit they are kept where they were asked for alone; a refusal names them."""
+    auto, asked = (
+        _config("--train.recompute", "auto"),
+        _config("--train.recompute", "none", "--train.keep_outputs", "all"),
+    )
+    assert resolve(auto, 2, VOCABULARY, None, HOST).train.keep_outputs == "none"
+    assert resolve(asked, 2, VOCABULARY, None, HOST).train.keep_outputs == "all"
+    lean = changed(asked, (("train.keep_outputs", "none"),))
+    said = _refusal(asked, _need(lean) * 10 // 9)
+    assert "set train.keep_outputs to none; or lower" in said
 
 
 def test_what_backward_needs_in_host_memory() -> None:
@@ -146,7 +168,8 @@ def test_auto_without_a_limit_and_what_is_said() -> None:
     assert (resolved.train.recompute, resolved.cad.backward) == ("none", "keep")
     stages = _config("--train.recompute", "auto", "--parallel.pp", "2")
     assert resolve(stages, 2, VOCABULARY, None, HOST).cad.backward == "resend"
-    said = _config("--train.recompute", "mlp", "--cad.backward", "keep", "--train.offload", "none")
+    nothing = ["--train.keep_outputs", "none", "--train.offload", "none"]
+    said = _config("--train.recompute", "mlp", "--cad.backward", "keep", *nothing)
     assert resolve(said, 2, VOCABULARY, GIB, HOST) == said
     at_home = _config("--train.recompute", "auto", "--cad.enabled", "false")
     assert resolve(at_home, 2, VOCABULARY, GIB, HOST).train.recompute == "all"

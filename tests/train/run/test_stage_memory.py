@@ -46,6 +46,9 @@ CASES = [
 
 
 OFFLOAD = {"train.offload": "all"}
+# Without halves: with them the loss, which allocates more on CPUs, would need most.
+OUTPUTS = {"train.recompute": "none", "train.keep_outputs": "all", "cad.ping_pong": "false"}
+AT_HOME = {"cad.enabled": "false"}
 MIXED = {"model.layer_types": "[full,window]", "model.window": "200", "model.sinks": "true"}
 
 
@@ -66,7 +69,7 @@ def _live(stages: int, layers: int, cases: list[dict[str, str]]) -> list[dict[st
 def _measure(config: RunConfig) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_patches import pipeline_schedule
+    from megatron_patches.training import pipeline_schedule
 
     run = StepByStep(config)
     step = run.step()
@@ -102,7 +105,9 @@ def _take_servers_of(routes: StepRoutes) -> None:
     memory.REGIONS_KV = (max(half.region_rows for half in halves) / (TOKENS // 2), memory.REGIONS_KV[1])
 
 
-@pytest.mark.parametrize("stages, cases", [(1, [OFFLOAD, MIXED]), (2, [*CASES, MIXED]), (4, CASES[1:2])])
+@pytest.mark.parametrize(
+    "stages, cases", [(1, [OFFLOAD, MIXED, OUTPUTS]), (2, [*CASES, MIXED, OUTPUTS | AT_HOME]), (4, CASES[1:2])]
+)
 def test_live_bytes(stages: int, cases: list[dict[str, str]]) -> None:
     by_rank = run_ranks(stages, _live, stages, 2 * stages, cases)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):

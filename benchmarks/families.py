@@ -1,0 +1,219 @@
+"""Trains a tiny model of every served family in transformers and here: all gradients, and five steps of AdamW.
+
+    python -m benchmarks.families --output benchmarks/results/family_gradients.json
+
+Transformers computes one document at a time. Here the documents, which go beyond windows and the original context, are
+packed over two ranks of disaggregated core attention. Float32, on CPUs; the command fails where something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import family_models
+from distca.models.stored import plain_name
+from distca.testing.ranks import run_ranks
+from distca.testing.reference_attention import relative_error
+from distca.train.config.schema import OptimizerConfig
+from distca.versions import command_line, header, write_report
+
+TOLERANCE = 1e-5
+"""Of each gradient, each weight and each loss in float32, relative to its norm."""
+RANKS, STEPS = 2, 5
+_ADAM = OptimizerConfig(lr=1e-3, schedule="constant", epsilon=1e-5, distributed=False)
+"""Its epsilon is above what rounding leaves of gradients that are zero, such as those of biases of keys where nothing
+is rotated: a smaller one makes steps of the whole learning rate by their signs."""
+_MICRO_BATCHES = 2
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training gave.
+
+    Attributes:
+        gradients: of the first step, by the tensor's name in a folder of text alone, before they are clipped.
+        losses: mean of the token losses of each step.
+        weights: after the last step.
+    """
+
+    gradients: Tensors
+    losses: list[float]
+    weights: Tensors
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The largest relative errors.
+
+    Attributes:
+        gradients: of a tensor's gradient.
+        worst: the tensor that has it.
+        losses: of a step's loss.
+        weights: of a tensor after the last step.
+        tensors: how many were compared.
+    """
+
+    gradients: float
+    worst: str
+    losses: float
+    weights: float
+    tensors: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether all are within the tolerance; an error that is no number is not."""
+        return all(error <= TOLERANCE for error in (self.gradients, self.losses, self.weights))
+
+
+def compare(names: Sequence[str]) -> dict[str, Errors]:
+    """The errors of some of :data:`benchmarks.family_models.CASES`, by name."""
+    with tempfile.TemporaryDirectory(prefix="distca-families-") as root:
+        folders = {name: Path(root) / str(number) for number, name in enumerate(names)}
+        theirs = {name: _theirs(family_models.write_folder(name, folder)) for name, folder in folders.items()}
+        ours, *_ = run_ranks(RANKS, _all_ours, list(folders.values()), timeout=600.0)
+    return {name: _errors(own, theirs[name]) for name, own in zip(names, ours, strict=True)}
+
+
+def _errors(ours: Trained, theirs: Trained) -> Errors:
+    gradients, weights = (_by_tensor(getattr(ours, part), getattr(theirs, part)) for part in ("gradients", "weights"))
+    losses = [abs(own / their - 1) for own, their in zip(ours.losses, theirs.losses, strict=True)]
+    worst = max(gradients, key=lambda name: _rank(gradients[name]))
+    return Errors(gradients[worst], worst, max(losses, key=_rank), max(weights.values(), key=_rank), len(gradients))
+
+
+def _by_tensor(ours: Tensors, theirs: Tensors) -> dict[str, float]:
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    return {name: float(relative_error(ours[name], theirs[name])) for name in theirs}
+
+
+def _rank(error: float) -> tuple[bool, float]:
+    """The order of errors, in which one that is no number is worst of all."""
+    return error != error, error
+
+
+def _steps() -> Iterator[list[list[list[int]]]]:
+    """The documents of every step, by micro-batch; in each the shortest first."""
+    for step in range(STEPS):
+        yield [family_models.documents(step * _MICRO_BATCHES + number) for number in range(_MICRO_BATCHES)]
+
+
+def _theirs(model: Any) -> Trained:
+    """What transformers and torch make of a model, one document at a time."""
+    model = model.eval()  # without dropout
+    weights = {plain_name(name): weight for name, weight in model.named_parameters()}
+    adam, gradients, losses = None, Tensors(), []
+    for micro_batches in _steps():
+        model.zero_grad()
+        documents = [document for micro_batch in micro_batches for document in micro_batch]
+        tokens, total = sum(len(document) - 1 for document in documents), 0.0
+        for document in documents:
+            logits = model(torch.tensor([document])).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, torch.tensor(document[1:]), reduction="sum") / tokens
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        if adam is None:  # parts for images have no gradients
+            weights = {name: weight for name, weight in weights.items() if weight.grad is not None}
+            gradients = {name: weight.grad.clone() for name, weight in weights.items()}
+            adam = _torch_adam(list(weights.values()))
+        torch.nn.utils.clip_grad_norm_(weights.values(), _ADAM.clip_grad)
+        adam.step()
+    return Trained(gradients, losses, {name: weight.detach() for name, weight in weights.items()})
+
+
+def _torch_adam(weights: Sequence[torch.Tensor]) -> torch.optim.AdamW:
+    """The same optimizer in torch; norms and biases do not decay."""
+    groups = [
+        {"params": [weight for weight in weights if (weight.dim() > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, _ADAM.weight_decay), (False, 0.0))
+    ]
+    return torch.optim.AdamW(groups, lr=_ADAM.lr, betas=(_ADAM.beta1, _ADAM.beta2), eps=_ADAM.epsilon)
+
+
+def _all_ours(folders: Sequence[Path]) -> list[Trained]:
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    return [_ours(folder) for folder in folders]
+
+
+def _ours(folder: Path) -> Trained:
+    """What CAD makes of a folder, packed over all ranks."""
+    from distca.models.description import describe_folder
+    from distca.models.tensors import TensorFiles
+    from distca.train.config.initial import model_config
+    from megatron_patches.api import CAD
+    from megatron_patches.hugging_face.weights import load_weights, slots
+    from megatron_patches.model.gpt import build_gpt, transformer_config
+    from megatron_patches.model.model_variant import model_options
+    from megatron_patches.ranks.groups import initialize_model_parallel
+    from megatron_patches.steps.step_documents import StepDocuments
+    from megatron_patches.training.optimizer import build_optimizer
+    from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
+
+    initialize_model_parallel(1, 1, 1)
+    described = describe_folder(folder)
+    shape = model_config(described)
+    config = transformer_config(shape, torch.float32, cpu_initialization=True)
+    cad = CAD(
+        config,
+        tokens_per_rank=-(-sum(family_models.LENGTHS) // RANKS),
+        tolerance=0.0,
+        kernel="reference",
+        model_options=model_options(shape),
+    )
+    model = cad.attach(build_gpt(shape, described.vocabulary, config, cad.block_spec()))
+    load_weights(model, described, TensorFiles(folder))
+    ddp = cad.data_parallel(model, distributed_optimizer=False)
+    optimizer = build_optimizer(ddp, _ADAM, STEPS, 0, torch.float32)
+
+    def stored(values: Callable[[Any], torch.Tensor]) -> Tensors:
+        return {
+            name: tensor.clone()
+            for parameter, slot in slots(model, described)
+            for name, tensor in zip(slot.names, slot.tensors([values(parameter)]), strict=True)
+        }
+
+    gradients, losses = Tensors(), []
+    for documents in _steps():
+        step = cad.plan_step(StepDocuments(documents))
+        total, tokens = sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), cad.device)
+        losses.append(float(total / tokens))
+        gradients = gradients or stored(lambda parameter: parameter.main_grad)
+        optimizer.step()
+    return Trained(gradients, losses, stored(torch.Tensor.detach))
+
+
+def main() -> None:
+    """Write the report; exit code 1 where something differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    asked = parser.parse_args()
+    found: Mapping[str, Errors] = compare(list(family_models.CASES))
+    different = [name for name, errors in found.items() if not errors.equal]
+    report = {
+        **header(command_line("python -m benchmarks.families"), RANKS),
+        "tolerance": TOLERANCE,
+        "different": different,
+        "families": {name: asdict(errors) for name, errors in found.items()},
+    }
+    write_report(asked.output, report)
+    sys.stdout.write(json.dumps(report["families"], indent=1) + "\n")
+    sys.exit(bool(different))
+
+
+if __name__ == "__main__":
+    main()

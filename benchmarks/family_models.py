@@ -1,0 +1,194 @@
+"""Tiny models of transformers, at least one of each served family, with random weights, saved as folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ORIGINAL, LENGTHS, VOCABULARY = 16, (5, 23, 40, 61), 67
+"""Documents go beyond the original context of every scaling, and the vocabulary is odd."""
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _rope(kind: str, base: float = 10000.0, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **fields}}
+
+
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+_GEMMA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 11,
+    "sliding_window": 7,
+}
+_SMOL = {
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 0, 1, 0],
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _longrope(frequencies: int, **fields: Any) -> dict[str, Any]:
+    short, long = ([1.0 + step * number for number in range(frequencies)] for step in (0.1, 2.0))
+    rope = _rope("longrope", 100.0, short_factor=short, long_factor=long, **fields)
+    return {"original_max_position_embeddings": ORIGINAL, **rope}
+
+
+def _kinds(kind: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "full_attention": {"rope_type": kind, "rope_theta": 1000.0, **fields},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+
+
+# Name: (class in transformers, fields that differ).
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, own base and wide heads": ("Llama", {"head_dim": 16, **_rope("default", 1234.5)}),
+    "llama, every head its own keys, tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama3": ("Llama", _rope("llama3", 500.0, **_LLAMA3)),
+    "linear": ("Llama", _rope("linear", factor=4.0)),
+    "dynamic": ("Llama", {"max_position_embeddings": ORIGINAL, **_rope("dynamic", 100.0, factor=2.0)}),
+    "yarn": ("Llama", _rope("yarn", 100.0, **_YARN)),
+    "yarn, all fields": (
+        "Llama",
+        _rope("yarn", 100.0, **_YARN, attention_factor=1.3, beta_fast=4.0, beta_slow=0.5, truncate=False),
+    ),
+    "yarn, two magnitudes": ("Llama", _rope("yarn", 100.0, **_YARN, mscale=1.5, mscale_all_dim=0.5)),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True, "sliding_window": 8}),
+    "qwen3": ("Qwen3", {"head_dim": 16, **_rope("yarn", 1000.0, **_YARN)}),
+    "mistral, windows": ("Mistral", {"sliding_window": 7}),
+    "qwen2, windows in later layers": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "ministral": (
+        "Ministral",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+    ),
+    "phi3": ("Phi3", _PHI),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.1, "residual_dropout": 0.1}),
+    "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3Text", {**_GEMMA, "num_hidden_layers": 6, "rope_parameters": _kinds("linear", factor=8.0)}),
+    "olmo2": ("Olmo2", _rope("yarn", 100.0, **_YARN)),
+    "olmo3": ("Olmo3", {"sliding_window": 6, "num_hidden_layers": 4, "rope_parameters": _kinds("yarn", **_YARN)}),
+    "smollm3": ("SmolLM3", {**_SMOL, **_rope("yarn", 100.0, **_YARN)}),
+    "smollm3, windows": ("SmolLM3", {**_SMOL, "use_sliding_window": True, "sliding_window": 9}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ministral3": ("Ministral3", {"head_dim": 16, **_rope("yarn", 100.0, **_YARN, llama_4_scaling_beta=0.3)}),
+    "cohere2": (
+        "Cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 7, "sliding_window_pattern": 2, **_rope("yarn", 100.0, **_YARN)},
+    ),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 7, **_rope("llama3", 500.0, **_LLAMA3)}),
+    "exaone4, no windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}),
+    "mistral3": ("Mistral3", {"sliding_window": None, "head_dim": 16}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, **_rope("linear", 100.0, factor=4.0)}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, **_rope("dynamic", 100.0, factor=1.0, alpha=50.0)}),
+    "phi4_mini": ("Phi3", _PHI | {"tie_word_embeddings": True, **_longrope(3, partial_rotary_factor=0.75)}),
+    "phi3, longrope": ("Phi3", _PHI | _longrope(4)),
+    "gemma3 with images": (
+        "Gemma3",
+        {**_GEMMA, "num_hidden_layers": 6, "rope_parameters": _kinds("linear", factor=8.0)},
+    ),
+}
+VISION = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "40KB") -> Any:
+    """Write a case's folder, in several files, and return its model."""
+    import transformers
+
+    kind, fields = CASES[name]
+    torch.manual_seed(list(CASES).index(name))
+    made = SIZES | fields
+    if kind == "Mistral3":
+        made = {"text_config": made | {"model_type": "mistral"}, "vision_config": VISION, "tie_word_embeddings": False}
+    if kind == "Gemma3":
+        made = {"text_config": made, "vision_config": VISION | {"model_type": "siglip_vision_model"}}
+        made["mm_tokens_per_image"] = 4
+    if kind == "Cohere2":
+        made["layer_norm_eps"] = made.pop("rms_norm_eps")
+    config = getattr(transformers, f"{kind}Config")(**made)
+    head = "ConditionalGeneration" if "vision_config" in made else "CausalLM"
+    model = getattr(transformers, f"{kind.removesuffix('Text')}For{head}")(config).eval()
+    _fill_padding(model)
+    disturb(model)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def _fill_padding(model: Any) -> None:
+    """Give the padding token an embedding that is trained as all others are; transformers makes it zero, and gives it
+    no gradient where it is looked up."""
+    embedding = model.get_input_embeddings()
+    if embedding.padding_idx is not None:
+        with torch.no_grad():
+            embedding.weight[embedding.padding_idx].normal_(std=SIZES["initializer_range"])
+        embedding.padding_idx = None
+
+
+def disturb(model: Any) -> None:
+    """Move norms from one and biases from zero, where a wrong place would not show."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+
+
+def documents(seed: int = 1) -> list[list[int]]:
+    """Seeded tokens of documents of all lengths, the shortest first."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def logits(model: Any) -> list[torch.Tensor]:
+    """[length, vocabulary] of every document alone. Dynamic scaling remembers the longest so far, so they grow."""
+    with torch.no_grad():
+        return [model(torch.tensor([document])).logits[0] for document in documents()]
+
+
+def loaded(folder: Path) -> Any:
+    """The model that transformers makes of a folder, in float32."""
+    import transformers
+
+    several = '"vision_config"' in (folder / "config.json").read_text(encoding="utf-8")
+    kind = transformers.AutoModelForImageTextToText if several else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,0 +1,214 @@
+"""Bytes of a layer on one rank: what it keeps of a token until its backward, and what it needs while it is at work.
+
+The trainer predicts its stages with it from settings, the simulator its servers from plans. Which rows of q, k, v and o
+are kept where is theirs to say. Sizes follow what autograd saves in megatron-core's local layers, and in FP8 what
+Transformer Engine's linear layers do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from distca.device.sizes import LOGITS_BYTES
+from distca.models.shape import LayerKind, ModelShape
+from distca.sizes.fp8_shapes import Fp8
+
+Recompute = Literal["none", "mlp", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """A layer, and how a rank runs it.
+
+    Attributes:
+        shape: of the model.
+        kind: of the layer.
+        tp: tensor-parallel ranks.
+        sequence_parallel: the residual stream is sharded over them.
+        value: bytes of a weight or activation.
+        fp8: how linear layers scale tensors to FP8.
+        fp8_weights: their weights are held as FP8 numbers alone.
+        keep_outputs: outputs of SwiGLU and of the norms before matrix products are kept.
+        recompute: what is computed again in backward.
+        disaggregated: core attention is; else it is at home, where all that is recomputed has it in it.
+        keep: attention servers keep q, k, v and o for the backward; else home ranks send them again.
+    """
+
+    shape: ModelShape
+    kind: LayerKind
+    tp: int = 1
+    sequence_parallel: bool = True
+    value: int = 2
+    fp8: Fp8 = "none"
+    fp8_weights: bool = False
+    keep_outputs: bool = False
+    recompute: Recompute = "none"
+    disaggregated: bool = True
+    keep: bool = True
+
+    # Elements of a token on this rank.
+
+    @cached_property
+    def hidden(self) -> int:
+        """Of the residual stream, which is whole without sequence parallelism."""
+        return self.shape.hidden // self.tp if self.sequence_parallel else self.shape.hidden
+
+    @cached_property
+    def ffn(self) -> int:
+        """Inside the MLP, of one of gate and up."""
+        return self.kind.mlp.ffn // self.tp
+
+    @cached_property
+    def q(self) -> int:
+        """Of queries, or of o."""
+        return self.shape.heads * self.shape.resolved_head_dim // self.tp
+
+    @cached_property
+    def kv(self) -> int:
+        """Of keys and values together."""
+        return 2 * self.shape.kv_heads * self.shape.resolved_head_dim // self.tp
+
+    @cached_property
+    def lse(self) -> int:
+        """Bytes of log-sum-exp, in float32."""
+        return 4 * self.shape.heads // self.tp
+
+    @cached_property
+    def weights(self) -> int:
+        """Parameters of the layer's linear layers on this rank."""
+        return (sum(self.shape.attention_weights) + self.kind.mlp.weights(self.shape.hidden)) // self.tp
+
+    @cached_property
+    def norms(self) -> int:
+        """Norms of the residual stream and of what is added to it, each with a weight per element of it."""
+        variant = self.shape.variant
+        return {"pre": 2, "post": 2, "both": 4}[variant.norms] - variant.parallel_mlp
+
+    @property
+    def recomputed_whole(self) -> bool:
+        """Core attention is computed again too: megatron's own layers are."""
+        return self.recompute == "all" and not self.disaggregated
+
+    @property
+    def _megatrons(self) -> bool:
+        """Megatron's own layers run: attention is at home, and no variant needs ours."""
+        return not self.disaggregated and not self.shape.variant.own_layers
+
+    # Bytes that are kept of one token until its backward.
+
+    def kept_beside_attention(self) -> int:
+        """Beside q, k, v, o and log-sum-exp of the attention kernel; where servers keep these, with o at home."""
+        if self.recomputed_whole:
+            return self.value * self.hidden
+        o = self.q if self.disaggregated and self.keep else 0
+        if self.recompute == "all":
+            # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
+            return self.value * (self.hidden + o)
+        return self.segment() + self._head_norms() - self.recomputed_mlp()
+
+    def segment(self) -> int:
+        """What the rest of a layer keeps beside o: inputs of two norms, with what each row was multiplied by, and of
+        SwiGLU, from which the inputs of matrix products are computed again. megatron's own layers, where attention is
+        at home, keep the norms' outputs too. Norms behind attention and MLP keep what these put out."""
+        variant = self.shape.variant
+        kept = (1 if variant.parallel_mlp else 2) + (0 if variant.norms == "pre" else 2)
+        elements, copies = kept * self.hidden + 2 * self.ffn, 0
+        if self.fp8 != "none":
+            # Linear layers keep FP8 copies of what they are given, but of o only where scales come from earlier steps.
+            copies = 2 * self.hidden + self.ffn + (self.q if self.fp8 == "delayed" else 0)
+        elif self._megatrons:
+            elements += 2 * self.hidden
+        if self.keep_outputs:
+            elements += self.ffn + self._normed_inputs
+        if self.disaggregated and self.keep:
+            elements += self.q  # o at home
+        return self.value * elements + copies + self.norms * 4
+
+    @property
+    def _normed_inputs(self) -> int:
+        """Norms' outputs that matrix products are given, where only ``keep_outputs`` has them kept."""
+        return 0 if self._megatrons or self.shape.variant.norms == "post" else 2 * self.hidden
+
+    def _head_norms(self) -> int:
+        """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
+        copy queries out of it first, keep values as a part of it, and cosines and sines of their own."""
+        if not self.shape.qk_norm:
+            return 0
+        head_dim = self.shape.resolved_head_dim
+        elements = self.q + self.kv
+        if self.shape.variant.query_key_norm == "width":  # torch's operations, in float32
+            return self.value * self.kv // 2 + 2 * 4 * (self.q + self.kv // 2)
+        if self._megatrons:
+            elements = 2 * self.q + self.kv // 2 + 4 * head_dim
+        return self.value * elements + 4 * (self.q + self.kv // 2) // head_dim
+
+    def recomputed_mlp(self) -> int:
+        """What lies inside the MLP, where it is recomputed: SwiGLU's input, and FP8 copies."""
+        if self.recompute != "mlp":
+            return 0
+        inside = self.value * 2 * self.ffn
+        if self.fp8 != "none":
+            inside += self.hidden + self.ffn
+            # megatron's own layers keep the norm's output in place of its copy.
+            inside -= 0 if self.disaggregated else self.value * self.hidden
+        return inside
+
+    # Bytes that are there only for a moment.
+
+    def mlp_at_work(self) -> int:
+        """Of a token when SwiGLU computes its gradient: that of its output and of its input, and the norm's output,
+        which came back; where recomputed, SwiGLU's input and what was computed from it. What a layer that is recomputed
+        as a whole keeps meanwhile is not in it."""
+        normed = self.hidden if self.disaggregated and self.fp8 == "none" else 0
+        # SwiGLU's kept output has made room for its gradient.
+        elements = 2 * self.ffn if self.keep_outputs else 3 * self.ffn + normed
+        if self.recompute != "none" and not self.recomputed_whole:
+            elements += 2 * self.ffn + self.hidden
+        if self.recompute == "all" and self.disaggregated:
+            elements += self.hidden  # the residual stream between attention and MLP
+        return self.value * elements
+
+    def freed_by_mlp(self) -> int:
+        """Of a token, by the backward of the layer's MLP; of a recomputed segment its residual stream."""
+        if self.recompute == "all":
+            return self.value * self.hidden
+        outputs = self.ffn + self._normed_inputs // 2 if self.keep_outputs else 0
+        return self.value * (self.hidden + 2 * self.ffn + outputs) - self.recomputed_mlp()
+
+    def around_work(self, rows: int) -> int:
+        """The angles and the gradient of the layer's output, of all ``rows`` of a micro-batch."""
+        return (4 * self.shape.resolved_head_dim + self.value * self.hidden) * rows
+
+    def copies_at_work(self) -> int:
+        """FP8 copies of weights that are there for a product, of which the MLP's first is the largest, or for a
+        recomputed segment."""
+        if self.fp8_weights:
+            return 2 * self.shape.hidden * self.ffn  # by columns
+        return 2 * self.weights if self.fp8 != "none" and self.recompute == "all" else 0
+
+    def loss_at_work(self, rows: int, vocabulary: int) -> int:
+        """Of the loss of ``rows`` rows: logits, the weight's gradient in float32, and around the layers the final
+        norm's input and output and the gradient of that."""
+        table = vocabulary * self.shape.hidden // self.tp
+        logits = min(LOGITS_BYTES, rows * table // self.shape.hidden * self.value)
+        return logits + 4 * table + 3 * self.value * rows * self.hidden
+
+
+def parameters_of_rank(
+    shape: ModelShape, stage_layers: list[LayerBytes], vocabulary: int, first: bool, last: bool
+) -> int:
+    """Parameters of one rank of a pipeline stage.
+
+    Args:
+        shape: of the model.
+        stage_layers: of the stage.
+        vocabulary: rows of the embedding.
+        first: the stage has the embedding.
+        last: it has the output layer, which is the embedding where it is tied and the stage has both.
+    """
+    tables = 1 if first and last and shape.tie_embeddings else first + last
+    norms = sum(layer.norms for layer in stage_layers) + last
+    weights = sum(layer.weights for layer in stage_layers)
+    return weights + norms * shape.hidden + tables * (vocabulary * shape.hidden // stage_layers[0].tp)

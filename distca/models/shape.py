@@ -1,0 +1,146 @@
+"""The shape of a model: its widths, and what each of its layers is; needs no torch.
+
+Settings, Hugging Face folders, Megatron's model, the parity suite, the simulator and the prediction of memory all read
+this one. A field that says what layers are is added to :class:`ModelShape`, and what it makes of each layer to
+:attr:`ModelShape.layer_kinds`, where all others look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distca.models.rope import RopeScaling
+from distca.models.variant import Variant
+from distca.plan.cost.linear import layer_weights
+from distca.plan.cost.model import AttentionShape
+from distca.plan.kinds import AttentionKind, usual_scale, windows_of
+
+LayerType = Literal["full", "window"]
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A dense MLP with a gate.
+
+    Attributes:
+        ffn: width inside it, of each of its gate and up projections.
+    """
+
+    ffn: int
+
+    def weights(self, hidden: int) -> int:
+        """Weights of gate, up and down, which every token is multiplied by."""
+        return 3 * hidden * self.ffn
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What one layer is.
+
+    Attributes:
+        attention: which keys its queries see, and how scores become weights.
+        mlp: what it computes behind attention.
+    """
+
+    attention: AttentionKind
+    mlp: Mlp
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Attributes:
+        layers: number of transformer layers.
+        hidden: width of the residual stream.
+        ffn: width inside the SwiGLU MLP (of each of its gate and up projections).
+        heads: query heads.
+        kv_heads: key and value heads; must divide heads.
+        head_dim: width of one head; 0 means hidden / heads.
+        vocabulary: token ids that the embedding and the output layer know; 0 means the vocabulary of the data. Rows
+            that tensor parallelism needs beyond them are never predicted.
+        qkv_bias: the projections of q, k and v have a bias (Qwen2).
+        qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
+        rope_base: base of the rotary frequencies.
+        norm_epsilon: epsilon of RMSNorm.
+        layer_types: full or window, for each layer, from the first on again where there are more layers: what a token
+            attends to, its whole document up to itself, or the last tokens of it.
+        window: tokens that a token attends to in layers of type window, itself included.
+        sinks: every head has a learned score without a value, which takes a part of the softmax (gpt-oss).
+        tie_embeddings: use the embedding's weights as the output layer's.
+        rope_scaling: how rotary positions are stretched.
+        variant: what its layers do differently from LLaMA's.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 0
+    vocabulary: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_base: float = 500000.0
+    norm_epsilon: float = 1e-5
+    layer_types: list[LayerType] = field(default_factory=lambda: ["full"])
+    window: int = 0
+    sinks: bool = False
+    tie_embeddings: bool = False
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    variant: Variant = field(default_factory=Variant)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is."""
+        scale, softcap, mlp = self.softmax_scale, self.variant.score_softcap, Mlp(self.ffn)
+        return tuple(LayerKind(AttentionKind(scale, window, softcap, self.sinks), mlp) for window in self.windows)
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """By layer, the kind of its attention."""
+        return tuple(kind.attention for kind in self.layer_kinds)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By layer, the tokens that a token attends to; 0 for its whole document up to itself."""
+        return windows_of(self.layer_types or ["full"], self.window, self.layers)
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """head_dim, or hidden // heads where it is 0."""
+        return self.head_dim or self.hidden // max(self.heads, 1)
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on the products of queries and keys. An attention factor on queries and on keys is its square on
+        scores, unless each layer turns by itself, with the factor in its angles."""
+        factor = self.rope_scaling.resolved_attention_factor if self.variant.turns_alike else 1.0
+        return factor**2 * (self.variant.score_scale or usual_scale(self.resolved_head_dim))
+
+    def attention_shape(self, tp: int = 1, value_bytes: int = 2) -> AttentionShape:
+        """Attention heads of one of ``tp`` tensor-parallel ranks, which must divide them."""
+        return AttentionShape(self.heads // tp, self.kv_heads // tp, self.resolved_head_dim, value_bytes)
+
+    @property
+    def attention_weights(self) -> tuple[int, int]:
+        """Weights of a layer's product before core attention (q, k, v) and of the one behind it (output)."""
+        output = self.hidden * self.heads * self.resolved_head_dim
+        return layer_weights(self.hidden, 0, self.heads, self.kv_heads, self.resolved_head_dim) - output, output
+
+    @property
+    def matmul_weights(self) -> int:
+        """Weights of all layers that a token is multiplied by; no embedding and no output layer."""
+        mlps = sum(kind.mlp.weights(self.hidden) for kind in self.layer_kinds)
+        return self.layers * sum(self.attention_weights) + mlps
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of a layer's MLP that a token is multiplied by, in the mean over layers."""
+        return self.layer_weights - sum(self.attention_weights)
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer that a token is multiplied by, in the mean over layers."""
+        return self.matmul_weights // self.layers

@@ -1,0 +1,123 @@
+"""A model on all its ranks, written as one Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+
+from distca.errors import CheckpointError
+from distca.models.description import ModelDescription
+from distca.models.folder import ExportedModel, ShardWriter, begin, clear, count_shards, finish
+from megatron_patches.hugging_face.weights import Slot, slots
+
+Values = Callable[[torch.Tensor], torch.Tensor]
+
+
+def export_weights(
+    model: DistributedDataParallel | GPTModel,
+    exported: ExportedModel,
+    folder: Path,
+    values: Values = torch.Tensor.detach,
+) -> None:
+    """Write the model's folder; every rank calls it. Each stage's first rank writes its stage's files, and holds one
+    file at a time in host memory.
+
+    Args:
+        model: with all weights of its share on this rank's device.
+        exported: what the folder is to be.
+        folder: an empty one, which all ranks see; made where it is missing.
+        values: what is written of a weight; every data-parallel rank calls it for every weight.
+
+    Raises:
+        CheckpointError: on every rank, if one cannot write.
+    """
+    file_of: dict[str, str] = {}
+    problem = _on_first_rank(lambda: begin(folder))
+    if problem is not None:
+        raise CheckpointError(f"{folder} could not be written ({problem}).")
+    if parallel_state.get_data_parallel_rank() == 0:
+        problem, file_of = _write_stage(unwrap_model(model), exported, folder, values)
+    else:
+        for weight, _ in _own_slots(unwrap_model(model), exported.model):
+            values(weight)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problem, file_of))
+    problem = next((said for said, _ in everyone if said), None)
+    if problem is None:
+        whole = {name: file for _, files in everyone for name, file in files.items()}
+        problem = _on_first_rank(lambda: finish(folder, whole, exported))
+    if problem is not None:
+        if dist.get_rank() == 0:
+            clear(folder)  # a full disk gets its room back
+        raise CheckpointError(f"{folder} could not be written ({problem}).")
+
+
+def _on_first_rank(work: Callable[[], None]) -> str | None:
+    """What goes wrong in work that rank 0 does, on all ranks, none of which goes on before."""
+    said: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            said = [f"rank 0: {error}"]
+    dist.broadcast_object_list(said)
+    return said[0]
+
+
+def _write_stage(
+    gpt: GPTModel, exported: ExportedModel, folder: Path, values: Values
+) -> tuple[str | None, dict[str, str]]:
+    """What went wrong, if anything, and the file of every tensor that this rank wrote."""
+    own = _own_slots(gpt, exported.model)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    counts: list[Any] = [None] * group.size()
+    first = parallel_state.is_pipeline_first_stage()  # its files hold the tensors of other parts, too
+    mine = count_shards(exported, [name for _, slot in own for name in slot.names], others=first)
+    dist.all_gather_object(counts, mine, group=group)
+    writer = ShardWriter(folder, 1 + sum(counts[: group.rank()]), sum(counts), exported.stored)
+    writes = parallel_state.get_tensor_model_parallel_rank() == 0
+    problem: str | None = None
+    for slot, tensors in _whole_tensors(own, values, getattr(torch, exported.dtype), writes):
+        if writes and problem is None:
+            try:
+                for name, tensor in zip(slot.names, tensors, strict=True):
+                    writer.add(name, tensor)
+            except Exception as error:  # others wait in collectives, which this rank has to go on with
+                problem = f"rank {dist.get_rank()}: {error}"
+    if problem is None:
+        try:
+            if writes and first:
+                writer.add_others(exported)
+            writer.flush()
+        except Exception as error:
+            problem = f"rank {dist.get_rank()}: {error}"
+    return problem, writer.file_of
+
+
+def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
+    """This stage's parameters; of tied weights the first stage's only."""
+    copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
+    copy = gpt.output_layer.weight if copied and gpt.post_process else None
+    return [(parameter, slot) for parameter, slot in slots(gpt, described) if parameter is not copy]
+
+
+def _whole_tensors(
+    own: Sequence[tuple[torch.Tensor, Slot]], values: Values, dtype: torch.dtype, writes: bool
+) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
+    """A parameter's tensors on the host of the rank that writes, one parameter after the other."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    for weight, slot in own:
+        parameter = values(weight)
+        shares = [parameter]
+        if group.size() > 1:
+            shares = [torch.empty_like(parameter) for _ in range(group.size())]
+            dist.all_gather(shares, parameter.contiguous(), group=group)
+        yield slot, tuple(tensor.to("cpu", dtype, copy=True) for tensor in slot.tensors(shares)) if writes else ()

@@ -1,0 +1,45 @@
+"""From a Hugging Face folder to a checkpoint of weights, by one process on its CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from distca.models.description import ModelDescription
+from distca.models.shape import ModelShape
+from distca.models.tensors import TensorFiles
+from megatron_patches.checkpoint.whole_weights import save_weights
+from megatron_patches.hugging_face.weights import load_weights
+from megatron_patches.layers.block import block_spec
+from megatron_patches.model.gpt import build_gpt, transformer_config
+from megatron_patches.model.model_variant import model_options
+from megatron_patches.ranks.one_process import one_process
+
+
+def import_folder(
+    files: TensorFiles,
+    described: ModelDescription,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    target: Path,
+    advance: Callable[[int], object],
+) -> None:
+    """Write a folder's weights as a checkpoint of megatron, which is in this process's memory meanwhile.
+
+    Args:
+        files: the folder's tensors, checked.
+        described: what it holds.
+        shape: the same as settings.
+        dtype: of the checkpoint's weights.
+        target: an existing empty folder.
+        advance: called with the bytes of each parameter.
+    """
+    with one_process():
+        config = transformer_config(shape, dtype, cpu_initialization=True)
+        config.perform_initialization = False
+        spec = block_spec(config, options=model_options(shape), disaggregate=False)
+        gpt = build_gpt(shape, described.vocabulary, config, spec)
+        load_weights(gpt, described, files, advance)
+        save_weights(gpt, target)

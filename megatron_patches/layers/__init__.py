@@ -1,0 +1,1 @@
+"""Layers that are cut at their core attention, and the block that runs them."""

@@ -1,0 +1,180 @@
+"""A transformer layer cut at its core attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from distca.ops.discard_output import forget_until_backward
+from distca.ops.rotary import Rotation, split_and_rotate
+from megatron_patches.experts.balance import Half
+from megatron_patches.experts.layer import HalvesLayer
+from megatron_patches.layers.rotations import RowRotations
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
+from megatron_patches.patches.fused_ops import SwigluMLP
+from megatron_patches.patches.norms import RMSNorm, norm_class
+from megatron_patches.steps.batch_context import PackedMicroBatch
+from megatron_patches.te.quantization import keeps_inputs
+
+
+class SplitTransformerLayer(TransformerLayer):
+    """megatron's layer in two parts, before and after core attention, with what :class:`ModelOptions` add to it.
+
+    With core attention at home :meth:`forward` is ``post(core_attention(pre(x)), x)``. Unless it ``keeps_outputs``,
+    what norms put out is computed again in backward.
+    """
+
+    keeps_outputs = False
+
+    def __init__(
+        self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
+    ) -> None:
+        super().__init__(config, *arguments, **named)
+        self.options = options
+        self.post_attention_layernorm = self.post_mlp_layernorm = None
+        if options.norms != "pre":
+            norm, size = norm_class(config, options.norm_bias), config.hidden_size
+            self.post_attention_layernorm = norm(config, size, config.layernorm_epsilon)
+            self.post_mlp_layernorm = norm(config, size, config.layernorm_epsilon)
+
+    def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Norm, QKV projection, norms of queries and keys where there are any, and RoPE.
+
+        Args:
+            hidden: [rows, 1, hidden], under sequence parallelism this rank's share of the rows.
+            rotation: of all rows.
+
+        Returns:
+            ``hidden`` for :meth:`post`, by which gradients of both ways are added in one pass; q_NHD and kv_N2GD of
+            all rows, for this rank's heads.
+        """
+        attention = self.self_attention
+        hidden, normed = _beside(self.input_layernorm, hidden)
+        mixed, _ = attention.linear_qkv(normed)
+        if keeps_inputs(attention.linear_qkv):
+            self._forget_norm(self.input_layernorm, hidden, normed, mixed)
+        mixed_NF = mixed.squeeze(1)
+        has_norms = not isinstance(attention.q_layernorm, IdentityOp | None)
+        if has_norms and not self.options.norm_after_rotation:
+            mixed_NF = self._normalize_heads(mixed_NF)
+        q_NHD, kv_N2GD = split_and_rotate(mixed_NF, rotation, attention.num_query_groups_per_partition)
+        if has_norms and self.options.norm_after_rotation:
+            k_NGD, v_NGD = kv_N2GD.unbind(1)
+            q_NHD = attention.q_layernorm(q_NHD)
+            kv_N2GD = torch.stack((attention.k_layernorm(k_NGD.contiguous()), v_NGD), dim=1)
+        return hidden, q_NHD, kv_N2GD
+
+    def _normalize_heads(self, mixed_NF: torch.Tensor) -> torch.Tensor:
+        """megatron's norms of each query head and of each key head, or those of all together, in the projection's own
+        layout."""
+        attention = self.self_attention
+        shape = (attention.num_query_groups_per_partition, -1, attention.hidden_size_per_attention_head)
+        heads = mixed_NF.unflatten(1, shape)
+        q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
+        return torch.cat((attention.q_layernorm(q), attention.k_layernorm(k), v), dim=2).flatten(1)
+
+    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, half: Half | None = None) -> torch.Tensor:
+        """Output projection, residual and MLP.
+
+        Args:
+            o_NHD: core attention's output for all rows and this rank's heads.
+            hidden: the residual that :meth:`pre` returned.
+            half: the rows' half, in models with experts.
+
+        Returns:
+            [rows, 1, hidden], the layer's output.
+        """
+        projected = self.self_attention.linear_proj(o_NHD.flatten(1).unsqueeze(1))
+        if self.options.parallel_mlp:
+            added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
+            return self._mlp_and_residual(hidden, self.input_layernorm(hidden), added, self.input_layernorm, half)
+        norm = self.pre_mlp_layernorm
+        if self._adds_plainly(projected, hidden) and isinstance(norm, RMSNorm):
+            added, normed = norm.beside(hidden, projected[0])
+        else:
+            added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
+            added, normed = _beside(norm, added)
+        return self._mlp_and_residual(added, normed, added, norm, half)
+
+    def _adds_plainly(self, branch: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor) -> bool:
+        """Whether attention's output is added to the residual as it is."""
+        output, bias = branch
+        plain = bias is None and self.post_attention_layernorm is None and self.options.residual_multiplier == 1.0
+        return plain and not (self.hidden_dropout and self.training) and output.dtype == residual.dtype
+
+    def _mlp_and_residual(
+        self, hidden: torch.Tensor, normed: torch.Tensor, residual: torch.Tensor, norm: Any, half: Half | None
+    ) -> torch.Tensor:
+        """megatron's ``_forward_mlp`` of what the norm made of ``hidden``, which is kept for backward only where
+        outputs are."""
+        if isinstance(self.mlp, HalvesLayer):
+            assert half is not None
+            return self._add(self.mlp(normed, half), residual, self.mlp_bda, self.post_mlp_layernorm)
+        if self.recompute_mlp:
+            # The bias is a parameter, which a checkpointed function must not return.
+            bias = self.mlp.linear_fc2.bias if self.config.add_bias_linear else None
+            transformed = tensor_parallel.checkpoint(lambda x: self.mlp(x)[0], False, normed), bias
+        else:
+            transformed = self.mlp(normed)
+        if self.recompute_mlp or keeps_inputs(self.mlp.linear_fc1):
+            self._forget_norm(norm, hidden, normed, transformed[0])
+        return self._add(transformed, residual, self.mlp_bda, self.post_mlp_layernorm)
+
+    def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
+        if normed is not hidden and not self.keeps_outputs:  # or there is no norm
+            forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
+
+    def _add(
+        self, branch: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, combine: Any, norm: Any
+    ) -> torch.Tensor:
+        """What attention or the MLP put out, with its bias, norm and multiplier, and the residual."""
+        multiplier = self.options.residual_multiplier
+        if norm is not None or multiplier != 1.0:
+            output, bias = branch
+            output = output if bias is None else output + bias
+            output = output if norm is None else norm(output)
+            branch = output if multiplier == 1.0 else output * multiplier, None
+        added: torch.Tensor = combine(self.training, self.config.bias_dropout_fusion)(
+            branch, residual, self.hidden_dropout
+        )
+        return added
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, attention_mask: PackedMicroBatch, rotary_pos_emb: RowRotations, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        """The whole layer with core attention at home, as megatron's block calls it.
+
+        Args:
+            hidden_states: as :meth:`pre` takes them.
+            attention_mask: the micro-batch, which knows how its attention is computed.
+            rotary_pos_emb: of all rows.
+
+        Returns:
+            The layer's output, and no context of cross attention.
+        """
+        hidden, q_NHD, kv_N2GD = self.pre(hidden_states, rotary_pos_emb.of(self.layer_number))
+        q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))
+        o = self.self_attention.core_attention(q, k, v, attention_mask)
+        balance = attention_mask.balance
+        return self.post(o, hidden, None if balance is None else balance.half(0)), None
+
+
+def _beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``hidden`` and its norm."""
+    return norm.beside(hidden) if isinstance(norm, RMSNorm) else (hidden, norm(hidden))
+
+
+def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
+    """Let layers keep the outputs of their norms for backward, and MLPs that of SwiGLU, or neither; MLPs that are
+    recomputed need theirs right away and keep it in any case."""
+    for module in model.modules():
+        if isinstance(module, SplitTransformerLayer):
+            module.keeps_outputs = keep
+        elif isinstance(module, SwigluMLP):
+            module.keeps_output = keep or module.config.recompute_granularity is not None

@@ -1,0 +1,97 @@
+"""Core attention over whole packed documents, as a megatron module: what runs where attention stays at home.
+
+megatron's own DotProductAttention refuses packed documents. With this in its place and nothing else changed, unmodified
+megatron-core trains on packed documents: the baseline, with the same kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from distca.attention import Kernel
+from distca.ops.discard_output import forget_until_backward
+from distca.runtime.timeline import Timeline
+from megatron_patches.model.layer_kinds import kind_of_layer
+from megatron_patches.steps.batch_context import PackedMicroBatch
+
+
+class PackedAttention(MegatronModule):
+    """Drop-in for DotProductAttention; ``kernel`` and ``timeline`` are set after the model is built."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+        self.layer = layer_number - 1
+        self.kind = kind_of_layer(config, layer_number)
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if self.kind.sink:
+            self.softmax_offset = self._sinks(config)
+        self.kernel: Kernel | None = None
+        self.timeline: Timeline | None = None
+
+    @staticmethod
+    def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
+        """[heads of this tensor-parallel rank], by the name that Megatron's module has for them."""
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+        if config.perform_initialization:
+            assert config.init_method is not None
+            with tensor_parallel.get_cuda_rng_tracker().fork():  # other heads on each rank
+                config.init_method(sinks)
+        tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+        return sinks
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The sinks, whose heads are split over tensor-parallel ranks."""
+        sinks = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            sinks, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return found
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: PackedMicroBatch,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attention inside each document.
+
+        Args:
+            query: [rows, 1, heads, head_dim].
+            key: [rows, 1, kv_heads, head_dim].
+            value: [rows, 1, kv_heads, head_dim].
+            attention_mask: the micro-batch, which knows how its attention is computed.
+
+        Returns:
+            [rows, 1, heads · head_dim]; zero in padding rows.
+        """
+        assert self.kernel is not None and self.timeline is not None
+        rows, padding = attention_mask.rows, len(query) - attention_mask.rows
+        q, k, v = (x.squeeze(1)[:rows] for x in (query, key, value))
+        timer = partial(self.timeline.serve, self.layer, 0)
+        o = attention_mask.attend(self.kernel, q, k, v, self.kind, timer, self.softmax_offset)
+        if padding:
+            padded = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, padding))
+            # The output projection keeps this copy, the kernel its o for backward: until then the copy does for both.
+            forget_until_backward(o, partial(_fill_rows, padded.detach()), padded)
+            o = padded
+        return o.flatten(1).unsqueeze(1)
+
+
+def _fill_rows(padded_NHD: torch.Tensor, out_NHD: torch.Tensor) -> None:
+    out_NHD.copy_(padded_NHD[: len(out_NHD)])

@@ -1,0 +1,140 @@
+"""The rotation of every layer: which layers turn queries and keys by which angles, and which not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from distca.ops.rotary import Rotation
+from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rotary
+from megatron_patches.patches.position_rotary import PositionRotary
+from megatron_patches.steps.batch_context import gather_nano_rows
+
+_NONE, _OWN = object(), object()
+
+
+@dataclass(frozen=True)
+class RowRotations:
+    """What turns the same rows in all layers of a stage.
+
+    Attributes:
+        rotations: each once.
+        of_layer: by Megatron's number of a layer, the number of its rotation.
+    """
+
+    rotations: tuple[Rotation, ...]
+    of_layer: dict[int, int]
+
+    def of(self, layer_number: int) -> Rotation:
+        """The rotation of a layer."""
+        return self.rotations[self.of_layer[layer_number]]
+
+    def halves(self, nano_rows: Sequence[int], chunks: int) -> list[RowRotations]:
+        """One for each nano-batch; arguments as of :func:`gather_nano_rows`."""
+
+        def gather(x: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+            return [None] * len(nano_rows) if x is None else gather_nano_rows(x, nano_rows, chunks)
+
+        halves: list[list[Rotation]] = [[] for _ in nano_rows]
+        for each in self.rotations:
+            parts = zip(gather(each.cos_NE), gather(each.sin_NE), gather(each.query_scale_N), strict=True)
+            for half, (cos, sin, scale) in zip(halves, parts, strict=True):
+                assert cos is not None and sin is not None
+                half.append(replace(each, cos_NE=cos, sin_NE=sin, query_scale_N=scale))
+        return [RowRotations(tuple(half), self.of_layer) for half in halves]
+
+
+class LayerRotary(torch.nn.Module):
+    """Stands in for a GPTModel's rotary embedding where our layers run, and hands them :class:`RowRotations`.
+
+    Args:
+        own: the rotary embedding that GPTModel was built with, by position.
+        config: Megatron's.
+        options: of the model.
+        layers: Megatron's numbers of this stage's layers.
+    """
+
+    def __init__(
+        self, own: PositionRotary, config: TransformerConfig, options: ModelOptions, layers: Iterable[int]
+    ) -> None:
+        super().__init__()
+        assert config.kv_channels is not None
+        self._head_dim, self._interleaved = config.kv_channels, config.rotary_interleaved
+        self._query_scaling = options.query_scaling
+        rotaries = [_of_layer(config, options, number) for number in range(1, config.num_layers + 1)]
+        every = _different(rotaries)
+        made = [self._embedding(each, own) for each in every]
+        self.needs_lengths = any(embedding.needs_lengths for embedding, _ in made if embedding is not None)
+        present = {number: rotaries[number - 1] for number in layers}
+        kinds = _different(present.values())
+        self._of_layer = {number: kinds.index(kind) for number, kind in present.items()}
+        self._embeddings = [made[every.index(kind)] for kind in kinds]
+        self._positions: torch.Tensor | None = None
+
+    def _embedding(self, rotary: Any, own: PositionRotary) -> tuple[PositionRotary | None, float]:
+        """The angles of a rotation, None for none at all, and the factor on its cosines and sines."""
+        if rotary is _NONE:
+            return None, 1.0
+        if rotary is _OWN:
+            return own, 1.0
+        dims = int(self._head_dim * rotary.percent)
+        embedding = PositionRotary.of(dims, rotary.base, rotary.scaling, interleaved=self._interleaved)
+        return embedding, rotary.scaling.resolved_attention_factor
+
+    def set_positions(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
+        """Compute the angles of the next forward's rows; arguments as of :meth:`PositionRotary.set_positions`.
+
+        Raises:
+            SupportError: lengths are needed and not there.
+        """
+        self._positions = positions
+        for embedding, _ in self._embeddings:
+            if embedding is not None:
+                embedding.set_positions(positions, lengths)
+
+    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
+        """Asked by GPTModel before it calls this module; the angles do not depend on it."""
+        return 0
+
+    def forward(self, *_: Any, **__: Any) -> RowRotations:
+        """The rotations of the rows whose positions were set."""
+        assert self._positions is not None, "set_positions was not called for this micro-batch"
+        scale = None if self._query_scaling is None else query_scale(self._query_scaling, self._positions)
+        rotations = tuple(
+            replace(self._rotation(*each, self._positions), query_scale_N=scale) for each in self._embeddings
+        )
+        return RowRotations(rotations, self._of_layer)
+
+    def _rotation(self, embedding: PositionRotary | None, factor: float, positions: torch.Tensor) -> Rotation:
+        if embedding is None:  # by angles of zero, which changes no bit and which kernels know
+            return Rotation.of(torch.zeros(len(positions), 1, 1, self._head_dim, device=positions.device))
+        rotation = Rotation.of(embedding(), self._head_dim, self._interleaved)
+        if factor == 1.0:
+            return rotation
+        return replace(rotation, cos_NE=rotation.cos_NE * factor, sin_NE=rotation.sin_NE * factor)
+
+
+def _different(values: Iterable[Any]) -> list[Any]:
+    """Each once, in their order; lists of factors have no hash."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
+
+
+def _of_layer(config: TransformerConfig, options: ModelOptions, number: int) -> Any:
+    """The rotary positions of a layer."""
+    if config.no_rope_freq and config.no_rope_freq[number - 1]:
+        return _NONE
+    rotary: Rotary | None = options.rotations[number - 1] if options.rotations else None
+    return _OWN if rotary is None else rotary
+
+
+def query_scale(scaling: QueryScaling, positions: torch.Tensor) -> torch.Tensor:
+    """[rows] float32 factors of the queries at [rows] int64 positions."""
+    return 1 + scaling.beta * torch.log1p(torch.floor(positions / scaling.original_length))

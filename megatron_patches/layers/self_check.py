@@ -1,0 +1,46 @@
+"""What a model's layers compute with, checked once in a process before they are built."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from distca.ops.self_check import Widths, check_operations
+from megatron_patches.steps.plan_options import attention_shape
+
+_products_checked: set[str] = set()
+_check_operations = cache(check_operations)
+
+
+def check_layers(config: TransformerConfig, device: torch.device, te: bool) -> None:
+    """Hold fused operations, and Transformer Engine's products where they are used, against float64. Every rank calls
+    it together. Without a GPU nothing is fused.
+
+    Args:
+        config: the model's.
+        device: this rank's.
+        te: whether the layers get Transformer Engine's linear layers.
+
+    Raises:
+        SupportError: on every rank, if Transformer Engine's products are wrong on one.
+    """
+    if device.type != "cuda":
+        return
+    shape, tp = attention_shape(config), parallel_state.get_tensor_model_parallel_world_size()
+    assert config.ffn_hidden_size is not None
+    widths = Widths(config.hidden_size, config.ffn_hidden_size // tp, shape.heads, shape.kv_heads, shape.head_dim)
+    _check_operations(widths, config.params_dtype, device)
+    kind = f"{config.fp8} {config.fp8_recipe}"
+    if te and kind not in _products_checked:
+        from megatron_patches.te.self_check import check_products
+
+        if wrong := check_products(config, device):
+            raise SupportError(
+                f"Transformer Engine's linear layers are wrong here, as {wrong}: set `linears` to local, or install "
+                "another version of it."
+            )
+        _products_checked.add(kind)

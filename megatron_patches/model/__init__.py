@@ -1,0 +1,1 @@
+"""What is built of a model: its configuration, its kinds of layers, and what Megatron has no field for."""

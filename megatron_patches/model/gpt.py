@@ -1,0 +1,146 @@
+"""A GPTModel of Megatron-Core, LLaMA's or one of its variants, and its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from distca.errors import SupportError
+from distca.models.shape import ModelShape
+from distca.sizes.fp8_shapes import Fp8
+from megatron_patches.model.model_variant import variant_fields
+from megatron_patches.patches.gpt_forward import leave_out_padding
+from megatron_patches.patches.position_rotary import PositionRotary
+from megatron_patches.te.quantization import config_fields
+
+
+def transformer_config(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    *,
+    sequence_parallel: bool = False,
+    recompute_mlp: bool = False,
+    cpu_initialization: bool = False,
+    fp8: Fp8 = "none",
+    fp8_weights: bool = False,
+    init_std: float = 0.02,
+) -> TransformerConfig:
+    """megatron's configuration of the model.
+
+    Args:
+        shape: the model's sizes, and what differs from LLaMA's; CAD takes the rest of it, from
+            :func:`~megatron_patches.model.model_variant.model_options`.
+        dtype: of parameters and activations.
+        sequence_parallel: shard activations between tensor-parallel blocks by tokens.
+        recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in unmodified and in
+            disaggregated blocks.
+        cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
+        fp8: how Transformer Engine's linear layers scale their products' tensors to FP8.
+        fp8_weights: their weights are held as FP8 numbers alone.
+        init_std: standard deviation of the weights at the start.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.resolved_head_dim,
+        layernorm_epsilon=shape.norm_epsilon,
+        init_method_std=init_std,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        **_windows(shape),
+        softmax_type="learnable" if shape.sinks else "vanilla",
+        gated_linear_unit=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # The loss is summed over tokens and divided once by the tokens of the whole global batch.
+        calculate_per_token_loss=True,
+        # megatron's own attention needs it where packed documents are masked; ours has its own precision.
+        attention_softmax_in_fp32=True,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        tensor_model_parallel_size=tp,
+        batch_p2p_sync=False,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel and tp > 1,
+        use_cpu_initialization=cpu_initialization,
+        recompute_granularity="selective" if recompute_mlp else None,
+        # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
+        recompute_modules=["mlp"] if recompute_mlp else None,
+        **variant_fields(shape),
+        **config_fields(fp8, fp8_weights),
+    )
+
+
+def build_gpt(
+    shape: ModelShape,
+    vocabulary: int,
+    config: TransformerConfig,
+    spec: ModuleSpec | TransformerBlockSubmodules,
+    rotary_percent: float = 1.0,
+) -> GPTModel:
+    """Megatron's GPTModel of a LLaMA, this stage's part of it, on the current device.
+
+    Args:
+        shape: the model's sizes.
+        vocabulary: token ids. The embedding and the output layer get rows beyond them up to a multiple of the
+            tensor-parallel size, which the loss leaves out.
+        config: from :func:`transformer_config`.
+        spec: of its layers, such as CAD.block_spec gives.
+        rotary_percent: how much of each head is rotated.
+
+    Raises:
+        SupportError: a part of each head, and a scaling with an attention factor, which ``softmax_scale`` has for whole
+            heads only.
+    """
+    if rotary_percent < 1.0 and shape.rope_scaling.resolved_attention_factor != 1.0:
+        raise SupportError(
+            f"rotary_percent is {rotary_percent} and rope_scaling has an attention factor, which is on scores of whole "
+            "heads: give CAD ModelOptions with `rotations` for all layers in place of both."
+        )
+    tp, alike = parallel_state.get_tensor_model_parallel_world_size(), shape.variant.turns_alike
+    rows = -(-vocabulary // tp) * tp
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=rows,
+        max_sequence_length=0,  # only learned positions and exports read it
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        rotary_percent=rotary_percent,
+        # Any number works. Where layers turn each by itself, ModelOptions have their bases.
+        rotary_base=shape.rope_base if alike else 10000,  # type: ignore[arg-type]
+        share_embeddings_and_output_weights=shape.tie_embeddings,
+        parallel_output=True,
+    )
+    if alike and shape.rope_scaling.kind != "none":
+        dims = int(shape.resolved_head_dim * rotary_percent)
+        model.rotary_pos_emb = PositionRotary.of(
+            dims, shape.rope_base, shape.rope_scaling, interleaved=config.rotary_interleaved
+        )
+    if rows > vocabulary:
+        leave_out_padding(model, vocabulary)
+    return model
+
+
+def _windows(shape: ModelShape) -> dict[str, Any]:
+    """Megatron's fields for layers with windows, of which there is one size: a query's own key does not count there."""
+    sizes = {window for window in shape.windows if window}
+    if not sizes:
+        return {}
+    (size,) = sizes
+    return {"window_size": (size - 1, 0), "window_attn_skip_freq": [int(window > 0) for window in shape.windows]}

@@ -1,0 +1,90 @@
+"""Which kind of core attention every layer of a Megatron-Core configuration has.
+
+A ``window_size`` of (w - 1, 0) is a window of w keys: Megatron does not count a query's own. ``window_attn_skip_freq``
+N leaves every N-th layer without a window, a list has a 1 for each layer with one. ``softmax_type`` "learnable" adds a
+learned sink to each head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from distca.plan.kinds import AttentionKind, by_stage, numbered, usual_scale
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """The kinds of a model's layers.
+
+    Attributes:
+        kinds: each once, those that see most keys first.
+        of_layer: by layer of the whole model, the number of its kind.
+    """
+
+    kinds: tuple[AttentionKind, ...]
+    of_layer: tuple[int, ...]
+
+    @staticmethod
+    def of(config: TransformerConfig, softcap: float = 0.0) -> LayerKinds:
+        """The kinds of a configuration's layers.
+
+        Args:
+            config: Megatron's.
+            softcap: limit of the scores in all layers, which Megatron does not know; 0 for none.
+
+        Raises:
+            SupportError: a window or a list of layers that is none.
+        """
+        numbers = range(1, config.num_layers + 1)
+        return LayerKinds(*numbered([kind_of_layer(config, number, softcap) for number in numbers]))
+
+    def of_stages(self, stages: int) -> tuple[tuple[int, ...], ...]:
+        """By pipeline stage, the numbers of its layers' kinds."""
+        return by_stage(self.of_layer, stages)
+
+
+def kind_of_layer(config: TransformerConfig, layer_number: int, softcap: float = 0.0) -> AttentionKind:
+    """The kind of one layer; Megatron's layer numbers begin with 1.
+
+    Raises:
+        SupportError: a window or a list of layers that is none.
+    """
+    scale = config.softmax_scale
+    if scale is None:
+        assert config.kv_channels is not None
+        scale = usual_scale(config.kv_channels)
+    sink = config.softmax_type == "learnable"
+    return AttentionKind(scale, _window(config) if _has_window(config, layer_number) else 0, softcap, sink)
+
+
+def _window(config: TransformerConfig) -> int:
+    """Keys that a query sees, its own included; 0 for all."""
+    size = config.window_size
+    if size is None:
+        return 0
+    pair = tuple(size) if isinstance(size, tuple | list) else ()
+    if len(pair) != 2 or pair[1] not in (0, -1) or not all(isinstance(each, int) for each in pair) or pair[0] < -1:
+        raise SupportError(
+            f"window_size is {size!r}, but a query sees its own key and some before it: set it to (w - 1, 0) for "
+            "windows of w keys, or to None."
+        )
+    return pair[0] + 1
+
+
+def _has_window(config: TransformerConfig, layer_number: int) -> bool:
+    every = config.window_attn_skip_freq
+    if config.window_size is None:
+        return False
+    if every is None:
+        return True
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return layer_number % every != 0
+    if isinstance(every, list | tuple) and len(every) == config.num_layers and set(every) <= {0, 1}:
+        return bool(every[layer_number - 1])
+    raise SupportError(
+        f"window_attn_skip_freq is {every!r}, but the model has {config.num_layers} layers: set it to N, of which "
+        "every N-th has no window, or to a list with a 1 for each layer with a window and a 0 for each other."
+    )

@@ -1,0 +1,60 @@
+"""What a model's layers do differently from LLaMA's, as Megatron's configuration and our options say it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from distca.models.shape import ModelShape
+from distca.plan.kinds import usual_scale
+from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rotary
+
+
+def variant_fields(shape: ModelShape) -> dict[str, Any]:
+    """The fields of TransformerConfig that the model's variant sets."""
+    variant, silu = shape.variant, torch.nn.functional.silu
+    gated_gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    skipped = [int(number in variant.unrotated_layers) for number in range(shape.layers)]
+    return {
+        "normalization": variant.normalization,
+        "layernorm_zero_centered_gamma": variant.zero_centered_norms,
+        "activation_func": silu if variant.activation == "silu" else gated_gelu,
+        "bias_activation_fusion": variant.activation == "silu",  # Megatron fuses no gated gelu
+        # Megatron takes None for the usual one.
+        "softmax_scale": None if shape.softmax_scale == usual_scale(shape.resolved_head_dim) else shape.softmax_scale,
+        "rotary_interleaved": variant.rotary_interleaved,
+    } | ({"no_rope_freq": skipped} if any(skipped) else {})
+
+
+def model_options(shape: ModelShape) -> ModelOptions:
+    """What CAD takes beside that configuration."""
+    variant = shape.variant
+    scaling = QueryScaling(beta=variant.query_beta, original_length=variant.query_length)
+    return ModelOptions(
+        score_softcap=variant.score_softcap,
+        rotations=_rotations(shape),
+        query_scaling=scaling if variant.query_beta else None,
+        norms=variant.norms,
+        query_key_norm=variant.query_key_norm,
+        norm_after_rotation=variant.norm_after_rotation,
+        attention_output_bias=variant.attention_output_bias,
+        norm_bias=variant.normalization == "RMSNorm",  # whose norms have none in any case
+        parallel_mlp=variant.parallel_mlp,
+        embedding_scale=variant.embedding_scale,
+        residual_multiplier=variant.residual_multiplier,
+        logit_multiplier=variant.logit_multiplier,
+        final_softcap=variant.final_softcap,
+    )
+
+
+def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
+    """By layer, where they differ from those that GPTModel has for all: then each has its own."""
+    variant = shape.variant
+    if variant.turns_alike:
+        return ()
+    most = Rotary(base=shape.rope_base, scaling=shape.rope_scaling, percent=variant.rotary_percent)
+    local = Rotary(base=variant.window_rope_base or shape.rope_base, percent=variant.rotary_percent)
+    rotations = [local if window and variant.window_rope_base else most for window in shape.windows]
+    return tuple(None if number in variant.unrotated_layers else each for number, each in enumerate(rotations))

@@ -1,0 +1,108 @@
+"""Weights and gradients of the whole model, and the shares of them that tensor-parallel ranks and stages have.
+
+The shares follow megatron's own layout of each parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from megatron_patches.te.fp8_weights import set_values
+
+
+def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int, gated: bool = True) -> torch.Tensor:
+    """This tensor-parallel rank's share of a full parameter.
+
+    Args:
+        name: the parameter's name in a GPTModel.
+        full: its value in a model without tensor parallelism.
+        shape: its shape on this rank.
+        rank: this tensor-parallel rank.
+        gated: the MLPs have a gate.
+    """
+    if full.shape == shape:
+        return full
+    dim = next(d for d in range(full.dim()) if full.shape[d] != shape[d])
+    if gated and name.endswith(("linear_fc1.weight", "linear_fc1.bias")):
+        # Each rank's rows are its part of the gate, then its part of the up projection.
+        gate, up = full.chunk(2, dim=0)
+        rows = shape[0] // 2
+        return torch.cat((gate[rank * rows : (rank + 1) * rows], up[rank * rows : (rank + 1) * rows]))
+    return full.narrow(dim, rank * shape[dim], shape[dim])
+
+
+def load_full_weights(model: torch.nn.Module, full: dict[str, torch.Tensor], rank: int, gated: bool = True) -> None:
+    """Copy this rank's shares of full parameters into ``model``; ``gated``: its MLPs have a gate."""
+    for name, parameter in model.named_parameters():
+        set_values(parameter, share_of(name, full[name], parameter.shape, rank, gated))
+
+
+def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, str]:
+    """By name in a stage's ``model``, every parameter's name in the model without pipeline stages.
+
+    Args:
+        model: a stage, whose layers are counted from 0.
+        first_layer: number of its first layer in the whole model.
+        tied: its output layer holds a copy of the embedding's weights.
+    """
+
+    def in_whole(name: str) -> str:
+        if tied and name == "output_layer.weight":
+            return "embedding.word_embeddings.weight"
+        name = re.sub(
+            r"local_experts\.(\d+)", lambda match: f"local_experts.{int(match[1]) + first_expert(model)}", name
+        )
+        return re.sub(r"decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{int(match[1]) + first_layer}", name)
+
+    return {name: in_whole(name) for name, _ in model.named_parameters()}
+
+
+def gather_gradients(
+    model: GPTModel, names: Mapping[str, str], weights: Mapping[str, torch.Tensor], gated: bool
+) -> dict[str, torch.Tensor]:
+    """Every parameter's full gradient by its name in the whole model, float64 on the CPU; every rank calls it.
+
+    Args:
+        model: this rank's part, with gradients in ``main_grad``.
+        names: from :func:`names_in_whole`.
+        weights: of the whole model, for their shapes.
+        gated: the MLPs have a gate.
+    """
+    own = {
+        names[name]: gather_shares(names[name], p.main_grad, weights[names[name]].shape, gated)
+        for name, p in model.named_parameters()
+    }
+    groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    for group in groups:
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, own, group=group)
+        own = {name: gradient for rank in everyone for name, gradient in rank.items()}
+    return own
+
+
+def first_expert(model: GPTModel) -> int:
+    """Number of this rank's first expert in the whole model."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_rank() * ((model.config.num_moe_experts or 0) // ranks)
+
+
+def gather_shares(name: str, share: torch.Tensor, full: torch.Size, gated: bool = True) -> torch.Tensor:
+    """The full gradient from every tensor-parallel rank's share, float64 on the CPU."""
+    if share.shape == full:
+        return share.double().cpu()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    shares = [torch.empty_like(share) for _ in range(tp)]
+    dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    whole = torch.empty(full, dtype=torch.float64)
+    # Where each element of the full tensor went is found by sharding its element numbers.
+    numbers = torch.arange(whole.numel()).view(full)
+    for rank, part in enumerate(shares):
+        whole.view(-1)[share_of(name, numbers, share.shape, rank, gated).flatten()] = part.double().cpu().flatten()
+    return whole

@@ -1,0 +1,1 @@
+"""This process among the ranks: its device and Megatron's process groups."""

@@ -1,0 +1,1 @@
+"""A step before it runs: its documents, its plan, and this rank's rows."""

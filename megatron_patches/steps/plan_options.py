@@ -1,0 +1,173 @@
+"""How steps are planned, from Megatron's configuration, its process groups and what attention costs on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from distca.attention import Kernel
+from distca.cad_options import Level
+from distca.cluster.topology import pool_links
+from distca.errors import PlanError
+from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
+from distca.plan.cost.analytic import cost_of_kind
+from distca.plan.cost.linear import NonAttention, between_attentions, layer_weights
+from distca.plan.cost.table_file import find_table, open_table
+from distca.sizes.fp8_shapes import rows_multiple
+from megatron_patches.arguments import CadArguments, How
+from megatron_patches.model.layer_kinds import LayerKinds
+from megatron_patches.te.quantization import fp8_of
+
+logger = logging.getLogger(__name__)
+
+
+def plan_options(
+    config: TransformerConfig,
+    layer_kinds: LayerKinds,
+    kernel: Kernel,
+    device: torch.device,
+    given: CadArguments,
+    how: How,
+) -> PlanOptions:
+    """The same on every rank; every rank calls it together.
+
+    Args:
+        config: Megatron's.
+        layer_kinds: of its layers.
+        kernel: core attention's.
+        device: this rank's.
+        given: how core attention is to be computed.
+        how: what backward does.
+
+    Raises:
+        PlanError: on an unusable cost table, one of other heads, a level that nothing was measured for, or nodes that
+            do not divide the servers.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    shares = tp if config.sequence_parallel else 1
+    cost = cost_model(config, kernel, device, given.cost_table)
+    costs = tuple(_cost_of(kind, cost, kernel, device) for kind in layer_kinds.kinds)
+    non_attention = None
+    if given.disaggregate:
+        usual = device.type == "cuda" and stages > 1 and given.ping_pong and given.transport != "nvshmem"
+        non_attention = _non_attention(config, cost, given.level, usual, given.recompute == "all")
+    return PlanOptions(
+        ranks=parallel_state.get_data_parallel_world_size(),
+        cost=costs[0],
+        kinds=layer_kinds.kinds,
+        costs=costs,
+        layer_kinds=layer_kinds.of_stages(stages),
+        stages=stages,
+        nano_batches=2 if given.disaggregate and given.ping_pong else 1,
+        align=rows_multiple(fp8_of(config), shares),
+        shares=shares,
+        resend=given.disaggregate and how == "resend",
+        disaggregate=given.disaggregate,
+        tolerance=given.tolerance,
+        links=pool_links(tp, given.ranks_per_node),
+        non_attention=non_attention,
+    )
+
+
+def attention_shape(config: TransformerConfig) -> AttentionShape:
+    """Heads of one tensor-parallel rank."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    assert config.num_query_groups is not None and config.kv_channels is not None
+    dtype: torch.dtype = config.params_dtype
+    return AttentionShape(
+        config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels, dtype.itemsize
+    )
+
+
+def cost_model(
+    config: TransformerConfig, kernel: Kernel, device: torch.device, cost_table: str | None = None
+) -> CostModel:
+    """Seconds per CA-task for the planner, for the heads of one tensor-parallel rank: from the file, else from the
+    package's table of this device and kernel, else from a model.
+
+    Raises:
+        PlanError: the file is not usable, or measured other heads.
+    """
+    shape = attention_shape(config)
+    heads = (shape.heads, shape.kv_heads, shape.head_dim)
+    table = _first_ranks(
+        lambda: open_table(cost_table, *heads) if cost_table else find_table(_name(device), kernel.name, *heads)
+    )
+    if table is not None:
+        return table
+    count = area_cost if kernel.name == "reference" else analytic_cost
+    return count(*heads, value_bytes=shape.value_bytes)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+
+
+def _first_ranks(find: Callable[[], TableCost | None]) -> TableCost | None:
+    """The table that the first rank finds: all ranks must plan the same, whatever files or GPUs the others have."""
+    found: list[TableCost | PlanError | None] = [None]
+    try:
+        found = [find()]
+    except PlanError as error:
+        found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], PlanError):
+        raise found[0]
+    return found[0]
+
+
+def _cost_of(kind: AttentionKind, cost: CostModel, kernel: Kernel, device: torch.device) -> CostModel:
+    """Seconds per CA-task of a kind. Beside a measured table those of a window are measured too, where somebody did;
+    else a model counts them."""
+    if kind.window and isinstance(cost, TableCost):
+        heads = (cost.shape.heads, cost.shape.kv_heads, cost.shape.head_dim)
+        table = _first_ranks(lambda: find_table(_name(device), kernel.name, *heads, window=kind.window))
+        if table is not None:
+            table.linear = cost.linear
+            return table
+    return cost_of_kind(kind, cost)
+
+
+def _non_attention(
+    config: TransformerConfig, cost: CostModel, level: Level, usual: bool, recompute_segments: bool
+) -> NonAttention | None:
+    """Seconds per row of a rank's matrix products between two attentions; None where attention alone is levelled.
+
+    By default this is for GPUs with ping-pong: ranks on CPUs may share cores, and where NVSHMEM alone may carry rows,
+    its memory was made for fewer than idle servers get at once.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rate = cost.linear
+    if level == "attention" or (level == "auto" and not usual):
+        return None
+    if rate is None:
+        if level == "auto":
+            logger.info(
+                "Phases level attention alone: the cost table has no linear layers; `distca profile` measures them."
+            )
+            return None
+        raise PlanError(
+            "level is time, but no cost table of this device and kernel says what linear layers take; measure one with "
+            "`distca profile`, or level attention."
+        )
+    fp8 = fp8_of(config)
+    if (in_fp8 := rate.in_fp8(fp8)) is None:
+        logger.warning(
+            "Phases are levelled as if linear layers were in bfloat16: the cost table does not say what they take in "
+            "FP8 (%s); `distca profile` measures it.",
+            fp8,
+        )
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    assert ffn is not None and config.num_query_groups is not None and config.kv_channels is not None
+    layers = config.num_layers // stages
+    heads, gated = (config.num_attention_heads, config.num_query_groups, config.kv_channels), config.gated_linear_unit
+    weights, no_mlp = layer_weights(hidden, ffn, *heads, gated), layer_weights(hidden, 0, *heads)
+    recomputed = weights if recompute_segments else weights - no_mlp if config.recompute_granularity else 0
+    return between_attentions(in_fp8 or rate, weights, recomputed, layers, tp)

@@ -1,0 +1,248 @@
+"""A step ready to run: its plan, this rank's routes and rows on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from distca.attention import TaskBatch
+from distca.data.batch import RankBatch, rank_batch
+from distca.device.host_to_device import Upload, uploading
+from distca.errors import DataError, PlanError
+from distca.plan import Layout, PlanOptions, StepPlan
+from distca.plan.step import StepBalance
+from distca.plan.step_file import StepInputs
+from distca.runtime.device_routes import StepRoutes
+from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
+from megatron_patches.steps.failed_plans import reporting_failure
+from megatron_patches.steps.step_documents import StepDocuments
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's rows of a micro-batch, on its device; in the order in which the model takes them.
+
+    Attributes:
+        tokens: [1, rows] int64.
+        labels: [1, rows] int64 next token of the same document.
+        loss_mask: [1, rows] bool; false where there is no next token, where it is not to be learned, and in padding;
+            float32 weights where documents have some.
+        positions: [1, rows] int64 position in the document.
+        documents: [1, rows] int64 number of the document in the micro-batch; -1 in padding.
+        attention: how core attention of these rows runs; goes to the model in place of the attention mask.
+        micro_batch_lengths: [documents] int64 tokens of every document of the micro-batch, wherever it lives; on the
+            host.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+    attention: DisaggregatedMicroBatch | PackedMicroBatch
+    micro_batch_lengths: np.ndarray
+
+
+@dataclass(frozen=True)
+class Step:
+    """One global batch, ready to run.
+
+    Attributes:
+        documents: what it was made from; by micro-batch as in the plan, which may have dealt them anew.
+        plan: of all ranks.
+        balance: what the plan achieves.
+        routes: this rank's; None where attention stays at home.
+        batches: this rank's rows, by micro-batch.
+        planning_ms: milliseconds of planning and routing.
+        waited_ms: milliseconds that the caller waited for it.
+        vocabulary: token ids that its documents were checked for; None where they were not.
+        queued: called when the step's work is queued on the device, so that the next one is planned from then on.
+    """
+
+    documents: StepDocuments
+    plan: StepPlan
+    balance: StepBalance
+    routes: StepRoutes | None
+    batches: tuple[Batch, ...]
+    planning_ms: float
+    waited_ms: float = 0.0
+    vocabulary: int | None = None
+    queued: Callable[[], None] = lambda: None
+
+
+def make_step(
+    documents: StepDocuments,
+    options: PlanOptions,
+    stage: int,
+    rank: int,
+    device: torch.device | str,
+    *,
+    lengths: bool = False,
+    room: int = 0,
+    vocabulary: int | None = None,
+    number: int = 1,
+    folder: Path = Path(),
+) -> Step:
+    """Plan a step and bring this rank's routes and rows to the device, in one transfer.
+
+    Args:
+        documents: of the step.
+        options: how to plan.
+        stage: this rank's pipeline stage.
+        rank: this rank's data-parallel rank.
+        device: where the rows go.
+        lengths: the model's positions need the lengths of the rows' documents.
+        room: most tokens of a micro-batch, into which documents without homes are dealt anew; 0 leaves them where they
+            are.
+        vocabulary: token ids that the model has; None checks none.
+        number: of the step, for messages.
+        folder: where it is written if the planner fails on it.
+
+    Raises:
+        FailedPlanError: the planner failed.
+        PlanError: on documents that cannot be laid out, or that span ranks where attention stays at home.
+        DataError: on the rank that has a token which the model does not know, or is no whole number.
+    """
+    began = time.perf_counter()
+    document_lengths = [[len(document) for document in documents_of] for documents_of in documents.micro_batches]
+    homes = documents.homes if any(home is not None for home in documents.homes or ()) else None
+    count = len(document_lengths)
+    dealt = [room] * count if room and homes is None and count > 1 else None
+    inputs = StepInputs(document_lengths, options, homes, dealt)
+    with reporting_failure(inputs, number, folder):
+        plan = inputs.plan()
+    documents = _as_drawn(documents, plan.drawn)
+    with uploading(device) as upload:
+        routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
+        planning_ms = (time.perf_counter() - began) * 1e3
+        rows = [
+            rank_batch(documents_of, layouts, rank, align=options.align, chunks=options.shares, weights=weights)
+            for documents_of, layouts, weights in zip(
+                documents.micro_batches, plan.layouts, documents.weights or repeat(None, len(plan.layouts)), strict=True
+            )
+        ]
+        if vocabulary is not None:
+            _check_ids(rows, vocabulary, plan.drawn)
+        if routes is None:
+            batches = packed_batches(
+                rows,
+                [packed_attention(layouts[0], rank, upload) for layouts in plan.layouts],
+                options,
+                upload,
+                lengths=lengths,
+            )
+        else:
+            batches = tuple(
+                batch_on_device(
+                    upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.shares), lengths=lengths
+                )
+                for each, own in zip(rows, routes.own, strict=True)
+            )
+    with reporting_failure(inputs, number, folder):
+        balance = plan.balance()
+    return Step(documents, plan, balance, routes, batches, planning_ms, vocabulary=vocabulary)
+
+
+def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
+    """Ranks that share an embedding take a token that none of them has for zeros, and say nothing. ``drawn`` says where
+    documents were before they were dealt anew."""
+    for batch, origin in zip(batches, drawn, strict=True):
+        wrong = np.flatnonzero((batch.tokens < 0) | (batch.tokens >= vocabulary))
+        if len(wrong):
+            micro_batch, place = origin[batch.documents[wrong[0]]]
+            raise DataError(
+                f"Document {place} of micro-batch {micro_batch} has token {batch.tokens[wrong[0]]}, but the "
+                f"model knows 0 to {vocabulary - 1}: correct the data, or build the model with more."
+            )
+
+
+def _as_drawn(documents: StepDocuments, drawn: Sequence[np.ndarray]) -> StepDocuments:
+    """Documents, with what belongs to them, in the micro-batches into which a plan dealt them."""
+    given, weights = documents.micro_batches, documents.weights
+    return replace(
+        documents,
+        micro_batches=[[given[m][d] for m, d in each.tolist()] for each in drawn],
+        weights=weights and [np.array([weights[m][d] for m, d in each.tolist()], np.float32) for each in drawn],
+    )
+
+
+def batch_on_device(
+    upload: Upload,
+    rows: RankBatch,
+    attention: DisaggregatedMicroBatch | PackedMicroBatch,
+    *,
+    lengths: bool = False,
+) -> Batch:
+    """A rank's rows of a micro-batch, which are there once ``upload`` was sent; with ``lengths`` those of their
+    documents too."""
+    columns = (rows.tokens, rows.labels, rows.loss_mask, rows.positions, rows.documents)
+    tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
+    if lengths:
+        attention = replace(attention, document_lengths=upload.add(rows.lengths))
+    attention = replace(attention, documents=numbers[0], document_count=len(rows.micro_batch_lengths))
+    return Batch(tokens, labels, loss_mask, positions, numbers, attention, rows.micro_batch_lengths)
+
+
+def packed_batches(
+    rows: Sequence[RankBatch],
+    attention: Sequence[PackedMicroBatch],
+    options: PlanOptions,
+    upload: Upload,
+    *,
+    lengths: bool = False,
+) -> tuple[Batch, ...]:
+    """Micro-batches whose attention stays at home, for Megatron's own schedules."""
+    columns = with_equal_rows(rows) if options.stages > 1 else rows
+    return tuple(batch_on_device(upload, *each, lengths=lengths) for each in zip(columns, attention, strict=True))
+
+
+def packed_attention(layout: Layout, rank: int, upload: Upload) -> PackedMicroBatch:
+    """Attention of a rank's whole documents.
+
+    Raises:
+        PlanError: on every rank, if a document spans any.
+    """
+    everyone = layout.q
+    cut = everyone.document[(everyone.start > 0) | (everyone.stop < layout.last[everyone.document])]
+    if len(cut):
+        raise PlanError(
+            f"Document {cut[0]} of a micro-batch, of {layout.last[cut[0]]:,} tokens, spans data-parallel ranks, but "
+            "`disaggregate` is False, so each stays on one: give them homes (distca.StepDocuments), or set "
+            "`disaggregate` to True."
+        )
+    mine = everyone.on_rank(rank)
+    borders = np.concatenate(([0], np.cumsum(mine.stop)))
+    return PackedMicroBatch(TaskBatch.of(borders, borders, upload), int(borders[-1]))
+
+
+def with_equal_rows(batches: Sequence[RankBatch]) -> list[RankBatch]:
+    """Pad a rank's micro-batches of a step to the rows of the largest one: token 0, no loss, part of no document.
+
+    Megatron's 1F1B moves activations of one size between stages; of sizes that differ it would first send each size
+    ahead and wait for it on the host, at every stage and micro-batch.
+    """
+    assert all(len(batch.nano_rows) == 1 for batch in batches), "only rows of one nano-batch end where padding begins"
+    rows = max(batch.nano_rows[0] for batch in batches)
+
+    def padded(column: np.ndarray, value: int = 0) -> np.ndarray:
+        return np.pad(column, (0, rows - len(column)), constant_values=value)
+
+    return [
+        replace(
+            batch,
+            tokens=padded(batch.tokens),
+            labels=padded(batch.labels),
+            loss_mask=padded(batch.loss_mask),
+            positions=padded(batch.positions),
+            lengths=padded(batch.lengths),
+            documents=padded(batch.documents, -1),
+            nano_rows=(rows,),
+        )
+        for batch in batches
+    ]

@@ -1,0 +1,258 @@
+"""The same-phase pipeline schedule: in a tick all stages run a forward phase, then all run a backward phase.
+
+With p stages, stage s runs the forward of micro-batch m in tick m + s and its backward in tick m + 2(p − 1) − s. M
+micro-batches take M + p − 1 phases of each kind, as 1F1B does; a stage holds 2(p − 1 − s) + 1 micro-batches in flight,
+where 1F1B holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
+
+Activations that a forward phase ends with travel to the next stage while the backward phase computes, gradients while
+the next forward phase does: each is started where it is ready and waited for where it is used. All ranks start their
+exchanges of attention rows and their stage transfers in the same order, so that neither can wait for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
+from megatron.core.utils import unwrap_model
+
+from distca.plan import StepPlan
+from distca.runtime import AttentionPool
+from distca.runtime.device_routes import StepRoutes
+from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
+from megatron_patches.steps.step import Batch
+from megatron_patches.training.training_step import ForwardStep
+
+# Earlier versions of Megatron ask for the type of the model.
+_MODEL_TYPE = (ModelType.encoder_or_decoder,) if "model_type" in signature(backward_step).parameters else ()
+
+
+def run_ticks(
+    model: DistributedDataParallel,
+    batches: Sequence[Batch],
+    forward_step: ForwardStep,
+    plan: StepPlan,
+    routes: StepRoutes,
+    pool: AttentionPool,
+    *,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Forward and, unless told otherwise, backward of a global batch over all stages; gradients end up reduced and
+    averaged over its tokens.
+
+    Args:
+        model: this stage's part, from wrap_for_data_parallel.
+        batches: this rank's micro-batches; stages other than the first and the last only use their sizes and positions.
+        forward_step: as Megatron's schedules take it.
+        plan: the step's plan.
+        routes: this rank's routes.
+        pool: the server pool, over all stages; it resends.
+        forward_only: compute losses only.
+
+    Returns:
+        What the loss function reported, by micro-batch; empty on stages without the loss.
+    """
+    model.set_is_first_microbatch()  # weights have changed: Transformer Engine's linear layers quantise them anew
+    stage = _Stage(model, batches, forward_step, routes, pool)
+    with stage.running():
+        for direction, number in plan.order():
+            if direction == "forward":
+                stage.forward_phase(number, plan, forward_only)
+            elif not forward_only:
+                stage.backward_phase(number, plan)
+    if not forward_only:
+        config = unwrap_model(model).config
+        config.finalize_model_grads_func([model], stage.tokens)
+    return stage.reports
+
+
+class _Stage:
+    """One rank's walk through the phases."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        batches: Sequence[Batch],
+        forward_step: ForwardStep,
+        routes: StepRoutes,
+        pool: AttentionPool,
+    ) -> None:
+        self._model, self._batches, self._routes, self._pool = model, batches, routes, pool
+        self._forward_step = forward_step
+        self._gpt = unwrap_model(model)
+        self._config = self._gpt.config
+        self._number = parallel_state.get_pipeline_model_parallel_rank()
+        self._last = parallel_state.get_pipeline_model_parallel_world_size() - 1
+        self._inputs: dict[int, torch.Tensor | None] = {}
+        self._outputs: dict[int, torch.Tensor] = {}
+        # Under way: activations to the next forward phase, gradients to the next backward phase.
+        self._activations, self._gradients = StageTransfer(None, None, []), StageTransfer(None, None, [])
+        device = batches[0].tokens.device
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self._neighbours = Neighbours(group, self._config.pipeline_dtype, device)
+        self.tokens = torch.zeros((), dtype=torch.int32, device=device)
+        self.reports: list[Any] = []
+        self._layers = len(self._gpt.decoder.layers)
+        tp = self._config.tensor_model_parallel_size
+        self._empty = EmptyLayer(
+            self._config.num_attention_heads // tp,
+            self._config.num_query_groups // tp,
+            self._config.kv_channels,
+            self._config.params_dtype,
+            device,
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the block run, which refuses other schedules."""
+        block = self._gpt.decoder
+        block.in_phases = True
+        try:
+            with self._recorded():
+                yield
+        finally:
+            block.in_phases = False
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Time what lies around the layers too (embedding, output layer, loss), while the timeline records."""
+        timeline, top = self._pool.timeline, self._layers - 1
+        if not timeline.recording:
+            yield
+            return
+        hook = self._gpt.decoder.register_forward_hook(lambda *_: timeline.open("head", top, 0, "forward"))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def forward_phase(self, number: int, plan: StepPlan, forward_only: bool) -> None:
+        """Run or serve forward phase ``number``, then start passing activations to the next stage."""
+        running = plan.forward[number].micro_batches
+        received, output = self._activations.wait(), None
+        micro_batch = running[self._number]
+        if micro_batch is not None:
+            output = self._forward(micro_batch, received, forward_only)
+        served = self._routes.served_forward[number]
+        if served is not None:
+            serve_forward(self._pool, served, self._empty)
+        incoming = self._number > 0 and running[self._number - 1] is not None
+        sent = output if self._number < self._last else None
+        self._activations = self._neighbours.start(
+            1, sent, self._shape(running[self._number - 1]) if incoming else None
+        )
+        if output is not None and not forward_only:
+            deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs and sent is not None)
+
+    def backward_phase(self, number: int, plan: StepPlan) -> None:
+        """Run or serve backward phase ``number``, then start passing gradients to the previous stage."""
+        running = plan.backward[number].micro_batches
+        micro_batch = running[self._number]
+        received, sent = self._gradients.wait(), None
+        served = self._routes.served_backward[number]
+        if served is not None:
+            serve_backward(self._pool, served, self._empty)
+        if micro_batch is not None:
+            gradient = self._backward(micro_batch, received)
+            sent = gradient if self._number else None
+        incoming = self._number < self._last and running[self._number + 1] is not None
+        self._gradients = self._neighbours.start(-1, sent, self._shape(running[self._number + 1]) if incoming else None)
+
+    def _forward(self, micro_batch: int, received: torch.Tensor | None, forward_only: bool) -> torch.Tensor:
+        batch = self._batches[micro_batch]
+        if received is not None:
+            received.requires_grad_()
+        self._gpt.set_input_tensor(received)
+        self._pool.timeline.open("embed", 0, 0, "forward")
+        with torch.set_grad_enabled(not forward_only):
+            output, loss_function = self._forward_step(iter((batch,)), self._model)
+        self._gpt.set_input_tensor(None)  # which would keep it, and its gradient, until the next micro-batch
+        if self._number == self._last:
+            output, tokens, report = loss_function(output)
+            self.tokens += tokens
+            self.reports.append(report)
+        self._pool.timeline.close()
+        if not forward_only:
+            self._inputs[micro_batch], self._outputs[micro_batch] = received, output
+        return output
+
+    def _backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Gradient of the stage's input; None on the first stage."""
+        self._pool.timeline.open("head", self._layers - 1, 0, "backward", past_launches=True)
+        gradient = backward_step(
+            self._inputs.pop(micro_batch),
+            self._outputs.pop(micro_batch),
+            gradient,
+            *_MODEL_TYPE,
+            self._config,
+        )
+        self._pool.timeline.close()
+        return gradient
+
+    def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
+        """Of the activations that a stage passes on: this rank's share of the sequence."""
+        assert micro_batch is not None
+        rows = self._batches[micro_batch].tokens.shape[1]
+        shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+        return rows // shares, 1, self._config.hidden_size
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The stages before and after this one.
+
+    Attributes:
+        group: the stages' ranks of one data- and tensor-parallel place, in order.
+        dtype: of what travels.
+        device: where it lives.
+    """
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype
+    device: torch.device
+
+    def start(self, step: int, sent: torch.Tensor | None, received_shape: tuple[int, ...] | None) -> StageTransfer:
+        """Start passing a tensor on to stage + ``step`` and taking one from stage - ``step``.
+
+        Every stage of the group calls it in the same order, also one that neither sends nor receives. All stages'
+        sends and receives of one call are one batch, so that no pair waits for another.
+
+        Args:
+            step: 1 for activations, -1 for gradients.
+            sent: what this stage passes on, contiguous; held until the transfer was waited for.
+            received_shape: of what this stage takes; None takes nothing.
+        """
+        me = dist.get_rank(self.group)
+        operations, received = [], None
+        if sent is not None:
+            sent = sent.detach()  # a handle of its own: the caller may free the tensor's memory for autograd
+            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=me + step))
+        if received_shape is not None:
+            received = torch.empty(received_shape, dtype=self.dtype, device=self.device)
+            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=me - step))
+        return StageTransfer(sent, received, dist.batch_isend_irecv(operations) if operations else [])
+
+
+@dataclass
+class StageTransfer:
+    """A transfer under way; what is sent stays alive with it."""
+
+    sent: torch.Tensor | None
+    received: torch.Tensor | None
+    works: list[Any]
+
+    def wait(self) -> torch.Tensor | None:
+        """Join it and return what was received; on a GPU only the stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        self.sent, self.works = None, []
+        return self.received

@@ -1,0 +1,163 @@
+"""Whether a model and a step can run together; what is made ready before, and put right after a step that failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import unwrap_model
+
+from distca.errors import SupportError
+from distca.plan import PlanOptions
+from distca.runtime import AttentionPool
+from megatron_patches.layers.block import refuse_other_schedule
+from megatron_patches.patches.gpt_forward import check_attached
+from megatron_patches.steps.step import Step
+from megatron_patches.support.attached import check_as_attached
+from megatron_patches.support.trained_weights import check_trained_weights
+from megatron_patches.te.fp8_weights import is_fp8
+from megatron_patches.training.training_step import ForwardStep, no_sync_of, with_counted_tokens
+from megatron_patches.training.unread_gradients import note_gradients
+
+# Options of plans that say which rows are where, and who sends which of them when, by what CAD calls them.
+_RUN_BY = {
+    "disaggregate": "disaggregate",
+    "resend": "backward",
+    "nano_batches": "ping_pong",
+    "ranks": "number of data-parallel ranks",
+    "stages": "number of pipeline stages",
+    "shares": "sequence parallelism",
+    "kinds": "configuration's windows, sinks or softmax_scale",
+    "layer_kinds": "configuration's windows",
+    "align": "sequence parallelism or FP8",
+}
+
+
+def made_ready(
+    model: Any,
+    step: Step,
+    forward_step: ForwardStep,
+    pool: AttentionPool,
+    options: PlanOptions,
+    *,
+    forward_only: bool,
+) -> ForwardStep:
+    """Check model and step, and make the model's configuration and gradients ready for it; every rank calls it.
+
+    Args:
+        model: from wrap_for_data_parallel; with ``forward_only`` it may be without.
+        step: that is to be run.
+        forward_step: as Megatron's schedules take it.
+        pool: the CAD's.
+        options: the CAD's, by which it plans steps.
+        forward_only: no gradients are computed.
+
+    Returns:
+        The forward step, whose results are checked.
+
+    Raises:
+        SupportError: they cannot run.
+    """
+    if not forward_only:
+        check_wrapped(model)
+    gpt = unwrap_model(model)
+    check_attached(gpt)
+    check_as_attached(gpt, pool)
+    _check_step(step, options, gpt)
+    if not forward_only:
+        check_trained_weights(model)
+        _check_replicas(model)
+        _zero_gradients(model)
+    if isinstance(model, DistributedDataParallel):  # another model may share the configuration
+        in_ticks = step.routes is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1
+        model.config.no_sync_func = refuse_other_schedule if in_ticks else no_sync_of(model)
+    return with_counted_tokens(forward_step)
+
+
+def _check_step(step: Step, options: PlanOptions, gpt: Any) -> None:
+    for name, setting in _RUN_BY.items():
+        if getattr(step.plan.options, name) != getattr(options, name):
+            raise SupportError(
+                f"The step was planned by a CAD whose `{setting}` is not that of the model's: plan it with the CAD "
+                "that attached the model."
+            )
+    if step.vocabulary is None or step.vocabulary > known_ids(gpt):
+        known = "before any model was attached" if step.vocabulary is None else f"for {step.vocabulary:,} token ids"
+        raise SupportError(
+            f"The step was planned {known}, and the model has {known_ids(gpt):,}, for which its documents were not "
+            "checked: plan it after CAD.attach, with the CAD that attached the model."
+        )
+
+
+def known_ids(model: Any) -> int:
+    """Token ids of a GPTModel, without rows that pad its embedding."""
+    return int(getattr(model, "vocabulary", None) or model.vocab_size)
+
+
+def _zero_gradients(model: DistributedDataParallel) -> None:
+    if getattr(model, "unfinished", False):
+        _forget_step(model)
+    model.unfinished = True
+    model.zero_grad_buffer()
+    for weight in model.param_to_bucket_group:
+        weight.grad = None  # left by Megatron's plain optimizer, it would be added to the next gradient
+
+
+def _forget_step(model: DistributedDataParallel) -> None:
+    """Forget how often Megatron saw which gradient in a step that failed, and what it began to reduce."""
+    for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
+            group.grad_reduce_handle = None
+        group.per_param_grad_ready_counts = {}
+
+
+def note_trained(model: DistributedDataParallel) -> None:
+    """Note that a step with gradients is done."""
+    model.unfinished = False
+    note_gradients(model)
+
+
+def _check_replicas(model: Any) -> None:
+    """Refuse to go on where an optimizer updated weights that ranks hold shards of the gradients of, and gathered none.
+
+    Raises:
+        SupportError: on all data-parallel ranks.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if getattr(model, "weights_gathered", True) or group.size() == 1:
+        return
+    sums = torch.stack(
+        [weight.detach().sum(dtype=torch.float64) for weight in model.parameters() if _is_replica(weight)]
+    )
+    most = torch.stack((sums, -sums))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    differ = most[0] != -most[1]
+    if (differ & most.isfinite().all(0)).any():  # of others nothing is known, and a loss says so
+        raise SupportError(
+            "Weights differ between data-parallel ranks: the optimizer updates all of them, but each rank has reduced "
+            "gradients of its shard alone. Set use_distributed_optimizer=True in Megatron's OptimizerConfig, or "
+            "distributed_optimizer=False in CAD.data_parallel."
+        )
+
+
+def _is_replica(weight: Any) -> bool:
+    """Whether all data-parallel ranks hold it, which each have experts of their own, and its values can be read."""
+    return getattr(weight, "allreduce", True) and not is_fp8(weight)
+
+
+def check_wrapped(model: Any) -> None:
+    """Refuse to train a model that wrap_for_data_parallel did not make: nobody would reduce its gradients.
+
+    Raises:
+        SupportError: naming what was given.
+    """
+    finalize = getattr(getattr(model, "config", None), "finalize_model_grads_func", None)
+    if not isinstance(model, DistributedDataParallel) or finalize is None:
+        raise SupportError(
+            f"The model is a {type(model).__name__} whose gradients would not be reduced and divided: train what "
+            "CAD.data_parallel returns."
+        )

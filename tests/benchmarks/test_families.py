@@ -1,0 +1,29 @@
+"""Training of families of models beside transformers: two of them, and what is kept of all."""
+
+import json
+from dataclasses import replace
+from math import nan
+from pathlib import Path
+
+from benchmarks.families import TOLERANCE, Errors, compare
+from benchmarks.family_models import CASES
+
+
+def test_gradients_and_five_steps_are_those_of_transformers():
+    """Windows, capped scores, four norms, and half of a head that turns by neighbours, with biases."""
+    found = compare(["gemma2", "glm4"])
+    assert all(errors.equal for errors in found.values()), found
+    assert [errors.tensors for errors in found.values()] == [46, 29]
+
+
+def test_an_error_that_is_no_number_is_not_equal():
+    right = Errors(TOLERANCE, "", TOLERANCE, TOLERANCE, 1)
+    assert right.equal
+    for name in ("gradients", "losses", "weights"):
+        assert not replace(right, **{name: nan}).equal and not replace(right, **{name: 2 * TOLERANCE}).equal
+
+
+def test_the_kept_result_is_of_every_family():
+    kept = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "family_gradients.json").read_text())
+    assert kept["different"] == [] and kept["families"].keys() == CASES.keys()
+    assert all(Errors(**errors).equal for errors in kept["families"].values())

@@ -1,0 +1,271 @@
+"""Weights of Hugging Face folders in GPTModels: the same logits as transformers in every layout, and back again."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import family_models
+from distca.testing.ranks import run_ranks
+from distca.testing.reference_attention import relative_error
+
+TOLERANCE = 1e-5
+SCALED_ALIKE = ("linear", "yarn", "yarn, all fields", "yarn, two magnitudes")
+"""Of several ranks, "llama3", "dynamic" and the YaRN of "qwen3" stand for them."""
+VARIED_ALIKE = (
+    "gemma3",
+    "olmo2",
+    "smollm3",
+    "smollm3, windows",
+    "exaone4",
+    "exaone4, no windows",
+    "glm4",
+    "ministral3",
+    "ernie4_5",
+    "hunyuan",
+    "phi4_mini",
+    "phi3, longrope",
+    "gemma3 with images",
+)
+"""Of several ranks, "gemma2", "olmo3", "granite" and "cohere2" have all that tensor parallelism cuts."""
+
+
+REPLICATED = ("llama", "gemma2")
+"""Cases of two data-parallel ranks: weights are the same on both."""
+
+
+def _errors(root, layouts, names):
+    """By layout, case and mode: the largest relative error of a document's logits and of the losses' sum.
+
+    Where attention stays at home every case is held by one rank, and one case by several, which take some ways of
+    scaling only: what a rank does with angles depends on no layout.
+    """
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    found = {}
+    for tp, pp in layouts:
+        for path in (Path(root, name) for name in names):
+            for disaggregate in (True, False) if tp * pp == 1 or path.name == "llama" else (True,):
+                where = f"{path.name}, tp {tp}, pp {pp}, {'disaggregated' if disaggregate else 'at home'}"
+                found[where] = _case_errors(path, tp, pp, disaggregate)
+    return found
+
+
+def _case_errors(path, tp, pp, disaggregate):
+    import torch.distributed as dist
+
+    from distca.data.batch import rank_batch
+    from megatron_patches.steps.step_documents import StepDocuments
+    from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
+
+    _, cad, ddp = _model(path, tp, pp, disaggregate)
+    documents = family_models.documents()
+    homes = None if disaggregate else [np.arange(len(documents)) % cad.options.ranks] * 2
+    step = cad.plan_step(StepDocuments([documents, documents[::-1]], homes))
+    reference = torch.load(path / "logits.pt")
+    reports = cad.forward_backward(step, _logits_step, ddp, forward_only=True)
+    errors = [0.0]
+    for rows_logits, documents_of, layouts in zip(
+        reports, step.documents.micro_batches, step.plan.layouts, strict=False
+    ):
+        owners = [np.full(len(document), number) for number, document in enumerate(documents_of)]
+        options = cad.options
+        rows = rank_batch(owners, layouts, cad.rank, align=options.align, chunks=options.shares)
+        whole = _gathered(rows_logits)
+        assert (whole[:, family_models.VOCABULARY :] == torch.finfo(torch.float32).min).all()
+        for number, document in enumerate(documents_of):  # as they were dealt
+            mine = (rows.tokens == number) & (rows.lengths > 0)
+            theirs = reference[documents.index(document)][rows.positions[mine]]
+            ours = whole[: len(mine)][mine, : family_models.VOCABULARY]
+            if len(ours):
+                errors.append(relative_error(ours, theirs))
+    for documents_of, found in zip(step.documents.micro_batches, cad.log_probabilities(step, ddp), strict=False):
+        for document, ours in zip(documents_of, found, strict=True):
+            each = reference[documents.index(document)].log_softmax(-1)[:-1]
+            theirs = each.gather(1, torch.tensor(document[1:])[:, None])[:, 0]
+            errors.append(relative_error(ours, theirs))
+    errors.append(
+        _loss_error(sum_over_ranks(cad.forward_backward(step, summed_loss_step, ddp), cad.device)[0], reference)
+    )
+    unfused = cad.forward_backward(step, _unfused, ddp, forward_only=True)
+    errors.append(_loss_error(sum_over_ranks(unfused, cad.device)[0], reference))
+    worst = torch.tensor(max(errors))
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def _model(path, tp, pp, disaggregate, dtype=torch.float32):
+    from distca.models.description import describe_folder
+    from distca.models.tensors import TensorFiles
+    from distca.train.config.initial import model_config
+    from megatron_patches.api import CAD
+    from megatron_patches.hugging_face.weights import load_weights
+    from megatron_patches.model.gpt import build_gpt, transformer_config
+    from megatron_patches.model.model_variant import model_options
+    from megatron_patches.ranks.groups import initialize_model_parallel
+
+    initialize_model_parallel(tp, pp, 1)
+    described = describe_folder(path)
+    shape = model_config(described)
+    config = transformer_config(shape, dtype, sequence_parallel=True, cpu_initialization=True)
+    cad = CAD(
+        config,
+        tokens_per_rank=sum(family_models.LENGTHS),
+        disaggregate=disaggregate,
+        kernel="reference",
+        model_options=model_options(shape),
+    )
+    model = cad.attach(build_gpt(shape, described.vocabulary, config, cad.block_spec()))
+    files = TensorFiles(path)
+    files.check(described)
+    load_weights(model, described, files)
+    return described, cad, cad.data_parallel(model, distributed_optimizer=False)
+
+
+def _logits_step(batches, model):
+    batch = next(batches)
+    output = model(batch.tokens, batch.positions, batch.attention)
+    return output, lambda logits: (logits.sum() * 0, torch.tensor(1), logits[0])
+
+
+def _unfused(batches, model):
+    from distca.parity.disaggregated import token_losses_step
+
+    return token_losses_step(batches, model)
+
+
+def _gathered(share):
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    shares = [torch.empty_like(share) for _ in range(group.size())]
+    dist.all_gather(shares, share.contiguous(), group=group)
+    return torch.cat(shares, dim=1)
+
+
+def _loss_error(ours, logits):
+    """Of both micro-batches, which have the same documents."""
+    losses = [
+        torch.nn.functional.cross_entropy(each[:-1].double(), torch.tensor(document[1:]), reduction="sum")
+        for each, document in zip(logits, family_models.documents(), strict=True)
+    ]
+    theirs = 2 * sum(losses)
+    return relative_error(ours, theirs)
+
+
+def test_a_loss_that_is_no_number_is_no_small_error():
+    logits = [torch.zeros(length, family_models.VOCABULARY) for length in family_models.LENGTHS]
+    expected = 2 * sum(length - 1 for length in family_models.LENGTHS) * np.log(family_models.VOCABULARY)
+    assert _loss_error(torch.tensor(expected), logits) <= TOLERANCE < _loss_error(torch.tensor(np.nan), logits)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for name in family_models.CASES:
+        model = family_models.write_folder(name, root / name)
+        torch.save(family_models.logits(model), root / name / "logits.pt")
+    return root
+
+
+CUT = [name for name in family_models.CASES if name not in (*SCALED_ALIKE, *VARIED_ALIKE)]
+
+
+@pytest.mark.parametrize(
+    "ranks,layouts,names",
+    [
+        (1, [(1, 1)], list(family_models.CASES)),
+        pytest.param(4, [(2, 2)], CUT, marks=pytest.mark.slow),
+        pytest.param(8, [(2, 2)], REPLICATED, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_and_losses_equal_those_of_transformers(root, ranks, layouts, names):
+    (errors, *_) = run_ranks(ranks, _errors, str(root), layouts, names, timeout=280)
+    assert len(errors) == (len(names) * 2 if ranks == 1 else len(names) + 1)
+    assert max(errors.values()) <= TOLERANCE, {name: error for name, error in errors.items() if error > TOLERANCE}
+
+
+def _round_trips(root, target, layouts):
+    """Read each folder in bfloat16 and write it again."""
+    warnings.filterwarnings("ignore")
+    import torch.distributed as dist
+
+    from distca.models.description import read_config
+    from distca.models.folder import ExportedModel
+    from megatron_patches.hugging_face.export import export_weights
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    for tp, pp in layouts:
+        for path in sorted(Path(root).iterdir()):
+            folder = Path(target) / f"{path.name}, {tp}, {pp}"
+            if dist.get_rank() == 0:
+                folder.mkdir()
+            dist.barrier()
+            described, _, ddp = _model(path, tp, pp, True, torch.bfloat16)
+            export_weights(ddp, ExportedModel.after(described, read_config(path), path), folder)
+
+
+def _tensors(folder):
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("ranks,layouts", [(1, [(1, 1)]), pytest.param(4, [(2, 2)], marks=pytest.mark.slow)])
+def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, tmp_path):
+    root, target = tmp_path / "from", tmp_path / "to"
+    target.mkdir()
+    for name in (
+        *("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "seed_oss"),
+        *("mistral3", "mistral, windows", "gemma2", "gemma3", "olmo3", "smollm3", "granite"),
+        *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
+    ):
+        family_models.write_folder(name, root / name, torch.bfloat16)
+    run_ranks(ranks, _round_trips, str(root), str(target), layouts, timeout=200)
+    assert len(list(target.iterdir())) == len(list(root.iterdir())) * len(layouts)
+    for folder in target.iterdir():
+        source = root / folder.name.rsplit(", ", 2)[0]
+        before, after = _tensors(source), _tensors(folder)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+        assert json.loads((folder / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+        assert (folder / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+        theirs, ours = family_models.loaded(source), family_models.loaded(folder)
+        assert type(ours) is type(theirs)
+        for expected, got in zip(family_models.logits(theirs), family_models.logits(ours), strict=True):
+            assert torch.equal(expected, got)
+
+
+def _unwritable(root, target):
+    """The sentence of a rank that cannot write; on all ranks."""
+    warnings.filterwarnings("ignore")
+    from distca.errors import CheckpointError
+    from distca.models.folder import ExportedModel
+    from megatron_patches.hugging_face.export import export_weights
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    described, _, ddp = _model(Path(root), 2, 1, True)
+    try:
+        export_weights(ddp, ExportedModel(described, {}, "float32"), Path(target))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence_on_every_rank(tmp_path):
+    family_models.write_folder("llama", tmp_path / "from")
+    (tmp_path / "file").write_text("")
+    said = run_ranks(2, _unwritable, str(tmp_path / "from"), str(tmp_path / "file"))
+    assert len(set(said)) == 1 and said[0].startswith(f"{tmp_path / 'file'} could not be written (rank 0: ")

@@ -1,0 +1,58 @@
+"""Triton's kernels against float64, run by its interpreter on a CPU, in a process of their own."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from distca.testing.reference_attention import relative_error
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed.", allow_module_level=True)
+
+CASES = {"add_rms_norm": [(5, 96), (70, 48)]}
+
+
+def _draws(rows, columns, dtype):
+    generator = torch.Generator().manual_seed(rows)
+    wide = [torch.randn(rows, columns, generator=generator, dtype=torch.float64) for _ in range(5)]
+    weight = 1 + 0.1 * torch.randn(columns, generator=generator, dtype=torch.float64)
+    return [each.to(dtype) for each in (*wide, weight)]
+
+
+def _add_rms_norm(function, rows, columns, dtype, held):
+    """Sums, norms and gradients of two layers of a residual stream."""
+    x, branch, *upstream, weight = (each.to(held) for each in _draws(rows, columns, dtype))
+    inputs = [each.requires_grad_() for each in (x, branch, weight)]
+    total, normed = function(x, branch, weight, 1e-5)
+    same, again = function(total, None, weight, 1e-5)
+    gradients = torch.autograd.grad((same, normed, again), inputs, upstream)
+    return [each.detach() for each in (total, normed, same, again, *gradients)]
+
+
+def _check_add_rms_norm(rows, columns, dtype):
+    from distca.ops import rms_norm as plain
+    from distca.ops.triton import rms_norm as kernels
+
+    exact = _add_rms_norm(plain.add_rms_norm, rows, columns, dtype, torch.float64)
+    ours = _add_rms_norm(kernels.add_rms_norm, rows, columns, dtype, dtype)
+    stock = _add_rms_norm(plain.add_rms_norm, rows, columns, dtype, dtype)
+    for mine, theirs, expected in zip(ours, stock, exact, strict=True):
+        assert mine.dtype == dtype and mine.shape == expected.shape
+        assert relative_error(mine, expected) <= 1.05 * relative_error(theirs, expected) + 1e-7
+
+
+def test_kernels_are_no_farther_from_float64_than_torchs_operations():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run([sys.executable, "-m", __name__], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    for name, cases in CASES.items():
+        for case in cases:
+            for dtype in (torch.float32, torch.float16):  # bfloat16 is cut off by the interpreter, not rounded
+                globals()[f"_check_{name}"](*case, dtype)

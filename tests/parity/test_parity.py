@@ -1,0 +1,124 @@
+"""Disaggregated training against unmodified megatron-core, on gloo ranks: the promise that everything else rests on."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distca.plan import Links, PlanOptions, area_cost, plan_step, route
+from distca.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+PAIRS = ((0, 1), (0, 2), (1, 2))
+
+
+def _suite():
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    from distca.parity import suite as parity_suite
+
+    return parity_suite
+
+
+def _float32(tp, name, per_node=0):
+    suite = _suite()
+    cases = [replace(case, ranks_per_node=per_node) for case in getattr(suite, name)(tp)]
+    return [
+        (case, figures, suite.FLOAT32_TOLERANCE)
+        for case, figures in zip(cases, suite.float32_differences(cases, CPU), strict=True)
+    ]
+
+
+def _float64(tp, models):
+    suite = _suite()
+    modes = suite.all_modes(tp) if tp == 2 else suite.paired_modes(tp)
+    cases = modes + [case for case in suite.edge_cases(tp) if case.scheduler == "random"]
+    if models:
+        cases = suite.model_cases(tp)
+    return [
+        (case, figures, suite.FLOAT64_TOLERANCE)
+        for case, figures in zip(cases, suite.float64_errors(cases, CPU), strict=True)
+    ]
+
+
+def _document_losses(changed):
+    suite = _suite()
+    base = suite.ParityCase(micro_batches=suite.LENGTHS, tp=2)
+    _, weights = suite.unmodified.run_unmodified(base, torch.float32, CPU)
+    return [
+        suite.disaggregated.document_losses(
+            replace(base, changed_document=where), torch.float32, CPU, "reference", weights
+        )
+        for where in [None, *changed]
+    ]
+
+
+def _check(results):
+    for case, figures, tolerance in results:
+        assert max(figures.values()) <= tolerance, (case, figures)
+
+
+@pytest.mark.parametrize("ranks,tp,per_node", [(1, 1, 0), (2, 1, 0), (2, 2, 0), (4, 1, 2), (4, 2, 0)])
+def test_loss_and_every_gradient_in_float32(ranks, tp, per_node):
+    """Every mode in one layout; ``distca parity`` runs all of them in the others of one node too."""
+    modes = "all_modes" if (ranks, tp) == (4, 2) else "paired_modes"
+    _check(run_ranks(ranks, _float32, tp, modes, per_node)[0])
+
+
+def test_every_two_settings_meet_in_the_paired_modes():
+    from distca.parity.suite import all_modes, paired_modes
+
+    def met(cases):
+        settings = [(case.ping_pong, case.backward, case.recompute) for case in cases]
+        return {(first, second, each[first], each[second]) for each in settings for first, second in PAIRS}
+
+    assert met(paired_modes(1)) == met(all_modes(1)) and len(paired_modes(1)) < len(all_modes(1))
+
+
+def test_rows_of_the_compared_documents_took_two_hops():
+    from distca.parity.suite import LENGTHS
+
+    links = Links(2)
+    plan = plan_step(LENGTHS, PlanOptions(4, area_cost(4, 2, 8), nano_batches=2, links=links))
+    assert any(route(each, 0, links).relay is not None for phase in plan.forward for each in phase.plans)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_compared_documents_changed_micro_batches(ranks):
+    """The gradients above are those of documents dealt anew, the reference's of documents where they were given."""
+    from distca.parity.suite import LENGTHS
+
+    room = ranks * max(map(sum, LENGTHS))
+    plan = plan_step(LENGTHS, PlanOptions(ranks, area_cost(4, 2, 8), nano_batches=2), room=[room] * len(LENGTHS))
+    assert any((origin[:, 0] != number).any() for number, origin in enumerate(plan.drawn))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_edge_cases_in_float32(tp):
+    _check(run_ranks(4, _float32, tp, "edge_cases")[0])
+
+
+@pytest.mark.parametrize("ranks,tp", [(2, 1), (4, 2)])
+def test_block_in_float64(ranks, tp):
+    _check(run_ranks(ranks, _float64, tp, False)[0])
+
+
+@pytest.mark.parametrize("ranks,tp", [(2, 1), (2, 2)])
+def test_models_that_are_no_llama(ranks, tp):
+    _check(run_ranks(ranks, _float64, tp, True)[0])
+    _check(run_ranks(ranks, _float32, tp, "model_cases")[0])
+
+
+def test_attention_does_not_leak_across_documents():
+    """Changing one document's tokens leaves every other document's loss unchanged, bit for bit."""
+    changed = [(0, 0), (0, 3), (1, 0)]
+    before, *losses = run_ranks(4, _document_losses, changed)[0]
+    for where, after in zip(changed, losses, strict=True):
+        for number, (old, new) in enumerate(zip(before, after, strict=True)):
+            for document in range(len(old)):
+                assert (old[document] != new[document]) == ((number, document) == where)

@@ -1,0 +1,78 @@
+"""Models that differ outside core attention, against unmodified megatron-core, and against a plain decoder where that
+lacks something."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distca.testing.ranks import run_ranks
+from tests.parity.test_parity import _check, _suite
+
+CPU = torch.device("cpu")
+
+
+def _blocks(tp):
+    """Of disaggregated blocks, and of blocks whose core attention is at home, in float64."""
+    _suite()
+    from distca.parity import block, variants
+
+    cases = [*variants.megatron_variants(tp), *variants.option_variants(tp)]
+    cases = [case for case in cases if not variants.by_length(case)]
+    weights = [block.rounded_weights(case, torch.float32) for case in cases]
+    references = [
+        block.block_unmodified(case, torch.float64, CPU, full) for case, full in zip(cases, weights, strict=True)
+    ]
+    results = []
+    for run in (block.block_disaggregated, block.block_packed):
+        for case, full, reference in zip(cases, weights, references, strict=True):
+            results.append((case, run(case, torch.float64, CPU, "reference", full).error(reference), 1e-12))
+    return results
+
+
+def _models(tp, pp):
+    suite = _suite()
+    from distca.parity import variants
+
+    cases = [*variants.megatron_variants(tp, pp), *variants.option_variants(tp, pp)]
+    differences = suite.float32_differences(cases, CPU)
+    return [(case, found, suite.FLOAT32_TOLERANCE) for case, found in zip(cases, differences, strict=True)]
+
+
+@pytest.mark.slow
+def test_blocks_in_float64():
+    _check(run_ranks(4, _blocks, 2)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks,tp,pp", [(2, 1, 1), (4, 2, 2)])
+def test_loss_and_every_gradient(ranks, tp, pp):
+    _check(run_ranks(ranks, _models, tp, pp)[0])
+
+
+def _resharded(path):
+    """The largest difference of weights that were saved by two tensor-parallel ranks and loaded by one."""
+    _suite()
+    from megatron.core import dist_checkpointing
+
+    from distca.parity import disaggregated, unmodified, variants
+    from megatron_patches.checkpoint.whole_weights import save_weights
+
+    differences = []
+    for number, case in enumerate(variants.option_variants(2)):
+        folder = path / str(number)
+        folder.mkdir(exist_ok=True)
+        weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
+        _, saved = disaggregated.attached(case, torch.float32, CPU, "reference", weights)
+        save_weights(saved, folder)
+        zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        _, loaded = disaggregated.attached(replace(case, tp=1), torch.float32, CPU, "reference", zeros)
+        loaded.load_state_dict(dist_checkpointing.load({"model": loaded.sharded_state_dict()}, str(folder))["model"])
+        found = dict(loaded.named_parameters())
+        differences += [(found[name] - weight).abs().max().item() for name, weight in weights.items()]
+    return differences
+
+
+@pytest.mark.slow
+def test_checkpoints_of_all_variants_load_on_other_ranks(tmp_path):
+    assert set(run_ranks(2, _resharded, tmp_path)[0]) == {0.0}
