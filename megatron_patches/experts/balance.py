@@ -154,17 +154,18 @@ class ExpertLoad:
     """How a stage's rows were spread over experts in the micro-batches of a step."""
 
     def __init__(self) -> None:
-        self._reports: list[torch.Tensor] = []
+        self._total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
         """Finish a micro-batch's counts; every rank of the stage calls it at the end of its forward pass."""
         balance.finish()
-        self._reports.append(balance.report())
+        report = balance.report()
+        self._total = report if self._total is None else self._total + report
 
     def take(self) -> torch.Tensor | None:
         """[layers, experts + 1] float32, the reports of all micro-batches since the last call; None without any."""
-        reports, self._reports = self._reports, []
-        return torch.stack(reports).sum(0) if reports else None
+        total, self._total = self._total, None
+        return total
 
 
 def balanced(probs: torch.Tensor, scores_NE: torch.Tensor, half: Half, layer: int) -> torch.Tensor:
