@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.models.experts import Experts
+from distca.models.mlp import Mlp
 from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
 from distca.plan.cost.linear import layer_weights
@@ -17,21 +19,6 @@ from distca.plan.cost.model import AttentionShape
 from distca.plan.kinds import AttentionKind, usual_scale, windows_of
 
 LayerType = Literal["full", "window"]
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """A dense MLP with a gate.
-
-    Attributes:
-        ffn: width inside it, of each of its gate and up projections.
-    """
-
-    ffn: int
-
-    def weights(self, hidden: int) -> int:
-        """Weights of gate, up and down, which every token is multiplied by."""
-        return 3 * hidden * self.ffn
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,7 @@ class ModelShape:
     Attributes:
         layers: number of transformer layers.
         hidden: width of the residual stream.
-        ffn: width inside the SwiGLU MLP (of each of its gate and up projections).
+        ffn: width inside the SwiGLU MLP (of each of its gate and up projections), in layers without experts.
         heads: query heads.
         kv_heads: key and value heads; must divide heads.
         head_dim: width of one head; 0 means hidden / heads.
@@ -71,6 +58,7 @@ class ModelShape:
         tie_embeddings: use the embedding's weights as the output layer's.
         rope_scaling: how rotary positions are stretched.
         variant: what its layers do differently from LLaMA's.
+        experts: that layers have in place of the MLP.
     """
 
     layers: int
@@ -90,12 +78,22 @@ class ModelShape:
     tie_embeddings: bool = False
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     variant: Variant = field(default_factory=Variant)
+    experts: Experts = field(default_factory=Experts)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What each layer is."""
-        scale, softcap, mlp = self.softmax_scale, self.variant.score_softcap, Mlp(self.ffn)
-        return tuple(LayerKind(AttentionKind(scale, window, softcap, self.sinks), mlp) for window in self.windows)
+        scale, softcap = self.softmax_scale, self.variant.score_softcap
+        return tuple(
+            LayerKind(AttentionKind(scale, window, softcap, self.sinks), mlp)
+            for window, mlp in zip(self.windows, self._mlps, strict=True)
+        )
+
+    @property
+    def _mlps(self) -> list[Mlp]:
+        """By layer."""
+        dense = min(self.experts.dense_layers, self.layers) if self.experts.count else self.layers
+        return [Mlp(self.ffn)] * dense + [Mlp(self.experts.shared_ffn, self.experts)] * (self.layers - dense)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -131,9 +129,15 @@ class ModelShape:
 
     @property
     def matmul_weights(self) -> int:
-        """Weights of all layers that a token is multiplied by; no embedding and no output layer."""
+        """Weights of all layers that a token is multiplied by, of experts only its own; no embedding and no output
+        layer."""
         mlps = sum(kind.mlp.weights(self.hidden) for kind in self.layer_kinds)
         return self.layers * sum(self.attention_weights) + mlps
+
+    @property
+    def held_weights(self) -> int:
+        """Weights of all layers, of all experts; no embedding and no output layer."""
+        return self.layers * sum(self.attention_weights) + sum(kind.mlp.held(self.hidden) for kind in self.layer_kinds)
 
     @property
     def mlp_weights(self) -> int:

@@ -98,7 +98,7 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     parallel, moments = config.parallel, getattr(torch, config.train.moments)
     check_moments(moments, world.device)
     config = _fitting(config, world, vocabulary)
-    initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
+    initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed, parallel.ep)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     cad, model = _model(config, world, vocabulary, dtype)
     steps, warmup, decay = config.train.steps, config.resolved_warmup_steps, config.resolved_decay_steps

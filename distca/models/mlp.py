@@ -1,0 +1,44 @@
+"""What a layer computes behind attention, and how many weights that has; needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from distca.models.experts import Experts
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A dense MLP with a gate, and experts.
+
+    Attributes:
+        ffn: width inside it, of each of its gate and up projections; beside experts that of the shared one.
+        experts: the experts; in most layers none.
+    """
+
+    ffn: int
+    experts: Experts = field(default_factory=Experts)
+
+    def weights(self, hidden: int) -> int:
+        """Weights that every token is multiplied by, of experts only its own."""
+        return self.dense(hidden) + self.router(hidden) + self.experts.topk * _gated(hidden, self.experts.ffn)
+
+    def held(self, hidden: int) -> int:
+        """Weights of all experts and of all that is beside them."""
+        return self.dense(hidden) + self.router(hidden) + self.all_experts(hidden)
+
+    def dense(self, hidden: int) -> int:
+        """Weights of gate, up and down, of which each tensor-parallel rank has a share."""
+        return _gated(hidden, self.ffn)
+
+    def router(self, hidden: int) -> int:
+        """Weights of the router and of the shared expert's gate, which every rank has all of."""
+        return hidden * (self.experts.count + self.experts.shared_gate)
+
+    def all_experts(self, hidden: int) -> int:
+        """Weights of all experts but the shared one, of which each expert-parallel rank has a share."""
+        return self.experts.count * _gated(hidden, self.experts.ffn)
+
+
+def _gated(hidden: int, ffn: int) -> int:
+    return 3 * hidden * ffn
