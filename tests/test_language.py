@@ -15,9 +15,9 @@ def notes(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                if isinstance(statement.value.value, str):
-                    yield statement.lineno, statement.value.value
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text
 
 
 def without_subject(source: str) -> list[int]:
