@@ -1,4 +1,4 @@
-"""What each field of a tokenizer_config.json does here; what would change ids and is not done is refused.
+"""The fields of a tokenizer_config.json and what each does here; what would change ids and is not done is refused.
 
 Ids are those of tokenizer.json. Fields beside it that ask transformers for other ids have to agree with it.
 generation_config.json has no field that changes what is trained: it says how text is generated.

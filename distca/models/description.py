@@ -30,7 +30,7 @@ _OUTPUT = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription(ModelShape):
-    """What a folder's model is: its shape, with the head's width and the vocabulary given, and what is beside it.
+    """The model of a folder: its shape, with the head's width and the vocabulary given, and what is beside it.
 
     Attributes:
         family: its model_type, such as llama.
@@ -51,7 +51,7 @@ class ModelDescription(ModelShape):
 
     @property
     def other_parts(self) -> tuple[str, ...]:
-        """What the names of tensors begin with that belong to other parts of the model, such as one for images."""
+        """The first words of the names of tensors that belong to other parts of the model, such as one for images."""
         return COMPOSITES[self.family].others if self.family in COMPOSITES else ()
 
 
@@ -213,7 +213,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
 def _variant(
     family: Family, said: Mapping[str, Any], rope: Rope, layer_types: list[LayerType], window_base: float
 ) -> Variant:
-    """What layers do differently from LLaMA's, by what was read of them."""
+    """The differences of layers from LLaMA's, by what was read of them."""
     variant = family.variant(said)
     unrotated = variant.unrotated_layers
     if family.turns_windows_only and said["sliding_window"] is not None:

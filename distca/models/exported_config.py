@@ -53,7 +53,7 @@ def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any])
 
 
 def _new(model: ModelDescription, dtype: str) -> dict[str, Any]:
-    """Of a model that began with no folder."""
+    """The config.json of a model that began with no folder."""
     return {
         "architectures": [architecture(model.family)],
         "model_type": model.family,

@@ -14,18 +14,31 @@ from distca.testing.nodes import Nodes, why_not
 from tests.train.small_runs import ROOT, arguments, steps_of, write_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=f"no nodes: {why_not()}")]
+# Ranks wait this long for signs of life once the link is cut; until then as long as users' ranks do, since a rank that
+# shares two cores with other tests may be silent for seconds.
 _LOST_S = 6.0
+_IMPATIENT = f"""
+import pathlib, sys, threading, time
+from distca.cluster import health
+from distca.train.run.main import main
+
+def become_impatient(cut=pathlib.Path(sys.argv.pop(1))):
+    while not cut.exists():
+        time.sleep(0.1)
+    health._LOST_S = {_LOST_S}
+
+threading.Thread(target=become_impatient, daemon=True).start()
+main()
+"""
 
 
 def _train(nodes: Nodes, folder: Path, node: int, **settings: Any) -> subprocess.Popen[Any]:
-    """One rank on a node, which counts others as lost after a few seconds."""
+    """One rank on a node, which counts others as lost after a few seconds once the file `cut` is there."""
     rank = {"RANK": str(node), "WORLD_SIZE": str(len(nodes.names)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     rank |= {"MASTER_ADDR": nodes.address(0), "MASTER_PORT": "29511", "CUDA_VISIBLE_DEVICES": ""}
     rank |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     chosen = {"output": folder, "name": "run", "data__path": folder / "texts", "train__steps": 10_000} | settings
-    impatient = f"from distca.cluster import health; health._LOST_S = {_LOST_S}; "
-    start = f"{impatient}from distca.train.run.main import main; main()"
-    command = [sys.executable, "-c", start, *arguments(**chosen)]
+    command = [sys.executable, "-c", _IMPATIENT, str(folder / "cut"), *arguments(**chosen)]
     return nodes.start(node, command, rank, cwd=ROOT, stderr=(folder / f"log{node}").open("w"))
 
 
@@ -39,6 +52,7 @@ def test_a_link_that_is_cut_in_a_step_ends_both_sides_with_a_sentence(tmp_path: 
             assert time.monotonic() < end and all(rank.poll() is None for rank in ranks), _logs(tmp_path)
             time.sleep(0.2)
         nodes.cut(1)
+        (tmp_path / "cut").touch()
         cut = time.monotonic()
         codes = [rank.wait(120) for rank in ranks]
         seconds = time.monotonic() - cut

@@ -117,7 +117,7 @@ COMMON: Final[dict[str, Field]] = {
     "decoder_start_token_id": _IDS,
     **dict.fromkeys(_GENERATED, _GENERATION),
 }
-"""What every configuration class of transformers has, of any version; a family's own table goes before."""
+"""The fields that every configuration class of transformers has, of any version; a family's own table goes before."""
 
 _BIASES = Only(OFF, "of all biases only those of q, k and v are served, of Qwen2 and Seed-OSS")
 _EXPERTS = Only(OFF, "mixtures of experts are not served")

@@ -55,6 +55,12 @@ def test_windows_come_along_with_a_folder(tmp_path: Path, model_type: str, field
         validate(parse_run_config(_line(folder, "--model.window", "7")), 4)
 
 
+def test_sinks_are_refused_for_a_folder_without_them(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.sinks is True, but the model in checkpoint\.init_from .* has False"):
+        parse_run_config(_line(folder, *_context(1500), "--model.sinks", "true"))
+
+
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 
 
