@@ -15,8 +15,7 @@ from distca.parity.disaggregated import attached, whole_weights
 from distca.parity.experts import Numbers, biases_of, move_biases, set_biases, worst
 from distca.parity.unmodified import computed_once, unmodified_model, unmodified_outcome
 from distca.testing.reference_attention import relative_error
-from megatron_patches.ranks.groups import initialize_model_parallel
-from megatron_patches.training.optimizer import build_optimizer
+from megatron_patches.training.optimizer import OptimizerAndSchedule, build_optimizer
 from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
 STEPS = 5
@@ -56,8 +55,8 @@ def step_differences(
         whole = unmodified_model(case, torch.float32)
         weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
         found, dealt = _trained(case, device, weights, _Adam(distributed), steps)
-        initialize_model_parallel(1, 1, case.seed)
-        expected = computed_once(partial(_trained_unmodified, case, device, dealt))
+        model, optimizer = _unmodified(case, device, steps)  # which gathers what parameters all ranks have
+        expected = computed_once(partial(_trained_unmodified, case, model, optimizer, device, dealt))
         results.append(_compared(found, expected))
     return results
 
@@ -96,19 +95,30 @@ def _trained(
     return (losses, norms, whole_weights(case, cad, model, weights), biases_of(model)), dealt
 
 
-def _trained_unmodified(case: ParityCase, device: torch.device, dealt: Sequence[Any]) -> Trained:
+def _unmodified(
+    case: ParityCase, device: torch.device, steps: int
+) -> tuple[DistributedDataParallel, OptimizerAndSchedule]:
     model = unmodified_model(case, torch.float32).to(device)
     set_biases(model)
     held = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     ddp = DistributedDataParallel(config=model.config, ddp_config=held, module=model)
-    optimizer = build_optimizer(ddp, _Adam(distributed=False), len(dealt), 1, torch.float32)
-    losses, norms = [], []
+    return ddp, build_optimizer(ddp, _Adam(distributed=False), steps, 1, torch.float32)
+
+
+def _trained_unmodified(
+    case: ParityCase,
+    ddp: DistributedDataParallel,
+    optimizer: OptimizerAndSchedule,
+    device: torch.device,
+    dealt: Sequence[Any],
+) -> Trained:
+    model, losses, norms = ddp.module, [], []
     for micro_batches in dealt:
         ddp.zero_grad_buffer()
         outcome = unmodified_outcome(case, model, device, micro_batches)
         for name, weight in model.named_parameters():
             weight.main_grad.copy_(outcome.gradients[name])
-        move_biases(model, case.config.get("moe_router_bias_update_rate"))
+        move_biases(model, case.config.get("moe_router_bias_update_rate", 0.0))
         norm, _ = optimizer.step()
         losses.append(outcome.loss)
         norms.append(norm)

@@ -123,7 +123,7 @@ def _unmodified(
     for number, router in _routers(model).items():
         router.register_forward_hook(partial(counting, number))
     outcome = unmodified_outcome(case, model, device, micro_batches)
-    move_biases(model, case.config.get("moe_router_bias_update_rate"))
+    move_biases(model, case.config.get("moe_router_bias_update_rate", 0.0))
     return replace(outcome, document_losses=[]), biases_of(model), {n: load.cpu() for n, load in loads.items()}
 
 
@@ -150,7 +150,7 @@ def biases_of(model: GPTModel) -> Numbers:
     return {number: router.expert_bias.cpu().clone() for number, router in _biased(model).items()}
 
 
-def move_biases(model: GPTModel, rate: float | None) -> None:
+def move_biases(model: GPTModel, rate: float) -> None:
     """Change biases after a step as Megatron's finalize_model_grads does."""
     for router in _biased(model).values():
         counts = router.local_tokens_per_expert
