@@ -24,7 +24,7 @@ Trained = tuple[list[float], list[float], dict[str, torch.Tensor], Numbers]
 
 
 @dataclass(frozen=True)
-class _Adam:
+class Adam:
     """Rates at which a few steps change weights by some percent; gradients are clipped in every step."""
 
     distributed: bool
@@ -54,7 +54,7 @@ def step_differences(
     for case in cases:
         whole = unmodified_model(case, torch.float32)
         weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
-        found, dealt = _trained(case, device, weights, _Adam(distributed), steps)
+        found, dealt = _trained(case, device, weights, Adam(distributed), steps)
         model, optimizer = _unmodified(case, device, steps)  # which gathers what parameters all ranks have
         expected = computed_once(partial(_trained_unmodified, case, model, optimizer, device, dealt))
         results.append(_compared(found, expected))
@@ -77,9 +77,9 @@ def _most(found: list[float], expected: list[float]) -> float:
 
 
 def _trained(
-    case: ParityCase, device: torch.device, weights: dict[str, torch.Tensor], adam: _Adam, steps: int
+    case: ParityCase, device: torch.device, weights: dict[str, torch.Tensor], adam: Adam, steps: int
 ) -> tuple[Trained, list[Any]]:
-    """What training gave, and each step's micro-batches."""
+    """Returns the outcome of training, and each step's micro-batches."""
     cad, model = attached(case, torch.float32, device, "reference", weights)
     set_biases(model)
     ddp = cad.data_parallel(model, distributed_optimizer=adam.distributed)
@@ -102,7 +102,7 @@ def _unmodified(
     set_biases(model)
     held = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     ddp = DistributedDataParallel(config=model.config, ddp_config=held, module=model)
-    return ddp, build_optimizer(ddp, _Adam(distributed=False), steps, 1, torch.float32)
+    return ddp, build_optimizer(ddp, Adam(distributed=False), steps, 1, torch.float32)
 
 
 def _trained_unmodified(

@@ -18,6 +18,8 @@ from megatron_patches.ranks.groups import initialize_model_parallel
 from megatron_patches.training.training_step import summed_loss_step
 
 LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
+LAYERS = 2
+"""Layers of a case; of two stages each has one, and the first one's may be dense."""
 Numbers = dict[int, torch.Tensor]
 """[experts] of layers, by number of the layer, from 1."""
 _EXPERTS = {
@@ -41,7 +43,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "moe_router_group_topk": 2,
         "moe_router_topk_scaling_factor": 2.5,
     },
-    "sigmoid, auxiliary loss, dense first layer": {**_SIGMOID, **AUXILIARY, "moe_layer_freq": [0, 1, 1, 1]},
+    "sigmoid, auxiliary loss, dense first layer": {**_SIGMOID, **AUXILIARY, "moe_layer_freq": [0, *[1] * (LAYERS - 1)]},
     "one expert a row, shared expert with gate, float64": {
         "moe_router_topk": 1,
         "moe_router_pre_softmax": True,
@@ -57,8 +59,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 def expert_case(router: str, **how: Any) -> ParityCase:
     """A case of one of ROUTERS."""
-    shape = ParityShape(layers=4)
-    return ParityCase(**{"micro_batches": LENGTHS, "shape": shape, **how, "config": _EXPERTS | ROUTERS[router]})
+    how = {"micro_batches": LENGTHS, "shape": ParityShape(layers=LAYERS), **how}
+    return ParityCase(**how, config=_EXPERTS | ROUTERS[router])
 
 
 def expert_cases(tp: int = 1, pp: int = 1, ep: int = 1, *, deal: bool = True) -> list[ParityCase]:
@@ -128,13 +130,13 @@ def _unmodified(
 
 
 def _routers(model: GPTModel) -> dict[int, Any]:
-    """By number of the layer."""
+    """The routers by number of their layer."""
     layers = {layer.layer_number: getattr(layer.mlp, "router", None) for layer in model.decoder.layers}
     return {number: router for number, router in layers.items() if router is not None}
 
 
 def _biased(model: GPTModel) -> dict[int, Any]:
-    """By number of the layer, those with biases."""
+    """The routers with biases of experts, by number of their layer."""
     return {number: router for number, router in _routers(model).items() if router.expert_bias is not None}
 
 

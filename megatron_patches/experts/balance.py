@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
-    """Of one kind of Megatron's balancing losses, "aux_loss" or "seq_aux_loss"."""
+    """The coefficient of one kind of Megatron's balancing losses, "aux_loss" or "seq_aux_loss"."""
     kinds, values = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, values = [kinds], [values]  # type: ignore[list-item]
@@ -30,7 +30,7 @@ def coefficient(config: TransformerConfig, kind: str) -> float:
 
 
 class MicroBatchBalance:
-    """What the routers of a stage count while a micro-batch goes forward, and what backward reads of it.
+    """The counts of a stage's routers, made while a micro-batch goes forward and read by its backward pass.
 
     Args:
         config: the model's.
@@ -72,8 +72,8 @@ class MicroBatchBalance:
         nano_rows: Sequence[int],
         documents: int,
     ) -> MicroBatchBalance:
-        """Of a micro-batch that goes forward now, with backward where gradients are enabled; its rows are those that
-        tensor-parallel ranks share."""
+        """Returns the counts of a micro-batch that goes forward now, with backward where gradients are enabled. Its
+        rows are those that tensor-parallel ranks share."""
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
         return cls(config, layers, mine, [each // chunks for each in nano_rows], documents, torch.is_grad_enabled())

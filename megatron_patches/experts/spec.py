@@ -20,7 +20,7 @@ class DrawnExperts(SequentialMLP):
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, **options: Any) -> None:
         mine, ranks = 0, 1
-        if config.use_cpu_initialization:
+        if config.use_cpu_initialization and config.perform_initialization:
             mine, ranks = options["pg_collection"].ep.rank(), options["pg_collection"].ep.size()
         for rank in range(ranks):
             build = super().__init__ if rank == mine else SequentialMLP
@@ -28,7 +28,7 @@ class DrawnExperts(SequentialMLP):
 
 
 def has_experts(config: TransformerConfig) -> list[bool]:
-    """Of every layer of the whole model, whether it has experts: Megatron's ``moe_layer_freq``."""
+    """Whether each layer of the whole model has experts: Megatron's ``moe_layer_freq``."""
     if not config.num_moe_experts:
         return [False] * config.num_layers
     pattern = config.moe_layer_freq

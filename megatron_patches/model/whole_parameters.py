@@ -81,7 +81,7 @@ def gather_gradients(
 def gather_whole(
     parts: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], gated: bool
 ) -> dict[str, torch.Tensor]:
-    """What ranks hold of every parameter, as :func:`gather_gradients`; ``parts``: by name in the whole model."""
+    """Every parameter as :func:`gather_gradients` gives its gradient; ``parts``: this rank's, by names in the whole."""
     own = {name: gather_shares(name, part.detach(), weights[name].shape, gated) for name, part in parts.items()}
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:
