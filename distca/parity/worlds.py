@@ -44,17 +44,15 @@ OF_KINDS = (
     World(8, tp=2, pp=2),
     World(8, pp=2, ranks_per_node=4),
 )
-"""Those of the matrix of kinds of layers."""
+"""The worlds of the matrix of kinds of layers."""
 OF_EXPERTS = (
     World(1),
     World(2, ep=2),
     World(2, tp=2),
-    World(3),
     World(4, ep=2),
     World(4, ep=4),
     World(4, tp=2, ep=2),
-    World(4, tp=2, ep=4),
     World(4, pp=2, ep=2),
     World(8, tp=2, pp=2, ep=2),
 )
-"""Those of models with experts."""
+"""The worlds of models with experts."""
