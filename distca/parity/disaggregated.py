@@ -21,7 +21,7 @@ from distca.plan import Direction, Layout, Plan
 from distca.testing.plans import random_plan
 from megatron_patches.api import CAD
 from megatron_patches.model.gpt import build_gpt
-from megatron_patches.model.whole_parameters import gather_gradients, load_full_weights, names_in_whole
+from megatron_patches.model.whole_parameters import gather_gradients, gather_whole, load_full_weights, names_in_whole
 from megatron_patches.ranks.groups import initialize_model_parallel, server_pool_group
 from megatron_patches.steps.step import Batch
 from megatron_patches.te.choice import Linears
@@ -79,6 +79,15 @@ def load_weights(case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str,
     """Copy this rank's shares of the whole model's ``weights`` into its part of it."""
     own = {name: weights[whole] for name, whole in _names(case, cad, model).items()}
     load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank(), case.gated)
+
+
+def whole_weights(
+    case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The whole model's weights, float64 on the CPU, from this rank's part and those of others; every rank calls it.
+    ``weights``: others of the whole model, for their shapes."""
+    names = _names(case, cad, model)
+    return gather_whole({names[name]: weight for name, weight in model.named_parameters()}, weights, case.gated)
 
 
 def document_losses(

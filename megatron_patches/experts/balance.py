@@ -19,11 +19,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 
-from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
-
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
-    """Of one kind of Megatron's balancing losses, "aux_loss" or "seq_aux_loss"."""
+    """The coefficient of one kind of Megatron's balancing losses, "aux_loss" or "seq_aux_loss"."""
     kinds, values = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, values = [kinds], [values]  # type: ignore[list-item]
@@ -32,7 +30,7 @@ def coefficient(config: TransformerConfig, kind: str) -> float:
 
 
 class MicroBatchBalance:
-    """What the routers of a stage count while a micro-batch goes forward, and what backward reads of it.
+    """The counts of a stage's routers, made while a micro-batch goes forward and read by its backward pass.
 
     Args:
         config: the model's.
@@ -70,23 +68,22 @@ class MicroBatchBalance:
         cls,
         config: TransformerConfig,
         layers: Sequence[int],
-        micro_batch: DisaggregatedMicroBatch | PackedMicroBatch,
+        documents_N: torch.Tensor,
+        nano_rows: Sequence[int],
+        documents: int,
     ) -> MicroBatchBalance:
-        """Of a micro-batch that goes forward now, with backward where gradients are enabled."""
-        documents = micro_batch.documents
-        assert documents is not None
+        """Returns the counts of a micro-batch that goes forward now, with backward where gradients are enabled. Its
+        rows are those that tensor-parallel ranks share."""
         chunks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        mine = documents.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
-        rows = micro_batch.nano_rows if isinstance(micro_batch, DisaggregatedMicroBatch) else [len(documents)]
-        nano_rows = [each // chunks for each in rows]
-        return cls(config, layers, mine, nano_rows, micro_batch.document_count, torch.is_grad_enabled())
+        mine = documents_N.chunk(chunks)[parallel_state.get_tensor_model_parallel_rank() if chunks > 1 else 0]
+        return cls(config, layers, mine, [each // chunks for each in nano_rows], documents, torch.is_grad_enabled())
 
     def half(self, number: int) -> Half:
         """The rows of half ``number``."""
         return Half(self, self.document_of[number])
 
     def count(self, layer: int, half: Half, best_NE: torch.Tensor, chosen_NE: torch.Tensor, entropy_N: Any) -> None:
-        """Count a half's rows; nothing while it is recomputed.
+        """Count a half's rows; nothing while it is recomputed, or without backward.
 
         Args:
             layer: its number.
@@ -95,7 +92,7 @@ class MicroBatchBalance:
             chosen_NE: [rows, experts] bool, those that rows go to.
             entropy_N: [rows] of the scores.
         """
-        if not self._counting:
+        if not (self._counting and self.training):
             return
         index, real = self._index[layer], half.real_N[:, None]
         best = (best_NE & real).float()
@@ -150,10 +147,29 @@ class Half:
         return self.document_N >= 0
 
 
-class ExpertLoad:
-    """How a stage's rows were spread over experts in the micro-batches of a step."""
+@dataclass(frozen=True)
+class LayerLoad:
+    """How a layer's rows were spread over its experts.
 
-    def __init__(self) -> None:
+    Attributes:
+        rows_E: [experts] float32 rows that each expert got, on all ranks of the stage.
+        entropy: float32 scalar, the mean over rows of the entropy of the router's scores, in nats.
+    """
+
+    rows_E: torch.Tensor
+    entropy: torch.Tensor
+
+
+class ExpertLoad:
+    """How a stage's rows were spread over experts in micro-batches that were trained on.
+
+    Args:
+        layers: numbers of the stage's layers with experts, from 1.
+        topk: experts of a row.
+    """
+
+    def __init__(self, layers: Sequence[int], topk: int) -> None:
+        self.layers, self._topk = layers, topk
         self._total: torch.Tensor | None = None
 
     def add(self, balance: MicroBatchBalance) -> None:
@@ -162,10 +178,14 @@ class ExpertLoad:
         report = balance.report()
         self._total = report if self._total is None else self._total + report
 
-    def take(self) -> torch.Tensor | None:
-        """[layers, experts + 1] float32, the reports of all micro-batches since the last call; None without any."""
+    def take(self) -> dict[int, LayerLoad]:
+        """By number of the layer, the loads of all micro-batches since the last call; empty without any."""
         total, self._total = self._total, None
-        return total
+        if total is None:
+            return {}
+        rows = total[:, :-1].sum(1).clamp(min=1) / self._topk
+        loads = zip(self.layers, total[:, :-1], total[:, -1] / rows, strict=True)
+        return {number: LayerLoad(rows_E, entropy) for number, rows_E, entropy in loads}
 
 
 def balanced(probs: torch.Tensor, scores_NE: torch.Tensor, half: Half, layer: int) -> torch.Tensor:

@@ -75,10 +75,14 @@ def gather_gradients(
         weights: of the whole model, for their shapes.
         gated: the MLPs have a gate.
     """
-    own = {
-        names[name]: gather_shares(names[name], p.main_grad, weights[names[name]].shape, gated)
-        for name, p in model.named_parameters()
-    }
+    return gather_whole({names[name]: p.main_grad for name, p in model.named_parameters()}, weights, gated)
+
+
+def gather_whole(
+    parts: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], gated: bool
+) -> dict[str, torch.Tensor]:
+    """Every parameter as :func:`gather_gradients` gives its gradient; ``parts``: this rank's, by names in the whole."""
+    own = {name: gather_shares(name, part.detach(), weights[name].shape, gated) for name, part in parts.items()}
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:
         everyone: list[Any] = [None] * group.size()

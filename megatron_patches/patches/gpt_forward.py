@@ -3,7 +3,6 @@ probabilities of the labels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -32,8 +31,7 @@ class PatchedForward(GPTModel):
     vocabulary: int | None = None
     logit_transform = AS_THEY_ARE
     takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]
-    expert_layers: Sequence[int] = ()
-    expert_load: ExpertLoad
+    expert_load = ExpertLoad((), 1)
 
     def forward(  # type: ignore[override]
         self,
@@ -75,15 +73,17 @@ class PatchedForward(GPTModel):
             output: torch.Tensor = super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
         finally:
             self._returns = ""
-        if attention_mask.balance is not None:
+        if attention_mask.balance is not None and attention_mask.balance.training:
             self.expert_load.add(attention_mask.balance)
         return output
 
     def _with_balance(self, micro_batch: Any) -> Any:
         """The micro-batch with what the routers of this stage's layers with experts count."""
-        if not self.expert_layers:
+        layers = self.expert_load.layers
+        if not layers:
             return micro_batch
-        return replace(micro_batch, balance=MicroBatchBalance.of(self.config, self.expert_layers, micro_batch))
+        rows = micro_batch.documents, micro_batch.nano_rows, micro_batch.document_count
+        return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._returns or not self.post_process:

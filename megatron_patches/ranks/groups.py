@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from distca.cluster.health import TIMEOUT
+from megatron_patches.support.experts import check_expert_groups
 from megatron_patches.te import quantization
 
 
@@ -28,6 +29,7 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
             model_parallel_cuda_manual_seed(seed + pipeline_seed(), force_reset_rng=True)
             return
         destroy_model_parallel()
+    check_expert_groups(dist.get_world_size() // pp, ep)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,

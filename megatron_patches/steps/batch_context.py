@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +15,7 @@ from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer, core_attention
 from distca.plan import AttentionKind
 from distca.runtime import LayerRoutes
-
-if TYPE_CHECKING:
-    from megatron_patches.experts.balance import MicroBatchBalance
+from megatron_patches.experts.balance import MicroBatchBalance
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,11 @@ class PackedMicroBatch:
     documents: torch.Tensor | None = field(default=None, kw_only=True)
     document_count: int = field(default=0, kw_only=True)
     balance: MicroBatchBalance | None = field(default=None, kw_only=True)
+
+    @property
+    def nano_rows(self) -> Sequence[int]:
+        """All rows, which are computed together."""
+        return [] if self.documents is None else [len(self.documents)]
 
     def attend(
         self,

@@ -14,7 +14,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -22,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
-from megatron_patches.experts.spec import has_experts
+from megatron_patches.experts.spec import DrawnExperts, has_experts
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
@@ -138,7 +137,7 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
     projection = with_bias(row) if options.attention_output_bias else row
     expected |= {"self_attention.linear_qkv": column, "self_attention.linear_proj": projection}
     if has_experts(config)[layer.layer_number - 1]:
-        expected |= {"mlp": MoELayer, "mlp.router": TopKRouter, "mlp.experts": SequentialMLP}
+        expected |= {"mlp": MoELayer, "mlp.router": TopKRouter, "mlp.experts": DrawnExperts}
         if config.moe_shared_expert_intermediate_size is not None:
             expected["mlp.shared_experts"] = SharedExpertMLP
     else:

@@ -64,6 +64,40 @@ EXPERT_FIELDS = {
 _LOSSES = ("none", "aux_loss", "seq_aux_loss")
 
 
+def refuse_experts(config: TransformerConfig, what: str) -> None:
+    """Refuse what is not known to be right with experts yet.
+
+    Args:
+        config: the model's.
+        what: is refused; goes on after "but".
+
+    Raises:
+        SupportError: the model has experts.
+    """
+    if config.num_moe_experts:
+        raise SupportError(
+            f"num_moe_experts is {config.num_moe_experts}, but {what} with experts is not served yet: leave it out, or "
+            "set num_moe_experts to None."
+        )
+
+
+def check_expert_groups(stage_ranks: int, ep: int) -> None:
+    """Refuse expert-parallel ranks that would not lie within a stage.
+
+    Args:
+        stage_ranks: tensor-parallel ranks times data-parallel ones.
+        ep: ranks that share a layer's experts.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if stage_ranks % ep:
+        raise SupportError(
+            f"expert_model_parallel_size is {ep}, which does not divide the {stage_ranks} ranks of a pipeline stage, "
+            "who share its experts: set it to a divisor."
+        )
+
+
 def check_experts(config: TransformerConfig) -> None:
     """Refuse what a configuration asks of experts and would not get.
 

@@ -81,9 +81,8 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
         return noted
 
     wrapped.weights_gathered = not wrapped.ddp_config.use_distributed_optimizer
-    for group in (
-        wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups
-    ):  # newer Megatron-Core goes by these alone
+    # Newer Megatron-Core goes by these alone.
+    for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         group.start_param_sync = noting(group.start_param_sync)
 
 
