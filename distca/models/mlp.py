@@ -21,7 +21,7 @@ class Mlp:
 
     def weights(self, hidden: int) -> int:
         """Weights that every token is multiplied by, of experts only its own."""
-        return self.dense(hidden) + self.router(hidden) + self.experts.topk * _gated(hidden, self.experts.ffn)
+        return self.dense(hidden) + self.router(hidden) + self.routed(hidden)
 
     def held(self, hidden: int) -> int:
         """Weights of all experts and of all that is beside them."""
@@ -34,6 +34,10 @@ class Mlp:
     def router(self, hidden: int) -> int:
         """Weights of the router and of the shared expert's gate, which every rank has all of."""
         return hidden * (self.experts.count + self.experts.shared_gate)
+
+    def routed(self, hidden: int) -> int:
+        """Weights of the experts that a token goes to."""
+        return self.experts.topk * _gated(hidden, self.experts.ffn)
 
     def all_experts(self, hidden: int) -> int:
         """Weights of all experts but the shared one, of which each expert-parallel rank has a share."""

@@ -148,3 +148,8 @@ class ModelShape:
     def layer_weights(self) -> int:
         """Weights of a layer that a token is multiplied by, in the mean over layers."""
         return self.matmul_weights // self.layers
+
+    @property
+    def routed_weights(self) -> int:
+        """Weights of a layer's experts that a token goes to, in the mean over layers; part of ``mlp_weights``."""
+        return sum(kind.mlp.routed(self.hidden) for kind in self.layer_kinds) // self.layers

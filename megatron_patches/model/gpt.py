@@ -38,8 +38,8 @@ def transformer_config(
             :func:`~megatron_patches.model.model_variant.model_options`.
         dtype: of parameters and activations.
         sequence_parallel: shard activations between tensor-parallel blocks by tokens.
-        recompute_mlp: recompute every layer's MLP or experts in backward; the layer's own recomputation, in unmodified and in
-            disaggregated blocks.
+        recompute_mlp: recompute every layer's MLP or experts in backward; the layer's own recomputation, in unmodified
+            and in disaggregated blocks.
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
         fp8: how Transformer Engine's linear layers scale their products' tensors to FP8.
         fp8_weights: their weights are held as FP8 numbers alone.

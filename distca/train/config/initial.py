@@ -123,8 +123,8 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
         )
     if first is None and (any(model.windows) or model.sinks or model.variant != Variant() or model.experts.count):
         raise ModelError(
-            "The model has windows, sinks, experts or a variant, and no folder of a family that has them, so it cannot be "
-            "exported; begin with a folder, or leave out checkpoint.export."
+            "The model has windows, sinks, experts or a variant, and no folder of a family that has them, so it cannot "
+            "be exported; begin with a folder, or leave out checkpoint.export."
         )
     if first is not None and scaling.kind != "none" and scaling.kind not in scalings(family):
         raise ModelError(

@@ -46,10 +46,25 @@ def _not_served(config: RunConfig) -> list[str]:
         ),
     }
     return [
-        f"{setting} is {value}, but {why}; set it to {served}, or model.experts.count to 0."
-        for setting, (value, served, why) in found.items()
+        f"{setting} is {_said(value)}, but {why}; set it to {_said(served)}, or model.experts.count to 0."
+        for setting, (value, served, why) in (found | _files(config)).items()
         if value != served
     ]
+
+
+def _files(config: RunConfig) -> dict[str, tuple[object, object, str]]:
+    """What would write or read weights."""
+    checkpoint, unsaved = config.checkpoint, "checkpoints of models with experts are not served yet"
+    names = {"save_every": 0, "save_every_minutes": 0.0, "save_at_end": False, "resume": None}
+    found = {f"checkpoint.{name}": (getattr(checkpoint, name), unset, unsaved) for name, unset in names.items()}
+    folders = "Hugging Face folders of models with experts are not served yet"
+    return found | {
+        f"checkpoint.{name}": (getattr(checkpoint, name), None, folders) for name in ("init_from", "export")
+    }
+
+
+def _said(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def expert_ranks_problems(config: RunConfig, world_size: int) -> list[str]:
