@@ -28,7 +28,7 @@ ROWS = (
     ),
     ("distca.plan", "distca.yaml_file"),
     ("distca.cluster", "distca.device"),
-    ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.transport"),
+    ("distca.attention", "distca.data", "distca.models", "distca.ops", "distca.recurrent", "distca.transport"),
     ("distca.baselines", "distca.runtime", "distca.testing"),
     ("distca.profile", "distca.simulate"),
     ("megatron_patches",),
