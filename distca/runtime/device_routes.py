@@ -174,7 +174,7 @@ class NanoRoutes:
 
 
 LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
-"""Of one layer: a rank's routes of each nano-batch, one or two; of core attention, or of a recurrent core."""
+"""One layer's routes of a rank, by nano-batch, one or two: of core attention, or of a recurrent core."""
 
 
 @dataclass(frozen=True)
