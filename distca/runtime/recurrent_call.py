@@ -247,7 +247,7 @@ class RecurrentCall(LayerCall):
         return [self._routes.pieces.spans[each] for each in numbers]
 
     def _stacked(self, states: States, numbers: Sequence[int]) -> torch.Tensor | None:
-        """Those of pieces of one sort, all of which have a state or none."""
+        """States of pieces of one sort, all of which have one or none."""
         has_states = bool(numbers) and numbers[0] in states
         return torch.stack([states[each] for each in numbers]) if has_states else None
 

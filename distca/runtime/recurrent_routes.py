@@ -73,7 +73,7 @@ class RecurrentRoutes:
 
     @staticmethod
     def of(layouts: Sequence[Layout], rank: int, halo_rows: int, device: Destination) -> tuple[RecurrentRoutes, ...]:
-        """Those of a micro-batch's halves.
+        """The routes of a micro-batch's halves.
 
         Args:
             layouts: of the halves.
