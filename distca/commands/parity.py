@@ -140,9 +140,9 @@ def _settings(case: ParityCase, asked: Matrix) -> dict[str, Any]:
         del settings[detail]
     settings["config"] = {name: _plain(value) for name, value in case.config.items()}
     if kinds:
-        asked = {each.name: getattr(case.options, each.name) for each in fields(case.options)}
+        options = {each.name: getattr(case.options, each.name) for each in fields(case.options)}
         default = type(case.options)()
-        settings["options"] = {name: str(given) for name, given in asked.items() if given != getattr(default, name)}
+        settings["options"] = {name: str(given) for name, given in options.items() if given != getattr(default, name)}
         settings["rotary_percent"] = case.rotary_percent
     return settings
 
