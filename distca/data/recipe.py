@@ -1,5 +1,4 @@
-"""The recipe for a document's token ids: tokenizer, field, and what a document is. The same recipe gives the same ids.
-"""
+"""The recipe that makes token ids of documents: tokenizer, field, and what a document is."""
 
 from __future__ import annotations
 

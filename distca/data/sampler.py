@@ -1,5 +1,4 @@
-"""The order in which documents are trained on: endless epochs, packed into micro-batches. Only lengths are looked at.
-"""
+"""The order in which documents are trained on: endless epochs, packed into micro-batches. Only lengths decide it."""
 
 from __future__ import annotations
 
