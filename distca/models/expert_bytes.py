@@ -35,17 +35,17 @@ class ExpertBytes:
 
     @property
     def pairs(self) -> float:
-        """Of a row and an expert, on this rank for each of its home rows; 0 in dense layers."""
+        """Pairs of a row and an expert on this rank, for each of its home rows; 0 in dense layers."""
         return self.experts.topk / self.tp if self.experts.count else 0.0
 
     def kept(self) -> int:
-        """Until backward: what experts read, and inside them what SwiGLU and the last product read."""
+        """Bytes until backward: what experts read, and inside them what SwiGLU and the last product read."""
         inside = self.pairs * (self.value * (self.hidden + 3 * self.experts.ffn) + _INDICES)
         # The shared expert's input is the router's, and that of its SwiGLU is counted with dense MLPs.
         return int(inside + self._scores()) + self.input() + self.value * self.experts.shared_ffn // self.tp
 
     def _scores(self) -> float:
-        """The router's in float32, before and behind the choice; with a balancing loss those that it goes by, too."""
+        """Scores of the router in float32, before and behind the choice; with a balancing loss those that it goes by, too."""
         experts = self.experts
         return 4 * experts.count * (1 + bool(experts.balance or experts.document_balance)) / self.tp
 
@@ -54,7 +54,7 @@ class ExpertBytes:
         return self.value * self.hidden // self.tp if self.experts.count else 0
 
     def at_work(self) -> int:
-        """In the experts' backward: gradients of what they put out and of what they read, on both sides of the
+        """Bytes in the experts' backward: gradients of what they put out and of what they read, on both sides of the
         exchange; or where experts are wide, inside them, where all of a rank are computed together."""
         hidden, ffn = self.hidden, self.experts.ffn
         return int(self.pairs * (self.value * max(3 * hidden, hidden + 3 * ffn) + _PROBABILITIES))

@@ -56,7 +56,7 @@ class Experts:
         return self._sizes(layers) + self._router() + self._groups()
 
     def _without_effect(self) -> list[str]:
-        """Of a dense model."""
+        """Settings of experts in a dense model."""
         unset = asdict(Experts())
         return [
             f"{name} is {_said(value)}, but count is 0, and a dense model has none; set count to the experts of a "

@@ -29,7 +29,7 @@ class ModelBytes:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: ModelBytes) -> ModelBytes:
-        """Of both."""
+        """The sum of both."""
         return ModelBytes(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 

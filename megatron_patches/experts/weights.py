@@ -8,7 +8,7 @@ from megatron_patches.experts.spec import has_experts
 
 
 def mlp_weights(config: TransformerConfig) -> int:
-    """Of a layer's MLP, or of its router and those experts that a row goes to, in the mean over layers."""
+    """Weights of a layer's MLP, or of its router and those experts that a row goes to, in the mean over layers."""
     products = (2 + config.gated_linear_unit) * config.hidden_size
     assert config.ffn_hidden_size is not None
     mixtures = has_experts(config)

@@ -7,7 +7,7 @@ from distca.words import count
 
 
 def expert_problems(config: RunConfig) -> list[str]:
-    """In words, what cannot work whatever the number of ranks."""
+    """Sentences on what cannot work, whatever the number of ranks."""
     experts, parallel = config.model.experts, config.parallel
     problems = [f"model.experts.{problem}" for problem in experts.problems(config.model.layers)]
     if not experts.count:
@@ -68,7 +68,7 @@ def _said(value: object) -> str:
 
 
 def expert_ranks_problems(config: RunConfig, world_size: int) -> list[str]:
-    """In words, what cannot work with so many ranks, which tensor parallelism and stages divide."""
+    """Sentences on what cannot work with so many ranks, which tensor parallelism and stages divide."""
     parallel = config.parallel
     ranks = world_size // parallel.pp
     if ranks % parallel.ep == 0:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_patches.experts.balance import LayerLoad
 
 _DECIMALS = 2
-"""Of an expert's load in metrics.jsonl, where a step has one for every expert of every layer."""
+"""Decimals of a load in metrics.jsonl, where a step has one for every expert of every layer."""
 
 
 def expert_values(loads: Mapping[int, LayerLoad]) -> dict[str, float | list[float]]:

@@ -121,7 +121,6 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
 
 def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype) -> tuple[CAD, DistributedDataParallel]:
     from distca import CAD
-    from megatron_patches.experts.initialization import draw_experts
     from megatron_patches.model.gpt import build_gpt, transformer_config
     from megatron_patches.model.model_variant import model_options
     from megatron_patches.patches.stage_timers import StageTimers
@@ -152,10 +151,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
     )
     if parallel.pp > 1 and not settings.enabled:
         model_config.timers = StageTimers(cad.pool.timeline)
-    gpt = build_gpt(config.model, vocabulary, model_config, cad.block_spec())
-    if not on_gpu:
-        draw_experts(gpt, config.train.seed)
-    gpt = cad.attach(gpt)
+    gpt = cad.attach(build_gpt(config.model, vocabulary, model_config, cad.block_spec()))
     if on_gpu:
         gpt.cuda()
     if config.checkpoint.init_from and not config.checkpoint.resume:

@@ -8,9 +8,9 @@ from distca.cluster.hostname import machine_name
 from distca.train.config.schema import RunConfig
 
 NETWORK_BYTES_PER_S = 50e9
-"""Of a GPU, for the prediction: 400 Gbit/s each way."""
+"""Bytes per second of a GPU between machines that the prediction counts with: 400 Gbit/s each way."""
 _EXCHANGES = {"none": 4, "mlp": 6, "all": 6}
-"""Of a layer in a step: there and back, forward and backward, and forward again where experts are recomputed."""
+"""Exchanges of a layer in a step: there and back, forward and backward, and forward again where experts are recomputed."""
 
 
 def nodes_warning(config: RunConfig, machines: list[str]) -> str | None:
@@ -37,7 +37,7 @@ def nodes_warning(config: RunConfig, machines: list[str]) -> str | None:
 
 
 def machines_of_ranks(config: RunConfig) -> list[str]:
-    """Of every rank, its machine, or where cad.ranks_per_node is set the node that this makes it part of; every rank
+    """The machine of every rank, or where cad.ranks_per_node is set the node that this makes it part of; every rank
     calls it."""
     world = dist.get_world_size()
     if servers := config.cad.ranks_per_node:
