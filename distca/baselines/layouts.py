@@ -1,4 +1,4 @@
-"""Which tokens of which document each rank holds, by method.
+"""The tokens that each rank holds of each document, by method.
 
 A rank's rows are pieces of documents in the order given. Array legend: D documents, P pieces; all arrays are int64.
 """
