@@ -1,4 +1,4 @@
-"""Which megatron-core is here, without importing it, and whether it is one that this project knows.
+"""The megatron-core that is installed, found without importing it, and whether this project knows it.
 
 What differs between the supported versions is told apart by signatures and missing modules, where it matters; the range
 here says how far that was tested.
@@ -34,7 +34,7 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """What the megatron-core that is here is, and what it should be; None if it can be used."""
+    """Returns, in words, the megatron-core that is here and the one that is needed; None if it can be used."""
     version = installed_version()
     if version is not None and _FIRST <= tuple(map(int, version.split("."))) < _BEYOND:
         return None

@@ -147,7 +147,7 @@ class SplitTransformerLayer(TransformerLayer):
     def _add(
         self, branch: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, combine: Any, norm: Any
     ) -> torch.Tensor:
-        """What attention or the MLP put out, with its bias, norm and multiplier, and the residual."""
+        """Returns the residual plus the output of attention or the MLP, with its bias, norm and multiplier."""
         multiplier = self.options.residual_multiplier
         if norm is not None or multiplier != 1.0:
             output, bias = branch

@@ -1,4 +1,4 @@
-"""Which kind of core attention every layer of a Megatron-Core configuration has.
+"""The kind of core attention of every layer of a Megatron-Core configuration.
 
 A ``window_size`` of (w - 1, 0) is a window of w keys: Megatron does not count a query's own. ``window_attn_skip_freq``
 N leaves every N-th layer without a window, a list has a 1 for each layer with one. ``softmax_type`` "learnable" adds a
@@ -49,7 +49,7 @@ class LayerKinds:
         return LayerKinds(*numbered([kind_of_layer(config, number, softcap) for number in numbers]), recurrences)
 
     def of_stages(self, stages: int) -> tuple[tuple[int, ...], ...]:
-        """By pipeline stage, the numbers of its layers' kinds."""
+        """Returns the number of each layer's kind, one tuple for each pipeline stage."""
         return by_stage(self.of_layer, stages)
 
 

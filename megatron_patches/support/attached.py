@@ -1,4 +1,5 @@
-"""What a model was when it was attached. Much of it is read only once, or on some ranks alone, so it must stay so."""
+"""The state of a model when it was attached. Much of it is read only once, or on some ranks alone, so
+it must stay so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model was built with beyond its configuration: arguments of GPTModel, groups, and every module."""
+"""Checks of a model beyond its configuration: arguments of GPTModel, groups, and every module."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check_model(
 
 
 def _argument(model: GPTModel, name: str) -> Any:
-    """What ``model`` was built with, as far as its modules tell."""
+    """Returns the argument that ``model`` was built with, as far as its modules tell."""
     embedding = model.embedding if model.pre_process else None
     if name == "scatter_embedding_sequence_parallel":
         return embedding is None or embedding.scatter_to_sequence_parallel

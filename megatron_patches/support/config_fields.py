@@ -1,4 +1,4 @@
-"""Which fields of megatron's configuration are served, and with which values.
+"""The fields of megatron's configuration that are served, and their values.
 
 Every field that is set away from its default has to be in a table here.
 """
