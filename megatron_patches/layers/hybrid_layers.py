@@ -20,12 +20,12 @@ class SplitRecurrentLayer(SplitTransformerLayer):
 
     @cached_property
     def recurrence(self) -> Recurrence:
-        """What the core computes."""
+        """The formula and the shape of the core."""
         return recurrence_of(self.config)
 
     @cached_property
     def core_kernel(self) -> RecurrentKernel:
-        """What computes it."""
+        """The kernel that computes the core."""
         return choose_recurrent_kernel(self.recurrence, self.self_attention.conv1d.weight.device)
 
     @property

@@ -1,4 +1,4 @@
-"""Which layers of a Megatron-Core configuration are recurrent, and what their cores compute.
+"""Recurrent layers of a Megatron-Core configuration, and what their cores compute.
 
 With ``experimental_attention_variant`` "gated_delta_net", a ``linear_attention_freq`` of N makes every N-th layer one
 with attention and all others recurrent; a list has a 1 for each recurrent layer.
@@ -44,7 +44,7 @@ def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
 
 
 def recurrence_of(config: TransformerConfig) -> Recurrence:
-    """What the core of a recurrent layer computes, for the heads of one tensor-parallel rank."""
+    """Returns what the core of a recurrent layer computes, for the heads of one tensor-parallel rank."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     assert config.linear_num_key_heads and config.linear_num_value_heads and config.linear_conv_kernel_dim
     assert config.linear_key_head_dim and config.linear_value_head_dim

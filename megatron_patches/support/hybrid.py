@@ -1,4 +1,4 @@
-"""What recurrent layers and gates on attention's output are served with."""
+"""Refusals of what recurrent layers and gates on attention's output are not served with."""
 
 from __future__ import annotations
 
