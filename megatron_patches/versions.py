@@ -41,6 +41,12 @@ def why_not_supported() -> str | None:
     return f"{version or 'not installed'}; versions {SUPPORTED} are supported"
 
 
+def has_gated_delta_net() -> bool:
+    """Whether the gated delta net that our layers are built with is there, which is so since 0.19."""
+    version = installed_version()
+    return version is not None and tuple(map(int, version.split("."))) >= (0, 19)
+
+
 def check_version() -> None:
     """Refuse a megatron-core that this project does not know, before anything of it is imported.
 
