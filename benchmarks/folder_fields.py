@@ -129,6 +129,7 @@ def bases() -> dict[str, dict[str, Any]]:
         "phi3": {"original_max_position_embeddings": 16},
         "ernie4_5": {"head_dim": 16},
         "hunyuan_v1_dense": {"head_dim": 8},
+        "gpt_oss": {"num_local_experts": 0, "head_dim": 16, "sliding_window": 9, "rope_parameters": _ROPE},
     }
     found = {name: small | {"model_type": name} | own.get(name, {}) for name in FAMILIES}
     found["cohere2"]["layer_norm_eps"] = found["cohere2"].pop("rms_norm_eps")

@@ -132,6 +132,8 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
     column, row = _linears_like(attention.linear_qkv)
     projection = with_bias(row) if options.attention_output_bias else row
     expected |= {"self_attention.linear_qkv": column, "self_attention.linear_proj": projection}
+    if options.mlp_bias:
+        column, row = with_bias(column), with_bias(row)
     expected |= {"mlp.linear_fc1": column, "mlp.linear_fc2": row}
     for name, served in expected.items():
         _expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
