@@ -33,9 +33,10 @@ def without_experts() -> Iterator[None]:
     """Meanwhile transformers builds gpt-oss with a dense MLP where num_local_experts is 0."""
     from transformers.models.gpt_oss import modeling_gpt_oss
 
-    experts = modeling_gpt_oss.GptOssMLP
-    modeling_gpt_oss.GptOssMLP = lambda config: (experts if config.num_local_experts else DenseMlp)(config)
+    module: Any = modeling_gpt_oss
+    experts = module.GptOssMLP
+    module.GptOssMLP = lambda config: (experts if config.num_local_experts else DenseMlp)(config)
     try:
         yield
     finally:
-        modeling_gpt_oss.GptOssMLP = experts
+        module.GptOssMLP = experts
