@@ -200,9 +200,7 @@ PUBLIC: dict[str, Public] = {
     "Llama-3.1-8B, FP8": Public(
         _llama(*_LLAMA8, quantization_config={"quant_method": "compressed-tensors"}), "quantised weights"
     ),
-    "granite-8b-code": Public(
-        _llama(4096, 36, 14336, 32, 8, 49152, 4096, 1e7, attention_bias=True, mlp_bias=True), "has attention_bias, but"
-    ),
+    "granite-8b-code": Public(_llama(4096, 36, 14336, 32, 8, 49152, 4096, 1e7, attention_bias=True, mlp_bias=True)),
     "Mistral-7B-v0.1": Public(_mistral(*_MISTRAL7, sliding_window=4096)),
     "zephyr-7b-beta": Public(_mistral(*_MISTRAL7, sliding_window=4096, pad_token_id=2)),
     "Mistral-7B-Instruct-v0.2": Public(_mistral(4096, 32, 14336, 32, 8, 32000, 32768, 1e6)),
