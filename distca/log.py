@@ -102,6 +102,6 @@ def die(error: BaseException | str, next_step: str | None = None, everywhere: bo
 
 
 def say_mistake(sentence: str, next_step: str) -> None:
-    """What is wrong, and what to do about it, on standard error."""
+    """Prints a mistake, and what to do about it, on standard error."""
     console().print(Text.assemble(("error: ", "bold red"), (sentence, "red")), soft_wrap=True)
     console().print(Text.assemble(("next step: ", "bold"), next_step), soft_wrap=True)

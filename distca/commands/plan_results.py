@@ -1,4 +1,4 @@
-"""What ``distca plan`` shows: a table of a plan's balance, bytes and memory, and a picture of who computes for whom."""
+"""The output of ``distca plan``: a table of a plan's balance, bytes and memory, and a picture of who serves whom."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def busiest_rank(made: MicroBatchPlan) -> Busiest:
 
 
 def node_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
-    """What travels between nodes, where ranks are on several."""
+    """Returns the row on bytes that travel between nodes; none where all ranks are on one node."""
     links = made.step.options.links
     nodes = links.nodes(made.nano_batches[0].layout.ranks)
     if nodes[-1] == 0:
@@ -122,7 +122,7 @@ def node_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
 
 
 def half_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
-    """What travels in ping and in pong, where a micro-batch is cut in two."""
+    """Returns the row on bytes that travel in ping and in pong; none where a micro-batch is not cut in two."""
     halves = len(made.nano_batches)
     if halves == 1:
         return []

@@ -75,7 +75,7 @@ class SwigluMLP(MLP):
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[rows, 1, hidden] of the normalised rows, and the last layer's bias, where it has one, to be added."""
-        assert per_token_scale is None  # of mixtures of experts
+        assert per_token_scale is None  # of experts, which stay megatron's
         gate_and_up, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             gate_and_up = gate_and_up + bias
@@ -118,7 +118,7 @@ def fuse_swiglu(model: torch.nn.Module) -> None:
     """Let every MLP whose activation is a plain SwiGLU compute it in one pass, and others compute theirs again in
     backward. Those whose activation megatron fuses otherwise stay megatron's."""
     for module in model.modules():
-        if type(module) is not MLP:
+        if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):  # whose outputs are scaled by row
             continue
         config: TransformerConfig = module.config
         if _is_swiglu(config):
