@@ -1,4 +1,4 @@
-"""What a kernel of recurrent cores computes: pieces of documents, each from a state to a state.
+"""The interface of kernels of recurrent cores: they take pieces of documents, each from a state to a state.
 
 Shape suffixes: N rows of the home rank (padding included), H heads, K elements of a head of q or k, V of one of v, P
 pieces that are asked for. States and their gradients are float32 at least: bfloat16 ones lose 1,000 times as much over
@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class CoreRows:
-    """What a core computes with, or the gradients of that.
+    """The rows that a core computes with, or their gradients.
 
     Attributes:
         q: q_NHK, repeated for the heads that share it.

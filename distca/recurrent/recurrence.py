@@ -1,4 +1,4 @@
-"""What a recurrent layer computes in its core: one formula, of which the known layers are cases.
+"""The core of a recurrent layer: one formula, of which the known layers are cases.
 
 For each head, with the state S of shape [K, V] and for one row after the other:
 

@@ -1,4 +1,5 @@
-"""Which kernel computes a recurrent core. A GPU's kernels are to be chosen here, behind a check of their results."""
+"""The choice of the kernel that computes a recurrent core. A GPU's kernels are to be chosen here, behind a check of
+their results."""
 
 from __future__ import annotations
 

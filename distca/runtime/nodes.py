@@ -1,4 +1,4 @@
-"""What calls of a layer's core have in common: nodes of autograd's graph, and one transfer at a time."""
+"""The base of calls of a layer's core: nodes of autograd's graph, and one transfer at a time."""
 
 from __future__ import annotations
 

@@ -50,12 +50,12 @@ class RecurrentLayer(Protocol):
 
     @property
     def recurrence(self) -> Recurrence:
-        """What the core computes."""
+        """The formula that the core computes."""
         ...
 
     @property
     def core_kernel(self) -> RecurrentKernel:
-        """What computes it."""
+        """The kernel that computes the core."""
         ...
 
     @property

@@ -287,8 +287,10 @@ class RecurrentCall(LayerCall):
     def _reached(
         self, routes: StateRoutes, passed: States, backward: bool
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """What each own piece finds before it (in backward: behind it), and by document what the other half goes on
-        with, where ``passed`` left off."""
+        """Returns two sets of states: one for each own piece, and one for each document that the other half goes on
+        with.
+
+        A piece gets the state before it, in backward the one behind it. Chains begin where ``passed`` left off."""
         (states, transitions), self._arriving = self._arriving, []
         found: dict[int, torch.Tensor] = {}
         goes_on: dict[int, torch.Tensor] = {}

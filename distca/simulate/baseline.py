@@ -22,7 +22,7 @@ from distca.simulate.streams import Arrival, Streams
 
 @dataclass(frozen=True)
 class Block:
-    """What every rank computes of a layer's attention before it waits again; [R] seconds each."""
+    """The part of a layer's attention that every rank computes before it waits again; [R] seconds each."""
 
     forward: np.ndarray
     backward: np.ndarray
@@ -64,8 +64,8 @@ class Dealt:
 
 
 def work_of(job: Job) -> Work:
-    """What documents cost, for dealing them to groups, as the benchmarks measure it: one long document's pairs, or its
-    tokens in layers with a window."""
+    """Returns the cost of documents by which they are dealt to groups. The benchmarks measure it likewise: by one long
+    document's pairs, or its tokens in layers with a window."""
     length = min(job.tokens_per_rank, 65_536)
     per_pair = per_token = 0.0
     for kind in job.model.attention_kinds:

@@ -142,7 +142,7 @@ def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int
 
 
 def _less_memory(job: Job) -> str:
-    """What would take less memory and can be asked for."""
+    """Returns, in words, the changes that would take less memory and can be asked for."""
     model, cluster, ways = job.model, job.cluster, ["lower `tokens_per_rank`"]
     if job.recompute != "all":
         ways.append("choose a `recompute` that keeps less")

@@ -179,7 +179,7 @@ class ExpertLoad:
         self._total = report if self._total is None else self._total + report
 
     def take(self) -> dict[int, LayerLoad]:
-        """By number of the layer, the loads of all micro-batches since the last call; empty without any."""
+        """Returns the loads of all micro-batches since the last call, by number of the layer; empty without any."""
         total, self._total = self._total, None
         if total is None:
             return {}

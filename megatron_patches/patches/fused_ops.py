@@ -104,7 +104,7 @@ class LeanMLP(SwigluMLP):
         out.copy_(self._function(x))
 
     def _function(self, x: torch.Tensor) -> torch.Tensor:
-        """What megatron's MLP computes between its linear layers."""
+        """Returns the output of the operations that megatron's MLP has between its linear layers."""
         config = self.config
         if not config.gated_linear_unit:
             return config.activation_func(x)

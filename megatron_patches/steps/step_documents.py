@@ -130,7 +130,7 @@ def checksum(documents: StepDocuments) -> int:
 
 
 def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
-    """By micro-batch, an array of one value per document, or None where that is given."""
+    """Returns, for each micro-batch, an array of one value per document, or None where that is given."""
     if len(given) != len(micro_batches):
         raise PlanError(f"`{name}` are those of {len(given)} micro-batches, and the step has {len(micro_batches)}.")
     arrays = []

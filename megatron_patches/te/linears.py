@@ -21,7 +21,7 @@ _HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 class _Linear:
-    """What both have."""
+    """The common part of both linear layers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -112,7 +112,8 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 
 
 def _check_uses(model: DistributedDataParallel) -> None:
-    """Where gradients are reduced while backward goes on, those that come later than in the first step are lost."""
+    """Refuses gradients that come later than in the first step: they would be lost where gradients are reduced while
+    backward goes on."""
     groups = model.bucket_groups + model.expert_parallel_bucket_groups
     for group in groups if model.ddp_config.overlap_grad_reduce else ():
         found = group.per_param_grad_ready_counts
@@ -162,7 +163,8 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
 
 class _OneBatch(Iterator[Batch]):
-    """What a forward step gets: the batch of its micro-batch. A second one would be another's, which is then missed."""
+    """The batches of a forward step: that of its micro-batch, and no other. A second one would be another
+    micro-batch's, which would then miss it."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches, self.taken = batches, False
@@ -249,8 +251,10 @@ def log_probabilities_step(batches: Iterator[Batch], model: Any) -> tuple[torch.
 
 
 def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What Megatron's schedules want to know of a micro-batch: the loss summed over its tokens, their number, by which
-    the gradients of the global batch are divided at its end, and both for the log.
+    """Returns the results of a micro-batch that Megatron's schedules take: summed loss, number of tokens, and both for
+    the log.
+
+    The gradients of the global batch are divided at its end by the number of its tokens.
 
     Args:
         loss_mask: [1, rows] bool, or weights, of which those above 0 count.

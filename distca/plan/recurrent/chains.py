@@ -1,4 +1,4 @@
-"""Which states travel, and how each rank strings them together.
+"""The states that travel, and how each rank strings them together.
 
 A piece turns the state S before it into A·S + B: its *transition* A and its *own state* B are its summary. A rank that
 holds a piece gets the summaries of all pieces before it and folds them in their order. Backward is the mirror:

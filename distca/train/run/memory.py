@@ -203,12 +203,13 @@ class _Stage:
         return min(1.0 + HALOS * (window - 1) / self._half, max(self._contexts, 1.5))
 
     def _rotation(self) -> int:
-        """By all layers together: float32 cosines and sines, of layers that turn in two ways twice."""
+        """Bytes of one token's float32 cosines and sines, for all layers together; twice as many where layers turn in
+        two ways."""
         return 4 * self._head_dim * (1 if self._config.model.variant.turns_alike else 2)
 
     def _angles_in_flight(self, in_flight: int) -> int:
-        """By layers that are recomputed as a whole, which are given angles: those of all micro-batches but the newest,
-        whose are there in any case."""
+        """Bytes of one token's angles in all micro-batches in flight but the newest, whose angles are there in any
+        case. Only layers that are recomputed as a whole are given angles."""
         return 4 * self._head_dim * (in_flight - 1) if self._layer.recomputed_whole else 0
 
     # What exists only for a moment.

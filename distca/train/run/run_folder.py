@@ -126,7 +126,7 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint after ``step`` steps belongs: ``checkpoints/step_000060``."""
+        """Returns the place of the checkpoint after ``step`` steps: ``checkpoints/step_000060``."""
         return self.path / "checkpoints" / f"step_{step:06d}"
 
     def clear_checkpoint(self, step: int) -> Path:

@@ -1,4 +1,4 @@
-"""What the one-sided transport needs: memory that peers write into, and signals that streams wait for."""
+"""The fabric below the one-sided transport: memory that peers write into, and signals that streams wait for."""
 
 from __future__ import annotations
 

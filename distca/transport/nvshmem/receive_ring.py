@@ -1,4 +1,4 @@
-"""Where the rows of an exchange land in every rank's symmetric memory, and when that place may be used again.
+"""The place where the rows of an exchange land in every rank's symmetric memory, and when it may be used again.
 
 Exchanges are numbered 1, 2, 3, ... alike on all ranks, and all ranks give an exchange the same place, so a sender knows
 where its rows go without asking. Places follow each other round a ring. A place is free again once the receiver has
@@ -93,7 +93,7 @@ class ReceiveRing:
         return None if self._is_free(size, self._next_place(size)[1]) else self._too_small(size)
 
     def _next_place(self, size: int) -> tuple[int, int]:
-        """Where the next exchange begins, and which exchange it reuses the memory of."""
+        """Returns the first byte of the next exchange, and the exchange whose memory it uses again."""
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._lying if a < begin + size and begin < b)
         # Never less than before: a rank that sent nothing in the exchange that emptied a place has not waited for it.
@@ -119,7 +119,7 @@ class ReceiveRing:
 
 
 def _offsets(sizes: tuple[int, ...]) -> tuple[list[int], int]:
-    """Where the parts of an exchange begin in its place, and bytes of all."""
+    """Returns the offset of each part of an exchange in its place, and the bytes of all."""
     offsets, size = [], 0
     for part in sizes:
         offsets.append(size)

@@ -138,7 +138,7 @@ class NvshmemFabric:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things lie in the block, in bytes from its beginning; alike on all ranks.
+    """The layout of the block, in bytes from its beginning; alike on all ranks.
 
     Attributes:
         ranks: R.
@@ -205,7 +205,7 @@ def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor
 
 
 def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist.ProcessGroup) -> list[int]:
-    """Where every rank's block can be reached from here; 0 where it cannot.
+    """Returns the address of every rank's block as seen from here; 0 where it cannot be reached.
 
     Raises:
         TransportError: it cannot though it is on this node.

@@ -182,7 +182,7 @@ class OneSidedHandle:
 
     @property
     def works(self) -> list[Any]:
-        """What can be waited for to know when this rank's own writes end, for whoever records that."""
+        """The objects to wait for to know when this rank's own writes end, for whoever records that."""
         return [token for token in self._tokens if hasattr(token, "wait")]
 
     def wait(self) -> None:
