@@ -70,7 +70,7 @@ def unmodified_outcome(
     """What a model from :func:`unmodified_model` computes on this rank alone, also inside of Megatron's DDP, of the
     case's documents or of those of other micro-batches."""
     total, tokens, per_document = 0.0, 0, []
-    for documents in micro_batches or case_documents(case):
+    for documents in filter(len, micro_batches or case_documents(case)):  # dealt anew, one may be empty
         lengths = np.array([len(document) for document in documents])
         rows = rank_batch(documents, lay_out(lengths, 1), 0)
         owner = np.repeat(np.arange(len(lengths)), lengths)
