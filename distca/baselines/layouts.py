@@ -1,4 +1,4 @@
-"""Which tokens of which document each rank holds, by method.
+"""The tokens that each rank holds of each document, by method.
 
 A rank's rows are pieces of documents in the order given. Array legend: D documents, P pieces; all arrays are int64.
 """
@@ -121,6 +121,7 @@ def contiguous(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces
 def pieces_of(mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> Pieces:
     """The pieces of a mode that is not DistCA; [D] ``group_of`` as :func:`distca.baselines.dealing.groups_of` says."""
     methods = {"cp": head_tail, "cp-keep": head_tail, "cp-halo": head_tail, "ring": zigzag, "ulysses": contiguous}
+    methods |= {"megatron-te-p2p": head_tail, "megatron-te-a2a": head_tail}
     if mode.method not in methods:
         return whole(lengths, group_of)
     return methods[mode.method](lengths, group_of, mode.degree)

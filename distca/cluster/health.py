@@ -41,7 +41,7 @@ EXIT_CODE = 71
 """A rank that waits for one which has ended leaves with this code."""
 
 _ENDING = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers and launchers send before they end a run."""
+"""The signals that schedulers and launchers send before they end a run."""
 _PERIOD_S = 1.0
 _DEATH_S = 1.0
 """Until a dead process is named: it may have posted what it died of."""

@@ -46,14 +46,14 @@ def run_unmodified(
 
 
 def computed_once(compute: Callable[[], T]) -> T:
-    """What the first rank computes, on every rank; it must not hold tensors of a GPU."""
+    """Returns on every rank what the first rank computes; the result must not hold tensors of a GPU."""
     result = [compute() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(result, device=torch.device("cpu"))
     return cast(T, result[0])
 
 
 def _plain_outcome(case: ParityCase, model: GPTModel) -> Outcome:
-    """What :class:`PlainModel` computes with a model's weights."""
+    """Returns the outcome of :class:`PlainModel` with a model's weights."""
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     plain = PlainModel(weights, model.config, case.options, case.shape, case.rotary_percent)
     per_document = [[plain.losses(torch.from_numpy(ids)) for ids in documents] for documents in case_documents(case)]
@@ -67,8 +67,8 @@ def _plain_outcome(case: ParityCase, model: GPTModel) -> Outcome:
 def unmodified_outcome(
     case: ParityCase, model: GPTModel, device: torch.device, micro_batches: Sequence[Any] = ()
 ) -> Outcome:
-    """What a model from :func:`unmodified_model` computes on this rank alone, also inside of Megatron's DDP, of the
-    case's documents or of those of other micro-batches."""
+    """Returns the outcome of a model from :func:`unmodified_model`, which this rank computes alone, also inside of
+    Megatron's DDP. It is of the case's documents, or of other micro-batches."""
     total, tokens, per_document = 0.0, 0, []
     for documents in filter(len, micro_batches or case_documents(case)):  # dealt anew, one may be empty
         lengths = np.array([len(document) for document in documents])

@@ -1,4 +1,4 @@
-"""What a plan does to the cluster: seconds per server, rows that travel, rows received; and what no plan can beat.
+"""The effects of a plan: seconds per server, rows that travel, rows received; and limits that no plan can beat.
 
 Array legend: R ranks, P pairs of them. Rows are int64, seconds float64.
 """

@@ -70,7 +70,7 @@ class Reads:
 
     @staticmethod
     def of(tasks: Tasks, begin: np.ndarray, shards: Shards) -> Reads:
-        """What is read from [T] ``begin`` to the stops of ``tasks``."""
+        """Returns the reads of ``tasks``: for each, the rows from its ``begin`` [T] up to its stop."""
         task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
         return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
 

@@ -84,7 +84,7 @@ class Plan:
 
     @cached_property
     def contexts(self) -> Contexts:
-        """What servers need of the documents of their tasks."""
+        """The contexts that servers need for the documents of their tasks."""
         tasks, first = self.tasks, self.first_key
         ends = tasks.last_on_server
         if any(self.windows):

@@ -121,7 +121,7 @@ class StepPlan:
         return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
 
     def balance(self) -> StepBalance:
-        """What the plan achieves; costs about as much as planning did."""
+        """Returns the balance that the plan achieves; costs about as much as planning did."""
         options, phases = self.options, self.phases
         return StepBalance(
             self._in_order().seconds_by_kind(),
@@ -235,7 +235,7 @@ def _laid_out(
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
-    """By default the layout, in one piece, that plain packing of the documents has."""
+    """Returns the layout of documents. By default it is the one, in one piece, that plain packing gives."""
     return lay_out(lengths, options.ranks, rank_of=homes, align=options.align, **how)
 
 

@@ -52,7 +52,8 @@ class _BoundLayer:
     def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.layer.pre(hidden, self.rotations[nano].of(self.layer.layer_number))
 
-    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        (hidden,) = residual
         return self.layer.post(o_NHD, hidden, None if self.balance is None else self.balance.half(nano))
 
 

@@ -10,7 +10,7 @@ import pytest
 from distca.testing.ranks import run_ranks
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.megatron]
 
 # float32 losses of about 5 after a few steps of Adam: what is left between two orders of the same additions.
 CLOSE = 1e-6

@@ -1,4 +1,4 @@
-"""What a CA-task costs, from a measured table; the same for all ranks that read the same file.
+"""Seconds of CA-tasks from a measured table; the same on all ranks that read the same file.
 
 Planning asks for the seconds of thousands of tasks, of both directions, many times over, so the table is interpolated
 once, onto a fine grid whose cells are found without a search. Array legend: N tasks, K directions, C grid cells.
@@ -30,7 +30,8 @@ _PER_LINE = _STEPS / 2.0**52
 
 @dataclass(frozen=True)
 class LoadFactors:
-    """What tasks cost in mixed batches under sustained load, over what the table's own batches of equal tasks say.
+    """Factors on the seconds of tasks in mixed batches under sustained load. They correct the table, which has batches
+    of equal tasks.
 
     Array legend: L lengths. Between lengths factors are linear in log2 k,v rows, beyond them constant.
 

@@ -32,7 +32,7 @@ LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
 
 @dataclass(frozen=True)
 class Items:
-    """What is dealt, longest document first. Array legend: I items.
+    """The items that are dealt, longest document first. Array legend: I items.
 
     Attributes:
         rows: [I] tokens.
@@ -138,8 +138,10 @@ def deal_to_bins(
 
 
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
-    """What was dealt to ranks, with the shares of long documents resized so that their ranks get what they lack now
-    that whole documents are there too; ``rate`` is the work per token of what fills ranks up."""
+    """Returns the dealt parts, with the shares of long documents resized.
+
+    Their ranks then get what they lack now that whole documents are there too. ``rate`` is the work per token of what
+    fills ranks up."""
     # Who gets more of what brings no more work than what fills ranks up has as much work as before.
     resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
@@ -206,7 +208,7 @@ class _Bins:
 
     @property
     def filled(self) -> Filled:
-        """What was put so far."""
+        """The bins with all that was put into them so far."""
         item, at, part = self._dealt
         parts = Parts(np.array(item, np.int64), np.array(at, np.int64), np.array(part, np.float64))
         return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))

@@ -1,4 +1,4 @@
-"""Where whole documents are cut in two, so that every rank has about the same part of its work in ping.
+"""The cuts of whole documents in two, so that every rank has about the same part of its work in ping.
 
 Array legend: D documents, R ranks, S shares, N ranges. All arrays of rows are int64.
 """

@@ -151,7 +151,7 @@ def _half(total: int, align: int) -> int:
 
 
 def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
-    """By nano-batch, [R+1] where the rows of each rank end."""
+    """Returns, for each nano-batch, [R+1] ends of the ranks' rows, from 0 on."""
     return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
 
 

@@ -25,7 +25,7 @@ from distca.errors import PlanError
 def deal_over_micro_batches(
     lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray, stages: int = 1
 ) -> list[np.ndarray] | None:
-    """Which documents each micro-batch gets; the same for the same arguments.
+    """Deals documents to micro-batches; gives the same for the same arguments.
 
     Args:
         lengths: [D] tokens per document, each at least 1.

@@ -49,7 +49,7 @@ needed, and the most rows of documents in shares that are all for pong."""
 
 @dataclass(frozen=True)
 class Shares:
-    """Which rank has which part of which document. Whole documents are one share from 0 to 1.
+    """The part of each document that each rank has. Whole documents are one share from 0 to 1.
 
     Attributes:
         document: [S].
@@ -236,8 +236,10 @@ def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarr
 def _shares(
     documents: np.ndarray, dealt: Parts, missed: list[tuple[int, float]], keys: np.ndarray
 ) -> tuple[Shares, list[tuple[int, float, float]]]:
-    """What ranks have, the shares of a document one after the other from its outer rows on, and what nobody has. Ranks
-    that read most ``keys`` [N] come first: in pong, which needs more of them than ping, they have inner rows."""
+    """Returns the shares of ranks, and what nobody has.
+
+    The shares of a document follow one another from its outer rows on. Ranks that read most ``keys`` [N] come first: in
+    pong, which needs more of them than ping, they have inner rows."""
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
     order = order_by(dealt.item, (read.max(initial=0) - read)[dealt.bin])
     item, rank, part = (column[order] for column in dealt)
