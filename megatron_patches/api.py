@@ -61,6 +61,7 @@ from megatron_patches.support.arguments import check_fp8_weights, check_gradient
 from megatron_patches.support.attached import check_same_config, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
+from megatron_patches.support.hybrid import check_hybrid
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.model_options import check_model_options, check_own_rotary
 from megatron_patches.support.process_groups import check_groups
@@ -106,6 +107,7 @@ class CAD:
         check_groups(config)
         check_config(config)
         check_types(config)
+        check_hybrid(config, given.disaggregate, given.offload)
         check_model_options(given.model_options, config)
         given.check()
         check_same_on_ranks(config, given.alike)
@@ -292,6 +294,7 @@ class CAD:
             lengths=self._lengths,
             room=self.options.ranks * given.tokens_per_rank if given.deal and given.disaggregate else 0,
             vocabulary=self._vocabulary,
+            recurrences=self._kinds.recurrences,
             number=number,
             folder=self.folder,
         )
@@ -347,8 +350,10 @@ class CAD:
         return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
-        """How the rows of all micro-batches that were trained on since the last call were spread over experts, by
-        number of this stage's layers with experts, from 1; alike on all ranks of the stage. Empty without any.
+        """How rows were spread over experts in all micro-batches that were trained on since the last call.
+
+        It is by number of this stage's layers with experts, from 1, and alike on all ranks of the stage. Empty without
+        any.
 
         Args:
             model: from :meth:`data_parallel`.

@@ -9,15 +9,23 @@ from distca.models.experts import Experts
 
 @dataclass(frozen=True)
 class Mlp:
-    """A dense MLP with a gate, and experts.
+    """A dense MLP, and experts.
 
     Attributes:
-        ffn: width inside it, of each of its gate and up projections; beside experts that of the shared one.
+        ffn: width inside it, of its up projection, and of its gate where it has one; beside experts that of the shared
+            one.
+        gated: it has a gate; experts always have.
         experts: the experts; in most layers none.
     """
 
     ffn: int
+    gated: bool = True
     experts: Experts = field(default_factory=Experts)
+
+    @property
+    def projected(self) -> int:
+        """Width of what its first product puts out: gate, where it has one, and up."""
+        return (1 + self.gated) * self.ffn
 
     def weights(self, hidden: int) -> int:
         """Weights that every token is multiplied by, of experts only its own."""
@@ -29,7 +37,7 @@ class Mlp:
 
     def dense(self, hidden: int) -> int:
         """Weights of gate, up and down, of which each tensor-parallel rank has a share."""
-        return _gated(hidden, self.ffn)
+        return hidden * (self.projected + self.ffn)
 
     def router(self, hidden: int) -> int:
         """Weights of the router and of the shared expert's gate, which every rank has all of."""

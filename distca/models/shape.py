@@ -36,12 +36,12 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and its variants.
 
     Attributes:
         layers: number of transformer layers.
         hidden: width of the residual stream.
-        ffn: width inside the SwiGLU MLP (of each of its gate and up projections), in layers without experts.
+        ffn: width inside the MLP (of its up projection, and of its gate where it has one), in layers without experts.
         heads: query heads.
         kv_heads: key and value heads; must divide heads.
         head_dim: width of one head; 0 means hidden / heads.
@@ -93,7 +93,8 @@ class ModelShape:
     def _mlps(self) -> list[Mlp]:
         """The MLP of each layer."""
         dense = min(self.experts.dense_layers, self.layers) if self.experts.count else self.layers
-        return [Mlp(self.ffn)] * dense + [Mlp(self.experts.shared_ffn, self.experts)] * (self.layers - dense)
+        mixture = Mlp(self.experts.shared_ffn, experts=self.experts)
+        return [Mlp(self.ffn, self.variant.gated)] * dense + [mixture] * (self.layers - dense)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:

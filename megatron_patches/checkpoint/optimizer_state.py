@@ -32,15 +32,27 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def keep_parts(optimizer: Any) -> None:
     """Let ``sharded_state_dict`` and ``load_state_dict`` of megatron's optimizer, or of those that it chains, handle
     this rank's own part only."""
+    for each in optimizer_parts(optimizer):
+        if not holds_weights(each):
+            each.sharded_state_dict = _nothing
     for each in distributed_parts(optimizer):
         each.sharded_param_state_fully_reshardable = partial(_own_part, each)
         each.load_parameter_state_from_fully_reshardable = partial(_take_own_part, each)
 
 
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """megatron's optimizer itself, or those that it chains: of experts, and of all other weights."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def holds_weights(part: Any) -> bool:
+    """Whether there are weights for it on this rank: of experts there are none on a stage of dense layers."""
+    return any(group["params"] for group in part.param_groups)
+
+
 def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
-    """megatron's distributed optimizers: itself, or those that it chains."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [each for each in parts if isinstance(each, DistributedOptimizer)]
+    """The distributed ones of :func:`optimizer_parts`."""
+    return [each for each in optimizer_parts(optimizer) if isinstance(each, DistributedOptimizer)]
 
 
 def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
@@ -72,8 +84,10 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 
 
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What gives a model's weights as they would be without FP8: FP8 ones from their main weights, of which all data-
-    parallel ranks give their ranges, so that all of them call it for the same weights; others as they are.
+    """Returns a function that gives a weight of a model as it would be without FP8.
+
+    It takes FP8 weights from their main weights, and others as they are. All data-parallel ranks give their ranges of a
+    main weight, so all of them call it for the same weights.
 
     Args:
         optimizer: of the model.
@@ -119,10 +133,16 @@ def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator
         yield (row, *offsets), (1, *sizes)
 
 
+def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
+    """The state of an optimizer without weights, of which megatron would expect a number of steps."""
+    return {}
+
+
 def _own_part(
     optimizer: DistributedOptimizer, model_state: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
-    """By number of the weight and name of its state, this rank's boxes; without data where they are to be loaded."""
+    """Returns this rank's boxes, by number of the weight and name of its state; without data where they are to be
+    loaded."""
     described = _sharded_weights(model_state)
     part = {}
     for number, (weight, start, stop) in enumerate(_ranges(optimizer)):
@@ -161,8 +181,8 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
 
 
 def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """What updates this rank's range of a weight, and the range as it holds it: in float32, or where it holds float32
-    weights itself, in the model's type."""
+    """Returns the optimizer that updates this rank's range of a weight, and the range as the optimizer holds it. The
+    range is in float32; where the optimizer holds such weights itself, it is in the model's type."""
     group, order = optimizer.model_param_group_index_map[weight]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
 

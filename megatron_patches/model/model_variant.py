@@ -1,4 +1,4 @@
-"""What a model's layers do differently from LLaMA's, as Megatron's configuration and our options say it."""
+"""The differences between a model's layers and LLaMA's, as Megatron's configuration and our options say them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 
 from distca.models.shape import ModelShape
 from distca.plan.kinds import usual_scale
@@ -14,14 +15,19 @@ from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rot
 
 def variant_fields(shape: ModelShape) -> dict[str, Any]:
     """The fields of TransformerConfig that the model's variant sets."""
-    variant, silu = shape.variant, torch.nn.functional.silu
-    gated_gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    variant = shape.variant
+    activation, fused = {
+        "silu": (torch.nn.functional.silu, variant.gated),  # Megatron fuses no other
+        "gelu": (partial(torch.nn.functional.gelu, approximate="tanh"), False),
+        "relu2": (squared_relu, False),
+    }[variant.activation]
     skipped = [int(number in variant.unrotated_layers) for number in range(shape.layers)]
     return {
         "normalization": variant.normalization,
         "layernorm_zero_centered_gamma": variant.zero_centered_norms,
-        "activation_func": silu if variant.activation == "silu" else gated_gelu,
-        "bias_activation_fusion": variant.activation == "silu",  # Megatron fuses no gated gelu
+        "activation_func": activation,
+        "bias_activation_fusion": fused,
+        "gated_linear_unit": variant.gated,
         # Megatron takes None for the usual one.
         "softmax_scale": None if shape.softmax_scale == usual_scale(shape.resolved_head_dim) else shape.softmax_scale,
         "rotary_interleaved": variant.rotary_interleaved,
@@ -29,7 +35,7 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def model_options(shape: ModelShape) -> ModelOptions:
-    """What CAD takes beside that configuration."""
+    """Returns the options that CAD takes beside that configuration."""
     variant = shape.variant
     scaling = QueryScaling(beta=variant.query_beta, original_length=variant.query_length)
     return ModelOptions(
@@ -40,6 +46,7 @@ def model_options(shape: ModelShape) -> ModelOptions:
         query_key_norm=variant.query_key_norm,
         norm_after_rotation=variant.norm_after_rotation,
         attention_output_bias=variant.attention_output_bias,
+        mlp_bias=variant.mlp_bias,
         norm_bias=variant.normalization == "RMSNorm",  # whose norms have none in any case
         parallel_mlp=variant.parallel_mlp,
         embedding_scale=variant.embedding_scale,
@@ -50,7 +57,8 @@ def model_options(shape: ModelShape) -> ModelOptions:
 
 
 def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
-    """By layer, where they differ from those that GPTModel has for all: then each has its own."""
+    """Returns the rotation of each layer; empty where all layers have the one that GPTModel was built with. None stands
+    for a layer without rotation."""
     variant = shape.variant
     if variant.turns_alike:
         return ()
