@@ -1,4 +1,4 @@
-"""What the experts of a model's layers are, as data; needs no torch."""
+"""The experts of a model's layers, as data; needs no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Experts:
     z_loss: float = 0.0
 
     def problems(self, layers: int) -> list[str]:
-        """What cannot work in a model of so many layers, in words, each beginning with the field's name."""
+        """Sentences on what cannot work in a model of so many layers, each beginning with the field's name."""
         if not self.count:
             return self._without_effect()
         return self._sizes(layers) + self._router() + self._groups()

@@ -154,7 +154,7 @@ class LayerBytes:
         return self.value * elements + copies + self.norms * 4
 
     def kept_by_experts(self) -> int:
-        """What experts and their router keep; only what they read where they are computed again."""
+        """Bytes that experts and their router keep; only what they read where they are computed again."""
         return self._experts.kept() if self.recompute == "none" else self._experts.input()
 
     @property

@@ -1,4 +1,4 @@
-"""What a layer computes behind attention, and how many weights that has; needs no torch."""
+"""The MLP behind a layer's attention, and how many weights it has; needs no torch."""
 
 from __future__ import annotations
 

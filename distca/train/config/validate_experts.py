@@ -35,7 +35,7 @@ def expert_problems(config: RunConfig) -> list[str]:
 
 
 def _not_served(config: RunConfig) -> list[str]:
-    """What dense models can do, and models with experts cannot."""
+    """Sentences on what dense models can do, and models with experts cannot."""
     found: dict[str, tuple[object, object, str]] = {
         "model.variant.activation": (config.model.variant.activation, "silu", "experts are computed with silu"),
         "model.variant.gated": (config.model.variant.gated, True, "experts have gates"),
@@ -54,7 +54,7 @@ def _not_served(config: RunConfig) -> list[str]:
 
 
 def _folders(config: RunConfig) -> dict[str, tuple[object, object, str]]:
-    """What would read or write weights of other programs."""
+    """Settings that would read or write weights of other programs."""
     unserved = "Hugging Face folders of models with experts are not served yet"
     names = ("init_from", "export")
     return {f"checkpoint.{name}": (getattr(config.checkpoint, name), None, unserved) for name in names}
