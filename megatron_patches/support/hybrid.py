@@ -25,9 +25,10 @@ def check_hybrid(config: TransformerConfig, disaggregate: bool, offload: bool) -
     if not recurrent and not has_output_gate(config):
         return
     what = "experimental_attention_variant is 'gated_delta_net'" if recurrent else "attention_output_gate is True"
+    tp = config.tensor_model_parallel_size
     refused = {
-        f"tensor_model_parallel_size is {config.tensor_model_parallel_size}: set it to 1": (
-            config.tensor_model_parallel_size > 1
+        f"tensor_model_parallel_size is {tp}, without sequence_parallel: set it to True": (
+            tp > 1 and not config.sequence_parallel
         ),
         "`disaggregate` is False: set it to True": not disaggregate,
         f"num_moe_experts is {config.num_moe_experts}: set it to None": config.num_moe_experts is not None,

@@ -18,11 +18,13 @@ NET = {
     "num_layers": 4,
     "attention_output_gate": True,
     "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
     "pipeline_model_parallel_size": 1,
     "normalization": "RMSNorm",
     "activation_func": functional.silu,
     "num_moe_experts": None,
 }
+_TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 GATE = {**NET, "experimental_attention_variant": None}
 
 
@@ -36,7 +38,9 @@ def _said(fields: dict[str, Any], *, disaggregate: bool = True, offload: bool = 
     return refusal(lambda config: check_hybrid(config, disaggregate, offload), SimpleNamespace(**fields))
 
 
-@pytest.mark.parametrize("fields", [NET, GATE, {**GATE, "pipeline_model_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "fields", [NET, GATE, {**NET, **_TENSOR_PARALLEL}, {**GATE, "pipeline_model_parallel_size": 2}]
+)
 def test_what_is_served(fields: dict[str, Any]) -> None:
     assert _said(fields) is None
 
@@ -48,7 +52,7 @@ def test_models_without_either_are_not_looked_at() -> None:
 @pytest.mark.parametrize(
     ("changed", "how", "said"),
     [
-        ({"tensor_model_parallel_size": 2}, {}, "tensor_model_parallel_size is 2: set it to 1"),
+        ({"tensor_model_parallel_size": 2}, {}, "tensor_model_parallel_size is 2, without sequence_parallel: set it"),
         ({"num_moe_experts": 8}, {}, "num_moe_experts is 8: set it to None"),
         ({"pipeline_model_parallel_size": 2}, {}, "pipeline_model_parallel_size is 2: set it to 1"),
         ({"normalization": "LayerNorm"}, {}, "normalization is 'LayerNorm': set it to 'RMSNorm'"),
