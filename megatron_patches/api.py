@@ -350,8 +350,10 @@ class CAD:
         return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
-        """How the rows of all micro-batches that were trained on since the last call were spread over experts, by
-        number of this stage's layers with experts, from 1; alike on all ranks of the stage. Empty without any.
+        """How rows were spread over experts in all micro-batches that were trained on since the last call.
+
+        It is by number of this stage's layers with experts, from 1, and alike on all ranks of the stage. Empty without
+        any.
 
         Args:
             model: from :meth:`data_parallel`.

@@ -66,11 +66,10 @@ def whole(lengths: np.ndarray, rank_of: np.ndarray) -> Pieces:
 
 
 def head_tail(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
-    """Every document in 2 · degree pieces, of which rank r of its group holds number r and number 2 · degree − 1 − r.
+    """Every document in 2 · degree pieces. Rank r of its group holds number r and number 2 · degree − 1 − r.
 
-    Pieces differ by at most a token, and the odd tokens go round over the ranks, so that the ranks of a group hold
-    equally many rows within one. The last rank's two pieces touch and are one. A rank's rows are all its tails, then
-    all its heads.
+    Pieces differ by at most a token. The odd tokens go round over the ranks, so the ranks of a group hold equally many
+    rows within one. The last rank's two pieces touch and are one. A rank's rows are all its tails, then all its heads.
     """
     length = np.asarray(lengths, np.int64)
     base, odd = np.divmod(length, 2 * degree)
@@ -96,8 +95,8 @@ def head_tail(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
 
 
 def zigzag(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
-    """Each group's documents as one sequence in 2 · degree equal chunks, of which rank r holds number r and number
-    2 · degree − 1 − r."""
+    """Each group's documents as one sequence in 2 · degree equal chunks. Rank r holds number r and number 2 · degree −
+    1 − r."""
     pieces = _cut_sequences(lengths, group_of, 2 * degree)
     chunk = pieces.rank % (2 * degree)
     late = chunk >= degree

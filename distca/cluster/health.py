@@ -1,9 +1,10 @@
 """Watching over the ranks of a run: when one fails, dies or is lost, all others say so and end within seconds.
 
 A rank that is gone leaves the others waiting for it: on NCCL inside the driver, on gloo until a connection breaks, on
-NVSHMEM for ever. A thread of every rank therefore looks once a second at the processes of its node, at what the store
-of torch.distributed says of other nodes and of failures (:mod:`distca.cluster.board`), and at the waits that streams
-queued (:mod:`distca.cluster.waits`). It works while the main thread waits for a GPU or for other ranks.
+NVSHMEM for ever. Therefore a thread of every rank looks around once a second. It looks at the processes of its node,
+and at the waits that streams queued (:mod:`distca.cluster.waits`). From the store of torch.distributed it learns of
+other nodes and of failures (:mod:`distca.cluster.board`). The thread works while the main thread waits for a GPU or for
+other ranks.
 
 Ranks end by leaving at once: whoever takes leave politely, of a process group for example, waits for the others.
 """

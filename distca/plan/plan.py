@@ -98,8 +98,8 @@ class Plan:
         return Contexts(last, first, begin, at, of_task)
 
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
-        """[L] rows from the start of their documents that the servers of ``last`` tasks have of the half ``before``,
-        and [L] where these begin in their buffers of that half."""
+        """[L] rows that the servers of ``last`` tasks have of the half ``before``, from the start of their documents.
+        With them [L] the first of these rows in the servers' buffers of that half."""
         assert not any(self.windows), "kinds with a window keep no rows of the half before"
         kept = before.take(before.last_on_server)
         documents = len(self.layout.last)

@@ -1,6 +1,6 @@
 """The interface of kernels of recurrent cores: they take pieces of documents, each from a state to a state.
 
-Shape suffixes: N rows of the home rank (padding included), H heads, K elements of a head of q or k, V of one of v, P
+Shape suffixes: N rows of the home rank (padding included), H heads, K elements of a head of q or k, V of one of v; P
 pieces that are asked for. States and their gradients are float32 at least: bfloat16 ones lose 1,000 times as much over
 128 pieces.
 """

@@ -1,7 +1,7 @@
 """Recurrent cores in plain torch: exact in float64, on any device.
 
-Rows are processed in chunks. With the sums G of decays in a chunk and the state S before it, the rows' additions u
-solve a triangular system, after which outputs and the next state are matrix products:
+Rows are processed in chunks. G are the sums of decays in a chunk, and S is the state before it. The rows' additions u
+solve a triangular system; outputs and the next state are then matrix products:
 
     (1 + tril(β_i e^{G_i−G_j} k_i·k_j, −1)) U = β (V − (K e^G) S)
     O = scale · ((Q e^G) S + tril(e^{G_i−G_j} q_i·k_j) U),   S ← e^{G_C} S + (K e^{G_C−G})ᵀ U

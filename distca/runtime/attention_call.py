@@ -9,7 +9,7 @@ graph's edges: under *resend* the backward's buffers are those of another plan a
 What waits for backward, and where, is the matter of ``kept_rows.py``. Sinks are added at home, where o and its
 log-sum-exp arrive: servers know nothing of a layer's parameters.
 
-Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers, H
+Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers; H
 query heads, G key/value heads, D head dimension.
 """
 

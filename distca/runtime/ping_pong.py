@@ -5,10 +5,10 @@ For layer i and halves 0 (ping) and 1 (pong), nodes are created in this order:
     join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
     join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
 
-A recurrent layer has the halo of its convolution in place of q,k,v, summaries of pieces in place of tasks, and states
-in place of o. The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror image, with
-each reverse transfer launched before the other half's compute and joined after it. No rank waits for another except for
-the rows themselves.
+A recurrent layer has the halo of its convolution in place of q,k,v. It has summaries of pieces in place of tasks, and
+states in place of o. The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror
+image. Each reverse transfer is launched before the other half's compute and joined after it. No rank waits for another
+except for the rows themselves.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ computed once forward and once backward, as early as that can be:
 A half keeps the projection's rows and the states before its pieces; the convolution is computed again in backward.
 Ping's halo rows and states are pong's too: ping has a prefix of every document.
 
-Shape suffixes: N rows of the home rank (padding included), C channels of the convolution, U halo rows that arrived, H
+Shape suffixes: N rows of the home rank (padding included), C channels of the convolution, U halo rows that arrived; H
 heads, K elements of a head of k, V of one of v.
 """
 

@@ -1,5 +1,5 @@
-"""A rank's pieces, their halo and their states in device form, made once per micro-batch and used by all recurrent
-layers whose convolutions have the same size."""
+"""A rank's pieces, their halo and their states in device form. They are made once per micro-batch and used by all
+recurrent layers whose convolutions have the same size."""
 
 from __future__ import annotations
 

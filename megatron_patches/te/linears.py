@@ -36,8 +36,8 @@ class _Linear:
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Never: the first micro-batch's product with a weight overwrites its gradient in place of adding to it, and in
-        backward the first half of a micro-batch comes after the second one."""
+        """Never true. The first micro-batch's product with a weight overwrites its gradient in place of adding to it.
+        But in backward the first half of a micro-batch comes after the second one."""
         return False
 
     @is_first_microbatch.setter

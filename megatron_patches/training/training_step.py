@@ -35,10 +35,10 @@ def wrap_for_data_parallel(
     """Cast to bfloat16 where the configuration says so, and add gradient reduction over data-parallel ranks.
 
     Gradients are added up and reduced in float32, or in the type of bfloat16 weights where ``gradients`` is that.
-    Without pipeline stages a bucket of gradients is reduced while backward goes on.
-    Recomputed segments run in nested backward passes, so a weight is touched once per nano-batch. Megatron counts the
-    touches of the first global batch, which it reduces after backward, and from then on starts a bucket's reduction at
-    its last touch. So every micro-batch must touch every weight equally often, also where this rank has no rows.
+    Without pipeline stages a bucket of gradients is reduced while backward goes on. Recomputed segments run in nested
+    backward passes, so a weight is touched once per nano-batch. Megatron counts the touches of the first global batch,
+    which it reduces after backward. From then on it starts a bucket's reduction at its last touch. So every micro-batch
+    must touch every weight equally often, also where this rank has no rows.
     """
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
@@ -136,8 +136,8 @@ def _overlaps_reduction() -> bool:
 
 
 ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
-"""Takes the next micro-batch's rows and the model; returns what the model returned and a function of it, which returns
-the summed loss, the number of target tokens (an int scalar) and anything to be reported."""
+"""A function that takes the next micro-batch's rows and the model. It returns the model's output and a function of
+that. The latter returns the summed loss, the number of target tokens (an int scalar) and anything to be reported."""
 
 
 def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:

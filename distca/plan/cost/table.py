@@ -1,6 +1,6 @@
 """Seconds of CA-tasks from a measured table; the same on all ranks that read the same file.
 
-Planning asks for the seconds of thousands of tasks, of both directions, many times over, so the table is interpolated
+Planning asks many times over for the seconds of thousands of tasks, in both directions. So the table is interpolated
 once, onto a fine grid whose cells are found without a search. Array legend: N tasks, K directions, C grid cells.
 """
 
@@ -76,8 +76,8 @@ class TableCost(CostModel):
     """Measured seconds, interpolated.
 
     The table is used as a factor on the analytic model: bilinear in (log2 q rows, log2 k,v rows) between measured
-    points and constant beyond them, so that it is exact at every measured point and sensible outside the grid. Between
-    the lines of the fine grid it is bilinear in the rows themselves.
+    points and constant beyond them. So it is exact at every measured point and sensible outside the grid. Between the
+    lines of the fine grid it is bilinear in the rows themselves.
 
     Args:
         shape: the attention layer that was measured.

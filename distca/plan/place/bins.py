@@ -222,8 +222,9 @@ class _Bins:
         heapq.heapify(self._heap)
 
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
-        """Put whole items from ``first`` on, up to ``end``, each into the first bin, as long as they are ``small``
-        enough never to be in shares and it has the tokens; returns the first that was not put."""
+        """Put whole items from ``first`` on, up to ``end``, each into the bin that is first then. This goes on while
+        items are ``small``, too small ever to be in shares, and that bin has the tokens. Returns the first item that
+        was not put."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace

@@ -44,8 +44,10 @@ class Balancer:
         self.failed = 0
 
     def run(self, at_most: float, enough: float) -> None:
-        """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share, or too many
-        cuts did not pay and no server is more than ``enough`` above it."""
+        """Moves work until no server is left to relieve.
+
+        It ends before that where a server that nobody can relieve is more than ``at_most`` above its fair share. It
+        also ends where too many cuts did not pay and no server is more than ``enough`` above it."""
         state = self.state
         room = state.limit - state.load
         free = least_of(room / self.unit)

@@ -17,9 +17,9 @@ from distca.train.config.validate_data import longest_document
 from distca.train.run.memory import GIB, predict_memory
 
 OUTSIDE_TORCH = int(8.5 * GIB)
-"""CUDA context, kernels, NCCL's buffers and workspaces: measured on H200s beside what torch had reserved, 6.6
-to 8.5 GiB in runs of LLaMA-3.1-8B on two GPUs and 7.9 in those of LLaMA-3.2-1B on one. Nothing says that other GPUs or
-more ranks need as much."""
+"""CUDA context, kernels, NCCL's buffers and workspaces, in bytes. On H200s they were measured beside what torch had
+reserved: 6.6 to 8.5 GiB in runs of LLaMA-3.1-8B on two GPUs; 7.9 GiB in runs of LLaMA-3.2-1B on one. Nothing says that
+other GPUs or more ranks need as much."""
 _WITH_ROOM = 0.95
 """The part of the memory open to torch that ``auto`` and advice fill.
 

@@ -5,7 +5,7 @@ scattered is written by one launch of a kernel. An exchange goes, on a stream of
 
     wait until the peers have room · copy to one peer after the other · signal all of them
 
-A stream that turns from a copy to a signal and back stops the engines for a while, so that is done once for all peers,
+A stream that turns from a copy to a signal and back stops the engines for a while. So that is done once for all peers,
 or once for several hundred MiB. Receivers wait for all their senders anyway. In return a peer that is late to make room
 holds up the rows of the peers beside it. It does that only when it is a whole round of the receive buffer behind, and
 then those peers soon wait for its own rows.

@@ -5,8 +5,9 @@ where its rows go without asking. Places follow each other round a ring. A place
 consumed every older exchange that lay there; senders wait for that, on their stream, by the number of the newest such
 exchange (its credit).
 
-An exchange whose place is not free is refused, by all ranks or by none: some may have consumed the exchange before it
-and others not (in a pipeline ranks that only serve join at other times), so that one counts as under way on all.
+An exchange whose place is not free is refused, by all ranks or by none. Some may have consumed the exchange before it
+and others not, since in a pipeline ranks that only serve join at other times. So that exchange counts as under way on
+all.
 """
 
 from __future__ import annotations
