@@ -30,18 +30,18 @@ def check_hybrid(config: TransformerConfig, disaggregate: bool, offload: bool) -
         f"tensor_model_parallel_size is {tp}, without sequence_parallel: set it to True": (
             tp > 1 and not config.sequence_parallel
         ),
+        f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}: set it to 1": (
+            config.pipeline_model_parallel_size > 1
+        ),
         "`disaggregate` is False: set it to True": not disaggregate,
+        "`offload` is True: set it to False": offload,
         f"num_moe_experts is {config.num_moe_experts}: set it to None": config.num_moe_experts is not None,
     }
     if recurrent:
         is_recurrent(config, 1)
         refused |= {
             f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
-            f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}: set it to 1": (
-                config.pipeline_model_parallel_size > 1
-            ),
             "there is a GPU, for which no kernel was proved: run on CPUs": torch.cuda.is_available(),
-            "`offload` is True: set it to False": offload,
             f"normalization is {config.normalization!r}: set it to 'RMSNorm'": config.normalization != "RMSNorm",
             "activation_func is not SiLU, which it is for convolutions too: set it to torch.nn.functional.silu": (
                 config.activation_func is not functional.silu
