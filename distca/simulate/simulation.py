@@ -73,7 +73,7 @@ def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
     shape, ranks, resend = job.shape, job.servers, plan.options.resend
     peak = np.zeros(ranks)
     stage = np.arange(ranks) // job.data_parallel
-    flight = np.minimum(2 * (job.pp - 1 - stage) + 1, len(plan.layouts))
+    flight = np.minimum(np.maximum(2 * (job.pp - 1 - stage) + 1, 1), len(plan.layouts))
     shares = plan.options.shares_of_layers.tolist()
     for forward, backward in zip(plan.forward, plan.backward, strict=True):
         rows = np.sum([each.layout.q_rows for each in forward.plans], axis=0)
