@@ -53,6 +53,6 @@ def header(command: str, ranks: int) -> dict[str, Any]:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """As JSON, into a folder that is made if it is not there."""
+    """Writes the report as JSON, into a folder that is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

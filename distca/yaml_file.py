@@ -31,7 +31,7 @@ def read_yaml(path: Path, refused: type[DistcaError]) -> Any:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Of two entries of one name YAML silently keeps the last; here they are refused. Numbers such as 1e12, which are
+    """YAML silently keeps the last of two entries of one name; here they are refused. Numbers such as 1e12, which are
     text in YAML 1.1, are read as jsonargparse reads them in configuration files."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from distca.ops.row_dots import row_dots
+
 
 def with_sink(o_THD: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """o'_THD in o's dtype and lse'_TH in lse's, with the sinks."""
@@ -23,13 +25,12 @@ def with_sink(o_THD: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor) -
 
 def scaled(o_THD: torch.Tensor, factor_TH: torch.Tensor) -> torch.Tensor:
     """o_THD times a factor for each row and head, rounded once to o's dtype."""
-    return (o_THD * factor_TH[..., None]).to(o_THD.dtype)
+    return torch.mul(o_THD, factor_TH[..., None], out=torch.empty_like(o_THD))  # a GPU casts in the same pass
 
 
 def sink_gradient(
     do_THD: torch.Tensor, o_THD: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor
 ) -> torch.Tensor:
     """ds_H in the sinks' dtype, from the outputs with sinks and their gradient."""
-    wide = lse_TH.dtype
-    weight_TH = torch.exp(sink_H.to(wide) - lse_TH)
-    return -(weight_TH * (do_THD.to(wide) * o_THD.to(wide)).sum(-1)).sum(0).to(sink_H.dtype)
+    weight_TH = torch.exp(sink_H.to(lse_TH.dtype) - lse_TH)
+    return -(weight_TH * row_dots(do_THD, o_THD.contiguous())).sum(0).to(sink_H.dtype)

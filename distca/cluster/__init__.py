@@ -1,1 +1,1 @@
-"""Who the other ranks are: host names, node topology, and whether their processes are alive."""
+"""The other ranks: host names, node topology, and whether their processes are alive."""

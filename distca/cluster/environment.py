@@ -65,8 +65,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
 
 
 def step_tasks(environment: Mapping[str, str]) -> int | None:
-    """With how many tasks, this one among them, srun started this process, at least; None where nothing says so. Which
-    variables there are depends on the version of Slurm and on how the tasks were asked for."""
+    """The number of tasks, at least, that srun started with this process, itself included; None where nothing says so.
+    Which variables there are depends on the version of Slurm and on how the tasks were asked for."""
     names = ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"]
     if environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID"):
         names.append("SLURM_TASKS_PER_NODE")  # elsewhere of the job, in which this may be the only process
@@ -176,5 +176,5 @@ def _check_resolvable(address: str) -> None:
 
 
 def _has_gpus() -> bool:
-    """As NVIDIA's driver says it, without a library of it."""
+    """Returns whether NVIDIA's driver knows a GPU, without a library of it."""
     return any(Path("/proc/driver/nvidia/gpus").glob("*")) and any(Path("/dev").glob("nvidia[0-9]*"))

@@ -36,9 +36,9 @@ from distca.log import MISTAKE, console, say_mistake
 logger = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=10)
-"""Of every process group: what ends ranks that nobody watches. Long enough for slow file systems."""
+"""The timeout of every process group ends ranks that nobody watches. It is long enough for slow file systems."""
 EXIT_CODE = 71
-"""Of a rank that waits for one which has ended."""
+"""A rank that waits for one which has ended leaves with this code."""
 
 _ENDING = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers and launchers send before they end a run."""

@@ -11,7 +11,7 @@ from distca.cluster.hostname import machine_name
 
 
 def fullest_node(need: int, free: int, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """Of the machine where the larger share of what is free is needed: bytes that its ranks need, and that are free.
+    """Returns two numbers of the machine whose free memory is needed most: bytes that its ranks need, and bytes free.
 
     Args:
         need: bytes of this rank.

@@ -109,7 +109,7 @@ def _run(path: str) -> RunFolder:
 
 
 def _checkpoints(path: str) -> list[Checkpoint]:
-    """Of a run that are complete, or the one of which it is the folder."""
+    """Returns a run's complete checkpoints, or the one whose folder the path is."""
     folder = Path(path)
     if (folder / COMPLETE).exists():
         return [Checkpoint(0, folder)]

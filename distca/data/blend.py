@@ -29,7 +29,7 @@ from distca.errors import DataError, system_words
 _KINDS = ("text", "jsonl", "parquet", "arrow", "indexed", "stdlib")
 _AMOUNTS = ("weight", "epochs", "tokens")
 _MOST_USES = 1 << 31
-"""Of a source's documents in an epoch."""
+"""A document of a source is used at most so often in an epoch."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Blend:
         return np.ones(stop - start, bool) if learned is None else learned(own, start, stop)
 
     def where(self, document: int) -> str:
-        """As its source says it."""
+        """Returns where the document's source says that it is."""
         source, own = self._own(document)
         return source.where(own)
 

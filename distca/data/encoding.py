@@ -164,7 +164,7 @@ def _encode_one(encoder: Encoder, where: str, value: Any) -> Encoded | Refused:
 
 
 _encoder: tuple[Encoder, Recipe, Bad]
-"""Of a process of the pool."""
+"""What a process of the pool was started with."""
 
 
 def _begin(recipe: Recipe, bad: Bad) -> None:

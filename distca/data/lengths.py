@@ -21,7 +21,7 @@ from distca.errors import DataError
 
 LengthKind = Literal["text", "jsonl", "parquet", "arrow", "blend", "indexed", "stdlib", "mix"]
 DATA_KINDS = tuple(kind for kind in get_args(LengthKind) if kind not in ("stdlib", "mix"))
-"""Those that a path names."""
+"""The kinds whose documents a path names."""
 _ANY_VOCABULARY = 1 << 31
 """More ids than a file can have: none is read."""
 

@@ -16,9 +16,9 @@ from distca.errors import DataError, VersionError, system_words
 from distca.json_file import open_regular, read_object
 
 _BATCH_BYTES = 1 << 15
-"""Of text that is encoded at a time: what the package holds of more falls out of the caches, which takes longer."""
+"""Bytes of text that are encoded at a time. More of them fall out of the caches, which takes longer."""
 _MOST_IDS = 1 << 24
-"""Of a vocabulary: a model has a row of its embedding for each, and the largest ones known have 2^18."""
+"""A vocabulary has at most so many ids, each with a row of the embedding; the largest ones known have 2^18."""
 
 
 class Tokenizer(Protocol):
@@ -82,7 +82,7 @@ class JsonTokenizer:
         return (encoding.ids for encoding in encodings)
 
     def _closed(self, ids: list[int]) -> np.ndarray:
-        """With the tokens around it; what has no token stays so, and is left out."""
+        """Returns the ids with the tokens around them; a border that has no token is left out."""
         ids = [*self._begin, *ids, *self._end] if ids else ids
         return np.fromiter(ids, np.int64, len(ids))  # twice as fast as np.array
 
@@ -116,7 +116,7 @@ class TokenizerFiles:
     end: str | None = None
 
     def digest(self) -> str:
-        """Of the content, wherever it lies."""
+        """The digest of the content, wherever it lies."""
         content = b"bytes" if self.name == "bytes" else _content(Path(self.name))
         return hashlib.sha256(content).hexdigest()
 

@@ -35,10 +35,10 @@ class Clock:
         return Instant(time.perf_counter(), event)
 
     def work(self) -> Instant:
-        """As :meth:`now`, to time work between two instants: on CPUs in CPU seconds of this thread, because ranks that
-        share cores wait for each other. The process's CPU seconds would also count the threads that move rows and that
-        plan the next step. If an operation runs in several threads, this one's part stands for all of them; torchrun
-        gives each rank one. Not to be compared with other instants."""
+        """Like :meth:`now`, but to time work between two instants: on CPUs in CPU seconds of this thread, because ranks
+        that share cores wait for each other. The process's CPU seconds would also count the threads that move rows and
+        that plan the next step. If an operation runs in several threads, this one's part stands for all of them;
+        torchrun gives each rank one. Not to be compared with other instants."""
         return self.now() if self.on_gpu else Instant(time.thread_time())
 
     def synchronize(self) -> None:

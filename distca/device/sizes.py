@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 LOGITS_BYTES = 2 << 30
-"""Of one chunk of the output layer's logits on one rank. The weight's float32 gradient is read and written once per
-chunk, so chunks are not small."""
+"""Bytes of one chunk of the output layer's logits on one rank. The weight's float32 gradient is read and written once
+per chunk, so chunks are not small."""
 PARKED_TENSORS = 5
-"""That a half of a micro-batch has in every layer, where they wait for backward in host memory."""
+"""Tensors of a half of a micro-batch in every layer, where they wait for backward in host memory."""
 STAYING_HALVES = 2
 """Halves of a layer whose tensors stay on the device after they were parked."""

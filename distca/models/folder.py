@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 2 << 30
-"""Of one file at most, unless one tensor alone has more; so much is in host memory at a time."""
+"""Bytes of one file at most, unless one tensor alone has more; so much is in host memory at a time."""
 
 VALUE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -43,7 +43,7 @@ COMPANIONS = (
 
 
 PARTIAL = ".partial"
-"""Of a folder, where its files are until all of them are written."""
+"""The suffix of the folder that holds the files until all of them are written."""
 
 
 def check_empty(folder: Path, setting: str) -> None:

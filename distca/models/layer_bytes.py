@@ -52,7 +52,7 @@ class LayerBytes:
 
     @cached_property
     def hidden(self) -> int:
-        """Of the residual stream, which is whole without sequence parallelism."""
+        """Bytes of the residual stream, which is whole without sequence parallelism."""
         return self.shape.hidden // self.tp if self.sequence_parallel else self.shape.hidden
 
     @cached_property
@@ -62,12 +62,12 @@ class LayerBytes:
 
     @cached_property
     def q(self) -> int:
-        """Of queries, or of o."""
+        """Bytes of queries, or of o."""
         return self.shape.heads * self.shape.resolved_head_dim // self.tp
 
     @cached_property
     def kv(self) -> int:
-        """Of keys and values together."""
+        """Bytes of keys and values together."""
         return 2 * self.shape.kv_heads * self.shape.resolved_head_dim // self.tp
 
     @cached_property
@@ -158,7 +158,7 @@ class LayerBytes:
     # Bytes that are there only for a moment.
 
     def mlp_at_work(self) -> int:
-        """Of a token when SwiGLU computes its gradient: that of its output and of its input, and the norm's output,
+        """Bytes of a token while SwiGLU computes its gradient: gradients of its output and input, the norm's output,
         which came back; where recomputed, SwiGLU's input and what was computed from it. What a layer that is recomputed
         as a whole keeps meanwhile is not in it."""
         normed = self.hidden if self.disaggregated and self.fp8 == "none" else 0
@@ -171,7 +171,7 @@ class LayerBytes:
         return self.value * elements
 
     def freed_by_mlp(self) -> int:
-        """Of a token, by the backward of the layer's MLP; of a recomputed segment its residual stream."""
+        """Bytes of a token that the backward of the layer's MLP frees; of a recomputed segment its residual stream."""
         if self.recompute == "all":
             return self.value * self.hidden
         outputs = self.ffn + self._normed_inputs // 2 if self.keep_outputs else 0
@@ -189,7 +189,7 @@ class LayerBytes:
         return 2 * self.weights if self.fp8 != "none" and self.recompute == "all" else 0
 
     def loss_at_work(self, rows: int, vocabulary: int) -> int:
-        """Of the loss of ``rows`` rows: logits, the weight's gradient in float32, and around the layers the final
+        """Bytes of the loss of ``rows`` rows: logits, the weight's gradient in float32, and around the layers the final
         norm's input and output and the gradient of that."""
         table = vocabulary * self.shape.hidden // self.tp
         logits = min(LOGITS_BYTES, rows * table // self.shape.hidden * self.value)

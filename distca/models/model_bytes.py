@@ -41,7 +41,7 @@ def model_bytes(
     fp8_weights: bool = False,
     recompute_all: bool = False,
 ) -> ModelBytes:
-    """Of a rank.
+    """Returns the bytes of a rank's weights, gradients and optimizer state.
 
     Args:
         parameters: of this rank's part of the model.

@@ -214,7 +214,7 @@ def _scaling(said: Mapping[str, Any], kind: str, outside: int | None, positions:
 
 
 def _factors(said: Mapping[str, Any], kind: str) -> dict[str, list[float]]:
-    """Those of longrope, for each frequency."""
+    """Returns longrope's factors for each frequency."""
     if kind != "longrope":
         return {}
     for name in ("short_factor", "long_factor"):

@@ -33,7 +33,7 @@ _BYTES = {
     "I16": 2,
     "U16": 2,
 } | dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
-"""Of a value, by the type of its tensor."""
+"""Bytes of a value by the type of its tensor."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 

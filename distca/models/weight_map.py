@@ -34,7 +34,7 @@ class WeightMap:
     mlp_post_norm: str = "post_feedforward_layernorm"
 
     def norms(self, norms: str, parallel_mlp: bool) -> tuple[str, ...]:
-        """Those of the residual stream that a layer has, by where they are; with a parallel MLP it is one."""
+        """The norms of the residual stream that a layer has, by where they are; with a parallel MLP it is one."""
         before = (self.attention_norm,) if parallel_mlp else (self.attention_norm, self.mlp_norm)
         behind = (self.attention_post_norm, self.mlp_post_norm)
         return (before if norms != "post" else ()) + (behind if norms != "pre" else ())

@@ -16,6 +16,7 @@ from distca.ops.cross_entropy import logits_to_gradient_, row_statistics
 from distca.ops.output_loss import add_product
 from distca.ops.rms_norm import add_rms_norm, rms_norm
 from distca.ops.rotary import Rotation, split_and_rotate
+from distca.ops.row_dots import row_dots
 from distca.ops.swiglu import swiglu
 from distca.ops.triton import Operation, refuse
 
@@ -141,6 +142,7 @@ def _operations(widths: Widths) -> dict[Operation, Callable[[_Draw], Outputs]]:
         ),
         "cross-entropy": _cross_entropy,
         "weight gradients": _weight_gradients,
+        "row sums": lambda draw: _row_sums(draw, widths.head_dim),
     }
 
 
@@ -195,3 +197,8 @@ def _weight_gradients(draw: _Draw) -> Outputs:
     sum_VH = draw.wide(256, 128)
     add_product(sum_VH, a_NV.t(), b_NH)
     return {"the sum": sum_VH}
+
+
+def _row_sums(draw: _Draw, columns: int) -> Outputs:
+    a_ND, b_ND = draw(_ROWS, columns), draw(_ROWS, columns)
+    return {"the sums": row_dots(a_ND, b_ND)[:, None]}

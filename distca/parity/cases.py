@@ -110,7 +110,7 @@ def case_documents(case: ParityCase) -> list[list[np.ndarray]]:
 
 
 def config_of(case: ParityCase, dtype: torch.dtype) -> TransformerConfig:
-    """Of the case's model, whose weights are drawn the same way for every tensor-parallel size."""
+    """The configuration of the case's model, whose weights are drawn the same way for every tensor-parallel size."""
     torch.manual_seed(case.seed)
     config = transformer_config(
         case.shape,

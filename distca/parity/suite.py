@@ -56,7 +56,7 @@ def all_modes(tp: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[P
 
 
 def paired_modes(tp: int) -> list[ParityCase]:
-    """Those of :func:`all_modes` in which every two settings meet with all their values that meet there."""
+    """The cases of :func:`all_modes` in which every two settings meet with all their values that meet there."""
     cases = all_modes(tp)
     return [case for case in cases if case.recompute == MLP or _odd(case)]
 

@@ -42,4 +42,4 @@ OF_KINDS = (
     World(8, tp=2, pp=2),
     World(8, pp=2, ranks_per_node=4),
 )
-"""Those of the matrix of kinds of layers."""
+"""The worlds of the matrix of kinds of layers."""

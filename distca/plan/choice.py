@@ -24,7 +24,7 @@ from distca.plan.plan import Plan
 _WORTH = 0.01
 """Least part of the time for which documents get rows in both halves: a carried row's gradient is rounded twice."""
 _NVLINK = 360e9
-"""Bytes per second and direction inside a node (docs/planning.md)."""
+"""Bytes per second and direction inside a node (benchmarks/results/planner.md)."""
 
 
 class Scheduler(Protocol):

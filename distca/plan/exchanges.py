@@ -49,11 +49,11 @@ class Segments:
         return np.bincount(self.peer, weights=self.rows, minlength=ranks).astype(np.int64)
 
     def take(self, chosen: np.ndarray | slice) -> Segments:
-        """Those of a slice or of indices."""
+        """The segments of a slice or of indices."""
         return Segments(self.peer[chosen], self.source[chosen], self.destination[chosen], self.rows[chosen])
 
     def between(self, low: int, high: int) -> Segments:
-        """Those from index ``low`` up to ``high``."""
+        """The segments from index ``low`` up to ``high``."""
         return self.take(slice(low, high))
 
 
@@ -117,8 +117,8 @@ class Pieces:
     def of(
         reads: Reads, begin: np.ndarray, offset: np.ndarray, shards: Shards, links: Links | None = None, ranks: int = 1
     ) -> tuple[Pieces, Pieces]:
-        """Those of ``reads`` that come from home, and those that a gateway hands on. Tasks read from [T] ``begin``, and
-        those rows land at [T] ``offset``."""
+        """The rows of ``reads`` that come from home, and those that a gateway hands on. Tasks read from [T] ``begin``,
+        and those rows land at [T] ``offset``."""
         start = np.maximum(begin[reads.task], shards.start[reads.shard])
         source = shards.row[reads.shard] + start - shards.start[reads.shard]
         destination = offset[reads.task] + start - begin[reads.task]
@@ -153,7 +153,7 @@ class Exchanges:
         self._to_home = _Arrivals(server, home, rows, ranks, only)
 
     def of(self, rank: int, destination_rows: int, repeat: Segments, before: Segments) -> RowExchange:
-        """That of one rank, whose server buffer has ``destination_rows``."""
+        """The exchange of one rank, whose server buffer has ``destination_rows``."""
         send, keep = self._by_home.of(rank)
         receive, _ = self._by_server.of(rank)
         return RowExchange(

@@ -53,7 +53,7 @@ class PairRows:
         return np.bincount(self.server, self.rows, self.ranks).astype(np.int64)
 
     def between(self, group: np.ndarray) -> PairRows:
-        """Those whose home rank and server are of different groups; [R] ``group`` of every rank."""
+        """The pairs whose home rank and server are of different groups; [R] ``group`` of every rank."""
         far = group[self.home] != group[self.server]
         return PairRows(self.ranks, self.home[far], self.server[far], self.rows[far])
 

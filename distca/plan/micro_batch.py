@@ -121,7 +121,7 @@ class MicroBatchPlan:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Of every kind and nano-batch, forward and backward."""
+        """The plans of every kind and nano-batch, forward and backward."""
         return tuple(plan for nano in self.every_nano_batch for plan in (nano.forward, nano.backward))
 
     @property

@@ -75,7 +75,7 @@ class StepPlan:
 
     @property
     def fingerprint(self) -> int:
-        """Of all plans; the same on ranks that planned the same."""
+        """A checksum of all plans; the same on ranks that planned the same."""
         return fingerprint(plan for _, phase in self.phases for plans in phase.by_combination for plan in plans)
 
     def forward_phase(self, micro_batch: int, stage: int) -> int:

@@ -33,7 +33,7 @@ class Tasks:
         return len(self.document)
 
     def take(self, chosen: np.ndarray) -> Tasks:
-        """Those of a mask or of indices."""
+        """The tasks of a mask or of indices."""
         return Tasks(self.document[chosen], self.start[chosen], self.stop[chosen], self.server[chosen])
 
     def columns(self) -> tuple[np.ndarray, ...]:

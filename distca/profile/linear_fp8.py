@@ -18,7 +18,7 @@ from distca.profile.timing import median_seconds
 from distca.sizes.fp8_shapes import unfit_widths
 
 _ROWS = 65_536
-"""Of a product. On fewer, narrow ones take less time than the host needs to queue them."""
+"""Rows of a product. On fewer, narrow ones take less time than the host needs to queue them."""
 _WARM_UP, _REPEATS = 10, 10
 
 

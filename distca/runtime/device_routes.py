@@ -173,7 +173,7 @@ class NanoRoutes:
 
 
 LayerRoutes = tuple[NanoRoutes, ...]
-"""Of one layer: a rank's routes of each nano-batch, one or two."""
+"""One layer's routes of a rank: of each nano-batch, one or two."""
 
 
 @dataclass(frozen=True)

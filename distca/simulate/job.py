@@ -172,13 +172,13 @@ class Job:
 
     @property
     def output(self) -> LinearRate:
-        """Of the output layer's matrix products, which stay in bfloat16."""
+        """The rate of the output layer's matrix products, which stay in bfloat16."""
         assert self.cost.linear is not None
         return self.cost.linear
 
     @property
     def linear(self) -> LinearRate:
-        """Of those in the layers."""
+        """The rate of the layers' matrix products."""
         rate = self.output.in_fp8(self.fp8)
         assert rate is not None
         return rate
@@ -190,7 +190,7 @@ class Job:
 
     @cached_property
     def kinds(self) -> tuple[AttentionKind, ...]:
-        """Of the model's layers."""
+        """The kinds of the model's layers."""
         return numbered(self.model.attention_kinds)[0]
 
     @cached_property
@@ -230,7 +230,7 @@ class Job:
 
     @property
     def layers(self) -> int:
-        """Of a stage."""
+        """The layers of a stage."""
         return self.model.layers // self.pp
 
     @cached_property
@@ -251,7 +251,7 @@ class Job:
 
     @property
     def links(self) -> Links:
-        """As training tells the planner."""
+        """The links as training tells them to the planner."""
         per_node = self.fabric.per_node
         return Links() if self.fabric.one_node else Links(per_node)
 
@@ -300,7 +300,7 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """Of the fullest stage's rank: its layers, with embedding or output layer."""
+        """Parameters of the fullest stage's rank: its layers, with embedding or output layer."""
         tables = 2 if self.pp == 1 and not self.model.tie_embeddings else 1
         return (self.layers * self.model.layer_weights + tables * self.model.vocabulary * self.model.hidden) // self.tp
 

@@ -39,7 +39,7 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all GPUs."""
+        """The speed of all GPUs together."""
         return self.tokens / self.step_s
 
     @property

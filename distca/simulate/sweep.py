@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all GPUs."""
+        """The speed of all GPUs together."""
         return sum(each.tokens for each in self.steps) / sum(each.step_s for each in self.steps)
 
     def mean(self, name: str) -> float:
@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def spans(self) -> list[Span]:
-        """Of the watched ranks in the first step."""
+        """The spans of the watched ranks in the first step."""
         return self.steps[0].spans
 
 

@@ -27,7 +27,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of all documents."""
+        """The tokens of all documents."""
         return sum(each.tokens for each in self.micro_batches)
 
     @staticmethod

@@ -46,7 +46,7 @@ class Nodes:
         self._running: list[subprocess.Popen[Any]] = []
 
     def address(self, node: int) -> str:
-        """Of a node."""
+        """The address of a node."""
         return f"10.213.{os.getpid() % 256}.{node + 1}"
 
     def __enter__(self) -> Nodes:

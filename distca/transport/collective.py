@@ -80,7 +80,7 @@ class CollectiveTransport:
 
 @dataclass
 class _AllToAll:
-    """Of one part. Its memory is held until the exchange was waited for."""
+    """The all-to-all of one part. Its memory is held until the exchange was waited for."""
 
     part: Part
     sent: torch.Tensor

@@ -55,7 +55,7 @@ class Hops:
 
     @staticmethod
     def of(parts: tuple[Part, ...]) -> Hops:
-        """Those of an exchange."""
+        """The hops of an exchange."""
         handed_on, others, second = [], [], []
         for part in parts:
             before, after = part.moves.relay_before, part.moves.relay_after

@@ -90,7 +90,7 @@ class SavedWeights:
             self._metadata = checkpoint.FileSystemReader(path).read_metadata()
 
     def names(self) -> list[str]:
-        """Of the folder's tensors, in the order in which :meth:`tensors` gives them."""
+        """Names of the folder's tensors, in the order in which :meth:`tensors` gives them."""
         return [name for _, _, slot in self._parts() for name in slot.names]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

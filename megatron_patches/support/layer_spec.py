@@ -108,5 +108,5 @@ def _expect_in_spec(path: str, found: Any, *served: Any) -> None:
 
 
 def name_of(found: Any) -> str:
-    """Of a class, a function or what a spec builds."""
+    """The name of a class, a function or what a spec builds."""
     return str(getattr(_module(found), "__name__", found))

@@ -199,7 +199,7 @@ class _Stage:
         return gradient
 
     def _shape(self, micro_batch: int | None) -> tuple[int, int, int]:
-        """Of the activations that a stage passes on: this rank's share of the sequence."""
+        """The shape of the activations that a stage passes on: this rank's share of the sequence."""
         assert micro_batch is not None
         rows = self._batches[micro_batch].tokens.shape[1]
         shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1

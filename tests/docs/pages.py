@@ -12,7 +12,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "README.Installation.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "benchmarks" / "README.md",
-    ROOT / "benchmarks" / "results" / "README.md",
+    *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]
 
 

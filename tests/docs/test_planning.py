@@ -1,4 +1,4 @@
-"""docs/planning.md: its table of plans on a network is what the kept results say."""
+"""benchmarks/results/planner.md: its table of plans on a network is what the kept results say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from tests.docs.pages import ROOT
 
-PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "benchmarks" / "results" / "planner.md").read_text(encoding="utf-8")
 PAIRS = {
     "kb_per_token": ".2f",
     "kb_per_token_between_nodes": ".2f",

@@ -1,4 +1,4 @@
-"""docs/simulating.md: its tables are what the kept results say."""
+"""benchmarks/results/simulated.md: its tables are what the kept results say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.docs.pages import ROOT
 
-PAGE = (ROOT / "docs" / "simulating.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "benchmarks" / "results" / "simulated.md").read_text(encoding="utf-8")
 EXPOSED, HIDDEN = "best-cp", "best-cp-hidden"
 
 

@@ -27,6 +27,7 @@ def test_right_operations_are_never_refused(dtype) -> None:
 
 _swiglu, _rms_norm, _rotate = self_check.swiglu, self_check.rms_norm, self_check.split_and_rotate
 _statistics, _gradient, _add = self_check.row_statistics, self_check.logits_to_gradient_, self_check.add_product
+_row_dots = self_check.row_dots
 
 
 def _wrong(name):
@@ -58,6 +59,9 @@ def _wrong(name):
     def swiglu(x):
         return _swiglu(x if x.dtype == torch.float64 else x.roll(40, -1))
 
+    def sums(a, b):
+        return _row_dots(a, b) * (1.001 if a.dtype != torch.float64 else 1)
+
     return {
         "RMSNorm": ("rms_norm", rms_norm),
         "rotation": ("split_and_rotate", rotate),
@@ -66,6 +70,7 @@ def _wrong(name):
         "cross-entropy by its sum": ("row_statistics", statistics),
         "weight gradients": ("add_product", add),
         "SwiGLU": ("swiglu", swiglu),
+        "row sums": ("row_dots", sums),
     }[name]
 
 
@@ -80,6 +85,7 @@ def _wrong(name):
         "cross-entropy by its sum",
         "weight gradients",
         "SwiGLU",
+        "row sums",
     ],
 )
 def test_wrong_operations_are_refused_with_a_warning(monkeypatch, caplog, name, dtype) -> None:

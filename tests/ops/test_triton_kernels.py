@@ -13,7 +13,7 @@ from distca.testing.reference_attention import relative_error
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed.", allow_module_level=True)
 
-CASES = {"add_rms_norm": [(5, 96), (70, 48)]}
+CASES = {"add_rms_norm": [(5, 96), (70, 48)], "row_dots": [(1, 64), (333, 96)]}
 
 
 def _draws(rows, columns, dtype):
@@ -43,6 +43,16 @@ def _check_add_rms_norm(rows, columns, dtype):
     for mine, theirs, expected in zip(ours, stock, exact, strict=True):
         assert mine.dtype == dtype and mine.shape == expected.shape
         assert relative_error(mine, expected) <= 1.05 * relative_error(theirs, expected) + 1e-7
+
+
+def _check_row_dots(rows, columns, dtype):
+    from distca.ops.triton.row_dots import row_dots
+
+    a, b, *_ = _draws(rows, columns, dtype)
+    sums = torch.empty(rows)
+    row_dots(a, b, sums)
+    exact, stock = (a.double() * b.double()).sum(-1), (a.float() * b.float()).sum(-1)
+    assert relative_error(sums, exact) <= 2 * relative_error(stock, exact) + 1e-7
 
 
 def test_kernels_are_no_farther_from_float64_than_torchs_operations():

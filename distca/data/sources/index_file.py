@@ -36,7 +36,7 @@ class Index:
 
     @staticmethod
     def of_documents(lengths: list[int], dtype: type[np.integer]) -> Index:
-        """Of documents of one sequence each, one after the other in the .bin file."""
+        """The index of documents of one sequence each, one after the other in the .bin file."""
         ends = np.cumsum([0, *lengths], dtype=np.int64)
         offsets = ends[:-1] * np.dtype(dtype).itemsize
         return Index(np.dtype(dtype), np.array(lengths, np.int32), offsets, np.arange(len(lengths) + 1))

@@ -10,7 +10,7 @@ from distca.data.sources.source import DocumentSource, readable
 from distca.errors import DataError
 
 SourceKind = Literal["stdlib", "text", "jsonl", "indexed", "mix"]
-"""Of documents whose tokens are there without tokenizing; other text is tokenized first."""
+"""Sources whose tokens are there without tokenizing; other text is tokenized first."""
 KINDS: tuple[str, ...] = get_args(SourceKind)
 MIX_TOKENS = 1 << 26
 

@@ -1,4 +1,4 @@
-"""Whose every character of a rendered conversation is: texts of messages are rendered once more, as other characters.
+"""The message that each character of a rendered conversation belongs to: texts are rendered again, as other characters.
 
 A conversation is rendered as it is, and with every character of its texts replaced by one that stands for the same
 character of the same text, and that nothing else has. Where both renderings agree, the second shows of every character

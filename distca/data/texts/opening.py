@@ -40,7 +40,7 @@ class Texts:
 
     @property
     def bytes(self) -> int:
-        """Of all files, as they lie on disk."""
+        """The size of all files as they lie on disk."""
         return sum(size for _, size, _ in self.state())
 
     @property
@@ -63,7 +63,7 @@ class Texts:
         return [_state_of(file) for file in self.files]
 
     def digest(self) -> str:
-        """Of the content, wherever it lies; reads all of it.
+        """Returns a digest of the content, wherever it lies; it reads all of it.
 
         Raises:
             DataError: a file cannot be read.

@@ -88,7 +88,7 @@ def _checked(values: Any) -> Any:
 
 
 def _columns(file: Path, column: str, beside: Sequence[str], names: list[str]) -> list[str]:
-    """Those to read."""
+    """Returns the columns to read."""
     if column not in names:
         raise DataError(f"{file} has no column {column!r}, but {', '.join(names)}; set `field` to one of them.")
     return [column, *(name for name in beside if name in names)]

@@ -89,9 +89,10 @@ class AnalyticCost(CostModel):
 
 
 def analytic_cost(heads: int, kv_heads: int, head_dim: int, *, value_bytes: int = 2, block: int = 128) -> AnalyticCost:
-    """Cost model without a measured table: least squares over flash-attn-4 figures of one H200 (see docs/planning.md).
+    """The cost model without a measured table: least squares over flash-attn-4's times on one H200.
 
-    The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 9 % forward, 6.5 % backward.
+    The fit reproduces the ten measured rates (32 heads, 8 k,v heads, d 128, causal) within 9 % forward, 6.5 % backward
+    (benchmarks/results/planner.md).
     Other shapes scale every term with heads x head_dim. Only ratios matter to a schedule.
     """
     shape = AttentionShape(heads, kv_heads, head_dim, value_bytes)

@@ -32,7 +32,7 @@ class LinearRate:
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> LinearRate | None:
-        """That of a table file's content; None where it has none.
+        """The rate in a table file's content; None where it has none.
 
         Raises:
             PlanError: it is there, but not usable.

@@ -27,7 +27,7 @@ _WANTED = ("heads", "kv_heads", "head_dim", "q_rows", "kv_rows", "forward_second
 _SIZES = ("heads", "kv_heads", "head_dim", "value_bytes", "block", "window")
 """The last three may be left out."""
 _LARGEST = 1 << 20
-"""Of a size: what has more heads, or larger ones, is no attention of any model."""
+"""A size is at most this: no model's attention has more heads, or larger ones."""
 _SIDES = ("forward", "backward")
 
 

@@ -21,7 +21,8 @@ _OVERFULL_WITH_KEYS = 0.09
 """The same of a document in shares with more keys than a rank has tokens: so much is not worth reading them for."""
 _LEVELLINGS = 3
 _NO_SURPLUS = 1e-6
-"""Of an item's work, over that of as many tokens of what fills ranks up: rounding."""
+"""A surplus below this share of an item's work is rounding. The surplus is its work over that of as many tokens of
+what fills ranks up."""
 _FEW_SHARES = 1.1
 """Documents in shares of up to so many times a rank's tokens come one after the other. What longer ones leave is for
 shorter ones, of which fewer keys are needed."""
@@ -53,7 +54,7 @@ class Items:
         return Items(rows, work, self.added[item], self.long[item], self.keys[item])
 
     def between(self, low: int, high: int) -> Items:
-        """Those from index ``low`` up to ``high``."""
+        """The items from index ``low`` up to ``high``."""
         columns = (self.rows, self.work, self.added, self.long, self.keys)
         return Items(*(column[low:high] for column in columns))
 

@@ -25,7 +25,7 @@ from distca.plan.sorting import in_turns, merged, order_by
 _DENSE = 0.6
 """Documents with at least this part of the mean work per token are cut where they exceed a rank's work; less dense
 ones are needed everywhere to fill budgets. Lower values leave ranks full of middling documents without enough work,
-higher ones move more bytes (docs/planning.md)."""
+higher ones move more bytes (benchmarks/results/planner.md)."""
 _SAME_SIZE = 1.5
 """Ranges within this factor of rows are dealt against the same rate of the shorter documents."""
 _SHORT_DOCUMENTS = 0.03

@@ -10,7 +10,8 @@ import numpy as np
 Dealing = Literal["in_order", "even", "lean"]
 _DEALT_ONE_BY_ONE = 64
 _SHORT_TAIL = 1 / 32
-"""Of what comes before the tail. By so much, of its tokens, the first half may get longer."""
+"""A tail is short below this share of what comes before it. The first half may get longer by this share of its
+tokens."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def cut_whole(
 
 
 def _growth(length: np.ndarray, whole: np.ndarray, work: Work) -> tuple[np.ndarray, np.ndarray]:
-    """Of documents with [N] rows and ``whole`` work: the work that grows with the square of a head's rows, for all of
+    """How the work of documents with [N] rows and ``whole`` work grows: with the square of a head's rows, for all of
     them, and per row what grows with the rows."""
     half = length // 2
     part = np.maximum(half / length, 1e-9)

@@ -38,8 +38,8 @@ _SHORT_DOCUMENTS = 0.03
 ONE_BY_ONE = 2048
 """Documents per rank that are dealt one by one at most: the longest. So many are level with whatever fills ranks up."""
 _PING = 0.25
-"""Of the work is for ping where documents are in shares: the heads of half the rows have as much. Less would move fewer
-bytes, but leave little attention to hide those of pong behind."""
+"""The share of the work that is for ping where documents are in shares: the heads of half the rows have as much. Less
+would move fewer bytes, but leave little attention to hide those of pong behind."""
 _LITTLE_PING = 0.06
 """The same where no document in shares has rows in ping."""
 _FEW_SHARED, _SPARE, _MOST_ROWS_IN_PONG = 0.01, 1.05, 0.35

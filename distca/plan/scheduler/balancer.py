@@ -15,7 +15,7 @@ from distca.plan.scheduler.range_split import Excess, RangeSplit, Receivers, Tim
 from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 ENOUGH = 1e-9
-"""Of the mean load: rounding."""
+"""A difference below this share of the mean load is rounding."""
 _LEAST_ROOM = 1e-4
 _TRIES = 3
 _FAILED = 64
@@ -259,7 +259,8 @@ class Balancer:
         return Receivers(ranks, room.take(ranks, axis=1), distant.take(ranks), price)
 
     def _prices_from(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every rank [R]: 1 if it is on another node, else 0; what a query row costs to there; a byte, squared."""
+        """Three prices for every rank [R]: 1 if it is on another node, else 0; what a query row costs to there; a byte,
+        squared."""
         if node not in self.prices:
             distant = (self.state.node != node).astype(np.float64)
             price = np.where(distant, self.state.links.network_price, 1.0)

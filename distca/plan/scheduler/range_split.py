@@ -31,7 +31,7 @@ _PLACES = np.linspace(0.0, 1.0, 13)
 _LEAST_BLOCKS = 8
 """Fewest blocks to hand over where whole documents do not fit the need."""
 _FEW = 8
-"""With more receivers sizes are corrected three times instead of once: errors add up along the ranges."""
+"""From more receivers than this on, sizes are corrected three times instead of once: errors add up along the ranges."""
 _LONG_CONTEXT = 131_072
 """From here on, reading a document's keys once more at home is worth looking at when a place is chosen."""
 _NEVER_WASTEFUL = 32
@@ -102,7 +102,7 @@ class Excess(NamedTuple):
 
 
 class Receivers(NamedTuple):
-    """Who may take ranges, in order of preference.
+    """Servers that may take ranges, in order of preference.
 
     Attributes:
         rank: [C].

@@ -29,7 +29,7 @@ from distca.plan.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 0.02
-"""How far above the mean the slowest server may be; docs/planning.md shows the trade-off curve it was chosen from."""
+"""How far above the mean the slowest server may be; it was chosen from a curve in benchmarks/results/planner.md."""
 
 _FINEST_TOLERANCE, _SERVERS_OF_DEFAULT = 0.005, 128
 
@@ -56,7 +56,7 @@ def training_tolerance(servers: int) -> float:
     """The tolerance that training plans with: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
 
     In small pools a finer plan costs a few milliseconds in the background and some percent more bytes, and a full
-    context's attention on two ranks is otherwise left a whole tolerance apart (docs/planning.md).
+    context's attention on two ranks is otherwise left a whole tolerance apart (benchmarks/results/planner.md).
     """
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 

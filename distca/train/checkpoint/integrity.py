@@ -18,7 +18,7 @@ DAMAGED = "DAMAGED"
 """Marks a checkpoint of which a checksum was wrong, so that none goes on from it or keeps it in place of an intact one;
 says what is wrong."""
 FileFacts = dict[str, Any]
-"""Of a file: its "bytes" and, in hexadecimal digits, its "sha256"."""
+"""Facts of a file: its "bytes" and, in hexadecimal digits, its "sha256"."""
 
 
 def files_of(checkpoint: Path) -> list[str]:
@@ -133,7 +133,7 @@ def clear_mark(checkpoint: Path) -> None:
 
 
 def _saved_facts(checkpoint: Path) -> dict[str, FileFacts]:
-    """Of every file, by name, as COMPLETE has them; early versions had only the bytes."""
+    """Returns the facts of every file, by name, as COMPLETE has them; early versions had only the bytes."""
     unreadable = damaged(checkpoint, f"its {COMPLETE} cannot be read")
     try:
         saved = read_object(checkpoint / COMPLETE)

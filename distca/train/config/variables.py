@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Launcher(Enum):
-    """Who reads the environment, by its script."""
+    """The script that reads the environment."""
 
     TRAINING = "pretrain_llama.sh"
     RUN_3D = "benchmarks/example-3d-parallel/run3d.sh"

@@ -94,7 +94,7 @@ def find_tokens(config: RunConfig) -> list[str | None] | None:
 
 
 def vocabulary_of(config: RunConfig) -> int:
-    """Of the tokenizer of texts that are still to be tokenized; errors of ``Recipe.open``."""
+    """The vocabulary of the tokenizer of texts that are still to be tokenized; errors of ``Recipe.open``."""
     return max(each.recipe.open().vocabulary for each in caches(config) if each is not None)
 
 

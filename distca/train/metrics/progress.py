@@ -199,7 +199,7 @@ def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss per token; infinite where no number holds it."""
+    """The perplexity of a mean loss per token; infinite where no number holds it."""
     try:
         return math.exp(loss)
     except OverflowError:

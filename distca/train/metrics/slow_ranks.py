@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 
 STEPS = 20
-"""That count: single steps say little, as no cost table is exact for every shape."""
+"""Newest steps that count: single steps say little, as no cost table is exact for every shape."""
 _MARGIN = 0.05
 _WARM_UP = 2
 

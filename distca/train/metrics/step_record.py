@@ -111,7 +111,7 @@ class StepRecorder:
         return np.concatenate((by_kind, other[None]))[: len(self.parts)]
 
     def _memory_values(self, memory: np.ndarray, outside_torch: float) -> Values:
-        """Those of GPUs, or of CPU ranks where they are asked for.
+        """The memory of GPUs, or of CPU ranks where it is asked for.
 
         Args:
             memory: [stages] GiB of the fullest rank.
@@ -157,8 +157,8 @@ class StepRecorder:
         return f"rank {rank} ({self._places[rank]}), {slower[rank]:+.1%} time against the others"
 
     def _gather(self, micro_batches: int) -> np.ndarray:
-        """Of every rank of the world, its rank in the server pool, attention seconds of this step, GiB of memory,
-        those outside torch and, with stages, attention seconds by phase: [world, 4 + 2 · phases] float64."""
+        """Gathers of every rank of the world its rank in the server pool, attention seconds of this step, GiB of
+        memory, those outside torch and, with stages, attention seconds by phase: [world, 4 + 2 · phases] float64."""
         cad = self._trainer.cad
         serves, stages = cad.pool.timeline.take_serves(), cad.options.stages
         phases = measured_phases(serves, cad.stage, cad.options, micro_batches) if stages > 1 else None
@@ -277,15 +277,15 @@ class RunningMeans:
                 column.count += 1
 
     def first(self, key: str) -> float | None:
-        """Of the first step that has it; None where no step has."""
+        """The value of the first step that has it; None where no step has."""
         return self._columns[key].first if key in self._columns else None
 
     def last(self, key: str) -> float | None:
-        """Of the newest step that has it."""
+        """The value of the newest step that has it."""
         return self._columns[key].last if key in self._columns else None
 
     def largest(self, key: str) -> float | None:
-        """Of all steps."""
+        """The largest value of all steps."""
         return self._columns[key].largest if key in self._columns else None
 
     def mean(self, key: str, *, but_first: bool = False) -> float | None:

@@ -69,7 +69,7 @@ class Trainer:
 
     @property
     def receive_buffer_gib(self) -> float:
-        """Of NVSHMEM on this rank; 0 where rows go another way."""
+        """GiB of NVSHMEM's buffer on this rank; 0 where rows go another way."""
         return self.config.resolved_nvshmem_buffer_gb if self.cad.pool.transport.name == "nvshmem" else 0.0
 
 
@@ -157,7 +157,7 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
 
 
 def _described(cad: CAD, config: RunConfig) -> str:
-    """Whose linear layers are used, and how they compute."""
+    """Says whose linear layers are used, and how they compute."""
     whose = "Transformer Engine's" if cad.te_linears else "Megatron-Core's"
     if config.train.fp8 == "none":
         return whose

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_patches.ranks.world import World
 
 _MAY_DIFFER = ("name", "output", "data.path")
-"""Of these rank 0's counts, or what is found there is compared."""
+"""Settings that ranks may have differently: rank 0's counts, or what is found there is compared."""
 
 
 def check_same_start(config: RunConfig, corpus: Corpus, world: World) -> None:

@@ -210,7 +210,7 @@ class _Loop:
         return self.loss_of_validation()[0] if len(self._corpus.validation) else None
 
     def loss_of_validation(self) -> tuple[float, int]:
-        """That of a set that has documents, and of how many target tokens it is the mean."""
+        """The loss of a set that has documents, and of how many target tokens it is the mean."""
         trainer = self._trainer
         sampler = open_sampler(self._config, self._corpus.validation, trainer.cad.options.ranks)
         total = torch.zeros(2, dtype=torch.float64, device=trainer.world.device)
@@ -242,7 +242,7 @@ class _Loop:
             self._write_timeline()
 
     def _write_timeline(self) -> None:
-        """Of all ranks, if one is being recorded."""
+        """Writes the timeline of all ranks, if one is being recorded."""
         if not self._trainer.cad.pool.timeline.recording:
             return
         world = self._trainer.world

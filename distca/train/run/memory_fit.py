@@ -34,7 +34,7 @@ Changes = tuple[tuple[str, object], ...]
 
 
 class HostMemory(NamedTuple):
-    """Of the machine that has least for each of its ranks: how many they are, and bytes that are free for all."""
+    """The machine that has least for each of its ranks: how many ranks, and bytes that are free for all of them."""
 
     ranks: int
     free: int
@@ -214,7 +214,7 @@ def _savings(config: RunConfig) -> Changes:
 
 
 def _fewest(changes: Changes, fits: Callable[[Changes], bool]) -> Changes | None:
-    """Of changes in order as few as are needed to fit; None if all of them do not do."""
+    """Returns as few of the changes, in order, as are needed to fit; None if all of them do not do."""
     taken: Changes = ()
     for change in changes:
         taken = (*(each for each in taken if each[0] != change[0]), change)

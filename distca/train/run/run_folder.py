@@ -182,7 +182,7 @@ class RunFolder:
         return [Checkpoint(int(path.name.removeprefix("step_")), path) for path in complete]
 
     def checkpoint_folders(self) -> list[Path]:
-        """Of this run, complete or not, oldest first; what else lies there is somebody's own."""
+        """This run's checkpoints, complete or not, oldest first; what else lies there is somebody's own."""
         found = [
             path
             for path in (self.path / "checkpoints").glob("step_*")

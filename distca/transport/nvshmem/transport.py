@@ -203,7 +203,7 @@ class FallbackHandle:
 
     @property
     def works(self) -> list[Any]:
-        """Of the fallback transport."""
+        """The works of the fallback transport."""
         return getattr(self._handle, "works", [])
 
     def wait(self) -> None:
