@@ -84,10 +84,7 @@ class PlanOptions:
 
     def _check_servers(self) -> None:
         if self.servers < 0 or (self.servers and not self.disaggregate):
-            raise PlanError(
-                f"There are {self.servers} servers without a model; with disaggregation there can be 0 or more, without "
-                "it none."
-            )
+            raise PlanError(f"`servers` is {self.servers}; it must be 0 or more, and 0 where attention stays at home.")
         for cost in (self.cost, *self.costs):
             if isinstance(cost, PoolCost) and len(cost.of_server) != self.pool_ranks:
                 raise PlanError(f"{len(cost.of_server)} servers have a cost table, and there are {self.pool_ranks}.")

@@ -130,11 +130,11 @@ class Job:
         homes = cluster.gpus - self.tp * self.extra_servers
         if homes < 1 or homes % (self.tp * self.pp) or self.extra_servers < 0:
             raise SimulationError(
-                f"`tp` × `pp` is {self.tp} × {self.pp}, which does not divide the {homes} GPUs with a model; change one "
-                "of them."
+                f"`tp` × `pp` is {self.tp} × {self.pp}, which does not divide the {homes} GPUs; change one of them."
             )
         if len(self.home_factors) not in (0, homes // self.tp):
-            raise SimulationError(f"`home_factors` are {len(self.home_factors)}, and there are {homes // self.tp} homes.")
+            count = len(self.home_factors)
+            raise SimulationError(f"`home_factors` has {count} numbers, and there are {homes // self.tp} homes.")
         if self.model.layers % self.pp:
             raise SimulationError(
                 f"`pp` is {self.pp}, which does not divide the {self.model.layers} layers; stages have equally many."

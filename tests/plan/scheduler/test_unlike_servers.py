@@ -218,8 +218,8 @@ def test_factors_are_those_of_homes() -> None:
 @pytest.mark.parametrize(
     "given_options, words",
     [
-        ({"servers": -1}, "-1 servers without a model"),
-        ({"servers": 1, "disaggregate": False}, "it none"),
+        ({"servers": -1}, "`servers` is -1"),
+        ({"servers": 1, "disaggregate": False}, "0 where attention stays at home"),
         ({"servers": 1, "cost": PoolCost((LLAMA_8B,), (0, 0))}, "2 servers have a cost table, and there are 3"),
         ({"non_attention": NonAttention(1e-7, 1e-7, (1.0,))}, "1 homes have a factor, and there are 2"),
     ],
