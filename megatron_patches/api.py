@@ -26,11 +26,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
 
 from distca.data.batch import Document
 from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
 from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
+from megatron_patches.experts.balance import ExpertLoad, LayerLoad
+from megatron_patches.experts.layer import take_halves
 from megatron_patches.layers.block import block_spec, disaggregate_block, refuse_other_schedule
 from megatron_patches.layers.full_recompute import recompute_layers
 from megatron_patches.layers.layer import SplitTransformerLayer, keep_outputs_of
@@ -108,7 +111,7 @@ class CAD:
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given
         self._recompute_all = given.recompute == "all"
-        self._own_layers = given.disaggregate or given.model_options.own_layers
+        self._own_layers = given.disaggregate or given.model_options.own_layers or bool(config.num_moe_experts)
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._rank = parallel_state.get_data_parallel_rank()
@@ -202,6 +205,7 @@ class CAD:
         transform_logits(model, LogitTransform(options.logit_multiplier, options.final_softcap))
         scale_embeddings(model, options.embedding_scale)
         fuse_swiglu(model)
+        model.expert_load = ExpertLoad(take_halves(model), self.config.moe_router_topk)
         # In segments that are recomputed as a whole, what is put out is needed right away.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
         if self._given.disaggregate:
@@ -341,3 +345,13 @@ class CAD:
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]
+
+    def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
+        """How the rows of all micro-batches that were trained on since the last call were spread over experts, by
+        number of this stage's layers with experts, from 1; alike on all ranks of the stage. Empty without any.
+
+        Args:
+            model: from :meth:`data_parallel`.
+        """
+        loads: dict[int, LayerLoad] = unwrap_model(model).expert_load.take()
+        return loads

@@ -7,12 +7,13 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from distca.commands.options import check_least, check_writable
 from distca.errors import OptionError
-from distca.parity.worlds import OF_KINDS, USUAL, World
+from distca.parity.worlds import OF_EXPERTS, OF_KINDS, USUAL, World
 
 if TYPE_CHECKING:
     from distca.parity.cases import ParityCase
@@ -21,7 +22,10 @@ _LONGEST_S = 3600.0
 """Seconds for one world's cases."""
 
 
-def parity(output: str | None = None, max_ranks: int = 4, kinds: bool = False) -> None:
+Matrix = Literal["usual", "kinds", "experts"]
+
+
+def parity(output: str | None = None, max_ranks: int = 4, kinds: bool = False, experts: bool = False) -> None:
     """Compare losses and gradients with unmodified megatron-core's, case by case.
 
     Without GPUs: over gloo, in float32 the whole training path and in float64 the transformer block, absolute
@@ -33,6 +37,7 @@ def parity(output: str | None = None, max_ranks: int = 4, kinds: bool = False) -
         max_ranks: most ranks to start, at least 1; with GPUs no more than there are.
         kinds: without GPUs, the full matrix of models with windows, sinks and other norms and rotations instead, also
             with pipeline stages and nodes. With 8 ranks all kinds of parallelism are there at once.
+        experts: without GPUs, models with experts instead, also steps of the optimizer; not together with kinds.
     """
     check_least(1, max_ranks=max_ranks)
     if output is not None:
@@ -47,17 +52,21 @@ def parity(output: str | None = None, max_ranks: int = 4, kinds: bool = False) -
     check_version()
     gpus = torch.cuda.device_count()
     most = min(max_ranks, gpus) if gpus else max_ranks
-    if gpus and kinds:
+    if kinds and experts:
+        raise OptionError("--kinds and --experts are matrices of their own; give one of them.")
+    asked: Matrix = "kinds" if kinds else "experts" if experts else "usual"
+    if gpus and asked != "usual":
         raise OptionError(
-            "--kinds is for CPU ranks, and there are GPUs; hide them with CUDA_VISIBLE_DEVICES= in front."
+            f"--{asked} is for CPU ranks, and there are GPUs; hide them with CUDA_VISIBLE_DEVICES= in front."
         )
-    worlds = [world for world in (OF_KINDS if kinds else USUAL) if world.ranks <= most]
+    every = {"usual": USUAL, "kinds": OF_KINDS, "experts": OF_EXPERTS}[asked]
+    worlds = [world for world in every if world.ranks <= most]
     hardware = f"{most} × {torch.cuda.get_device_name()}" if gpus else f"{most} gloo ranks on CPU"
     rows: list[dict[str, Any]] = []
     with Progress(console=console()) as progress:
         task = progress.add_task("comparing", total=len(worlds))
         for world in worlds:
-            rows += run_ranks(world.ranks, _run, world, bool(gpus), kinds, timeout=_LONGEST_S, gpus=bool(gpus))[0]
+            rows += run_ranks(world.ranks, _run, world, bool(gpus), asked, timeout=_LONGEST_S, gpus=bool(gpus))[0]
             if output is not None:
                 _write(Path(output), rows, hardware)
             progress.advance(task)
@@ -66,7 +75,7 @@ def parity(output: str | None = None, max_ranks: int = 4, kinds: bool = False) -
         sys.exit(1)
 
 
-def _run(world: World, gpus: bool, kinds: bool) -> list[dict[str, Any]]:
+def _run(world: World, gpus: bool, asked: Matrix) -> list[dict[str, Any]]:
     """One world's suites; runs on every rank."""
     import torch
 
@@ -85,9 +94,11 @@ def _run(world: World, gpus: bool, kinds: bool) -> list[dict[str, Any]]:
         cases = suite.all_modes(tp, suite.GPU_LENGTHS) + suite.edge_cases(tp, suite.GPU_EDGES)
         cases += suite.kind_cases(tp, suite.GPU_LENGTHS)
         suites: list[Any] = [("bfloat16 ratio", cases, suite.bfloat16_ratios, suite.BFLOAT16_RATIO)]
+    elif asked == "experts":
+        device, suites = torch.device("cpu"), _suites_of_experts(world)
     else:
         device = torch.device("cpu")
-        cases = matrix(world) if kinds else suite.all_modes(tp) + suite.edge_cases(tp) + suite.kind_cases(tp)
+        cases = matrix(world) if asked == "kinds" else suite.all_modes(tp) + suite.edge_cases(tp) + suite.kind_cases(tp)
         # A block alone has no stages, and is not told the lengths of its documents.
         blocks = [case for case in cases if case.pp == 1 and not by_length(case)]
         suites = [
@@ -97,22 +108,41 @@ def _run(world: World, gpus: bool, kinds: bool) -> list[dict[str, Any]]:
     rows = []
     for name, cases, compare, limit in suites:
         for case, figures in zip(cases, compare(cases, device), strict=True):
-            row = {"suite": name, "ranks": world.ranks, **_settings(case, kinds), **figures}
+            row = {"suite": name, "ranks": world.ranks, **_settings(case, asked), **figures}
             rows.append(row | {"worst": _worst(figures), "limit": limit})
     return rows
 
 
-def _settings(case: ParityCase, kinds: bool) -> dict[str, Any]:
-    """The case by its fields, without the sizes of its model; ``kinds`` adds its documents and options."""
-    settings = asdict(case)
+def _suites_of_experts(world: World) -> list[Any]:
+    """Name, cases, comparison and limit of each suite."""
+    from distca.parity.expert_steps import step_differences
+    from distca.parity.experts import expert_cases, expert_differences
+    from distca.parity.suite import FLOAT32_TOLERANCE
+
+    as_given, dealt = (expert_cases(world.tp, world.pp, world.ep, deal=deal) for deal in (False, True))
+    turn = OF_EXPERTS.index(world) % 2  # the next world trains with the other optimizer
+    steps = [
+        (f"steps, {name} optimizer", dealt[start::2], partial(step_differences, distributed=name == "distributed"))
+        for name, start in (("distributed", turn), ("plain", 1 - turn))
+    ]
+    suites = [("float32", as_given + dealt, expert_differences), *steps]
+    return [(*each, FLOAT32_TOLERANCE) for each in suites]
+
+
+def _settings(case: ParityCase, asked: Matrix) -> dict[str, Any]:
+    """The case by its fields, without the sizes of its model; of kinds of layers also its documents and options, and of
+    experts how these are spread."""
+    settings, kinds = asdict(case), asked == "kinds"
+    if asked != "experts":
+        del settings["ep"], settings["deal"]
     settings["documents"] = case.micro_batches if kinds else [len(lengths) for lengths in case.micro_batches]
     for detail in ("shape", "micro_batches", "changed_document", "seed", "options", "rotary_percent"):
         del settings[detail]
     settings["config"] = {name: _plain(value) for name, value in case.config.items()}
     if kinds:
-        asked = {each.name: getattr(case.options, each.name) for each in fields(case.options)}
+        options = {each.name: getattr(case.options, each.name) for each in fields(case.options)}
         default = type(case.options)()
-        settings["options"] = {name: str(given) for name, given in asked.items() if given != getattr(default, name)}
+        settings["options"] = {name: str(given) for name, given in options.items() if given != getattr(default, name)}
         settings["rotary_percent"] = case.rotary_percent
     return settings
 
@@ -138,7 +168,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from distca.log import console
 
     table = Table(title="disaggregated training against unmodified megatron-core", title_justify="left")
-    for column in ("suite", "ranks", "TP", "PP", "cases", "worst", "limit", ""):
+    for column in ("suite", "ranks", "TP", "PP", "EP", "cases", "worst", "limit", ""):
         table.add_column(column)
     for key in sorted({_layout(row) for row in rows}):
         same = [row for row in rows if _layout(row) == key]
@@ -148,8 +178,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
     console().print(table)
 
 
-def _layout(row: Mapping[str, Any]) -> tuple[str, int, int, int]:
-    return row["suite"], row["ranks"], row["tp"], row["pp"]
+def _layout(row: Mapping[str, Any]) -> tuple[str, int, int, int, int]:
+    return row["suite"], row["ranks"], row["tp"], row["pp"], row.get("ep", 1)
 
 
 def _write(path: Path, rows: list[dict[str, Any]], hardware: str) -> None:

@@ -43,6 +43,8 @@ class ParityCase:
         micro_batches: document lengths of each micro-batch.
         tp: tensor-parallel size, with sequence parallelism.
         pp: pipeline stages, which resend; what is left of the world is data parallel.
+        ep: expert-parallel size, within the ranks of a stage.
+        deal: documents are dealt over micro-batches anew.
         ping_pong: two nano-batches.
         backward: keep or resend.
         recompute: nothing, every layer's MLP, or everything but core attention.
@@ -61,6 +63,8 @@ class ParityCase:
     micro_batches: tuple[tuple[int, ...], ...]
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    deal: bool = True
     ping_pong: bool = True
     backward: Literal["keep", "resend"] = "keep"
     recompute: Recompute = "none"
@@ -88,7 +92,8 @@ class ParityCase:
     @property
     def apart(self) -> bool:
         """The reference computes each document by itself."""
-        return self.config.get("window_size") is not None
+        kinds = self.config.get("moe_router_load_balancing_type", ())
+        return self.config.get("window_size") is not None or "seq_aux_loss" in kinds
 
     @property
     def gated(self) -> bool:
@@ -120,4 +125,7 @@ def config_of(case: ParityCase, dtype: torch.dtype) -> TransformerConfig:
         cpu_initialization=True,
         init_std=case.shape.init_std,
     )
-    return replace(config, **case.config) if case.config else config
+    if config.recompute_modules and case.config.get("num_moe_experts"):
+        config.recompute_modules = ["mlp", "moe"]
+    experts = {"expert_model_parallel_size": case.ep} if case.ep > 1 else {}
+    return replace(config, **case.config, **experts) if case.config else config

@@ -21,7 +21,7 @@ from distca.plan import Direction, Layout, Plan
 from distca.testing.plans import random_plan
 from megatron_patches.api import CAD
 from megatron_patches.model.gpt import build_gpt
-from megatron_patches.model.whole_parameters import gather_gradients, load_full_weights, names_in_whole
+from megatron_patches.model.whole_parameters import gather_gradients, gather_whole, load_full_weights, names_in_whole
 from megatron_patches.ranks.groups import initialize_model_parallel, server_pool_group
 from megatron_patches.steps.step import Batch
 from megatron_patches.te.choice import Linears
@@ -81,6 +81,15 @@ def load_weights(case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str,
     load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank(), case.gated)
 
 
+def whole_weights(
+    case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The whole model's weights, float64 on the CPU, from this rank's part and those of others; every rank calls it.
+    ``weights``: others of the whole model, for their shapes."""
+    names = _names(case, cad, model)
+    return gather_whole({names[name]: weight for name, weight in model.named_parameters()}, weights, case.gated)
+
+
 def document_losses(
     case: ParityCase, dtype: torch.dtype, device: torch.device, kernel: KernelName, weights: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -122,7 +131,7 @@ def attached(
         reduced: whether the model will be wrapped in Megatron's DDP, which holds the gradients.
         linears: see :class:`megatron_patches.api.CAD`.
     """
-    initialize_model_parallel(case.tp, case.pp, case.seed)
+    initialize_model_parallel(case.tp, case.pp, case.seed, case.ep)
     config = config_of(case, dtype)
     tokens = max(sum(lengths) for lengths in case.micro_batches)
     cad = CAD(
@@ -132,6 +141,7 @@ def attached(
         ping_pong=case.ping_pong,
         backward="resend" if case.pp > 1 else case.backward,
         kernel=kernel,
+        deal=case.deal,
         ranks_per_node=case.ranks_per_node,
         recompute="all" if case.recompute == "all" and disaggregate else "none",
         offload=case.offload and disaggregate,

@@ -7,9 +7,10 @@ given mask, every document is a sequence of its own. What Megatron does not have
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from distca.parity.cases import ParityCase, case_documents, config_of
 from distca.parity.outcome import Outcome, sums_per_document
 from distca.parity.plain_model import PlainModel
 from distca.plan import lay_out
+from megatron_patches.experts.spec import has_experts
 from megatron_patches.layers.block import block_spec
 from megatron_patches.model.gpt import build_gpt
 from megatron_patches.patches.position_rotary import use_position_rotary
@@ -62,10 +64,13 @@ def _plain_outcome(case: ParityCase, model: GPTModel) -> Outcome:
     return Outcome(total.item() / tokens, gradients, [each.detach().double() for each in sums])
 
 
-def unmodified_outcome(case: ParityCase, model: GPTModel, device: torch.device) -> Outcome:
-    """What a model from :func:`unmodified_model` computes on this rank alone, also inside of Megatron's DDP."""
+def unmodified_outcome(
+    case: ParityCase, model: GPTModel, device: torch.device, micro_batches: Sequence[Any] = ()
+) -> Outcome:
+    """What a model from :func:`unmodified_model` computes on this rank alone, also inside of Megatron's DDP, of the
+    case's documents or of those of other micro-batches."""
     total, tokens, per_document = 0.0, 0, []
-    for documents in case_documents(case):
+    for documents in micro_batches or case_documents(case):
         lengths = np.array([len(document) for document in documents])
         rows = rank_batch(documents, lay_out(lengths, 1), 0)
         owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -91,13 +96,15 @@ def unmodified_model(case: ParityCase, dtype: torch.dtype) -> GPTModel:
     """Megatron-Core's own model of the case on the CPU, but for the positions of its rotary embedding; of a case that
     is beyond Megatron ours, which holds the reference's weights."""
     initialize_model_parallel(1, 1, case.seed)
-    config = config_of(replace(case, recompute="none"), dtype)
+    config = config_of(replace(case, recompute="none", ep=1), dtype)
     if case.beyond_megatron:
         spec = block_spec(config, options=case.options)
     else:
-        layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        layer = partial(get_gpt_layer_local_spec, normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        experts = layer(num_experts=config.num_moe_experts, moe_grouped_gemm=False) if config.num_moe_experts else None
+        layers = [experts if each else layer() for each in has_experts(config)]
         # Megatron would take Transformer Engine's final norm where that is installed, which knows no float64.
-        spec = TransformerBlockSubmodules([layer] * config.num_layers, WrappedTorchNorm)
+        spec = TransformerBlockSubmodules(layers, WrappedTorchNorm)
     model = build_gpt(case.model, case.shape.vocabulary, config, spec, case.rotary_percent)
     if case.config or case.beyond_megatron:
         _draw_vectors(model)

@@ -13,12 +13,14 @@ class World:
         ranks: all of them.
         tp: tensor-parallel ranks, with sequence parallelism.
         pp: pipeline stages.
+        ep: expert-parallel ranks, within a stage.
         ranks_per_node: consecutive servers that count as a node; 0 for those of one machine.
     """
 
     ranks: int
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     ranks_per_node: int = 0
 
     @property
@@ -43,3 +45,14 @@ OF_KINDS = (
     World(8, pp=2, ranks_per_node=4),
 )
 """The worlds of the matrix of kinds of layers."""
+OF_EXPERTS = (
+    World(1),
+    World(2, ep=2),
+    World(2, tp=2),
+    World(4, ep=2),
+    World(4, ep=4),
+    World(4, tp=2, ep=2),
+    World(4, pp=2, ep=2),
+    World(8, tp=2, pp=2, ep=2),
+)
+"""The worlds of models with experts."""

@@ -23,6 +23,7 @@ from megatron_patches.checkpoint.optimizer_state import distributed_parts, keep_
 from megatron_patches.checkpoint.staging import HostStaging
 from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
+from megatron_patches.support.experts import refuse_experts
 from megatron_patches.te.fp8_weights import has_fp8_weights, is_fp8, quantise_main_weights
 from megatron_patches.training.optimizer import OptimizerAndSchedule, torch_adams
 from megatron_patches.versions import installed_version
@@ -146,6 +147,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded_state(model: DistributedDataParallel, optimizer: OptimizerAndSchedule, is_loading: bool) -> dict[str, Any]:
+    refuse_experts(model.config, "a checkpoint")
     keep_parts(optimizer.optimizer)
     metadata = _metadata()
     sharded_model = unwrap_model(model).sharded_state_dict(metadata=metadata)

@@ -19,6 +19,7 @@ from distca.models.description import ModelDescription
 from distca.models.layout import EMBEDDING, FINAL_NORM, OUTPUT, layer_prefix
 from distca.models.tensors import TensorFiles
 from distca.models.weight_map import WeightMap
+from megatron_patches.support.experts import refuse_experts
 from megatron_patches.te.fp8_weights import set_values
 
 
@@ -186,7 +187,12 @@ def _norms(stored: WeightMap) -> dict[str, str]:
 
 
 def slots(gpt: GPTModel, model: ModelDescription) -> Iterator[tuple[torch.nn.Parameter, Slot]]:
-    """Every parameter of this rank's part of a model, and what it is made of."""
+    """Every parameter of this rank's part of a model, and what it is made of.
+
+    Raises:
+        SupportError: the model has experts.
+    """
+    refuse_experts(gpt.config, "a Hugging Face folder")
     for name, parameter in gpt.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.", name)
         layer = gpt.decoder.layers[int(found[1])].layer_number - 1 if found else -1

@@ -17,13 +17,14 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
-    get_num_layers_to_build,
 )
 from megatron.core.utils import make_viewless_tensor
 
 from distca.device.offload import Offload
 from distca.errors import SupportError
 from distca.runtime import AttentionPool, run_layers
+from megatron_patches.experts.balance import MicroBatchBalance
+from megatron_patches.experts.spec import with_experts
 from megatron_patches.layers.full_recompute import differentiable
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
@@ -38,10 +39,11 @@ from megatron_patches.support.layer_spec import check_layer_spec, mlp_submodules
 
 @dataclass(frozen=True)
 class _BoundLayer:
-    """A split layer with the rotations of the micro-batch's halves."""
+    """A split layer with the rotations of the micro-batch's halves, and what its router counts if it has one."""
 
     layer: SplitTransformerLayer
     rotations: Sequence[RowRotations]
+    balance: MicroBatchBalance | None
 
     @property
     def sink(self) -> torch.Tensor | None:
@@ -51,7 +53,7 @@ class _BoundLayer:
         return self.layer.pre(hidden, self.rotations[nano].of(self.layer.layer_number))
 
     def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
-        return self.layer.post(o_NHD, hidden)
+        return self.layer.post(o_NHD, hidden, None if self.balance is None else self.balance.half(nano))
 
 
 class DisaggregatedBlock(TransformerBlock):
@@ -89,7 +91,7 @@ class DisaggregatedBlock(TransformerBlock):
         rotations = rotary_pos_emb.halves(micro_batch.nano_rows, micro_batch.chunks)
         halves = hidden_states.split([rows // micro_batch.chunks for rows in micro_batch.nano_rows])
         outputs = run_layers(
-            [_BoundLayer(layer, rotations) for layer in self.layers],
+            [_BoundLayer(layer, rotations, micro_batch.balance) for layer in self.layers],
             halves,
             micro_batch.routes,
             self.pool,
@@ -163,7 +165,7 @@ def block_spec(
     layer = layer or local
     check_layer_spec(layer)
     layer = deepcopy(layer)
-    if disaggregate or options.own_layers:
+    if disaggregate or options.own_layers or config.num_moe_experts:
         layer.module = SplitTransformerLayer
         layer.params = {**layer.params, "options": options}
     parts = layer.submodules
@@ -182,7 +184,7 @@ def block_spec(
     attention.linear_qkv = mlp.linear_fc1 = column
     attention.linear_proj = with_bias(row) if options.attention_output_bias else row
     mlp.linear_fc2 = row
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), norm)
+    return TransformerBlockSubmodules(with_experts(layer, config), norm)
 
 
 def _linears(te: bool) -> tuple[type, type]:

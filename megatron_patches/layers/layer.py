@@ -13,6 +13,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.ops.discard_output import forget_until_backward
 from distca.ops.rotary import Rotation, split_and_rotate
+from megatron_patches.experts.balance import Half
+from megatron_patches.experts.layer import HalvesLayer
 from megatron_patches.layers.rotations import RowRotations
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.patches.fused_ops import SwigluMLP
@@ -77,12 +79,13 @@ class SplitTransformerLayer(TransformerLayer):
         q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
         return torch.cat((attention.q_layernorm(q), attention.k_layernorm(k), v), dim=2).flatten(1)
 
-    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, half: Half | None = None) -> torch.Tensor:
         """Output projection, residual and MLP.
 
         Args:
             o_NHD: core attention's output for all rows and this rank's heads.
             hidden: the residual that :meth:`pre` returned.
+            half: the rows' half, in models with experts.
 
         Returns:
             [rows, 1, hidden], the layer's output.
@@ -90,14 +93,14 @@ class SplitTransformerLayer(TransformerLayer):
         projected = self.self_attention.linear_proj(o_NHD.flatten(1).unsqueeze(1))
         if self.options.parallel_mlp:
             added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
-            return self._mlp_and_residual(hidden, self.input_layernorm(hidden), added, self.input_layernorm)
+            return self._mlp_and_residual(hidden, self.input_layernorm(hidden), added, self.input_layernorm, half)
         norm = self.pre_mlp_layernorm
         if self._adds_plainly(projected, hidden) and isinstance(norm, RMSNorm):
             added, normed = norm.beside(hidden, projected[0])
         else:
             added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
             added, normed = _beside(norm, added)
-        return self._mlp_and_residual(added, normed, added, norm)
+        return self._mlp_and_residual(added, normed, added, norm, half)
 
     def _adds_plainly(self, branch: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor) -> bool:
         """Whether attention's output is added to the residual as it is."""
@@ -106,10 +109,13 @@ class SplitTransformerLayer(TransformerLayer):
         return plain and not (self.hidden_dropout and self.training) and output.dtype == residual.dtype
 
     def _mlp_and_residual(
-        self, hidden: torch.Tensor, normed: torch.Tensor, residual: torch.Tensor, norm: Any
+        self, hidden: torch.Tensor, normed: torch.Tensor, residual: torch.Tensor, norm: Any, half: Half | None
     ) -> torch.Tensor:
         """megatron's ``_forward_mlp`` of what the norm made of ``hidden``, which is kept for backward only where
         outputs are."""
+        if isinstance(self.mlp, HalvesLayer):
+            assert half is not None
+            return self._add(self.mlp(normed, half), residual, self.mlp_bda, self.post_mlp_layernorm)
         if self.recompute_mlp:
             # The bias is a parameter, which a checkpointed function must not return.
             bias = self.mlp.linear_fc2.bias if self.config.add_bias_linear else None
@@ -155,7 +161,8 @@ class SplitTransformerLayer(TransformerLayer):
         hidden, q_NHD, kv_N2GD = self.pre(hidden_states, rotary_pos_emb.of(self.layer_number))
         q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))
         o = self.self_attention.core_attention(q, k, v, attention_mask)
-        return self.post(o, hidden), None
+        balance = attention_mask.balance
+        return self.post(o, hidden, None if balance is None else balance.half(0)), None
 
 
 def _beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

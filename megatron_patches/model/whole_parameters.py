@@ -56,6 +56,9 @@ def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, s
     def in_whole(name: str) -> str:
         if tied and name == "output_layer.weight":
             return "embedding.word_embeddings.weight"
+        name = re.sub(
+            r"local_experts\.(\d+)", lambda match: f"local_experts.{int(match[1]) + first_expert(model)}", name
+        )
         return re.sub(r"decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{int(match[1]) + first_layer}", name)
 
     return {name: in_whole(name) for name, _ in model.named_parameters()}
@@ -72,14 +75,26 @@ def gather_gradients(
         weights: of the whole model, for their shapes.
         gated: the MLPs have a gate.
     """
-    own = {
-        names[name]: gather_shares(names[name], p.main_grad, weights[names[name]].shape, gated)
-        for name, p in model.named_parameters()
-    }
-    group = parallel_state.get_pipeline_model_parallel_group()
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, own, group=group)
-    return {name: gradient for stage in everyone for name, gradient in stage.items()}
+    return gather_whole({names[name]: p.main_grad for name, p in model.named_parameters()}, weights, gated)
+
+
+def gather_whole(
+    parts: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], gated: bool
+) -> dict[str, torch.Tensor]:
+    """Every parameter as :func:`gather_gradients` gives its gradient; ``parts``: this rank's, by names in the whole."""
+    own = {name: gather_shares(name, part.detach(), weights[name].shape, gated) for name, part in parts.items()}
+    groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    for group in groups:
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, own, group=group)
+        own = {name: gradient for rank in everyone for name, gradient in rank.items()}
+    return own
+
+
+def first_expert(model: GPTModel) -> int:
+    """Number of this rank's first expert in the whole model."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_rank() * ((model.config.num_moe_experts or 0) // ranks)
 
 
 def gather_shares(name: str, share: torch.Tensor, full: torch.Size, gated: bool = True) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -29,7 +30,8 @@ def use_cpu() -> None:
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
-    torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
+    torch.cuda.current_stream = HostStream  # type: ignore[assignment]
+    torch.cuda.Stream, torch.cuda.stream = HostStream, nullcontext  # type: ignore[assignment,misc]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     for absent in (torch.cuda, torch.xpu, torch.mtia):
         # A seed for devices that are not there is kept for their start, with the whole stack as text.
@@ -49,6 +51,16 @@ def use_cpu() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     if "torch._dynamo" in sys.modules:  # megatron was imported before our patches.jit, and compiles its fusions
         torch._dynamo.config.disable = True
+
+
+class HostStream(torch.cpu.Stream):
+    """Stands in for a stream, and for an event of it: there is one order of work, and nothing to wait for."""
+
+    def record_event(self) -> HostStream:  # type: ignore[override]
+        return self
+
+    def synchronize(self) -> None:
+        pass
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

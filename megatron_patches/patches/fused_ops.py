@@ -75,7 +75,7 @@ class SwigluMLP(MLP):
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, None]:
         """[rows, 1, hidden] of the normalised rows, and no bias."""
-        assert per_token_scale is None  # of mixtures of experts
+        assert per_token_scale is None  # of experts, which stay megatron's
         gate_and_up, _ = self.linear_fc1(hidden_states)
         activated = self._activated(gate_and_up)
         output, _ = self.linear_fc2(activated)
@@ -116,7 +116,7 @@ def fuse_swiglu(model: torch.nn.Module) -> None:
     """Let every MLP whose activation is a plain SwiGLU compute it in one pass, and others compute theirs again in
     backward. Those with biases, or whose activation megatron fuses, stay megatron's."""
     for module in model.modules():
-        if type(module) is not MLP:
+        if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):  # whose outputs are scaled by row
             continue
         config: TransformerConfig = module.config
         if config.add_bias_linear:

@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from distca.errors import SupportError
 from distca.ops.logits import AS_THEY_ARE, LogitTransform
 from distca.ops.output_loss import VocabularyShards, log_probabilities, output_loss
+from megatron_patches.experts.balance import ExpertLoad, MicroBatchBalance
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 
 
@@ -30,6 +31,7 @@ class PatchedForward(GPTModel):
     vocabulary: int | None = None
     logit_transform = AS_THEY_ARE
     takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]
+    expert_load = ExpertLoad((), 1)
 
     def forward(  # type: ignore[override]
         self,
@@ -65,11 +67,23 @@ class PatchedForward(GPTModel):
             )
         lengths = getattr(attention_mask, "document_lengths", None)
         self.rotary_pos_emb.set_positions(position_ids.flatten(), lengths)
+        attention_mask = self._with_balance(attention_mask)
         self._returns = "summed_loss" if summed_loss else "log_probabilities" if log_probabilities else ""
         try:
-            return super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
+            output: torch.Tensor = super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
         finally:
             self._returns = ""
+        if attention_mask.balance is not None and attention_mask.balance.training:
+            self.expert_load.add(attention_mask.balance)
+        return output
+
+    def _with_balance(self, micro_batch: Any) -> Any:
+        """The micro-batch with what the routers of this stage's layers with experts count."""
+        layers = self.expert_load.layers
+        if not layers:
+            return micro_batch
+        rows = micro_batch.documents, micro_batch.nano_rows, micro_batch.document_count
+        return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._returns or not self.post_process:

@@ -8,27 +8,33 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from distca.cluster.health import TIMEOUT
+from megatron_patches.support.experts import check_expert_groups
 from megatron_patches.te import quantization
 
 
-def initialize_model_parallel(tp: int, pp: int, seed: int) -> None:
+def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
     """Create megatron's groups and seed its random states; torch.distributed is initialised already.
 
-    Where groups of these sizes exist they are kept, and groups of other sizes are destroyed first: megatron's own
-    clean-up forgets groups without closing them, and every one of them holds threads and connections.
+    Of experts each rank has whole ones, also with tensor parallelism. Where groups of these sizes exist they are kept,
+    and groups of other sizes are destroyed first: megatron's own clean-up forgets groups without closing them, and
+    every one of them holds threads and connections.
     """
     if parallel_state.model_parallel_is_initialized():
         sizes = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
         )
-        if sizes == (tp, pp):
+        if sizes == (tp, pp, ep):
             model_parallel_cuda_manual_seed(seed + pipeline_seed(), force_reset_rng=True)
             return
         destroy_model_parallel()
+    check_expert_groups(dist.get_world_size() // pp, ep)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() / 60),
     )
     for group in dist.distributed_c10d._world.pg_map:  # megatron (0.16.1) gives not all of them the time-out

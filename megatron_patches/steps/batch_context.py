@@ -15,6 +15,7 @@ from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer, core_attention
 from distca.plan import AttentionKind
 from distca.runtime import LayerRoutes
+from megatron_patches.experts.balance import MicroBatchBalance
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,18 @@ class DisaggregatedMicroBatch:
         chunks: tensor-parallel ranks that share the sequence; the micro-batch's rows are ordered so that each of their
             contiguous shares holds its part of every nano-batch.
         document_lengths: [rows] int64 tokens of each row's document, where the model's positions need them.
+        documents: [rows] int64 document of each row in the micro-batch; -1 in padding.
+        document_count: documents of the micro-batch, over all ranks.
+        balance: what routers count, in models with experts.
     """
 
     routes: Sequence[LayerRoutes]
     nano_rows: Sequence[int]
     chunks: int
     document_lengths: torch.Tensor | None = field(default=None, kw_only=True)
+    documents: torch.Tensor | None = field(default=None, kw_only=True)
+    document_count: int = field(default=0, kw_only=True)
+    balance: MicroBatchBalance | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,20 @@ class PackedMicroBatch:
     Attributes:
         batch: borders of this rank's tasks.
         rows: rows that belong to documents; rows beyond them are padding.
-        document_lengths: as of :class:`DisaggregatedMicroBatch`.
+        document_lengths, documents, document_count, balance: as of :class:`DisaggregatedMicroBatch`.
     """
 
     batch: TaskBatch
     rows: int
     document_lengths: torch.Tensor | None = field(default=None, kw_only=True)
+    documents: torch.Tensor | None = field(default=None, kw_only=True)
+    document_count: int = field(default=0, kw_only=True)
+    balance: MicroBatchBalance | None = field(default=None, kw_only=True)
+
+    @property
+    def nano_rows(self) -> Sequence[int]:
+        """All rows, which are computed together."""
+        return [] if self.documents is None else [len(self.documents)]
 
     def attend(
         self,

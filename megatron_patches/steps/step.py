@@ -185,6 +185,7 @@ def batch_on_device(
     tokens, labels, loss_mask, positions, numbers = (upload.add(column)[None] for column in columns)
     if lengths:
         attention = replace(attention, document_lengths=upload.add(rows.lengths))
+    attention = replace(attention, documents=numbers[0], document_count=len(rows.micro_batch_lengths))
     return Batch(tokens, labels, loss_mask, positions, numbers, attention, rows.micro_batch_lengths)
 
 

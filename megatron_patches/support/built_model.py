@@ -14,10 +14,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
+from megatron_patches.experts.spec import DrawnExperts, has_experts
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
@@ -25,8 +29,9 @@ from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.patches.gpt_forward import PatchedForward
 from megatron_patches.patches.norms import KeyWidthNorm, QueryWidthNorm, norm_class
 from megatron_patches.patches.position_rotary import PositionRotary
-from megatron_patches.support.config_fields import LIMITS, Limit, check_config, check_limit
+from megatron_patches.support.config_fields import LIMITS, check_config
 from megatron_patches.support.layer_spec import name_of
+from megatron_patches.support.limits import Limit, check_limit
 
 # Arguments of GPTModel that its configuration does not hold.
 
@@ -127,12 +132,16 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
         "pre_cross_attn_layernorm": IdentityOp,
         "cross_attention": IdentityOp,
         "pre_mlp_layernorm": IdentityOp if options.norms == "post" or options.parallel_mlp else norm,
-        "mlp": MLP,
     }
     column, row = _linears_like(attention.linear_qkv)
     projection = with_bias(row) if options.attention_output_bias else row
     expected |= {"self_attention.linear_qkv": column, "self_attention.linear_proj": projection}
-    expected |= {"mlp.linear_fc1": column, "mlp.linear_fc2": row}
+    if has_experts(config)[layer.layer_number - 1]:
+        expected |= {"mlp": MoELayer, "mlp.router": TopKRouter, "mlp.experts": DrawnExperts}
+        if config.moe_shared_expert_intermediate_size is not None:
+            expected["mlp.shared_experts"] = SharedExpertMLP
+    else:
+        expected |= {"mlp": MLP, "mlp.linear_fc1": column, "mlp.linear_fc2": row}
     for name, served in expected.items():
         _expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)

@@ -12,6 +12,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
+from megatron_patches.support.experts import EXPERT_FIELDS, check_experts
+from megatron_patches.support.limits import Limit, check_limit
 
 _SERVED_BY = {
     "megatron's own linear layers, embedding and MLP, which stay": """
@@ -52,22 +54,7 @@ _SERVED_BY = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """A field or argument that is served for some values only.
-
-    Attributes:
-        because: why not for others; goes on after "is ..., but".
-        served: the values; the first one is proposed.
-        inert: fields that nobody reads while this one has a served value.
-    """
-
-    because: str
-    served: tuple[Any, ...]
-    inert: str = ""
-
-
-_NO_EXPERTS = "there are no mixtures of experts here"
+_OWN_EXPERTS = "rows go to experts and back by exchanges of our own"
 _NO_GRAPHS = "exchanges with the core-attention servers cannot be captured in CUDA graphs"
 _SENDS_TWICE = "tensors that are exchanged with the servers are not offloaded"
 _EQUAL_STAGES = "all stages have equally many layers"
@@ -125,37 +112,14 @@ LIMITS = {
         """mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern mtp_standalone
         mtp_grad_scale_func""",
     ),
-    "num_moe_experts": Limit(
-        _NO_EXPERTS,
-        (None,),
-        """moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_layer_freq
-        moe_ffn_hidden_size moe_router_load_balancing_type moe_router_topk moe_enable_routing_replay
-        moe_router_topk_limited_devices moe_router_padding_for_quantization moe_router_padding_for_fp8
-        moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
-        moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
-        moe_router_force_load_balancing moe_router_quantile_balancing_ema moe_router_force_biased moe_grouped_gemm
-        moe_use_legacy_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_token_dropping
-        moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_per_layer_logging
-        moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute
-        moe_permute_fusion moe_router_fusion moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms
-        moe_hybridep_num_sms moe_extended_tp moe_grad_scale_func moe_shared_expert_glu_interleave_size
-        moe_single_grouped_weight moe_single_grouped_bias moe_permute_fusion_into_hybridep
-        moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute
-        moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape
-        moe_ncclep_zero_copy moe_mlp_glu_interleave_size moe_expert_rank_capacity_factor
-        use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert expert_tensor_parallel_size
-        overlap_dispatch_backward_with_experts_wgrad expert_tensor_parallel_num_weight_shards
-        expert_gtp_weight_remat_size""",
-    ),
     "moe_paged_stash": Limit(
-        _NO_EXPERTS,
+        _OWN_EXPERTS,
         (False,),
         """moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
         moe_paged_stash_buffer_size_factor_cpu""",
     ),
-    "expert_model_parallel_size": Limit(_NO_EXPERTS, (1,)),
     "overlap_moe_expert_parallel_comm": Limit(
-        _NO_EXPERTS, (False,), "ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
+        _OWN_EXPERTS, (False,), "ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
     ),
     # Precision
     "params_dtype": Limit(
@@ -252,6 +216,7 @@ SERVED = {
     *" ".join(_SERVED_BY.values()).split(),
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *_CHECKED_TOGETHER,
+    *EXPERT_FIELDS,
 }
 
 
@@ -274,6 +239,7 @@ def check_config(config: TransformerConfig) -> None:
                 f"{field.name} is {value!r}, but core attention disaggregation does not know this field of "
                 f"{type(config).__name__}: leave it at its default."
             )
+    check_experts(config)
     check_recomputation(config)
     if config.num_query_groups < config.tensor_model_parallel_size:
         raise SupportError(
@@ -314,26 +280,18 @@ def check_recomputation(config: TransformerConfig, recompute_segments: bool = Fa
     if config.recompute_granularity is None:
         return
     check_limit("recompute_granularity", config.recompute_granularity, LIMITS["recompute_granularity"])
-    if config.recompute_modules != ["mlp"]:
+    alone = {"mlp", "moe"} if config.num_moe_experts else {"mlp"}
+    if not config.recompute_modules or not alone.issuperset(config.recompute_modules):
         raise SupportError(
             f"recompute_modules is {config.recompute_modules}, but the MLPs are all that is recomputed by itself: set "
-            "it to ['mlp'], or leave recompute_granularity unset and give CAD(recompute='all') to recompute "
+            f"it to {sorted(alone)}, or leave recompute_granularity unset and give CAD(recompute='all') to recompute "
             "everything but core attention."
         )
     if recompute_segments:
         raise SupportError(
-            "recompute_modules is ['mlp'], but CAD(recompute='all') recomputes the MLPs too: leave "
+            f"recompute_modules is {config.recompute_modules}, but CAD(recompute='all') recomputes the MLPs too: leave "
             "recompute_granularity unset, or give CAD(recompute='none')."
         )
-
-
-def check_limit(name: str, value: Any, limit: Limit) -> None:
-    if value not in limit.served:
-        raise SupportError(f"{name} is {value!r}, but {limit.because}: set it to {_alternatives(limit.served)}.")
-
-
-def _alternatives(values: tuple[Any, ...]) -> str:
-    return " or ".join(repr(value) for value in values)
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:

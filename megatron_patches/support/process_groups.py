@@ -32,6 +32,9 @@ def check_groups(config: TransformerConfig) -> None:
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": stages,
     }
+    if config.num_moe_experts:
+        sizes["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_world_size()
+        sizes["expert_tensor_parallel_size"] = parallel_state.get_expert_tensor_parallel_world_size()
     for name, size in sizes.items():
         if getattr(config, name) != size:
             raise SupportError(

@@ -60,7 +60,7 @@ def check_trained_weights(model: DistributedDataParallel) -> None:
 
 def _check_places(model: DistributedDataParallel) -> None:
     """Megatron's distributed optimizer updates the memory of its buffers, which weights are views of."""
-    for buffer in model.buffers:
+    for buffer in model.buffers + model.expert_parallel_buffers:
         if buffer.param_data is None:
             continue
         here = buffer.param_data.untyped_storage().data_ptr()

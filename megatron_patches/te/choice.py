@@ -16,6 +16,7 @@ from megatron_patches.te.quantization import fp8_of
 Linears = Literal["auto", "local", "te"]
 
 _NO_GPU = "Transformer Engine computes on GPUs only, and torch has none here"
+_EXPERTS = "in models with experts all linear layers are Megatron-Core's own"
 _CAPABILITY = (8, 9)
 _BLOCKWISE_CAPABILITY, _BLOCKWISE_CUDA = (9, 0), (12, 9)
 
@@ -32,6 +33,10 @@ def use_te(linears: Linears, config: TransformerConfig, device: torch.device) ->
         SupportError: they are asked for, or FP8 is, which needs them, and they cannot be used.
     """
     fp8 = fp8_of(config)
+    if config.num_moe_experts:
+        if linears == "te":
+            raise SupportError(f"`linears` is te, but {_EXPERTS}: set `linears` to auto or local.")
+        linears = "local"
     if linears == "local":
         if fp8 != "none":
             raise SupportError(

@@ -108,7 +108,7 @@ def _zero_gradients(model: DistributedDataParallel) -> None:
 
 def _forget_step(model: DistributedDataParallel) -> None:
     """Forget how often Megatron saw which gradient in a step that failed, and what it began to reduce."""
-    for group in model.bucket_groups:
+    for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None
@@ -127,12 +127,20 @@ def _check_replicas(model: Any) -> None:
     Raises:
         SupportError: on all data-parallel ranks.
     """
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if getattr(model, "weights_gathered", True) or group.size() == 1:
+    if getattr(model, "weights_gathered", True):
         return
-    sums = torch.stack(
-        [weight.detach().sum(dtype=torch.float64) for weight in model.parameters() if not is_fp8(weight)]
-    )
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    weights = [weight for weight in model.parameters() if not is_fp8(weight)]
+    _check_alike([weight for weight in weights if getattr(weight, "allreduce", True)], dense)
+    if model.config.num_moe_experts:
+        experts = [weight for weight in weights if not getattr(weight, "allreduce", True)]
+        _check_alike(experts, parallel_state.get_expert_data_parallel_group())
+
+
+def _check_alike(weights: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    if not weights or group.size() == 1:
+        return
+    sums = torch.stack([weight.detach().sum(dtype=torch.float64) for weight in weights])
     most = torch.stack((sums, -sums))
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     differ = most[0] != -most[1]

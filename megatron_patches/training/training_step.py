@@ -81,7 +81,8 @@ def _note_gathering(wrapped: DistributedDataParallel) -> None:
         return noted
 
     wrapped.weights_gathered = not wrapped.ddp_config.use_distributed_optimizer
-    for group in wrapped.bucket_groups:  # newer Megatron-Core goes by these alone
+    # Newer Megatron-Core goes by these alone.
+    for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         group.start_param_sync = noting(group.start_param_sync)
 
 
@@ -112,7 +113,8 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 
 def _check_uses(model: DistributedDataParallel) -> None:
     """Where gradients are reduced while backward goes on, those that come later than in the first step are lost."""
-    for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
+    groups = model.bucket_groups + model.expert_parallel_bucket_groups
+    for group in groups if model.ddp_config.overlap_grad_reduce else ():
         found = group.per_param_grad_ready_counts
         usual = group.golden_per_param_grad_ready_counts
         if group.is_first_batch and found:

@@ -9,7 +9,7 @@ def test_the_matrix_has_every_kind_documents_around_the_window_and_every_mode():
     from distca.parity.worlds import OF_KINDS
 
     cases = [case for world in OF_KINDS for case in matrix(world)]
-    rows = [_settings(case, kinds=True) for case in cases]
+    rows = [_settings(case, "kinds") for case in cases]
     assert json.loads(json.dumps(rows)), "all that tells cases apart can be written"
     seen = {name: {json.dumps(row[name]) for row in rows} for name in rows[0]}
     assert seen["backward"] == {'"keep"', '"resend"'} and seen["ping_pong"] == {"true", "false"}

@@ -1,0 +1,65 @@
+"""The spec of layers, of which some have experts in place of an MLP."""
+
+from __future__ import annotations
+
+from copy import copy, deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+
+class DrawnExperts(SequentialMLP):
+    """Megatron's experts, one after the other. Where weights are drawn on the CPU they are those of one rank with all
+    experts: Megatron would draw the same ones on every expert-parallel rank."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, **options: Any) -> None:
+        mine, ranks = 0, 1
+        if config.use_cpu_initialization and config.perform_initialization:
+            mine, ranks = options["pg_collection"].ep.rank(), options["pg_collection"].ep.size()
+        for rank in range(ranks):
+            build = super().__init__ if rank == mine else SequentialMLP
+            build(num_local_experts, config, submodules, **options)
+
+
+def has_experts(config: TransformerConfig) -> list[bool]:
+    """Whether each layer of the whole model has experts: Megatron's ``moe_layer_freq``."""
+    if not config.num_moe_experts:
+        return [False] * config.num_layers
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, int):
+        return [number % pattern == 0 for number in range(config.num_layers)]
+    return [bool(each) for each in pattern]
+
+
+def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
+    """The specs of this stage's layers.
+
+    Args:
+        dense: of a layer with an MLP.
+        config: of the model.
+    """
+    first = get_transformer_layer_offset(config)
+    mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
+    if not any(mine):
+        return [dense] * len(mine)
+    mixture = copy(dense)
+    mixture.submodules = deepcopy(dense.submodules)
+    mixture.submodules.mlp = _experts(config)
+    return [mixture if each else dense for each in mine]
+
+
+def _experts(config: TransformerConfig) -> Any:
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    if isinstance(spec, ModuleSpec):  # of older versions
+        experts = spec.submodules.experts
+        spec.submodules = replace(spec.submodules, experts=ModuleSpec(DrawnExperts, submodules=experts.submodules))
+        return spec
+    parts = spec.keywords["submodules"]
+    experts = partial(DrawnExperts, **parts.experts.keywords)
+    return partial(spec.func, submodules=replace(parts, experts=experts))

@@ -1,0 +1,134 @@
+"""Which fields of megatron's configuration are served in a model with experts, and with which values."""
+
+from __future__ import annotations
+
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from megatron_patches.support.limits import Limit, check_limit
+
+_SERVED_BY = {
+    "megatron's routers and experts, and the losses that balance them": """
+        num_moe_experts moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
+        moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
+        moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
+        moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
+        expert_model_parallel_size""",
+    # They choose among implementations of what is replaced, never what it computes.
+    "a replacement, which has its own way of computing the same": """
+        moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_per_layer_logging
+        moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert moe_mlp_glu_interleave_size
+        moe_single_grouped_weight moe_single_grouped_bias use_fused_weighted_squared_relu
+        overlap_dispatch_backward_with_experts_wgrad""",
+    "nobody, while the dispatcher is alltoall and no rows are dropped": """
+        moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
+        moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms
+        moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
+        moe_ncclep_static_shape moe_ncclep_zero_copy moe_token_drop_policy moe_router_topk_limited_devices
+        moe_router_quantile_balancing_ema moe_layer_recompute moe_extended_tp moe_grad_scale_func
+        expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size
+        moe_pad_experts_for_cuda_graph_inference""",
+}
+_HALVES = "a micro-batch runs as two halves, which would drop other rows than the whole"
+_FP8 = "experts are computed in the type of their weights"
+
+LIMITS = {
+    "moe_token_dispatcher_type": Limit(
+        "ranks have different numbers of rows in each half, which only this one knows to exchange", ("alltoall",)
+    ),
+    "expert_tensor_parallel_size": Limit("a rank has whole experts, also with tensor parallelism", (1,)),
+    "moe_expert_capacity_factor": Limit(_HALVES, (None,), "moe_pad_expert_input_to_capacity"),
+    "moe_expert_rank_capacity_factor": Limit(_HALVES, (None,)),
+    "moe_token_dropping": Limit(_HALVES, (False,)),
+    "moe_latent_size": Limit("experts read and write whole rows", (None,)),
+    "moe_input_jitter_eps": Limit("halves would draw other noise than the whole", (None,)),
+    "moe_router_force_load_balancing": Limit("rows go where the router sends them", (False,)),
+    "moe_router_force_biased": Limit("rows go where the router sends them", (None,)),
+    "moe_enable_routing_replay": Limit("rows go where the router sends them", (False,)),
+    "moe_shared_expert_overlap": Limit("shared experts run on the stream of their layer", (False,)),
+    "moe_apply_probs_on_input": Limit("what experts put out is scaled, not what they read", (False,)),
+    "moe_router_padding_for_quantization": Limit(_FP8, (False, None)),
+    "moe_router_padding_for_fp8": Limit(_FP8, (False, None)),
+    "add_bias_linear": Limit("experts have no biases", (False,)),
+    "fp8": Limit(_FP8, (None,)),
+}
+"""In models with experts."""
+
+EXPERT_FIELDS = {
+    *" ".join(_SERVED_BY.values()).split(),
+    *" ".join(limit.inert for limit in LIMITS.values()).split(),
+    *LIMITS,
+} - {"add_bias_linear", "fp8"}
+"""Fields that models without experts do not read."""
+
+_LOSSES = ("none", "aux_loss", "seq_aux_loss")
+
+
+def refuse_experts(config: TransformerConfig, what: str) -> None:
+    """Refuse what is not known to be right with experts yet.
+
+    Args:
+        config: the model's.
+        what: is refused; goes on after "but".
+
+    Raises:
+        SupportError: the model has experts.
+    """
+    if config.num_moe_experts:
+        raise SupportError(
+            f"num_moe_experts is {config.num_moe_experts}, but {what} with experts is not served yet: leave it out, or "
+            "set num_moe_experts to None."
+        )
+
+
+def check_expert_groups(stage_ranks: int, ep: int) -> None:
+    """Refuse expert-parallel ranks that would not lie within a stage.
+
+    Args:
+        stage_ranks: tensor-parallel ranks times data-parallel ones.
+        ep: ranks that share a layer's experts.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if stage_ranks % ep:
+        raise SupportError(
+            f"expert_model_parallel_size is {ep}, which does not divide the {stage_ranks} ranks of a pipeline stage, "
+            "who share its experts: set it to a divisor."
+        )
+
+
+def check_experts(config: TransformerConfig) -> None:
+    """Refuse what a configuration asks of experts and would not get.
+
+    Raises:
+        SupportError: the first field with a value that is not served.
+    """
+    experts = config.num_moe_experts
+    if not experts:
+        if config.expert_model_parallel_size != 1:
+            raise SupportError(
+                f"expert_model_parallel_size is {config.expert_model_parallel_size}, but the model has no experts: "
+                "set it to 1, or num_moe_experts to a multiple of it."
+            )
+        return
+    for name, limit in LIMITS.items():
+        if hasattr(config, name):
+            check_limit(name, getattr(config, name), limit)
+    if experts % config.expert_model_parallel_size:
+        raise SupportError(
+            f"num_moe_experts is {experts}, which expert_model_parallel_size {config.expert_model_parallel_size} does "
+            "not divide, but ranks have equally many experts: set it to a divisor."
+        )
+    kinds = config.moe_router_load_balancing_type
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        check_limit(
+            "moe_router_load_balancing_type",
+            kind,
+            Limit("losses go over the micro-batch (aux_loss) or each document (seq_aux_loss)", _LOSSES),
+        )
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise SupportError(
+            f"sequence_parallel is False with tensor_model_parallel_size {config.tensor_model_parallel_size}, but "
+            "every rank sends rows of its own to the experts: set sequence_parallel to True."
+        )

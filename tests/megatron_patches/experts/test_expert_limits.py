@@ -1,0 +1,94 @@
+"""Experts that would not be computed as they are asked for are refused, with value, reason and setting."""
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megatron_patches.experts.spec import has_experts
+from megatron_patches.support.config_fields import check_config
+from megatron_patches.support.experts import check_expert_groups, refuse_experts
+from megatron_patches.te.choice import use_te
+from tests.megatron_patches.support.cases import LLAMA, refusal
+
+EXPERTS = {
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 16,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+}
+STAGE = {"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2}
+
+
+def _config(**changed):
+    """Of a model with experts; what Megatron itself would refuse beside is not looked at."""
+    config = TransformerConfig(**LLAMA, **EXPERTS)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_a_model_with_experts_is_served():
+    assert refusal(check_config, _config()) is None
+    assert refusal(check_config, _config(**STAGE, sequence_parallel=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "begins"),
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type is 'allgather', but ranks have"),
+        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type is 'flex', but ranks have"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size is 2, but a rank has whole experts"),
+        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, but a micro-batch runs as two"),
+        ({"moe_token_dropping": True}, "moe_token_dropping is True, but a micro-batch runs as two halves"),
+        ({"moe_latent_size": 16}, "moe_latent_size is 16, but experts read and write whole rows"),
+        ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, but halves would draw other noise"),
+        ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap is True, but shared experts run"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn', but losses go"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "moe_router_load_balancing_type is 'gl"),
+        ({"fp8": "hybrid"}, "fp8 is 'hybrid', but experts are computed in the type of their weights"),
+        ({"add_bias_linear": True}, "add_bias_linear is True, but experts have no biases"),
+        ({"expert_model_parallel_size": 3}, "num_moe_experts is 8, which expert_model_parallel_size 3 does not divide"),
+        ({"num_moe_experts": None, "expert_model_parallel_size": 2}, "expert_model_parallel_size is 2, but the model"),
+        ({**STAGE, "sequence_parallel": False}, "sequence_parallel is False with tensor_model_parallel_size 2, but"),
+    ],
+)
+def test_what_is_not_served_is_named(changed, begins):
+    said = refusal(check_config, _config(**changed))
+    assert (
+        said is not None
+        and said.startswith(begins)
+        and ": set it to " in said.replace("set sequence_parallel", "set it")
+    )
+
+
+def test_ranks_that_share_experts_lie_within_a_stage():
+    assert refusal(check_expert_groups, 4, 4) is None
+    assert refusal(check_expert_groups, 4, 3) == (
+        "expert_model_parallel_size is 3, which does not divide the 4 ranks of a pipeline stage, who share its "
+        "experts: set it to a divisor."
+    )
+
+
+def test_linear_layers_are_megatrons_own():
+    cpu = torch.device("cpu")
+    assert refusal(use_te, "te", _config(), cpu) == (
+        "`linears` is te, but in models with experts all linear layers are Megatron-Core's own: set `linears` to "
+        "auto or local."
+    )
+    assert use_te("auto", _config(), torch.device("meta")) is False
+
+
+def test_what_is_not_served_yet_is_refused_with_experts_only():
+    said = refusal(refuse_experts, _config(), "a checkpoint")
+    assert said == (
+        "num_moe_experts is 8, but a checkpoint with experts is not served yet: leave it out, or set "
+        "num_moe_experts to None."
+    )
+    assert refusal(refuse_experts, _config(num_moe_experts=None), "a checkpoint") is None
+
+
+def test_dense_layers_among_those_with_experts_are_known():
+    assert has_experts(_config(num_layers=4, moe_layer_freq=2)) == [True, False, True, False]
+    assert has_experts(_config(num_layers=3, moe_layer_freq=[0, 1, 1])) == [False, True, True]
+    assert has_experts(_config(num_moe_experts=None)) == [False, False]

@@ -1,0 +1,57 @@
+"""Models with experts against unmodified megatron-core, on gloo ranks."""
+
+import pytest
+import torch
+
+from distca.testing.ranks import run_ranks
+from tests.megatron_patches.small_cases import on_cpu
+
+pytestmark = pytest.mark.slow
+
+
+def _differences(worlds):
+    on_cpu()
+    from distca.parity import experts
+
+    found = []
+    for tp, pp, ep, deal, picked in worlds:
+        cases = [experts.expert_cases(tp, pp, ep, deal=deal)[number] for number in picked]
+        found += zip(cases, experts.expert_differences(cases, torch.device("cpu")), strict=True)
+    return found
+
+
+def _differences_and_drawn(worlds):
+    return _differences(worlds), [_drawn(ep) for ep in (1, 2)]
+
+
+def _drawn(ep):
+    """Weights of a new model by their names in the whole model."""
+    from distca.parity import experts
+    from distca.parity.cases import config_of
+    from megatron_patches.layers.block import block_spec
+    from megatron_patches.model.gpt import build_gpt
+    from megatron_patches.model.whole_parameters import names_in_whole
+    from megatron_patches.ranks.groups import initialize_model_parallel
+
+    case = experts.expert_case("auxiliary loss, shared expert", ep=ep)
+    initialize_model_parallel(1, 1, case.seed, ep)
+    config = config_of(case, torch.float32)
+    torch.manual_seed(case.seed)
+    gpt = build_gpt(case.model, case.shape.vocabulary, config, block_spec(config), case.rotary_percent)
+    names = names_in_whole(gpt, 0, tied=False)
+    return {names[name]: weight.detach() for name, weight in gpt.named_parameters()}
+
+
+def test_losses_and_gradients_are_unmodified_megatrons_and_every_expert_is_drawn():
+    answers = run_ranks(2, _differences_and_drawn, [(1, 1, 2, True, (2, 4))])
+    for case, off in answers[0][0]:
+        assert max(off.values()) <= 1e-5, (case, off)
+    whole = answers[0][1][0]
+    spread = answers[0][1][1] | answers[1][1][1]
+    assert whole.keys() == spread.keys() > answers[0][1][1].keys()
+    assert all(torch.equal(weight, spread[name]) for name, weight in whole.items())
+
+
+def test_losses_and_gradients_with_tensor_parallelism_and_stages_are_unmodified_megatrons():
+    for case, off in run_ranks(4, _differences, [(2, 1, 2, False, (3, 7)), (1, 2, 2, False, (6,))])[0]:
+        assert max(off.values()) <= 1e-5, (case, off)
