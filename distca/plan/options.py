@@ -89,8 +89,8 @@ class PlanOptions:
             if isinstance(cost, PoolCost) and len(cost.of_server) != self.pool_ranks:
                 raise PlanError(f"{len(cost.of_server)} servers have a cost table, and there are {self.pool_ranks}.")
         factors = () if self.non_attention is None else self.non_attention.factors
-        if len(factors) not in (0, self.stages * self.ranks):
-            raise PlanError(f"{len(factors)} homes have a factor, and there are {self.stages * self.ranks}.")
+        if len(factors) not in (0, self.homes):
+            raise PlanError(f"{len(factors)} homes have a factor, and there are {self.homes}.")
 
     @cached_property
     def server_cost(self) -> CostModel:
@@ -141,9 +141,14 @@ class PlanOptions:
         return any(kind.sink for kind in self.kinds)
 
     @property
+    def homes(self) -> int:
+        """Ranks of the pool with a model, the first ones."""
+        return self.stages * self.ranks
+
+    @property
     def pool_ranks(self) -> int:
         """Servers of the pool, homes first."""
-        return self.stages * self.ranks + self.servers
+        return self.homes + self.servers
 
     @property
     def keeps(self) -> bool:

@@ -48,7 +48,14 @@ def derived(measured: TableCost, source: Gpu, target: Gpu) -> TableCost:
         "forward_seconds": 2 * q_rows * shape.q_bytes + kv_rows * shape.kv_bytes,
         "backward_seconds": 4 * q_rows * shape.q_bytes + 2 * kv_rows * shape.kv_bytes,
     }
-    seconds = [np.maximum(columns[way] * ratio, size / target.bandwidth) for way, size in moved.items()]
+    forward, backward = (np.maximum(columns[way] * ratio, size / target.bandwidth) for way, size in moved.items())
     return TableCost(
-        shape, columns["q_rows"], columns["kv_rows"], *seconds, measured.block, measured.load, window=measured.window
+        shape,
+        columns["q_rows"],
+        columns["kv_rows"],
+        forward,
+        backward,
+        measured.block,
+        measured.load,
+        window=measured.window,
     )

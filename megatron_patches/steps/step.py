@@ -19,6 +19,7 @@ from distca.plan import Layout, PlanOptions, StepPlan
 from distca.plan.step import StepBalance
 from distca.plan.step_file import StepInputs
 from distca.runtime.device_routes import StepRoutes
+from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.steps.failed_plans import reporting_failure
 from megatron_patches.steps.step_documents import StepDocuments
@@ -62,6 +63,7 @@ class Step:
         planning_ms: milliseconds of planning and routing.
         waited_ms: milliseconds that the caller waited for it.
         vocabulary: token ids that its documents were checked for; None where they were not.
+        announced: the number by which servers without a model know it; 0 without, and on ranks that do not tell them.
         queued: called when the step's work is queued on the device, so that the next one is planned from then on.
     """
 
@@ -73,6 +75,7 @@ class Step:
     planning_ms: float
     waited_ms: float = 0.0
     vocabulary: int | None = None
+    announced: int = 0
     queued: Callable[[], None] = lambda: None
 
 
@@ -88,6 +91,7 @@ def make_step(
     vocabulary: int | None = None,
     number: int = 1,
     folder: Path = Path(),
+    remote: RemoteServers | None = None,
 ) -> Step:
     """Plan a step and bring this rank's routes and rows to the device, in one transfer.
 
@@ -103,6 +107,7 @@ def make_step(
         vocabulary: token ids that the model has; None checks none.
         number: of the step, for messages.
         folder: where it is written if the planner fails on it.
+        remote: servers without a model, which plan it too; None without.
 
     Raises:
         FailedPlanError: the planner failed.
@@ -115,8 +120,11 @@ def make_step(
     count = len(document_lengths)
     dealt = [room] * count if room and homes is None and count > 1 else None
     inputs = StepInputs(document_lengths, options, homes, dealt)
+    announced = 0 if remote is None else remote.announce(inputs)
     with reporting_failure(inputs, number, folder):
         plan = inputs.plan()
+    if remote is not None:
+        remote.agree(announced, plan)
     documents = _as_drawn(documents, plan.drawn)
     with uploading(device) as upload:
         routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
@@ -146,7 +154,7 @@ def make_step(
             )
     with reporting_failure(inputs, number, folder):
         balance = plan.balance()
-    return Step(documents, plan, balance, routes, batches, planning_ms, vocabulary=vocabulary)
+    return Step(documents, plan, balance, routes, batches, planning_ms, vocabulary=vocabulary, announced=announced)
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:
