@@ -43,7 +43,7 @@ class PoolStore:
 
     def put(self, key: str, value: Any) -> None:
         """Leave a picklable ``value`` for others."""
-        self._store.set(key, pickle.dumps(value))
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes too
 
     def take(self, key: str, patience: timedelta = TIMEOUT, why: str = "") -> Any:
         """What others left under ``key``, once it is there.

@@ -88,23 +88,31 @@ class RemoteServers:
         Raises:
             PlanError: on the first rank, if one planned otherwise or could not.
         """
-        if not self._leads:
-            return
-        for each in range(self._servers):
-            found = self._store.take(f"planned/{number}/{each}", why=f"Server {each} of the pool does not plan.")
-            if isinstance(found, str):
-                raise PlanError(f"Server {each} of the pool could not plan a step: {found}")
-            if found != plan.fingerprint:
-                raise PlanError(
-                    f"Server {each} of the pool planned a step differently from the homes, so nothing of it was sent: "
-                    "compare versions of distca and numpy by `distca doctor` on both nodes."
-                )
+        if self._leads:
+            check_planned(self._store, self._servers, number, plan.fingerprint)
 
     def run(self, number: int, plan: StepPlan, forward_only: bool) -> None:
         """Let servers serve a step that they were announced as ``number``."""
         if self._leads:
             # As it was dealt: planned again it would not be dealt anew.
             self._store.tell("run", (number, (plan.lengths, plan.homes, None), forward_only))
+
+
+def check_planned(store: PoolStore, servers: int, number: int, fingerprint: int) -> None:
+    """Wait until all ``servers`` have planned step ``number``, as a plan with this ``fingerprint``.
+
+    Raises:
+        PlanError: one planned otherwise or could not.
+    """
+    for each in range(servers):
+        found = store.take(f"planned/{number}/{each}", why=f"Server {each} of the pool does not plan.")
+        if isinstance(found, str):
+            raise PlanError(f"Server {each} of the pool could not plan a step: {found}")
+        if found != fingerprint:
+            raise PlanError(
+                f"Server {each} of the pool planned a step differently from the homes, so nothing of it was sent: "
+                "compare versions of distca and numpy by `distca doctor` on both nodes."
+            )
 
 
 _MISSING = "Server {} of the {} that `servers` asks for has not come: start it with distca.serve()."
