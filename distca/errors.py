@@ -1,4 +1,4 @@
-"""What a user can get wrong or run into, as sentences: one base class, one subclass a subject.
+"""Errors that a user can make or run into, as sentences: one base class, one subclass a subject.
 
 A message names the value, the limit and what to change; ``next_step`` says what to do then.
 """
@@ -105,7 +105,7 @@ class DivergedError(ConfigError):
 
 
 def system_words(error: OSError) -> str:
-    """What the system says of a file, without the number and the path of Python's message."""
+    """Returns the system's words on a file that failed, without the number and the path of Python's message."""
     if isinstance(error, FileExistsError):  # of a folder to be made, where "File exists" alone misleads
         return f"{error.filename} is no folder"
     return error.strerror or str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -36,6 +37,11 @@ def console() -> Console:
 def printer() -> Console:
     """A console on standard output, for what a command found; text is shown as it is, too."""
     return Console(markup=False, highlight=False)
+
+
+def print_json(found: object) -> None:
+    """Print what a command found as one JSON value, for programs that go on with it."""
+    printer().print(json.dumps(found, indent=1, ensure_ascii=False), soft_wrap=True)
 
 
 def setup_logging(rank: int) -> None:
@@ -102,6 +108,6 @@ def die(error: BaseException | str, next_step: str | None = None, everywhere: bo
 
 
 def say_mistake(sentence: str, next_step: str) -> None:
-    """What is wrong, and what to do about it, on standard error."""
+    """Prints a mistake, and what to do about it, on standard error."""
     console().print(Text.assemble(("error: ", "bold red"), (sentence, "red")), soft_wrap=True)
     console().print(Text.assemble(("next step: ", "bold"), next_step), soft_wrap=True)

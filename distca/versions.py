@@ -48,7 +48,7 @@ def command_line(program: str) -> str:
 
 
 def header(command: str, ranks: int) -> dict[str, Any]:
-    """What a report of ``ranks`` ranks begins with."""
+    """Returns the beginning of a report of ``ranks`` ranks."""
     return {"command": command, "hardware": hardware(ranks), "versions": versions()}
 
 

@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 NANO_NAMES = ("ping", "pong")
-"""What the nano-batches of a micro-batch are called."""
+"""The names of a micro-batch's nano-batches."""
 
 
 def count(number: int, noun: str) -> str:
@@ -26,7 +26,7 @@ def format_bytes(count: float) -> str:
 
 
 def takes(hint: Any) -> str:
-    """What a setting of this type takes, in words."""
+    """Returns, in words, the values that a setting of this type takes."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(get_args(hint))
     if get_origin(hint) in (Union, UnionType):
@@ -42,7 +42,8 @@ def takes(hint: Any) -> str:
 
 
 def rename_parameters(message: str, name_of: Callable[[str], str | None]) -> str:
-    """What a lower layer says, with the names that its parameters have here: lower layers put theirs in backquotes.
+    """Returns a message of a lower layer with the names that its parameters have here. Lower layers put theirs in
+    backquotes.
 
     Args:
         message: of the lower layer.
@@ -52,7 +53,7 @@ def rename_parameters(message: str, name_of: Callable[[str], str | None]) -> str
 
 
 def value_refused(message: str, hint_of: Callable[[str], Any]) -> tuple[str, str] | None:
-    """What jsonargparse says about a value of the wrong type, taken apart.
+    """Takes jsonargparse's message about a value of the wrong type apart.
 
     Args:
         message: the parser's own words.

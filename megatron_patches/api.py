@@ -52,7 +52,7 @@ from megatron_patches.patches.gpt_forward import (
 )
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.pool import attention_spec, join_pool
-from megatron_patches.ranks.remote_servers import RemoteServers
+from megatron_patches.ranks.remote_servers import RemoteServers, check_with_servers
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.steps.per_document import gather_documents
 from megatron_patches.steps.plan_options import plan_options
@@ -63,6 +63,7 @@ from megatron_patches.support.arguments import check_fp8_weights, check_gradient
 from megatron_patches.support.attached import check_same_config, note_attached
 from megatron_patches.support.built_model import check_bare, check_model
 from megatron_patches.support.config_fields import check_config, check_types
+from megatron_patches.support.hybrid import check_hybrid
 from megatron_patches.support.layer_spec import check_layer_spec, has_te_linears
 from megatron_patches.support.model_options import check_model_options, check_own_rotary
 from megatron_patches.support.process_groups import check_groups
@@ -108,6 +109,7 @@ class CAD:
         check_groups(config)
         check_config(config)
         check_types(config)
+        check_hybrid(config, given.disaggregate, given.offload)
         check_model_options(given.model_options, config)
         given.check()
         check_same_on_ranks(config, given.alike)
@@ -126,8 +128,10 @@ class CAD:
         self._te = use_te(given.linears, config, self.device)
         self._kinds = LayerKinds.of(config, given.model_options.score_softcap)
         check_layers(config, self.device, self._te)
-        tp = config.tensor_model_parallel_size
-        self._remote = RemoteServers(given.servers, tp, given.transport) if given.servers else None
+        self._remote = None
+        if given.servers:
+            check_with_servers(config, any(self._kinds.recurrences), given.offload)
+            self._remote = RemoteServers(given.servers, config.tensor_model_parallel_size, given.transport)
         self.pool = join_pool(config, self._kinds, self.device, given, how, self._remote)
         self.options = plan_options(config, self._kinds, self.pool.kernel, self.device, given, how, self._remote)
         if self._remote is not None:
@@ -299,6 +303,7 @@ class CAD:
             lengths=self._lengths,
             room=self.options.ranks * given.tokens_per_rank if given.deal and given.disaggregate else 0,
             vocabulary=self._vocabulary,
+            recurrences=self._kinds.recurrences,
             number=number,
             folder=self.folder,
             remote=self._remote,
@@ -357,8 +362,10 @@ class CAD:
         return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
-        """How the rows of all micro-batches that were trained on since the last call were spread over experts, by
-        number of this stage's layers with experts, from 1; alike on all ranks of the stage. Empty without any.
+        """How rows were spread over experts in all micro-batches that were trained on since the last call.
+
+        It is by number of this stage's layers with experts, from 1, and alike on all ranks of the stage. Empty without
+        any.
 
         Args:
             model: from :meth:`data_parallel`.

@@ -1,4 +1,4 @@
-"""What a user gives :class:`megatron_patches.api.CAD` beside Megatron's configuration."""
+"""The arguments that a user gives :class:`megatron_patches.api.CAD` beside Megatron's configuration."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class CadArguments(CadOptions):
                 raise SupportError(f"`{name}` is {number}; it must be at least {least}.")
 
     def how(self, stages: int) -> How:
-        """What backward does with these arguments.
+        """Returns the way in which backward gets its rows with these arguments.
 
         Raises:
             SupportError: on levels or rows in host memory that are not served with them.

@@ -1,4 +1,4 @@
-"""Which megatron-core is here, without importing it, and whether it is one that this project knows.
+"""The megatron-core that is installed, found without importing it, and whether this project knows it.
 
 What differs between the supported versions is told apart by signatures and missing modules, where it matters; the range
 here says how far that was tested.
@@ -34,11 +34,17 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """What the megatron-core that is here is, and what it should be; None if it can be used."""
+    """Returns, in words, the megatron-core that is here and the one that is needed; None if it can be used."""
     version = installed_version()
     if version is not None and _FIRST <= tuple(map(int, version.split("."))) < _BEYOND:
         return None
     return f"{version or 'not installed'}; versions {SUPPORTED} are supported"
+
+
+def has_gated_delta_net() -> bool:
+    """Whether the gated delta net that our layers are built with is there, which is so since 0.19."""
+    version = installed_version()
+    return version is not None and tuple(map(int, version.split("."))) >= (0, 19)
 
 
 def check_version() -> None:

@@ -19,6 +19,7 @@ settings.load_profile("shared machine")
 
 if not torch.cuda.is_available():
     preload(
+        "megatron_patches",  # before Megatron-Core, whose functions it keeps from torch.compile
         "pytest",
         "hypothesis.strategies",
         "encodings.idna",  # names of hosts
@@ -40,6 +41,7 @@ if not torch.cuda.is_available():
         "distca.train.run.main",
         "distca.train.run.loop",
         "distca.train.run.builder",
+        "tests.testing.first_uses",
     )
 
 

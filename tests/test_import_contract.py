@@ -29,7 +29,7 @@ ROWS = (
     ("distca.plan", "distca.yaml_file"),
     ("distca.cluster", "distca.device"),
     ("distca.ops",),
-    ("distca.attention", "distca.data", "distca.models", "distca.transport"),
+    ("distca.attention", "distca.data", "distca.models", "distca.recurrent", "distca.transport"),
     ("distca.baselines", "distca.runtime", "distca.testing"),
     ("distca.profile", "distca.simulate"),
     ("megatron_patches",),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NO_SUBJECT = {"Of", "Than", "That", "Those", "Who", "Whose", "As", "With"}
+NO_SUBJECT = {"Of", "Than", "That", "Those", "Who", "Whose", "As", "With", "What", "Which", "Where", "By"}
 
 
 def notes(source: str) -> Iterator[tuple[int, str]]:

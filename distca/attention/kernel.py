@@ -1,7 +1,7 @@
-"""What a core-attention kernel is: a fused batch of CA-tasks in, o and log-sum-exp out, and its backward.
+"""The interface of core-attention kernels: a fused batch of CA-tasks in, o and log-sum-exp out, and its backward.
 
-Shape suffixes: T query rows of the batch, S key/value rows of the batch, H query heads, G key/value heads (H is a
-multiple of G), D head dimension.
+Shape suffixes: T query rows and S key/value rows of the batch; H query heads, G key/value heads (H is a multiple of G),
+D head dimension.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Whether a kernel computes on this machine what the reference computes: a small mixed batch, forward and backward.
 
-A new version of a library, a new GPU or a head dimension that nobody tried can make a kernel wrong without a word. So
-a kernel proves itself where it would be compiled anyway. Its tensors are compared as wholes, which shows a factor, and
-by blocks of each task and head, which shows a last tile that is missing or a diagonal that is off by one.
+A new version of a library, a new GPU or a head dimension that nobody tried can make a kernel wrong without a word. So a
+kernel proves itself where it would be compiled anyway. Its tensors are compared as wholes, which shows a factor. They
+are also compared by blocks of each task and head. That shows a last tile that is missing, or a diagonal that is off by
+one.
 
 Shape suffixes as in kernel.py; R rows of either kind.
 """

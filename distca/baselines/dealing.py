@@ -1,4 +1,4 @@
-"""Which rank, or group of ranks, gets which document.
+"""The rank, or the group of ranks, that gets each document.
 
 Array legend: D documents, R data-parallel ranks, M micro-batches.
 """

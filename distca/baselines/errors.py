@@ -1,4 +1,4 @@
-"""What a user can ask of a baseline that it cannot do."""
+"""Errors for requests that a baseline cannot serve."""
 
 from distca.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Which tokens of which document each rank holds, by method.
+"""The tokens that each rank holds of each document, by method.
 
 A rank's rows are pieces of documents in the order given. Array legend: D documents, P pieces; all arrays are int64.
 """
@@ -66,11 +66,10 @@ def whole(lengths: np.ndarray, rank_of: np.ndarray) -> Pieces:
 
 
 def head_tail(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
-    """Every document in 2 · degree pieces, of which rank r of its group holds number r and number 2 · degree − 1 − r.
+    """Every document in 2 · degree pieces. Rank r of its group holds number r and number 2 · degree − 1 − r.
 
-    Pieces differ by at most a token, and the odd tokens go round over the ranks, so that the ranks of a group hold
-    equally many rows within one. The last rank's two pieces touch and are one. A rank's rows are all its tails, then
-    all its heads.
+    Pieces differ by at most a token. The odd tokens go round over the ranks, so the ranks of a group hold equally many
+    rows within one. The last rank's two pieces touch and are one. A rank's rows are all its tails, then all its heads.
     """
     length = np.asarray(lengths, np.int64)
     base, odd = np.divmod(length, 2 * degree)
@@ -96,8 +95,8 @@ def head_tail(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
 
 
 def zigzag(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces:
-    """Each group's documents as one sequence in 2 · degree equal chunks, of which rank r holds number r and number
-    2 · degree − 1 − r."""
+    """Each group's documents as one sequence in 2 · degree equal chunks. Rank r holds number r and number 2 · degree −
+    1 − r."""
     pieces = _cut_sequences(lengths, group_of, 2 * degree)
     chunk = pieces.rank % (2 * degree)
     late = chunk >= degree
@@ -121,6 +120,7 @@ def contiguous(lengths: np.ndarray, group_of: np.ndarray, degree: int) -> Pieces
 def pieces_of(mode: Mode, lengths: np.ndarray, group_of: np.ndarray) -> Pieces:
     """The pieces of a mode that is not DistCA; [D] ``group_of`` as :func:`distca.baselines.dealing.groups_of` says."""
     methods = {"cp": head_tail, "cp-keep": head_tail, "cp-halo": head_tail, "ring": zigzag, "ulysses": contiguous}
+    methods |= {"megatron-te-p2p": head_tail, "megatron-te-a2a": head_tail}
     if mode.method not in methods:
         return whole(lengths, group_of)
     return methods[mode.method](lengths, group_of, mode.degree)

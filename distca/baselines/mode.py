@@ -27,6 +27,10 @@ Method = Literal[
 _GROUPED = ("cp", "cp-keep", "cp-halo", "ring", "ulysses", "megatron-te-p2p", "megatron-te-a2a")
 PEERS = ("megatron-te", "megatron-te-p2p", "megatron-te-a2a")
 """Methods that are unmodified Megatron-Core with Transformer Engine's layers, and nothing of this project."""
+RINGS: tuple[Method, ...] = ("ring", "megatron-te-p2p")
+"""Methods in which keys and values go from rank to rank of a group."""
+BY_HEADS: tuple[Method, ...] = ("ulysses", "megatron-te-a2a")
+"""Methods in which every rank of a group computes all rows of some heads."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Mode:
                 f"{self.name} needs groups of {self.degree} ranks, which do not divide the {ranks} data-parallel "
                 f"rank{'s' if ranks > 1 else ''}; choose another degree or another number of ranks."
             )
-        if self.method in ("ulysses", "megatron-te-a2a") and kv_heads % self.degree:
+        if self.method in BY_HEADS and kv_heads % self.degree:
             raise BaselineError(
                 f"{self.name} shards {kv_heads} key/value head{'s' if kv_heads > 1 else ''} over {self.degree} ranks, "
                 "which does not divide them; choose a degree that does, or a smaller tensor-parallel size."

@@ -130,7 +130,7 @@ class Agreement:
 
 
 def _unlike_first(values: Sequence[Any]) -> str | None:
-    """Which ranks have another value than the first one; None if none has."""
+    """Returns, in words, the ranks that have another value than the first one; None if all have the same."""
     if len(set(values)) == 1:
         return None
     return _who([each != values[0] for each in values], True)

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store of torch.distributed: that their nodes live, and what the run ends with.
+"""A board in the store of torch.distributed: ranks post there that their nodes live, and what the run ends with.
 
 A store that is gone may keep who asks it waiting without end. So only threads of this module ask, and the others see
 what they learnt last and how long ago.
@@ -27,7 +27,7 @@ _PREFIX = "distca/health"
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What ends a run.
+    """The failure that ends a run.
 
     Attributes:
         rank: who says it.
@@ -147,7 +147,7 @@ class Board:
                 self._beats[name] = (beats, time.monotonic())
 
     def _read(self) -> None:
-        """What was posted; it comes right after the count of failures."""
+        """Reads the failure that was posted; it comes right after the count of failures."""
         self.failure = self.failure or Failure(**json.loads(self._store.get(f"{_PREFIX}/failure")))
 
 

@@ -1,4 +1,5 @@
-"""What a launcher told this process through its environment, refused in a sentence where it cannot be meant."""
+"""The place among all ranks that a launcher gives this process through its environment. An impossible one is refused in
+a sentence."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched:
-    """What torchrun, or pretrain_llama.sh through srun, said; without a launcher one process on its own.
+    """Returns the place that torchrun, or pretrain_llama.sh through srun, gave this process. Without a launcher the
+    process is the only one.
 
     Raises:
         LaunchError: it says only a part, or something that cannot be.

@@ -1,9 +1,10 @@
 """Watching over the ranks of a run: when one fails, dies or is lost, all others say so and end within seconds.
 
 A rank that is gone leaves the others waiting for it: on NCCL inside the driver, on gloo until a connection breaks, on
-NVSHMEM for ever. A thread of every rank therefore looks once a second at the processes of its node, at what the store
-of torch.distributed says of other nodes and of failures (:mod:`distca.cluster.board`), and at the waits that streams
-queued (:mod:`distca.cluster.waits`). It works while the main thread waits for a GPU or for other ranks.
+NVSHMEM for ever. Therefore a thread of every rank looks around once a second. It looks at the processes of its node,
+and at the waits that streams queued (:mod:`distca.cluster.waits`). From the store of torch.distributed it learns of
+other nodes and of failures (:mod:`distca.cluster.board`). The thread works while the main thread waits for a GPU or for
+other ranks.
 
 Ranks end by leaving at once: whoever takes leave politely, of a process group for example, waits for the others.
 """
@@ -41,7 +42,7 @@ EXIT_CODE = 71
 """A rank that waits for one which has ended leaves with this code."""
 
 _ENDING = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers and launchers send before they end a run."""
+"""The signals that schedulers and launchers send before they end a run."""
 _PERIOD_S = 1.0
 _DEATH_S = 1.0
 """Until a dead process is named: it may have posted what it died of."""

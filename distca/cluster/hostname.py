@@ -1,4 +1,4 @@
-"""Which machine a rank is on."""
+"""The name of the machine that a rank is on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where gloo's process groups listen: on one node on loopback, on several on the interface that leads to MASTER_ADDR.
+"""The network interface on which gloo's process groups listen. On one node it is loopback, on several the one that
+leads to MASTER_ADDR.
 
 By itself gloo takes the interface that the host's name leads to, which others outside the run may reach.
 """

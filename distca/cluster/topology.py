@@ -1,4 +1,4 @@
-"""Which servers share a machine: the planner prices bytes between machines higher."""
+"""The servers that share a machine: the planner sets a higher price on bytes between machines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""torchrun with stores that listen on loopback, for one node, or on the interface of MASTER_ADDR, and that soon ends
-ranks which cannot end themselves when another one has failed.
+"""torchrun with two changes.
+
+Its stores listen on loopback, for one node, or on the interface of MASTER_ADDR. And when a rank has failed, other ranks
+that cannot end themselves are soon ended.
 
 ``python -m distca.cluster.torchrun --standalone --nproc-per-node=4 program.py`` takes torchrun's arguments.
 """

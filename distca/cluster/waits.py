@@ -19,7 +19,7 @@ _ANSWER_S = 20.0
 
 
 class Passed(Protocol):
-    """What tells whether a stream has got past a point; a CUDA event is one."""
+    """An object that tells whether a stream has got past a point; a CUDA event is one."""
 
     def query(self) -> bool: ...
 

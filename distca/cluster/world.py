@@ -15,7 +15,7 @@ from distca.cluster.store import own_store
 
 @dataclass(frozen=True)
 class World:
-    """Where this process runs.
+    """The place of this process in the run.
 
     Attributes:
         rank: global rank.

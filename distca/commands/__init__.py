@@ -1,1 +1,1 @@
-"""What ``distca`` does on the command line; each module holds one command."""
+"""The commands of ``distca``; each module holds one."""

@@ -10,7 +10,7 @@ from rich.table import Table
 
 import distca
 from distca.commands.options import check_head_dim
-from distca.log import printer
+from distca.log import print_json, printer
 from megatron_patches import versions
 
 if TYPE_CHECKING:
@@ -28,19 +28,23 @@ _HEADS = (8, 2)
 """Query and key/value heads of the self-check of a kernel."""
 
 
-def doctor(head_dim: int = 128) -> None:
+def doctor(head_dim: int = 128, json: bool = False) -> None:
     """Show versions, devices, and which kernel and transport "auto" chooses on this machine.
 
     On GPUs kernels and fused operations are held against their references; what compiles takes about 20 s once.
 
     Args:
         head_dim: head dimension that the kernel is chosen for.
+        json: print what was found as JSON in place of the table.
     """
     check_head_dim(head_dim)
+    sections = (_versions(), _torch(), _choices(head_dim))
+    if json:
+        return print_json({name: text for section in sections for name, text in section})
     table = Table(show_header=False, title="distca doctor", title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for section in (_versions(), _torch(), _choices(head_dim)):
+    for section in sections:
         for name, text in section:
             table.add_row(name, text)
         table.add_section()

@@ -1,4 +1,4 @@
-"""What ``distca doctor`` says about moving rows: libraries, links between GPUs, other machines."""
+"""The part of ``distca doctor`` on moving rows: libraries, links between GPUs, other machines."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _nvlink() -> str:
 
 
 def _network() -> str:
-    """What there is for rows between machines."""
+    """Returns, in words, the ways for rows between machines."""
     from distca.transport.select import BETWEEN_NODES
 
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
@@ -108,7 +108,8 @@ def _network() -> str:
 
 
 def _remote_transports() -> str:
-    """What NVSHMEM's package holds for peers on other machines; NVSHMEM_REMOTE_TRANSPORT chooses."""
+    """Returns, in words, the networks to other machines that NVSHMEM's package has libraries for.
+    NVSHMEM_REMOTE_TRANSPORT chooses one."""
     names = {
         match.group(1)
         for package in ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")

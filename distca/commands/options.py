@@ -1,4 +1,4 @@
-"""What options of commands can be, checked before anything else is done."""
+"""Limits on the options of commands, checked before anything else is done."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_tolerance(tolerance: float) -> None:
 
 @contextmanager
 def writing(option: str, path: str | Path) -> Iterator[None]:
-    """What keeps a file from being written, a full disk too, as a sentence.
+    """Turns an error that keeps a file from being written, a full disk too, into a sentence.
 
     Raises:
         OptionError: naming the option, the file and what the system says.

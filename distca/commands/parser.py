@@ -48,7 +48,7 @@ def explained(refused: Refused, commands: Mapping[str, Any], arguments: Sequence
 
 
 def with_options(message: str, commands: Mapping[str, Any], arguments: Sequence[str]) -> str:
-    """What a command says, with its options as they are typed in place of parameters in backquotes.
+    """Returns a command's message with parameters in backquotes replaced by options as they are typed.
 
     Args:
         message: a sentence.

@@ -9,7 +9,7 @@ from typing import Any
 
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.commands.options import check_least, check_most, check_picture, check_tolerance, writing
-from distca.commands.plan_results import draw, summary
+from distca.commands.plan_results import draw, figures, summary
 from distca.commands.plan_step_results import replanned
 from distca.data.encoding import Bad
 from distca.data.lengths import DATA_KINDS
@@ -48,6 +48,7 @@ def plan(
     field: str | None = None,
     conversations: bool = False,
     bad: Bad = "error",
+    json: bool = False,
 ) -> None:
     """Plan one micro-batch and show the balance before and after, the bytes that travel and the memory they take.
 
@@ -76,8 +77,9 @@ def plan(
             conversations messages.
         conversations: training data is conversations, which go through the folder's chat template.
         bad: what happens to documents that cannot be read or tokenized: error ends the command; skip leaves them out.
+        json: print the figures as JSON, in seconds and bytes, in place of the table.
     """
-    from distca.log import printer
+    from distca.log import print_json, printer
 
     given = dict(locals())
     if (step := read_step(lengths)) is not None:
@@ -124,10 +126,14 @@ def plan(
         costs=tuple(cost_of_kind(kind, cost) for kind in kinds),
         layer_kinds=(layer_kinds,),
     )
-    printer().print(summary(made, len(of_layers)))
+    if json:
+        print_json(figures(made, len(of_layers)))
+    else:
+        printer().print(summary(made, len(of_layers)))
     if picture is not None:
         with writing("picture", picture):
             draw(made, picture, lengths)
+    if picture is not None and not json:
         printer().print(f"Picture written to {picture}.", soft_wrap=True)
 
 

@@ -1,9 +1,9 @@
-"""What ``distca plan`` shows: a table of a plan's balance, bytes and memory, and a picture of who computes for whom."""
+"""The output of ``distca plan``: a table of a plan's balance, bytes and memory, and a picture of who serves whom."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,6 +51,39 @@ def summary(made: MicroBatchPlan, layers: int = 1) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def figures(made: MicroBatchPlan, layers: int = 1) -> dict[str, Any]:
+    """The numbers of :func:`summary`, in seconds and bytes, by name; bytes are those of ``layers`` layers, all ranks
+    together, unless a name says one layer."""
+    moved, shape, options = made.bytes_moved, made.cost.shape, made.step.options
+    kinds = [made.of_kind(number) for number in range(len(options.names_of_combinations))]
+    return {
+        "documents": len(made.lengths),
+        "tokens": int(made.lengths.sum()),
+        "ranks": made.nano_batches[0].layout.ranks,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "slowest_over_mean_in_order": made.imbalance_before,
+        "slowest_over_mean_spread": imbalance(made.seconds_at_home),
+        "slowest_over_mean_planned": made.imbalance_after,
+        "slowest_over_lower_bound": float(made.seconds_after.max()) / lower_bound(made),
+        "seconds_of_one_layer_by_server": made.seconds_after.tolist(),
+        "layers": layers,
+        "q_bytes": moved.q * layers,
+        "o_bytes": moved.o * layers,
+        "kv_bytes": moved.kv * layers,
+        "backward_bytes": moved.backward * layers,
+        "most_received_bytes_of_one_layer": most_received(made),
+        "busiest_rank_bytes_of_one_layer": busiest_rank(made).bytes,
+        "shortest_shard_sent": shortest_shard(made),
+        "kinds": {
+            name: {"slowest_over_mean": each.imbalance_after, "bytes_of_one_layer": each.bytes_moved.total}
+            for name, each in zip(options.names_of_combinations, kinds, strict=True)
+        },
+        "planning_s": made.planning_ms / 1e3,
+    }
 
 
 def kind_rows(made: MicroBatchPlan) -> list[tuple[str, str]]:
@@ -108,7 +141,7 @@ def busiest_rank(made: MicroBatchPlan) -> Busiest:
 
 
 def node_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
-    """What travels between nodes, where ranks are on several."""
+    """Returns the row on bytes that travel between nodes; none where all ranks are on one node."""
     links = made.step.options.links
     nodes = links.nodes(made.nano_batches[0].layout.ranks)
     if nodes[-1] == 0:
@@ -122,7 +155,7 @@ def node_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
 
 
 def half_rows(made: MicroBatchPlan, layers: int) -> list[tuple[str, str]]:
-    """What travels in ping and in pong, where a micro-batch is cut in two."""
+    """Returns the row on bytes that travel in ping and in pong; none where a micro-batch is not cut in two."""
     halves = len(made.nano_batches)
     if halves == 1:
         return []

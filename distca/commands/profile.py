@@ -43,10 +43,10 @@ def profile(
 ) -> None:
     """Measure this machine and write one cost table (JSON), for cad.cost_table and `distca plan --cost_table`.
 
-    One device: the attention kernel is held against the reference first, and refused where it is wrong. Then seconds of
-    it per CA-task inside full batches, how well their sum predicts mixed batches, and seconds per token of the linear
-    layers, with Transformer Engine also in FP8. Several: bandwidth and latency between them. Started by torchrun on
-    several nodes, links are those of all its ranks.
+    One device: the attention kernel is held against the reference first, and refused where it is wrong. Then its
+    seconds per CA-task inside full batches are measured, and how well their sum predicts mixed batches. Seconds per
+    token of the linear layers follow, with Transformer Engine also in FP8. Several: bandwidth and latency between them.
+    Started by torchrun on several nodes, links are those of all its ranks.
 
     Args:
         output: the file to write; by default named after device, kernel and heads, in this folder.

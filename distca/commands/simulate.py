@@ -62,7 +62,8 @@ def simulate(
         modes: comma-separated: distca, packed, packed-dealt, variable, cpN, cpN-keep, ringN, ulyssesN for groups of N
             ranks, each with -hidden behind it if what it sends is to travel beside computation; best-cp and
             best-cp-hidden take the fastest degree. With -halo (cp4-halo, best-cp-halo-hidden) layers with a window
-            gather nothing and get the rows that they see. With stages all but distca run 1F1B.
+            gather nothing and get the rows that they see. megatron-te, megatron-teN-p2p and megatron-teN-a2a are
+            unmodified Megatron-Core's, with the same kernels. With stages all but distca run 1F1B.
         context: longest document; longer ones of a mix are cut, of a long-context mix stretched to it; several as
             [131072,524288].
         tp: tensor-parallel ranks.

@@ -1,4 +1,4 @@
-"""What ``distca simulate`` reads: the model's shape, the costs of its attention, and the documents."""
+"""The inputs of ``distca simulate``: the model's shape, the costs of its attention, and the documents."""
 
 from __future__ import annotations
 

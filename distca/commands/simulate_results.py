@@ -1,4 +1,4 @@
-"""What ``distca simulate`` shows and writes: a table, and files of figures, speeds and a timeline."""
+"""The output of ``distca simulate``: a table, and files of figures, speeds and a timeline."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Files:
-    """What is written beside the table; None or empty where it is not asked for.
+    """The files that are written beside the table; None or empty for those that are not asked for.
 
     Attributes:
         output: all figures (JSON).

@@ -26,7 +26,7 @@ class Document(Protocol):
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What a rank trains on.
+    """The tokens that a rank trains on, with their labels, masks and positions.
 
     Attributes:
         tokens: [N] int64 token ids.
@@ -141,7 +141,8 @@ def _read(documents: Sequence[Document], layout: Layout, rank: int, weights: np.
 
 
 def targets_of(document: Document, tokens: slice) -> np.ndarray:
-    """Which tokens of a slice are to be learned, bool; a document's first token never is, whatever this says.
+    """Returns a bool for each token of a slice: whether it is to be learned. A document's first token never is,
+    whatever this says.
 
     Raises:
         DataError: the document does not say it of each.

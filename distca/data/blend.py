@@ -6,8 +6,8 @@ A blend is a YAML file with one entry a source::
     - {source: parquet, path: web, field: content, weight: 7, long: {tokens: 65536, share: 0.6}}
 
 Weights are shares of the tokens. An epoch of the blend is as short as it can be with every source used whole at least
-once. ``epochs`` or ``tokens`` in place of ``weight`` say by themselves how often a source is used, or for how many
-tokens, in an epoch of the blend. ``long`` gives documents of at least so many tokens that share of the source's tokens.
+once. In place of ``weight``, ``epochs`` says how often a source is used in an epoch of the blend, and ``tokens`` for
+how many tokens. ``long`` gives documents of at least so many tokens that share of the source's tokens.
 
 Array legend: D documents of all sources together. All arrays are int64.
 """

@@ -38,7 +38,7 @@ class CachedTokens:
     bad: Bad = "error"
 
     def find(self) -> str | None:
-        """Where the tokens are, as the prefix of an indexed source; None where they are not known to be there."""
+        """Returns the prefix of the indexed source that holds the tokens; None where none is known to be there."""
         try:
             named = read_object(self._by_files())
             prefix = self._prefix(named["content"])
@@ -47,7 +47,8 @@ class CachedTokens:
         return prefix if Path(f"{prefix}.idx").is_file() else None
 
     def make(self, processes: int, advanced: Callable[[int], None] = lambda _: None) -> str:
-        """Where the tokens are, once they have been made or found by their content.
+        """Returns the prefix of the indexed source that holds the tokens. They are made unless they are found by their
+        content.
 
         Args:
             processes: that tokenize.

@@ -21,7 +21,7 @@ from distca.data.tokenizer import load_json, read_beside, read_settings, read_te
 from distca.errors import DataError
 
 _CLOCK = "strftime_now"
-"""By this name templates ask for today's date."""
+"""The name by which templates ask for today's date."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _template_files(folder: Path) -> dict[str, str]:
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, str]:
-    """What JSON says of templates: one, or several with names."""
+    """Returns the templates of a JSON object by name: it holds one, or several with names."""
     held = said.get("chat_template")
     if isinstance(held, list):
         held = {str(each.get("name")): each.get("template") for each in held if isinstance(each, dict)}

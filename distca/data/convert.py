@@ -43,7 +43,7 @@ _PLACING = "placing"
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote, as recorded in the sidecar PREFIX.json.
+    """The results of a conversion, as recorded in the sidecar PREFIX.json.
 
     Attributes:
         tokenizer: ``bytes`` or the file of the tokenizer.
@@ -131,7 +131,7 @@ def check_output(output: str, elsewhere: str = _ELSEWHERE) -> str:
 
 
 class _Partial:
-    """What is done so far: tokens and lengths as they come, and a note of how much of them counts."""
+    """The unfinished output of a conversion: tokens and lengths as they come, and a note of how much of them counts."""
 
     def __init__(self, prefix: str, vocabulary: int, sources: dict[str, Any]) -> None:
         self._prefix, self._folder = prefix, _folder_of(prefix)
@@ -241,7 +241,8 @@ class _Partial:
         self._saved = time.monotonic()
 
     def _noted(self) -> dict[str, Any]:
-        """What was done before an interruption, if it was of the same texts and tokenizer."""
+        """Returns the note of an interrupted conversion of the same texts with the same tokenizer; empty where there is
+        none."""
         try:
             done = json.loads((self._folder / "done").read_text(encoding="utf-8"))
             whole = all((self._folder / name).stat().st_size >= done[name] for name in ("bin", "lengths", "mask"))

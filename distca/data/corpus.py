@@ -21,7 +21,7 @@ from distca.words import count
 logger = logging.getLogger(__name__)
 
 Longer = Literal["split", "error", "skip"]
-"""What happens to documents that are longer than the context."""
+"""The treatment of documents that are longer than the context."""
 
 
 class DocumentSet:
@@ -86,7 +86,7 @@ class SetDocument:
         return self.documents.read(self.number, start, stop)
 
     def learned(self, tokens: slice) -> np.ndarray | None:
-        """Which tokens of a slice are to be learned, bool; None for all."""
+        """Returns a bool for each token of a slice: whether it is to be learned. None means that all are."""
         start, stop, _ = tokens.indices(len(self))
         return self.documents.learned(self.number, start, stop) if self.documents.masked else None
 

@@ -23,7 +23,7 @@ from distca.data.texts.blocks import BLOCK_BYTES
 from distca.errors import DataError
 
 Bad = Literal["error", "skip"]
-"""What happens to documents that cannot be read or tokenized."""
+"""The treatment of documents that cannot be read or tokenized."""
 _AHEAD = 2
 """Blocks that wait for each process, so that none is idle while results are written."""
 
@@ -164,7 +164,7 @@ def _encode_one(encoder: Encoder, where: str, value: Any) -> Encoded | Refused:
 
 
 _encoder: tuple[Encoder, Recipe, Bad]
-"""What a process of the pool was started with."""
+"""The arguments of ``encode_block`` that stay the same in a process of the pool. They are set when it starts."""
 
 
 def _begin(recipe: Recipe, bad: Bad) -> None:

@@ -93,8 +93,8 @@ def sample_lengths(mix: Mix, tokens: int, seed: int, *, max_length: int | None =
 def long_context(lengths: np.ndarray, context: int, seed: int, *, full_share: float = 0.0) -> np.ndarray:
     """Turn a mix into a long-context one, as the paper does for contexts of 128K and more.
 
-    A random half of the documents under 64K tokens is dropped, each longer one appears four times, all are stretched by
-    context / 64K, cut to ``context``, and shuffled.
+    A random half of the documents under 64K tokens is dropped, and each longer one appears four times. All are
+    stretched by context / 64K, cut to ``context``, and shuffled.
 
     Args:
         lengths: [D] tokens per document.

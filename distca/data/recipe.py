@@ -1,4 +1,4 @@
-"""What makes one stretch of token ids of a document: tokenizer, field, and what a document is."""
+"""The recipe that makes token ids of documents: tokenizer, field, and what a document is."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Recipe:
         return ()
 
     def open(self) -> Encoder:
-        """What encodes by it; errors of ``TokenizerFiles.open``."""
+        """Returns the encoder of this recipe; raises the errors of ``TokenizerFiles.open``."""
         return TextEncoder(self.tokenizer.open(), self.field)
 
     def identity(self) -> dict[str, Any]:
-        """What the ids depend on, wherever the tokenizer lies."""
+        """Returns all that the ids depend on, wherever the tokenizer lies."""
         return {
             "tokenizer_digest": self.tokenizer.digest(),
             "begin_token": self.tokenizer.begin,

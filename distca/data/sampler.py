@@ -1,4 +1,4 @@
-"""Which documents are trained on when: endless epochs, packed into micro-batches. Only lengths are looked at."""
+"""The order in which documents are trained on: endless epochs, packed into micro-batches. Only lengths decide it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Sampler:
         return tuple(self._fill() for _ in range(self._micro_batches))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, as JSON-able numbers; its size does not grow with the corpus."""
+        """Returns the sampler's position in the data, as JSON-able numbers; its size does not grow with the corpus."""
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,

@@ -103,7 +103,7 @@ def _batches(documents: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Where a tokenizer is, and what says how documents begin and end.
+    """The files of a tokenizer, and the tokens with which documents begin and end.
 
     Attributes:
         name: ``bytes``, or the tokenizer.json.
@@ -243,7 +243,8 @@ def _content(file: Path) -> bytes:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What a folder's tokenizer_config.json says, and of tokens that it does not name, special_tokens_map.json.
+    """Returns the settings in a folder's tokenizer_config.json. Tokens that it does not name come from
+    special_tokens_map.json.
 
     Raises:
         DataError: one of them is not JSON.

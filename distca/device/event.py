@@ -27,7 +27,7 @@ _FUNCTIONS = (
 
 
 class Event:
-    """What torch.cuda.Event offers, as far as it is used here. Made on the current GPU.
+    """The part of torch.cuda.Event that is used here. An event is made on the current GPU.
 
     Args:
         timed: whether it can be given to :meth:`elapsed_time`.

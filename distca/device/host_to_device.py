@@ -53,7 +53,7 @@ class Upload:
 
 
 Destination = torch.device | str | Upload
-"""Where a host array goes: to a device now, or with an upload that somebody sends later."""
+"""The destination of a host array: a device, which gets it now, or an upload that somebody sends later."""
 
 
 def to_device(array: np.ndarray, to: Destination) -> torch.Tensor:

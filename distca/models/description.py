@@ -1,4 +1,5 @@
-"""What the config.json of a Hugging Face folder describes, or why it is not served; needs no torch and no package."""
+"""The model that the config.json of a Hugging Face folder describes, or why it is not served. No torch and no package
+is needed."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def describe_folder(folder: Path) -> ModelDescription:
-    """What model a folder holds.
+    """Returns the description of the model in a folder.
 
     Raises:
         ModelError: a field is missing, or what it asks for is not served.
@@ -117,7 +118,7 @@ def describe_folder(folder: Path) -> ModelDescription:
 
 
 def describe(config: Mapping[str, Any], where: str) -> ModelDescription:
-    """What model the fields of a config.json are of.
+    """Returns the description of the model that the fields of a config.json stand for.
 
     Args:
         config: its content.

@@ -125,7 +125,7 @@ def is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Values:
-    """What a file's fields say.
+    """The values of a file's fields.
 
     Attributes:
         read: the value of every field that is read, by name.

@@ -109,9 +109,12 @@ class LayerBytes:
         return self.segment() + self._head_norms() - self.recomputed_mlp()
 
     def segment(self) -> int:
-        """What the rest of a layer keeps beside o: inputs of two norms, with what each row was multiplied by, and of
-        SwiGLU, from which the inputs of matrix products are computed again. megatron's own layers, where attention is
-        at home, keep the norms' outputs too. Norms behind attention and MLP keep what these put out."""
+        """Bytes that the rest of a layer keeps beside the attention kernel's tensors; where servers keep these, with o
+        at home.
+
+        Kept are the inputs of two norms, with the number that multiplied each row, and the inputs of SwiGLU. From these
+        the inputs of matrix products are computed again. megatron's own layers, where attention is at home, keep the
+        norms' outputs too. Norms behind attention and MLP keep their outputs."""
         variant = self.shape.variant
         kept = (1 if variant.parallel_mlp else 2) + (0 if variant.norms == "pre" else 2)
         elements, copies = kept * self.hidden + 2 * self.ffn, 0
@@ -145,7 +148,7 @@ class LayerBytes:
         return self.value * elements + 4 * (self.q + self.kv // 2) // head_dim
 
     def recomputed_mlp(self) -> int:
-        """What lies inside the MLP, where it is recomputed: SwiGLU's input, and FP8 copies."""
+        """Bytes inside the MLP that are not kept where it is recomputed: SwiGLU's input, and FP8 copies."""
         if self.recompute != "mlp":
             return 0
         inside = self.value * 2 * self.ffn

@@ -1,4 +1,4 @@
-"""Which tensors a model's folder has, by name and shape; needs no torch."""
+"""The tensors of a model's folder, by name and shape; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EMBEDDING, OUTPUT, FINAL_NORM = f"{_BODY}.embed_tokens.weight", "lm_head.weight"
 
 
 def layer_prefix(number: int) -> str:
-    """What the names of a layer's tensors begin with, dot included."""
+    """Returns the beginning of the names of a layer's tensors, dot included."""
     return f"{_BODY}.layers.{number}."
 
 

@@ -9,7 +9,7 @@ from distca.sizes.fp8_shapes import Fp8
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What is there in all of a step, and what the optimizer's step needs for itself.
+    """Bytes that are there in all of a step, and bytes that the optimizer's step needs for itself.
 
     Attributes:
         weights: parameters as the layers use them, and FP8 copies of them.

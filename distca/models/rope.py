@@ -68,7 +68,8 @@ class RopeScaling:
         return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
 
     def problems(self) -> list[str]:
-        """What cannot work, in words, each beginning with the field's name; empty where all is well."""
+        """Returns a sentence for each setting that cannot work, beginning with the field's name; empty where all is
+        well."""
         found: list[str] = []
         if self.kind == "none":
             return found
@@ -108,7 +109,8 @@ class RopeScaling:
         return found
 
     def frequencies_problem(self, rotated: int) -> str | None:
-        """What is wrong with the number of longrope's factors, beginning with the field's name; None if nothing is.
+        """Returns a sentence on a wrong number of longrope's factors, beginning with the field's name. None means that
+        the number is right.
 
         Args:
             rotated: dimensions of a head that positions turn, two for each frequency.
@@ -118,7 +120,7 @@ class RopeScaling:
         return f"short_factors has {len(self.short_factors)} numbers, but a head has {rotated // 2} frequencies."
 
     def unused(self, first: RopeScaling) -> list[str]:
-        """What was set and does nothing, in words, each beginning with the field's name.
+        """Returns a sentence for each setting that was set and does nothing, beginning with the field's name.
 
         Args:
             first: what was there before anything was set; the defaults, or what a folder brought.

@@ -45,7 +45,7 @@ _OF_WINDOWS: Final[dict[str, Field]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """What is said of rotary positions.
+    """The rotary positions that a config.json describes.
 
     Attributes:
         base: of the frequencies.
@@ -105,7 +105,7 @@ def split_rope(config: Mapping[str, Any], family: WindowRope, where: str) -> tup
 
 
 def read_rope(config: Mapping[str, Any], positions: int, family: Family, where: str) -> Rope:
-    """What the fields of a config.json say of rotary positions.
+    """Returns the rotary positions that the fields of a config.json describe.
 
     Args:
         config: the fields of the model, or of its text part.

@@ -36,7 +36,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer is.
+    """The kind of one layer.
 
     Attributes:
         attention: which keys its queries see, and how scores become weights.
@@ -93,18 +93,18 @@ class ModelShape:
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is."""
+        """The kind of each layer."""
         scale, softcap, mlp = self.softmax_scale, self.variant.score_softcap, Mlp(self.ffn)
         return tuple(LayerKind(AttentionKind(scale, window, softcap, self.sinks), mlp) for window in self.windows)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """By layer, the kind of its attention."""
+        """The kind of attention of each layer."""
         return tuple(kind.attention for kind in self.layer_kinds)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """By layer, the tokens that a token attends to; 0 for its whole document up to itself."""
+        """The number of tokens that a token attends to in each layer; 0 for its whole document up to itself."""
         return windows_of(self.layer_types or ["full"], self.window, self.layers)
 
     @property

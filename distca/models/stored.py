@@ -1,4 +1,4 @@
-"""What lies in the safetensors files of a folder, by their headers and bytes; needs no package."""
+"""The content of a folder's safetensors files, from their headers and bytes; needs no package."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def same_bytes(first: Path, name: str, second: Path, other: str) -> bool:
 
 
 def _entry(file: Path, name: str) -> tuple[Mapping[str, Any], int]:
-    """What a header says of a tensor, and where in the file it begins."""
+    """Returns a header's entry for a tensor, and the byte of the file at which the tensor begins."""
     header, data = _header(file)
     return header[name], data + header[name]["data_offsets"][0]
 

@@ -1,4 +1,4 @@
-"""What a family's layers do differently from LLaMA's, as data; needs no torch."""
+"""The differences between a family's layers and LLaMA's, as data; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a model's layers do differently from LLaMA's. The folder that a run begins with brings it; the defaults
+    """The differences between a model's layers and LLaMA's. The folder that a run begins with brings them; the defaults
     are LLaMA's.
 
     Attributes:
@@ -73,7 +73,8 @@ class Variant:
         return replace(Variant(), **known) != self
 
     def problems(self, layers: int) -> list[str]:
-        """What cannot work in a model of so many layers, in words, each beginning with the field's name."""
+        """Returns a sentence for each field that cannot work in a model of so many layers, beginning with the field's
+        name."""
         found = []
         for name in ("score_scale", "score_softcap", "window_rope_base", "query_beta", "query_length", "final_softcap"):
             value = getattr(self, name)

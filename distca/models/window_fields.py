@@ -14,8 +14,10 @@ _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
 def read_window(family: Family, said: Mapping[str, Any], where: str) -> tuple[list[LayerType], int]:
-    """Which layers attend to whole documents ("full") and which to the last tokens of them ("window"), and to how many,
-    the token itself included; 0 where no layer has a window. The types are one where all layers have the same.
+    """Returns the type of each layer, and the number of tokens in a window.
+
+    Layers of type "full" attend to whole documents, those of type "window" to the last tokens of them, the token itself
+    included. There is one type where all layers have the same. The number is 0 where no layer has a window.
 
     Args:
         family: how it says it.

@@ -11,7 +11,7 @@ from distca.ops.triton import has_kernels
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of ``dtype`` are added up in: float32, or float64 where they are float64."""
+    """The type in which numbers of ``dtype`` are added up: float32, or float64 where they are float64."""
     return torch.promote_types(dtype, torch.float32)
 
 

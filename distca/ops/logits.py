@@ -1,4 +1,4 @@
-"""What becomes of logits before the softmax: a factor, and a soft limit."""
+"""The changes to logits before the softmax: a factor, and a soft limit."""
 
 from __future__ import annotations
 

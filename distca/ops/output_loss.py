@@ -1,10 +1,10 @@
 """The output layer and its cross-entropy as one operation that never holds all logits.
 
-The logits of 128K tokens over a vocabulary of 128K are 33 GB in bfloat16, and their float32 copies twice that. Here a
-chunk of rows at a time is multiplied, reduced to its loss, turned into the loss's gradient in place and multiplied into
-the gradients of the hidden rows and of the weight, all in forward: three matrix products in total, and no logits are
-computed twice. Backward only multiplies the finished gradients by the gradient of the loss. So forward must know the
-rows' weights (the loss mask).
+The logits of 128K tokens over a vocabulary of 128K are 33 GB in bfloat16, and their float32 copies twice that. So
+forward does all the work, a chunk of rows at a time. It computes the chunk's logits, reduces them to the loss, and
+turns them into the loss's gradient in place. It multiplies that into the gradients of the hidden rows and of the
+weight. These are three matrix products in total, and no logits are computed twice. Backward only multiplies the
+finished gradients by the gradient of the loss. So forward must know the rows' weights (the loss mask).
 
 N rows, H hidden size, V this rank's share of the vocabulary.
 """

@@ -1,6 +1,6 @@
 """The rotation of q and k by their positions, in one pass with the split of the QKV projection.
 
-Shapes: N rows, F = (H + 2G)·D columns of a QKV projection, H query heads, G key/value heads, D head_dim, E pairs that
+Shapes: N rows, F = (H + 2G)·D columns of a QKV projection, H query heads, G key/value heads; D head_dim, E pairs that
 are turned in a head.
 """
 

@@ -28,7 +28,7 @@ from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, Packed
 
 @dataclass(frozen=True)
 class BlockOutcome:
-    """What a block computed, over all rows of the micro-batch; CPU tensors.
+    """The results of a block, over all rows of the micro-batch; CPU tensors.
 
     Attributes:
         output: [tokens, hidden].

@@ -95,7 +95,8 @@ class ParityCase:
     def apart(self) -> bool:
         """The reference computes each document by itself."""
         kinds = self.config.get("moe_router_load_balancing_type", ())
-        return self.config.get("window_size") is not None or "seq_aux_loss" in kinds
+        own_sequences = {"window_size", "experimental_attention_variant"} & self.config.keys()
+        return bool(own_sequences) or "seq_aux_loss" in kinds
 
     @property
     def gated(self) -> bool:

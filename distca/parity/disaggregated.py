@@ -61,7 +61,7 @@ def run_disaggregated(
 def outcome_of(
     case: ParityCase, cad: CAD, model: GPTModel, reports: Sequence[torch.Tensor], weights: dict[str, torch.Tensor]
 ) -> Outcome:
-    """What a step of the case computed, the same on every rank; every rank calls it.
+    """Returns the outcome of a step of the case, the same on every rank; every rank calls it.
 
     Args:
         case: the case.

@@ -48,7 +48,8 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _documents(ranks: int) -> list[tuple[tuple[int, ...], ...]]:
-    """By micro-batch, lengths around the window, shards around it, and documents and shards shorter than it."""
+    """Lengths of documents by micro-batch. They are around the window, have shards around it, or have documents and
+    shards shorter than it."""
     around = (WINDOW - 1, WINDOW, WINDOW + 1)
     return [
         ((*around, 1, 2 * WINDOW, 3 * WINDOW + 1), (50, 2)),

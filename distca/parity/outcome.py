@@ -1,4 +1,4 @@
-"""What a model computed of a case, and how far two outcomes are apart."""
+"""The results of a model in one step of a case, and how far two such outcomes are apart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distca.testing.reference_attention import relative_error
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model computed.
+    """The results of a model in one step of a case.
 
     Attributes:
         loss: mean loss over target tokens.

@@ -21,6 +21,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from distca.data.batch import rank_batch
+from distca.parity import hybrid
 from distca.parity.cases import ParityCase, case_documents, config_of
 from distca.parity.outcome import Outcome, sums_per_document
 from distca.parity.plain_model import PlainModel
@@ -28,6 +29,7 @@ from distca.plan import lay_out
 from megatron_patches.experts.spec import has_experts
 from megatron_patches.layers.block import block_spec
 from megatron_patches.model.gpt import build_gpt
+from megatron_patches.model.recurrences import has_recurrent_layers
 from megatron_patches.patches.position_rotary import use_position_rotary
 from megatron_patches.ranks.groups import initialize_model_parallel
 
@@ -46,14 +48,14 @@ def run_unmodified(
 
 
 def computed_once(compute: Callable[[], T]) -> T:
-    """What the first rank computes, on every rank; it must not hold tensors of a GPU."""
+    """Returns on every rank what the first rank computes; the result must not hold tensors of a GPU."""
     result = [compute() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(result, device=torch.device("cpu"))
     return cast(T, result[0])
 
 
 def _plain_outcome(case: ParityCase, model: GPTModel) -> Outcome:
-    """What :class:`PlainModel` computes with a model's weights."""
+    """Returns the outcome of :class:`PlainModel` with a model's weights."""
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     plain = PlainModel(weights, model.config, case.options, case.shape, case.rotary_percent)
     per_document = [[plain.losses(torch.from_numpy(ids)) for ids in documents] for documents in case_documents(case)]
@@ -67,8 +69,8 @@ def _plain_outcome(case: ParityCase, model: GPTModel) -> Outcome:
 def unmodified_outcome(
     case: ParityCase, model: GPTModel, device: torch.device, micro_batches: Sequence[Any] = ()
 ) -> Outcome:
-    """What a model from :func:`unmodified_model` computes on this rank alone, also inside of Megatron's DDP, of the
-    case's documents or of those of other micro-batches."""
+    """Returns the outcome of a model from :func:`unmodified_model`, which this rank computes alone, also inside of
+    Megatron's DDP. It is of the case's documents, or of other micro-batches."""
     total, tokens, per_document = 0.0, 0, []
     for documents in micro_batches or case_documents(case):
         lengths = np.array([len(document) for document in documents])
@@ -103,6 +105,8 @@ def unmodified_model(case: ParityCase, dtype: torch.dtype) -> GPTModel:
         layer = partial(get_gpt_layer_local_spec, normalization=config.normalization, qk_layernorm=config.qk_layernorm)
         experts = layer(num_experts=config.num_moe_experts, moe_grouped_gemm=False) if config.num_moe_experts else None
         layers = [experts if each else layer() for each in has_experts(config)]
+        if has_recurrent_layers(config):
+            layers, config = hybrid.unmodified_layers(layer(), config), hybrid.by_torch(config)
         # Megatron would take Transformer Engine's final norm where that is installed, which knows no float64.
         spec = TransformerBlockSubmodules(layers, WrappedTorchNorm)
     model = build_gpt(case.model, case.shape.vocabulary, config, spec, case.rotary_percent)
@@ -113,11 +117,14 @@ def unmodified_model(case: ParityCase, dtype: torch.dtype) -> GPTModel:
 
 
 def _draw_vectors(model: GPTModel) -> None:
-    """Norms start at one and biases at zero, at which what uses them in a wrong place may still be right."""
+    """Norms start at one and biases at zero, at which what uses them in a wrong place may still be right. Decays start
+    so strong that little of a state reaches the next piece."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
+            if name.endswith("A_log"):
+                parameter -= 4.0
 
 
 def hidden_scores(lengths: np.ndarray, positions: np.ndarray, rows: slice = slice(None)) -> torch.Tensor:

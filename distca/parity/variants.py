@@ -20,7 +20,7 @@ _YARN = RopeScaling(kind="yarn", factor=4.0, original_length=16)
 
 
 def megatron_variants(tp: int, pp: int = 1) -> list[ParityCase]:
-    """What Megatron's configuration and GPTModel have fields for, against unmodified Megatron."""
+    """Cases that Megatron's configuration and GPTModel have fields for, held against unmodified Megatron."""
     no_gate = {"activation_func": squared_relu, "gated_linear_unit": False, "bias_activation_fusion": False}
     models: list[dict[str, Any]] = [
         {"config": {"no_rope_freq": 2, **_GELU}},
@@ -35,7 +35,7 @@ def megatron_variants(tp: int, pp: int = 1) -> list[ParityCase]:
 
 
 def option_variants(tp: int, pp: int = 1) -> list[ParityCase]:
-    """What Megatron lacks, in combinations of models that are in use, against the plain model."""
+    """Cases that Megatron lacks, combined as models in use have them, held against the plain model."""
     local = Rotary(base=100.0)
     models: list[dict[str, Any]] = [
         {  # Gemma 2

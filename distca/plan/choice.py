@@ -1,4 +1,4 @@
-"""Which of two placements a small pool's micro-batch gets: the one whose plans cost less.
+"""The choice between two placements of a small pool's micro-batch: the one whose plans cost less wins.
 
 Shares of both halves (``place/shares.py``) level what ranks send, at the price of documents that have rows in both
 halves: more tasks, keys read twice. Where few ranks have fast links nobody waits for transfers, and halves placed by
@@ -43,7 +43,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class Price:
-    """What a layer's plans cost.
+    """The price of a layer's plans.
 
     Attributes:
         attention: seconds of the slowest servers.
@@ -108,7 +108,7 @@ def cheaper(
 
 
 def price_of(halves: Halves, cost: CostModel, links: Links, resend: bool) -> Price:
-    """What one layer of a micro-batch costs."""
+    """Returns the price of one layer of a micro-batch."""
     attention, exposed, moved, shape = 0.0, 0.0, 0, cost.shape
     # Forward and backward often share a plan.
     rows_of: dict[Plan, Traffic] = {}

@@ -67,7 +67,7 @@ def position_of(squares: Rows) -> Rows:
 
 
 def stop_after(start: Rows, wanted: Rows) -> Rows:
-    """Where causal query ranges from ``start`` on have so many pairs."""
+    """Returns the end of causal query ranges that begin at ``start`` and have ``wanted`` pairs."""
     return position_of(squared(start) + 2 * wanted)
 
 

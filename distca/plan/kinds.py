@@ -53,7 +53,7 @@ def usual_scale(head_dim: int) -> float:
 
 
 def windows_of(layer_types: Sequence[str], window: int, layers: int) -> tuple[int, ...]:
-    """By layer, the keys that a query sees; 0 for all before it.
+    """Returns the number of keys that a query sees in each layer; 0 for all before it.
 
     Args:
         layer_types: "full" or "window", for each layer, from the first on again where there are more layers.
@@ -71,6 +71,6 @@ def numbered(of_layers: Sequence[AttentionKind]) -> tuple[tuple[AttentionKind, .
 
 
 def by_stage(of_layer: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
-    """By pipeline stage, what layers of equally long parts of the model have."""
+    """Splits the values of a model's layers into one tuple for each pipeline stage; stages are equally long."""
     each = len(of_layer) // stages
     return tuple(tuple(of_layer[stage * each : (stage + 1) * each]) for stage in range(stages))

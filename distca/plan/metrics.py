@@ -1,4 +1,4 @@
-"""What a plan does to the cluster: seconds per server, rows that travel, rows received; and what no plan can beat.
+"""The effects of a plan: seconds per server, rows that travel, rows received; and limits that no plan can beat.
 
 Array legend: R ranks, P pairs of them. Rows are int64, seconds float64.
 """
@@ -86,8 +86,8 @@ class Traffic:
         return Traffic(self.q.between(group), self.kv.between(group), self.relay.between(group))
 
     def busiest(self, q_out: int, q_back: int, kv_out: int) -> np.ndarray:
-        """[R] int64 bytes of every rank's larger direction, sent or received, where a query row takes ``q_out`` bytes
-        to the server and ``q_back`` home, a key/value row ``kv_out``."""
+        """[R] int64 bytes of every rank's larger direction, sent or received. A query row takes ``q_out`` bytes to the
+        server and ``q_back`` home, a key/value row ``kv_out``."""
         kv_sent, kv_received = self.kv.sent + self.relay.sent, self.kv.received + self.relay.received
         sent = self.q.sent * q_out + self.q.received * q_back + kv_sent * kv_out
         received = self.q.received * q_out + self.q.sent * q_back + kv_received * kv_out
@@ -128,8 +128,10 @@ def imbalance(seconds: np.ndarray) -> float:
 
 
 def traffic(plan: Plan, links: Links | None = None) -> Traffic:
-    """The rows that ``plan`` really moves: what a server has, as a home rank or from the half before, is free, and a
-    document's k,v rows travel to a server once, however many of its tasks read them.
+    """The rows that ``plan`` really moves.
+
+    Rows that a server has, as a home rank or from the half before, are free. A document's k,v rows travel to a server
+    once, however many of its tasks read them.
 
     Args:
         plan: over R ranks.
@@ -179,8 +181,9 @@ def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks
     """GiB of memory in which rows of two exchanges land, which are under way at a time; each has up to the rows of a
     nano-batch that the busiest rank receives.
 
-    In rows of q, k and v of a rank's tokens. Real plans without pipeline stages, of both mixes in their long-context
-    versions, fit for 2 to 16 ranks, also on nodes of 4 and of 8 (tests/plan/test_receive_buffer.py).
+    In rows of q, k and v of a rank's tokens. Real plans without pipeline stages fit, of both mixes in their
+    long-context versions. Tests hold that for 2 to 16 ranks, also on nodes of 4 and of 8
+    (tests/plan/test_receive_buffer.py).
 
     Args:
         shape: heads of one rank.

@@ -2,10 +2,10 @@
 
 Rows come from home, or, of keys and values, in two hops: across the network once per node and on inside it.
 
-Readers of a home shard need its first rows, up to their tasks' ends. So the reader of a node that needs most of them,
-its *gateway*, gets all that the others there need into its own buffer, and they get them from there. Among readers that
-need as many it is the one with the home rank's number inside the node, or the next behind it. That spreads the relays
-over readers as homes are spread, and rows keep to links between ranks of one number.
+Readers of a home shard need its first rows, up to their tasks' ends. So one reader of a node, the one that needs most
+of them, is its *gateway*. It gets all that the others there need into its own buffer, and they get them from there.
+Among readers that need as many it is the one with the home rank's number inside the node, or the next behind it. That
+spreads the relays over readers as homes are spread, and rows keep to links between ranks of one number.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Reads:
 
     @staticmethod
     def of(tasks: Tasks, begin: np.ndarray, shards: Shards) -> Reads:
-        """What is read from [T] ``begin`` to the stops of ``tasks``."""
+        """Returns the reads of ``tasks``: for each, the rows from its ``begin`` [T] up to its stop."""
         task, shard, rows = overlaps(tasks.document, begin, tasks.stop, shards)
         return Reads(task, shard, shards.rank[shard], tasks.server[task], rows)
 

@@ -101,12 +101,14 @@ class PlanOptions:
 
     @cached_property
     def combinations(self) -> tuple[tuple[int, ...], ...]:
-        """Which kinds the stages run at the same time: each once, as the number of every stage's kind."""
+        """The combinations of kinds that the stages run at the same time: each once, as the number of every stage's
+        kind."""
         return tuple(dict.fromkeys(zip(*self.layer_kinds, strict=True))) or ((0,) * self.stages,)
 
     @cached_property
     def layer_combinations(self) -> tuple[int, ...]:
-        """By layer of a stage, the number of its combination; that of one layer where nothing is known of layers."""
+        """The number of the combination of each layer of a stage. Where nothing is known of layers, it is that of one
+        layer."""
         each = {combination: number for number, combination in enumerate(self.combinations)}
         return tuple(each[layer] for layer in zip(*self.layer_kinds, strict=True)) or (0,)
 
@@ -118,7 +120,7 @@ class PlanOptions:
 
     @property
     def names_of_combinations(self) -> tuple[str, ...]:
-        """By combination, what tables call it: its share of the layers, and the kind of every stage."""
+        """The name of each combination in tables: its share of the layers, and the kind of every stage."""
         layers = self.layer_combinations
         return tuple(
             f"{layers.count(number)} of {len(layers)} layers: {' | '.join(self.kinds[kind].name for kind in kinds)}"

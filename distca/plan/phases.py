@@ -32,7 +32,7 @@ class Phase:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """By nano-batch, the plan of layers of the first combination."""
+        """The plan of each nano-batch, for layers of the first combination."""
         return self.by_combination[0]
 
 
@@ -78,9 +78,10 @@ def _of_combination(
     direction: Direction,
     scheduler: Scheduler,
 ) -> tuple[Plan, ...]:
-    """By nano-batch, the plan of a phase's layers of some ``kinds`` by stage. Layers with a window are computed at
-    home, where their work is about level; those without are scheduled over all servers, beside what these have of
-    windows."""
+    """Returns a plan for each nano-batch, of those layers of a phase that have these ``kinds`` by stage.
+
+    Layers with a window are computed at home, where their work is about level. Layers without one are scheduled over
+    all servers, beside the work that these have with windows."""
     windows = [options.kinds[kind].window for kind in kinds]
     if not any(windows):
         plans = [_with_kinds(scheduler(_joined(half, options), direction), half, kinds, options) for half in halves]

@@ -84,7 +84,7 @@ class Plan:
 
     @cached_property
     def contexts(self) -> Contexts:
-        """What servers need of the documents of their tasks."""
+        """The contexts that servers need for the documents of their tasks."""
         tasks, first = self.tasks, self.first_key
         ends = tasks.last_on_server
         if any(self.windows):
@@ -98,8 +98,8 @@ class Plan:
         return Contexts(last, first, begin, at, of_task)
 
     def _kept_of(self, before: Tasks, last: Tasks) -> tuple[np.ndarray, np.ndarray]:
-        """[L] rows from the start of their documents that the servers of ``last`` tasks have of the half ``before``,
-        and [L] where these begin in their buffers of that half."""
+        """[L] rows that the servers of ``last`` tasks have of the half ``before``, from the start of their documents.
+        With them [L] the first of these rows in the servers' buffers of that half."""
         assert not any(self.windows), "kinds with a window keep no rows of the half before"
         kept = before.take(before.last_on_server)
         documents = len(self.layout.last)

@@ -1,9 +1,9 @@
 """A step's plan: every phase of every micro-batch, over the ranks of all pipeline stages together.
 
-In a forward phase every stage runs the forward of some micro-batch or nothing, in a backward phase likewise, so the
+In a forward phase every stage runs the forward of some micro-batch or nothing, in a backward phase likewise. So the
 attention of all ranks in a phase is one pool: a stage that is idle in warm-up or drain serves without own tokens.
 
-With p stages, stage s runs the forward of micro-batch m in forward phase m + s and its backward in backward phase
+With p stages, stage s runs the forward of micro-batch m in forward phase m + s. It runs its backward in backward phase
 m + (p − 1) − s; backward phase k runs in the same tick as forward phase k + p − 1. Without pipeline parallelism there
 is one stage, and a phase is the forward or the backward of one micro-batch.
 
@@ -121,7 +121,7 @@ class StepPlan:
         return replace(self, options=replace(options, layer_kinds=layers), forward=forward, backward=backward)
 
     def balance(self) -> StepBalance:
-        """What the plan achieves; costs about as much as planning did."""
+        """Returns the balance that the plan achieves; costs about as much as planning did."""
         options, phases = self.options, self.phases
         return StepBalance(
             self._in_order().seconds_by_kind(),
@@ -235,7 +235,7 @@ def _laid_out(
 
 
 def _lay_out(options: PlanOptions, lengths: np.ndarray, homes: np.ndarray | None, **how: Any) -> tuple[Layout, ...]:
-    """By default the layout, in one piece, that plain packing of the documents has."""
+    """Returns the layout of documents. By default it is the one, in one piece, that plain packing gives."""
     return lay_out(lengths, options.ranks, rank_of=homes, align=options.align, **how)
 
 

@@ -39,7 +39,7 @@ _PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _O
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What :func:`distca.plan.step.plan_step` is given.
+    """The inputs of :func:`distca.plan.step.plan_step`.
 
     Attributes:
         lengths: by micro-batch, tokens per document.

@@ -1,4 +1,4 @@
-"""Which CA-tasks are measured, how many of them make a full batch, and how often it is timed."""
+"""The CA-tasks that are measured, how many of them make a full batch, and how often it is timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Q_COPIES, _KV_COPIES = 7, 6
 
 @dataclass(frozen=True)
 class Grid:
-    """What to measure.
+    """The points to measure.
 
     Attributes:
         q_rows: increasing query rows per task.

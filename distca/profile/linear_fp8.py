@@ -1,4 +1,4 @@
-"""What a layer's matrix products take in FP8: Transformer Engine's linear layers, with all that quantises for them.
+"""Seconds of a layer's matrix products in FP8: Transformer Engine's linear layers, with all that quantises for them.
 
 No product in FP8 can be had without that, so what counts is the time of whole linear layers over their time in
 bfloat16. It imports Transformer Engine when it is called, which only GPUs can do.

@@ -78,7 +78,7 @@ def _timed(work: Callable[[], None], clock: Clock) -> float:
 
 
 def _from(rank: int, took: list[float] | None) -> list[float]:
-    """What ``rank`` measured, on every rank."""
+    """Returns the seconds that ``rank`` measured, on every rank."""
     box: list[Any] = [took]
     dist.broadcast_object_list(box, src=rank)
     seconds: list[float] = box[0]

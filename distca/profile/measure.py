@@ -50,9 +50,11 @@ def measure_device(
     window: int = 0,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Measure the kernel over the device's grid, mixed batches, some to fit load factors to and some to check the
-    predictions, and linear layers, also in FP8 with each of ``scalings`` ("current", "delayed", "blockwise"). Of layers
-    with a ``window`` fewer batches are measured, and no linear layers: these are in the table of layers without.
+    """Measure the kernel over the device's grid, mixed batches, and linear layers.
+
+    Load factors are fitted to some of the mixed batches, and the others check the predictions. Linear layers are also
+    measured in FP8 with each of ``scalings`` ("current", "delayed", "blockwise"). For layers with a ``window`` fewer
+    batches are measured, and no linear layers: these are in the table of layers without.
 
     Returns:
         What ``load_table`` reads (see docs/profiling.md), with ``validation`` and ``linear``; arrays are numpy.

@@ -2,11 +2,11 @@
 
 A batch is described by the query rows and key/value rows of its CA-tasks; it becomes a real route of one rank.
 
-A GPU under load runs at the clock that its power limit allows, which depends on what it did in the last tenths of a
+A GPU under load runs at the clock that its power limit allows. That depends on what it did in the last tenths of a
 second: timed twice after a pause, the same forward batch differed by up to 14 %. So batches are timed in rounds: every
 batch once, forward then backward, in another order each time and without a pause, as a training step would. On a CPU
-seconds are those that the thread computed, as in training (``Clock.work``).
-Shape suffixes as in attention/kernel.py; k and v lie together as kv_S2GD.
+seconds are those that the thread computed, as in training (``Clock.work``). Shape suffixes as in attention/kernel.py; k
+and v lie together as kv_S2GD.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Samples:
 
 
 def median_seconds(work: Callable[[], object], clock: Clock, repeats: int) -> float:
-    """Median seconds of ``work``. All repeats are queued before any is waited for, so that a GPU never idles between
-    them as long as one takes longer than its launch."""
+    """Median seconds of ``work``. All repeats are queued before any is waited for. So a GPU never idles between them as
+    long as one takes longer than its launch."""
     spans = []
     for _ in range(repeats):
         start = clock.now()

@@ -9,7 +9,7 @@ graph's edges: under *resend* the backward's buffers are those of another plan a
 What waits for backward, and where, is the matter of ``kept_rows.py``. Sinks are added at home, where o and its
 log-sum-exp arrive: servers know nothing of a layer's parameters.
 
-Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers, H
+Shape suffixes: N rows of the home rank (padding included), T query rows and U key/value rows of the server's buffers; H
 query heads, G key/value heads, D head dimension.
 """
 
@@ -22,6 +22,7 @@ import torch
 from distca.attention.sink import sink_gradient, with_sink
 from distca.runtime.device_routes import NanoRoutes
 from distca.runtime.kept_rows import HomeRows, Keep, Resend, ServerRows, behind, moved
+from distca.runtime.nodes import LayerCall, Node, graph_token
 from distca.runtime.server import (
     AttentionPool,
     Sums,
@@ -31,11 +32,10 @@ from distca.runtime.server import (
     sums_of_before,
     task_regions,
 )
-from distca.transport import Handle, Part, RowMoves
-from distca.transport.interface import sent_by
+from distca.transport import Part, RowMoves
 
 
-class AttentionCall:
+class AttentionCall(LayerCall):
     """State of one layer's core attention for one nano-batch, from the launch of q,k,v to the end of its backward.
 
     Args:
@@ -54,9 +54,8 @@ class AttentionCall:
         nano: int,
         before: AttentionCall | None = None,
     ) -> None:
-        self._pool, self._routes = pool, routes
-        self._where = (layer, nano)
-        self._handle: Handle | None = None
+        super().__init__(pool, layer, nano)
+        self._routes = routes
         self._kept: Keep | Resend = Keep(routes) if pool.backward == "keep" else Resend(routes, pool.offload)
         self._server: ServerRows | None = None  # while this rank computes with them
         self._arriving: list[torch.Tensor] = []  # at home, until they were joined
@@ -79,16 +78,16 @@ class AttentionCall:
 
     def join_qkv(self, graph_token: torch.Tensor) -> torch.Tensor:
         """Wait for the rows that this server computes with."""
-        return _Node.apply(graph_token, self._join_qkv, self._launch_gradients)
+        return Node.apply(graph_token, self._join_qkv, self._launch_gradients)
 
     def serve(self, graph_token: torch.Tensor) -> torch.Tensor:
         """Compute this server's CA-tasks."""
-        return _Node.apply(graph_token, self._serve_forward, self._serve_backward)
+        return Node.apply(graph_token, self._serve_forward, self._serve_backward)
 
     def launch_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
         """Start sending o rows home; with their log-sum-exp where the layer has sinks, which :meth:`join_o` adds."""
         self._sink = None if sink_H is None else sink_H.detach()
-        return _Node.apply(graph_token, self._launch_o, self._join_do)
+        return Node.apply(graph_token, self._launch_o, self._join_do)
 
     def join_o(self, graph_token: torch.Tensor, sink_H: torch.Tensor | None = None) -> torch.Tensor:
         """Wait for the o rows that live here; returns o_NHD, zero in padding rows. ``sink_H``: the layer's sinks."""
@@ -217,30 +216,12 @@ class AttentionCall:
 
     # Shared.
 
-    def _launch(self, what: str, direction: str, *parts: Part) -> None:
-        self._handle = self._pool.transport.launch(parts)
-        timeline = self._pool.timeline
-        args = sent_by(self._pool.transport.rank, parts) if timeline.recording else None
-        timeline.launched(what, self._handle, *self._where, direction, args)
-
-    def _join(self, what: str, direction: str) -> None:
-        assert self._handle is not None
-        self._pool.timeline.joined(what, *self._where, direction)
-        self._handle.wait()
-        self._handle = None
-
     def _moved_home(self, rows: torch.Tensor, moves: RowMoves) -> tuple[torch.Tensor, list[Part]]:
         """Query rows at home, which an exchange fills; padding rows beyond it are zero."""
         home, parts = moved(rows, moves, self._home_rows[0])
         if parts:
             home[moves.destination_rows :] = 0
         return home, parts
-
-
-def _graph_token(device: torch.device) -> torch.Tensor:
-    """A scalar on the rows' device: the autograd engine runs a device's nodes in one thread, in reverse order of
-    creation. Its value is never read."""
-    return torch.empty((), device=device)
 
 
 class _Enter(torch.autograd.Function):
@@ -252,7 +233,7 @@ class _Enter(torch.autograd.Function):
         ctx.prefix_rows = None if prefix_N2GD is None else len(prefix_N2GD)
         prefix_N2GD = None if prefix_N2GD is None else prefix_N2GD.detach()
         call._launch_qkv(q_NHD.detach().contiguous(), kv_N2GD.detach().contiguous(), prefix_N2GD)
-        return _graph_token(q_NHD.device)
+        return graph_token(q_NHD.device)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
@@ -262,26 +243,13 @@ class _Enter(torch.autograd.Function):
         return dq_NHD, dkv_N2GD[ctx.prefix_rows :], dkv_N2GD[: ctx.prefix_rows], None
 
 
-class _Node(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, graph_token: torch.Tensor, forward: Any, backward: Any) -> torch.Tensor:
-        ctx.backward_part = backward
-        forward()
-        return _graph_token(graph_token.device)
-
-    @staticmethod
-    def backward(ctx: Any, *graph_tokens: torch.Tensor) -> Any:
-        ctx.backward_part()
-        return _graph_token(graph_tokens[0].device), None, None
-
-
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph_token: torch.Tensor, sink_H: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:
+    def forward(ctx: Any, token: torch.Tensor, sink_H: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:
         ctx.call = call
-        return call._join_o(graph_token.requires_grad)
+        return call._join_o(token.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, *do_NHD: torch.Tensor) -> Any:
         of_sink = ctx.call._launch_do(do_NHD[0])
-        return _graph_token(do_NHD[0].device), of_sink, None
+        return graph_token(do_NHD[0].device), of_sink, None

@@ -13,6 +13,7 @@ from distca.attention import TaskBatch
 from distca.device.host_to_device import Destination, uploading
 from distca.plan import AttentionKind, Layout, Links, Plan, Route, Segments, StepPlan, route
 from distca.plan.phases import Phase
+from distca.runtime.recurrent_routes import RecurrentRoutes
 from distca.transport import RowMoves
 
 
@@ -172,8 +173,8 @@ class NanoRoutes:
         return NanoRoutes(int(layout.q_rows[rank]), tuple(layout.carried_from(previous, rank)), here, back)
 
 
-LayerRoutes = tuple[NanoRoutes, ...]
-"""One layer's routes of a rank: of each nano-batch, one or two."""
+LayerRoutes = tuple[NanoRoutes | RecurrentRoutes, ...]
+"""One layer's routes of a rank, by nano-batch, one or two: of core attention, or of a recurrent core."""
 
 
 @dataclass(frozen=True)

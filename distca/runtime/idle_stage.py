@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from distca.runtime.attention_call import AttentionCall
-from distca.runtime.device_routes import LayerRoutes
+from distca.runtime.device_routes import LayerRoutes, NanoRoutes
 from distca.runtime.kept_rows import HomeRows
 from distca.runtime.ping_pong import run_layers
+from distca.runtime.recurrent_routes import RecurrentRoutes
 from distca.runtime.server import AttentionPool
 
 
@@ -41,7 +42,8 @@ class EmptyLayer:
             torch.empty(0, 2, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device),
         )
 
-    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        (hidden,) = residual
         return hidden
 
 
@@ -65,7 +67,7 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: Em
     above: list[AttentionCall] = []
     for number, halves in reversed(list(enumerate(routes))):
         calls = [
-            AttentionCall.for_backward(pool, each, number, nano, HomeRows(q, kv, None, q, lse))
+            AttentionCall.for_backward(pool, _of_attention(each), number, nano, HomeRows(q, kv, None, q, lse))
             for nano, each in enumerate(halves)
         ][::-1]
         # As on ranks with tokens, a half's gradients of the layer above are joined right before its dO is launched:
@@ -79,3 +81,8 @@ def serve_backward(pool: AttentionPool, routes: Sequence[LayerRoutes], layer: Em
         above = calls
     for call in above:
         call.backward_join_gradients()
+
+
+def _of_attention(routes: NanoRoutes | RecurrentRoutes) -> NanoRoutes:
+    assert isinstance(routes, NanoRoutes), "recurrent layers are not served with pipeline stages"
+    return routes

@@ -1,4 +1,4 @@
-"""What waits for backward, and where: on the servers (*keep*) or at home, to be sent again (*resend*).
+"""The rows that wait for backward, and their place: on the servers (*keep*) or at home, to be sent again (*resend*).
 
 Shape suffixes as in ``attention_call.py``.
 """
@@ -56,8 +56,8 @@ class HomeRows:
 def moved(
     source: torch.Tensor, moves: RowMoves, rows: int, new: Callable[..., torch.Tensor] = torch.Tensor.new_empty
 ) -> tuple[torch.Tensor, list[Part]]:
-    """What arrives of ``source``, and the part of an exchange that brings it: ``source`` itself and no part, where all
-    rows stay in their places.
+    """Returns the rows that arrive of ``source``, and the part of an exchange that brings them. Where all rows stay in
+    their places, these are ``source`` itself and no part.
 
     Args:
         source: contiguous rows.
@@ -114,7 +114,7 @@ class Keep:
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """What is sent to servers, the rows that arrive beside dO, and do_THD on this server."""
+        """Returns the parts to send to servers, the rows that arrive beside dO, and do_THD on this server."""
         route = self._route
         do, parts = moved(do_NHD, route.q_to_server, route.q_rows)
         if has_sinks:
@@ -189,7 +189,7 @@ class Resend:
     def parts_of_backward(
         self, do_NHD: torch.Tensor, has_sinks: bool
     ) -> tuple[list[Part], ServerRows | None, torch.Tensor]:
-        """What is sent to servers, the rows that arrive beside dO, and do_THD on this server."""
+        """Returns the parts to send to servers, the rows that arrive beside dO, and do_THD on this server."""
         home, route = self.home, self._route
         assert home is not None and home.o is not None and home.lse is not None
         q, kv, o, lse = (taken(each) for each in (home.q, home.kv, home.o, home.lse))

@@ -1,4 +1,4 @@
-"""The server pool as one rank sees it, and its in-place attention server, which runs this rank's fused batch of
+"""The server pool as one rank sees it, and its in-place attention server. The server runs this rank's fused batch of
 CA-tasks on the rows that arrived.
 
 Shape suffixes as in attention/kernel.py, with U key/value rows that arrived, which tasks may share, and V rows of the

@@ -1,4 +1,4 @@
-"""What a rank did when: compute and transfers of both nano-batches, for the timeline and for tests of the order.
+"""The times of a rank's compute and transfers for both nano-batches. The timeline and tests of the order read them.
 
 Recording costs two events per span and nothing while it is off, except the time spent serving, which is always
 measured: the step log compares it over ranks.

@@ -12,6 +12,7 @@ import numpy as np
 
 from distca.baselines import BaselineError, Mode, Work, groups_of, pieces_of
 from distca.baselines.layouts import Pieces, layout_of
+from distca.baselines.mode import BY_HEADS, RINGS
 from distca.data.sampler import MicroBatch
 from distca.plan import CostModel, plan_at_home, traffic
 from distca.simulate.fabric import Exchange
@@ -21,7 +22,7 @@ from distca.simulate.streams import Arrival, Streams
 
 @dataclass(frozen=True)
 class Block:
-    """What every rank computes of a layer's attention before it waits again; [R] seconds each."""
+    """The part of a layer's attention that every rank computes before it waits again; [R] seconds each."""
 
     forward: np.ndarray
     backward: np.ndarray
@@ -63,8 +64,8 @@ class Dealt:
 
 
 def work_of(job: Job) -> Work:
-    """What documents cost, for dealing them to groups, as the benchmarks measure it: one long document's pairs, or its
-    tokens in layers with a window."""
+    """Returns the cost of documents by which they are dealt to groups. The benchmarks measure it likewise: by one long
+    document's pairs, or its tokens in layers with a window."""
     length = min(job.tokens_per_rank, 65_536)
     per_pair = per_token = 0.0
     for kind in job.model.attention_kinds:
@@ -94,7 +95,7 @@ def deal_micro_batch(
     Raises:
         BaselineError: a document does not fit into a rank or a group of this mode, or windows not into the mode.
     """
-    if mode.method == "ring" and any(kind.window for kind in job.kinds):
+    if mode.method in RINGS and any(kind.window for kind in job.kinds):
         raise BaselineError(f"{mode.name} has no layers with windows; choose another mode.")
     ranks, lengths = job.data_parallel, micro_batch.lengths
     assert micro_batch.rank_of is not None
@@ -110,11 +111,11 @@ def deal_micro_batch(
             read = pieces.rows + np.minimum(pieces.start, window - 1) if window else pieces.stop
             gathering = _gathering(job, mode.degree, alone, read=np.bincount(pieces.rank, read, ranks))
             return _with_halos(job, gathering, pieces, lengths, window) if sends_halos else gathering
-        if mode.method == "ulysses":
+        if mode.method in BY_HEADS:
             return _exchanging(
                 job, mode.degree, replace(alone, blocks=(_by_heads(job, cost, mode, lengths, group_of),))
             )
-        if mode.method == "ring":
+        if mode.method in RINGS:
             blocks = _ring_blocks(job, mode.degree, pieces, len(lengths))
             return _in_a_ring(job, mode.degree, replace(alone, blocks=blocks))
         return alone
@@ -202,8 +203,8 @@ def _by_heads(job: Job, cost: CostModel, mode: Mode, lengths: np.ndarray, group_
 
 
 def _ring_blocks(job: Job, degree: int, pieces: Pieces, documents: int) -> tuple[Block, ...]:
-    """Zigzag: own rows first, then with the block of every rank before this one in the ring, one step each. The late
-    rows of a rank see both chunks of one that comes after it, all its rows the early chunk of one before."""
+    """A ring: own rows first, then with the block of every rank before this one in it, one step each. The late rows of
+    a rank see both chunks of one that comes after it, all its rows the early chunk of one before."""
     ranks = job.data_parallel
     key = pieces.document * ranks + pieces.rank
     early, late = (
@@ -282,13 +283,13 @@ class BaselineLayers:
             self.attention += block.forward
             if hop is not None:
                 self._streams.join(hop, layer, 0, "forward")
-        if self._mode.method == "ulysses":
+        if self._mode.method in BY_HEADS:
             self._exchange(dealt.behind, "o", layer, "forward")
 
     def _attend_backward(self, dealt: Dealt, layer: int) -> None:
         if self._mode.method == "cp":
             self._gather(dealt, layer, "backward")
-        if self._mode.method == "ulysses":
+        if self._mode.method in BY_HEADS:
             self._exchange(dealt.behind, "dO", layer, "backward")
         for number, block in enumerate(dealt.blocks):
             last = number + 1 == len(dealt.blocks)

@@ -33,7 +33,7 @@ from distca.sizes.fp8_shapes import rows_multiple
 
 @dataclass(frozen=True)
 class Hops:
-    """What is launched at once.
+    """The exchanges that are launched at once.
 
     Attributes:
         first: what travels at once.
@@ -133,7 +133,7 @@ class Cad:
             passed[direction] = self._pass_on(phase, direction)
 
     def _halves(self, phase: Phase, direction: Direction) -> list[list[Half]]:
-        """By combination of the stages' kinds, the halves of a layer."""
+        """Returns the halves of a layer, for each combination of the stages' kinds."""
         found = []
         for number, kinds in enumerate(self._kinds.combinations):
             plans = phase.by_combination[number if self._plan.options.layer_kinds else 0]

@@ -1,4 +1,4 @@
-"""What a user can ask of the simulator that it cannot predict."""
+"""Errors for requests that the simulator cannot predict."""
 
 from distca.errors import OptionError
 

@@ -1,4 +1,4 @@
-"""What is simulated: a model on a cluster with its parallelism, and what its parts take on one GPU."""
+"""The job that is simulated: a model on a cluster with its parallelism, and the seconds of its parts on one GPU."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class Job:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[int, ...], ...]:
-        """By stage, the number of each of its layers' kind."""
+        """The number of the kind of each layer, stage by stage."""
         return by_stage(numbered(self.model.attention_kinds)[1], self.pp)
 
     @property
@@ -290,7 +290,8 @@ class Job:
 
     @property
     def non_attention(self) -> NonAttention | None:
-        """What plans of phases level together with attention, as training has it."""
+        """The non-attention time that plans of phases level together with attention, as in training; None where they do
+        not."""
         if not self.level_time or (self.pp == 1 and not self.unlike):
             return None
         model = self.model

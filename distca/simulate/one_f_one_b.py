@@ -24,7 +24,8 @@ class Pass:
 
 
 def order(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
-    """What a stage runs: forwards until the pipeline is full, then one backward after each forward, then backwards."""
+    """The order of a stage's passes: forwards until the pipeline is full, then one backward after each forward, then
+    backwards."""
     ahead = min(stages - 1 - stage, micro_batches)
     for number in range(micro_batches + ahead):
         if number < micro_batches:

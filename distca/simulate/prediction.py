@@ -1,4 +1,4 @@
-"""What a simulated step takes."""
+"""The prediction of a simulated step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a step: gradients are reduced over data-parallel ranks, the optimizer runs, weights are gathered."""
+"""The end of a step: gradients are reduced over data-parallel ranks, the optimizer runs, weights are gathered."""
 
 from __future__ import annotations
 

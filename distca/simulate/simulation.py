@@ -188,7 +188,7 @@ def _hop(job: Job, rows: np.ndarray) -> np.ndarray:
 
 
 def _spans(passes: list[one_f_one_b.Pass], watched: Collection[int], lanes: int) -> list[Span]:
-    """What the watched ranks do when."""
+    """Returns the passes of the watched ranks as spans of a timeline."""
     spans = []
     for rank in watched:
         stage, lane = divmod(rank, lanes)

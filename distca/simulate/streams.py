@@ -17,7 +17,8 @@ from distca.words import NANO_NAMES
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank did when, in seconds; ``track`` and ``name`` as the timeline of a run has them."""
+    """A span of time in which a rank did one thing, in seconds; ``track`` and ``name`` are as in the
+    timeline of a run."""
 
     rank: int
     track: str

@@ -81,7 +81,8 @@ def run_mode(job: Job, name: str, workloads: Sequence[Workload], watched: Iterab
 
     Args:
         job: what runs.
-        name: "distca", "packed", "variable", "cp4", "cp4-keep", "ring4", "ulysses4" and the like. With "-halo" behind
+        name: "distca", "packed", "variable", "cp4", "cp4-keep", "ring4", "ulysses4", "megatron-te4-p2p" and the like;
+            Megatron's modes have its layouts and exchanges with this project's kernels. With "-halo" behind
             it, context parallelism gathers nothing in layers with a window, which get the rows that they see; with
             "-hidden", what a mode sends travels beside computation as far as it can. "best-cp", with these or without,
             takes the fastest of "packed" and all degrees of per-document context parallelism that fit into memory.
@@ -141,7 +142,7 @@ def _best(job: Job, name: str, workloads: Sequence[Workload], watched: tuple[int
 
 
 def _less_memory(job: Job) -> str:
-    """What would take less memory and can be asked for."""
+    """Returns, in words, the changes that would take less memory and can be asked for."""
     model, cluster, ways = job.model, job.cluster, ["lower `tokens_per_rank`"]
     if job.recompute != "all":
         ways.append("choose a `recompute` that keeps less")

@@ -1,4 +1,4 @@
-"""What FP8 products want of the sizes of a model and of its rows, for training and for what is simulated."""
+"""Conditions of FP8 products on a model's sizes and rows, for training and for simulated steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROWS, _COLUMNS, _GATHERED_COLUMNS = 32, 16, 128
 
 
 def rows_multiple(fp8: Fp8, shares: int) -> int:
-    """What the rows of a nano-batch on a rank are a multiple of.
+    """Returns the number of which the rows of a nano-batch on a rank are a multiple.
 
     FP8 products take multiples of 16. Transformer Engine's tuned kernel that converts and transposes takes multiples of
     32; the one for other sizes takes 1.6 times as long (benchmarks/results/one_gpu_linears_traced.json).

@@ -1,4 +1,4 @@
-"""Which head dimensions are served: by rotary positions in any case, and by each core-attention kernel.
+"""The head dimensions that are served: by rotary positions in any case, and by each core-attention kernel.
 
 Commands, settings and the choice of a kernel all ask here.
 """
@@ -13,7 +13,7 @@ _TORCH_MULTIPLE, _TORCH_MOST = 8, 256
 
 
 def unserved(head_dim: int) -> str | None:
-    """What is wrong with a head dimension, whatever kernel is taken; None if nothing is."""
+    """Returns, in words, the objection to a head dimension, whatever kernel is taken; None if there is none."""
     if head_dim < 1 or head_dim % 2:
         return f"{head_dim}, but rotary positions need an even one"
     return None

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -83,6 +83,31 @@ def run_ranks(
                 if process.is_alive():
                     process.terminate()
                 process.join()
+
+
+def run_cases(
+    ranks: int, function: Callable[..., Any], cases: Mapping[Any, tuple[Any, ...]], timeout: float = 240.0
+) -> dict[Any, list[Any]]:
+    """Call ``function(*arguments)`` for every case, one after the other, in one start of ``ranks`` processes.
+
+    Args:
+        ranks: number of processes.
+        function: as of :func:`run_ranks`; it leaves nothing behind that the next case would see.
+        cases: arguments by the case's name.
+        timeout: seconds for all cases.
+
+    Returns:
+        By the case's name, what each rank returned.
+
+    Raises:
+        RankFailure: as :func:`run_ranks`.
+    """
+    by_rank = run_ranks(ranks, _each, function, cases, timeout=timeout)
+    return {name: [results[name] for results in by_rank] for name in cases}
+
+
+def _each(function: Callable[..., Any], cases: Mapping[Any, tuple[Any, ...]]) -> dict[Any, Any]:
+    return {name: function(*arguments) for name, arguments in cases.items()}
 
 
 def _collect(pipes: list[Connection], timeout: float) -> list[Any]:

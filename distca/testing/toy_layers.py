@@ -40,13 +40,14 @@ class ToyLayer:
         q, kv = mixed.split((self.heads, 2 * self.kv_heads), dim=1)
         return hidden, q, kv.unflatten(1, (2, self.kv_heads))
 
-    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        (hidden,) = residual
         return hidden + o_NHD.flatten(1) @ self.out
 
     def whole(self, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """The layer on whole packed documents."""
         _, q, kv = self.pre(hidden, 0)
-        return self.post(packed_attention(q, kv[:, 0], kv[:, 1], lengths, self.kind, self.sink), hidden, 0)
+        return self.post(packed_attention(q, kv[:, 0], kv[:, 1], lengths, self.kind, self.sink), hidden, nano=0)
 
 
 def toy_layers(

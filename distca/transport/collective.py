@@ -166,9 +166,9 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
 def nccl_goes_first() -> None:
     """Let kernels of NCCL start before computation that is queued too; call it before any process group is made.
 
-    A GPU gives its multiprocessors to kernels of equal priority as they come, and a long document's core attention
-    occupies all of them for up to seconds. A collective that begins just before it on one rank and just after it on
-    another then spins on the first until the second is through, on multiprocessors that its attention lacks. Where the
-    variable is set already, it stays.
+    A GPU gives its multiprocessors to kernels of equal priority as they come. A long document's core attention occupies
+    all of them for up to seconds. A collective may begin just before it on one rank and just after it on another. It
+    then spins on the first until the second is through, on multiprocessors that the first rank's attention lacks. Where
+    the variable is set already, it stays.
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

@@ -1,4 +1,4 @@
-"""What a transport is: it starts moving rows of several tensors at once and can be waited for."""
+"""The interface of transports: they start moving rows of several tensors at once and can be waited for."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_ranks(parts: tuple[Part, ...], ranks: int) -> None:
 
 
 def sent_by(rank: int, parts: tuple[Part, ...]) -> dict[str, Any]:
-    """What an exchange sends from this rank: bytes in all, and the peers that get or give some."""
+    """Returns the bytes that an exchange sends from this rank in all, and the peers that get or give some."""
     sent = 0
     peers: set[int] = set()
     hops = Hops.of(parts)

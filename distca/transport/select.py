@@ -35,7 +35,7 @@ BETWEEN_NODES = (
 
 # NVSHMEM starts once per process, and exchanges are numbered from its start: one transport per process.
 _started: dict[tuple[int, ...], tuple[OneSidedTransport, float]] = {}
-"""By ranks, with the GiB of its memory."""
+"""The transport that was started, with the GiB of its memory, by its ranks."""
 _failed: list[str] = []
 """Why it did not start; it is not tried again."""
 _ALONE_S = 3.0

@@ -1,4 +1,5 @@
-"""What Adam holds of a weight, in float32 whatever it holds it in, so that a checkpoint goes on with any Adam.
+"""The state that Adam holds of a weight, read and set in float32, whatever Adam holds it in. So a checkpoint goes on
+with any Adam.
 
 torch's holds float32 moments, and megatron the float32 weight. Transformer Engine's may hold both in fewer bytes:
 scaled moments, and of the float32 weight only the 16 bits that the bfloat16 one lacks.

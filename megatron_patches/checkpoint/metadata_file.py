@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 _TORCH = "torch.distributed.checkpoint.metadata."
 _PATHS = ("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath")
-"""Where the checkpoint lay when it was saved, which nobody reads; Python 3.13 has the last one."""
+"""Types of the path at which the checkpoint lay when it was saved, which nobody reads. Python 3.13 has the last one."""
 _MADE = {f"{_TORCH}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "TensorProperties")}
 _MADE |= {f"{_TORCH}{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")}
 _MADE |= {"torch.distributed.checkpoint.filesystem._StorageInfo"}
@@ -39,13 +39,13 @@ _DIMENSIONS = 64
 
 
 class _Name(NamedTuple):
-    """What a pickle names, which is not looked up."""
+    """A name in a pickle, which is not looked up."""
 
     text: str
 
 
 class _Record:
-    """What a pickle makes of a name: its arguments and, once it is said, its state. Equal to itself only."""
+    """An object that a pickle makes of a name: its arguments and, once it is said, its state. It equals itself only."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -163,7 +163,7 @@ class _Machine:
         }
 
     def run(self, pickled: bytes) -> Any:
-        """What the pickle makes: names and records in place of classes and objects."""
+        """Returns the object that the pickle makes, with names and records in place of classes and objects."""
         for operation, argument, _ in pickletools.genops(pickled):
             do = self._operations.get(operation.name)
             if do is None:
@@ -281,7 +281,7 @@ def _index(made: Any) -> MetadataIndex:
 
 
 def _info(made: Any) -> _StorageInfo:
-    """Where a part lies: in a file right in the checkpoint's folder, as it is."""
+    """Returns the place of a part: in a file right in the checkpoint's folder, as it is."""
     if _of(_Record, made).name != "torch.distributed.checkpoint.filesystem._StorageInfo":
         raise UnpicklingError(f"it has a {made.name} in place of where a part lies")
     said = _of(dict, made.state)

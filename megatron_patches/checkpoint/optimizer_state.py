@@ -72,8 +72,10 @@ def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -
 
 
 def main_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What gives a model's weights as they would be without FP8: FP8 ones from their main weights, of which all data-
-    parallel ranks give their ranges, so that all of them call it for the same weights; others as they are.
+    """Returns a function that gives a weight of a model as it would be without FP8.
+
+    It takes FP8 weights from their main weights, and others as they are. All data-parallel ranks give their ranges of a
+    main weight, so all of them call it for the same weights.
 
     Args:
         optimizer: of the model.
@@ -122,7 +124,8 @@ def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator
 def _own_part(
     optimizer: DistributedOptimizer, model_state: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
-    """By number of the weight and name of its state, this rank's boxes; without data where they are to be loaded."""
+    """Returns this rank's boxes, by number of the weight and name of its state; without data where they are to be
+    loaded."""
     described = _sharded_weights(model_state)
     part = {}
     for number, (weight, start, stop) in enumerate(_ranges(optimizer)):
@@ -161,8 +164,8 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int
 
 
 def _adam_and_weight(optimizer: DistributedOptimizer, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """What updates this rank's range of a weight, and the range as it holds it: in float32, or where it holds float32
-    weights itself, in the model's type."""
+    """Returns the optimizer that updates this rank's range of a weight, and the range as the optimizer holds it. The
+    range is in float32; where the optimizer holds such weights itself, it is in the model's type."""
     group, order = optimizer.model_param_group_index_map[weight]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][order]
 

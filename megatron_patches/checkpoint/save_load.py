@@ -1,7 +1,7 @@
 """Sharded checkpoints by megatron's dist_checkpointing: model, optimizer, schedule, and what the loop adds.
 
-Everything is saved in the shapes of the whole model's parameters, so a checkpoint loads with any numbers of tensor-
-parallel, pipeline and data-parallel ranks that can hold the model.
+Everything is saved in the shapes of the whole model's parameters. So a checkpoint loads with any numbers of
+tensor-parallel, pipeline and data-parallel ranks that can hold the model.
 """
 
 from __future__ import annotations
@@ -91,8 +91,10 @@ def _read(sharded: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _check_readable(path: Path) -> None:
-    """Newer versions of megatron write what all ranks have alike among the tensors, without the file that older ones,
-    which have a module more, look for; the newer ones read both."""
+    """Refuse a checkpoint that this megatron cannot read.
+
+    Newer versions of megatron write what all ranks have alike among the tensors. Older ones look for a file of it; they
+    have a module more, by which they are told apart. The newer ones read both."""
     older = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
     if older and not (path / "common.pt").exists():
         raise VersionError(
@@ -130,9 +132,9 @@ def _allocate_state(optimizer: Any) -> None:
 def _restore_step(optimizer: Any, step: int) -> None:
     """Set the number of steps that Adam corrects its moments by.
 
-    megatron's distributed optimizer (0.16.1) gives all weights of torch's Adam one common tensor for it, which every
-    weight's update would then count up, and leaves the value from before the load in it. Other Adams keep it in their
-    parameter groups, which the load leaves as they were.
+    megatron's distributed optimizer (0.16.1) gives all weights of torch's Adam one common tensor for it. Every weight's
+    update would then count it up, and it has the value from before the load. Other Adams keep it in their parameter
+    groups, which the load leaves as they were.
     """
     for adam in inner_adams(optimizer):
         set_step(adam, step)

@@ -2,9 +2,9 @@
 
 The auxiliary loss of a layer is coeff x E / (topk x T^2) x sum over experts i of c_i x P_i: c_i of the micro-batch's T
 rows have expert i among their ``topk`` best, and P_i adds up its scores. Megatron multiplies it by T where losses are
-summed over tokens, which are divided by once at the end. c_i has no gradient, so forward counts, one all-reduce adds up
-the counts of all ranks of the stage, and backward gives every score coeff x E x c_i / (topk x T). This is the value of
-Megatron-Core 0.19.2; 0.16.1 leaves out a factor of the tensor-parallel ranks.
+summed over tokens, which are divided by once at the end. c_i has no gradient. So forward counts, and one all-reduce
+adds up the counts of all ranks of the stage. Backward gives every score coeff x E x c_i / (topk x T). This is the value
+of Megatron-Core 0.19.2; 0.16.1 leaves out a factor of the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class ExpertLoad:
         self._total = report if self._total is None else self._total + report
 
     def take(self) -> dict[int, LayerLoad]:
-        """By number of the layer, the loads of all micro-batches since the last call; empty without any."""
+        """Returns the loads of all micro-batches since the last call, by number of the layer; empty without any."""
         total, self._total = self._total, None
         if total is None:
             return {}

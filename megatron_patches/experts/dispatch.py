@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where the rows of one half go.
+    """The way of one half's rows to experts.
 
     Attributes:
         group: the expert-parallel ranks; rank r has the r-th part of all experts.

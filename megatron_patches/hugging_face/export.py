@@ -61,7 +61,8 @@ def export_weights(
 
 
 def _on_first_rank(work: Callable[[], None]) -> str | None:
-    """What goes wrong in work that rank 0 does, on all ranks, none of which goes on before."""
+    """Runs work on rank 0 and returns what went wrong, or None, on all ranks. None of them goes on
+    before it is done."""
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -75,7 +76,7 @@ def _on_first_rank(work: Callable[[], None]) -> str | None:
 def _write_stage(
     gpt: GPTModel, exported: ExportedModel, folder: Path, values: Values
 ) -> tuple[str | None, dict[str, str]]:
-    """What went wrong, if anything, and the file of every tensor that this rank wrote."""
+    """Returns the problem, if there was one, and the file of every tensor that this rank wrote."""
     own = _own_slots(gpt, exported.model)
     group = parallel_state.get_pipeline_model_parallel_group()
     counts: list[Any] = [None] * group.size()

@@ -24,7 +24,7 @@ from megatron_patches.te.fp8_weights import set_values
 
 
 class Slot(Protocol):
-    """What a parameter is made of.
+    """The link between a parameter and the tensors of a folder that it is made of.
 
     Attributes:
         names: of the folder's tensors.
@@ -145,7 +145,7 @@ class _QueryKeyValue:
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription) -> Slot:
-    """What a parameter is made of.
+    """Returns the slot of a parameter: the tensors of a folder that it is made of.
 
     Args:
         parameter: its name in a GPTModel.

@@ -22,15 +22,18 @@ from megatron.core.utils import make_viewless_tensor
 
 from distca.device.offload import Offload
 from distca.errors import SupportError
+from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel
 from distca.runtime import AttentionPool, run_layers
 from megatron_patches.experts.balance import MicroBatchBalance
 from megatron_patches.experts.spec import with_experts
 from megatron_patches.layers.full_recompute import differentiable
+from megatron_patches.layers.hybrid_layers import GatedAttentionLayer, SplitRecurrentLayer
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.layers.rotations import RowRotations
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
+from megatron_patches.model.recurrences import has_output_gate, has_recurrent_layers, is_recurrent
 from megatron_patches.patches.norms import KeyWidthNorm, QueryWidthNorm, norm_class
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch
 from megatron_patches.support.config_fields import check_config, check_recomputation
@@ -49,11 +52,44 @@ class _BoundLayer:
     def sink(self) -> torch.Tensor | None:
         return self.layer.self_attention.core_attention.softmax_offset
 
-    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
         return self.layer.pre(hidden, self.rotations[nano].of(self.layer.layer_number))
 
-    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
-        return self.layer.post(o_NHD, hidden, None if self.balance is None else self.balance.half(nano))
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        return self.layer.post(o_NHD, *residual, half=None if self.balance is None else self.balance.half(nano))
+
+
+@dataclass(frozen=True)
+class _BoundRecurrentLayer:
+    """A split layer with a recurrent core, which has no rotations."""
+
+    layer: SplitRecurrentLayer
+
+    @property
+    def recurrence(self) -> Recurrence:
+        return self.layer.recurrence
+
+    @property
+    def core_kernel(self) -> RecurrentKernel:
+        return self.layer.core_kernel
+
+    @property
+    def core_parameters(self) -> CoreParameters:
+        return self.layer.core_parameters
+
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
+        return self.layer.pre(hidden)
+
+    def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        return self.layer.post(o_NHV, *residual)
+
+
+def _bound(
+    layer: SplitTransformerLayer, rotations: Sequence[RowRotations], balance: MicroBatchBalance | None
+) -> _BoundLayer | _BoundRecurrentLayer:
+    if isinstance(layer, SplitRecurrentLayer):
+        return _BoundRecurrentLayer(layer)
+    return _BoundLayer(layer, rotations, balance)
 
 
 class DisaggregatedBlock(TransformerBlock):
@@ -91,7 +127,7 @@ class DisaggregatedBlock(TransformerBlock):
         rotations = rotary_pos_emb.halves(micro_batch.nano_rows, micro_batch.chunks)
         halves = hidden_states.split([rows // micro_batch.chunks for rows in micro_batch.nano_rows])
         outputs = run_layers(
-            [_BoundLayer(layer, rotations, micro_batch.balance) for layer in self.layers],
+            [_bound(layer, rotations, micro_batch.balance) for layer in self.layers],
             halves,
             micro_batch.routes,
             self.pool,
@@ -166,7 +202,7 @@ def block_spec(
     check_layer_spec(layer)
     layer = deepcopy(layer)
     if disaggregate or options.own_layers or config.num_moe_experts:
-        layer.module = SplitTransformerLayer
+        layer.module = GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer
         layer.params = {**layer.params, "options": options}
     parts = layer.submodules
     norm = norm_class(config, options.norm_bias)
@@ -184,6 +220,12 @@ def block_spec(
     attention.linear_qkv = mlp.linear_fc1 = column
     attention.linear_proj = with_bias(row) if options.attention_output_bias else row
     mlp.linear_fc2 = row
+    if has_recurrent_layers(config):
+        from megatron_patches.layers.gated_delta_net import recurrent_layer_spec
+
+        recurrent, numbers = recurrent_layer_spec(layer, column, row, norm), range(1, config.num_layers + 1)
+        layers = [recurrent if is_recurrent(config, number) else layer for number in numbers]
+        return TransformerBlockSubmodules(layers, norm)
     return TransformerBlockSubmodules(with_experts(layer, config), norm)
 
 

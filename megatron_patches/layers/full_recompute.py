@@ -26,8 +26,10 @@ def recompute_layers(block: TransformerBlock) -> None:
 
 
 def differentiable(hidden_states: torch.Tensor) -> torch.Tensor:
-    """What goes into a part that is recomputed: autograd runs its backward, for weights too, only if this has a
-    gradient, and what a frozen embedding returns has none."""
+    """Returns the input of a part that is recomputed, with a gradient.
+
+    Autograd runs the part's backward, for weights too, only if its input has a gradient. The output of a frozen
+    embedding has none."""
     return hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
 
 

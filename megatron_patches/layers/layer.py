@@ -54,12 +54,20 @@ class SplitTransformerLayer(TransformerLayer):
             ``hidden`` for :meth:`post`, by which gradients of both ways are added in one pass; q_NHD and kv_N2GD of
             all rows, for this rank's heads.
         """
-        attention = self.self_attention
+        hidden, mixed_NF = self._projected(hidden, self.self_attention.linear_qkv)
+        return hidden, *self._heads(mixed_NF, rotation)
+
+    def _projected(self, hidden: torch.Tensor, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` for the residual, and the [rows of all shares, ...] outputs of the mixer's projection."""
         hidden, normed = _beside(self.input_layernorm, hidden)
-        mixed, _ = attention.linear_qkv(normed)
-        if keeps_inputs(attention.linear_qkv):
+        mixed, _ = linear(normed)
+        if keeps_inputs(linear):
             self._forget_norm(self.input_layernorm, hidden, normed, mixed)
-        mixed_NF = mixed.squeeze(1)
+        return hidden, mixed.squeeze(1)
+
+    def _heads(self, mixed_NF: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """q_NHD and kv_N2GD of the projection's rows."""
+        attention = self.self_attention
         has_norms = not isinstance(attention.q_layernorm, IdentityOp | None)
         if has_norms and not self.options.norm_after_rotation:
             mixed_NF = self._normalize_heads(mixed_NF)
@@ -68,7 +76,7 @@ class SplitTransformerLayer(TransformerLayer):
             k_NGD, v_NGD = kv_N2GD.unbind(1)
             q_NHD = attention.q_layernorm(q_NHD)
             kv_N2GD = torch.stack((attention.k_layernorm(k_NGD.contiguous()), v_NGD), dim=1)
-        return hidden, q_NHD, kv_N2GD
+        return q_NHD, kv_N2GD
 
     def _normalize_heads(self, mixed_NF: torch.Tensor) -> torch.Tensor:
         """megatron's norms of each query head and of each key head, or those of all together, in the projection's own
@@ -79,18 +87,24 @@ class SplitTransformerLayer(TransformerLayer):
         q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
         return torch.cat((attention.q_layernorm(q), attention.k_layernorm(k), v), dim=2).flatten(1)
 
-    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, half: Half | None = None) -> torch.Tensor:
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, half: Half | None = None) -> torch.Tensor:
         """Output projection, residual and MLP.
 
         Args:
             o_NHD: core attention's output for all rows and this rank's heads.
-            hidden: the residual that :meth:`pre` returned.
+            residual: what :meth:`pre` returned first, the hidden rows alone.
             half: the rows' half, in models with experts.
 
         Returns:
             [rows, 1, hidden], the layer's output.
         """
-        projected = self.self_attention.linear_proj(o_NHD.flatten(1).unsqueeze(1))
+        (hidden,) = residual
+        return self._behind_mixer(self.self_attention.linear_proj(o_NHD.flatten(1).unsqueeze(1)), hidden, half)
+
+    def _behind_mixer(
+        self, projected: tuple[torch.Tensor, torch.Tensor | None], hidden: torch.Tensor, half: Half | None
+    ) -> torch.Tensor:
+        """Residual and MLP behind what the mixer put out, with its bias."""
         if self.options.parallel_mlp:
             added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
             return self._mlp_and_residual(hidden, self.input_layernorm(hidden), added, self.input_layernorm, half)
@@ -133,7 +147,7 @@ class SplitTransformerLayer(TransformerLayer):
     def _add(
         self, branch: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, combine: Any, norm: Any
     ) -> torch.Tensor:
-        """What attention or the MLP put out, with its bias, norm and multiplier, and the residual."""
+        """Returns the residual plus the output of attention or the MLP, with its bias, norm and multiplier."""
         multiplier = self.options.residual_multiplier
         if norm is not None or multiplier != 1.0:
             output, bias = branch
@@ -162,7 +176,7 @@ class SplitTransformerLayer(TransformerLayer):
         q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))
         o = self.self_attention.core_attention(q, k, v, attention_mask)
         balance = attention_mask.balance
-        return self.post(o, hidden, None if balance is None else balance.half(0)), None
+        return self.post(o, hidden, half=None if balance is None else balance.half(0)), None
 
 
 def _beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

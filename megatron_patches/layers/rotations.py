@@ -19,7 +19,7 @@ _NONE, _OWN = object(), object()
 
 @dataclass(frozen=True)
 class RowRotations:
-    """What turns the same rows in all layers of a stage.
+    """The rotations of the same rows in all layers of a stage.
 
     Attributes:
         rotations: each once.

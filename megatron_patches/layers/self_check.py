@@ -1,4 +1,4 @@
-"""What a model's layers compute with, checked once in a process before they are built."""
+"""Checks of the operations that a model's layers compute with, once in a process before they are built."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""What is built of a model: its configuration, its kinds of layers, and what Megatron has no field for."""
+"""The parts of a model beside its modules: its configuration, its kinds of layers, and options that Megatron has no
+field for."""

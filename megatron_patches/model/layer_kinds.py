@@ -1,4 +1,4 @@
-"""Which kind of core attention every layer of a Megatron-Core configuration has.
+"""The kind of core attention of every layer of a Megatron-Core configuration.
 
 A ``window_size`` of (w - 1, 0) is a window of w keys: Megatron does not count a query's own. ``window_attn_skip_freq``
 N leaves every N-th layer without a window, a list has a 1 for each layer with one. ``softmax_type`` "learnable" adds a
@@ -13,6 +13,8 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.errors import SupportError
 from distca.plan.kinds import AttentionKind, by_stage, numbered, usual_scale
+from distca.recurrent import Recurrence
+from megatron_patches.model.recurrences import is_recurrent, recurrence_of
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,14 @@ class LayerKinds:
 
     Attributes:
         kinds: each once, those that see most keys first.
-        of_layer: by layer of the whole model, the number of its kind.
+        of_layer: by layer of the whole model that has attention, the number of its kind.
+        recurrences: by layer of the whole model, what its core computes; None for a layer with attention. Empty where
+            all have attention.
     """
 
     kinds: tuple[AttentionKind, ...]
     of_layer: tuple[int, ...]
+    recurrences: tuple[Recurrence | None, ...] = ()
 
     @staticmethod
     def of(config: TransformerConfig, softcap: float = 0.0) -> LayerKinds:
@@ -38,11 +43,13 @@ class LayerKinds:
         Raises:
             SupportError: a window or a list of layers that is none.
         """
-        numbers = range(1, config.num_layers + 1)
-        return LayerKinds(*numbered([kind_of_layer(config, number, softcap) for number in numbers]))
+        recurrent = [is_recurrent(config, number) for number in range(1, config.num_layers + 1)]
+        numbers = [number for number, other in enumerate(recurrent, 1) if not other]
+        recurrences = tuple(recurrence_of(config) if each else None for each in recurrent) if any(recurrent) else ()
+        return LayerKinds(*numbered([kind_of_layer(config, number, softcap) for number in numbers]), recurrences)
 
     def of_stages(self, stages: int) -> tuple[tuple[int, ...], ...]:
-        """By pipeline stage, the numbers of its layers' kinds."""
+        """Returns the number of each layer's kind, one tuple for each pipeline stage."""
         return by_stage(self.of_layer, stages)
 
 

@@ -1,4 +1,4 @@
-"""What a model does beside core attention that Megatron-Core's configuration has no field for."""
+"""Options of a model beside core attention that Megatron-Core's configuration has no field for."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class QueryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What a model does beside core attention that Megatron-Core's configuration has no field for. The defaults are
-    what Megatron does.
+    """Options of a model beside core attention that Megatron-Core's configuration has no field for. The defaults are
+    those of Megatron.
 
     Attributes:
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2: 50).

@@ -1,4 +1,4 @@
-"""What a model's layers do differently from LLaMA's, as Megatron's configuration and our options say it."""
+"""The differences between a model's layers and LLaMA's, as Megatron's configuration and our options say them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def variant_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def model_options(shape: ModelShape) -> ModelOptions:
-    """What CAD takes beside that configuration."""
+    """Returns the options that CAD takes beside that configuration."""
     variant = shape.variant
     scaling = QueryScaling(beta=variant.query_beta, original_length=variant.query_length)
     return ModelOptions(
@@ -50,7 +50,8 @@ def model_options(shape: ModelShape) -> ModelOptions:
 
 
 def _rotations(shape: ModelShape) -> tuple[Rotary | None, ...]:
-    """By layer, where they differ from those that GPTModel has for all: then each has its own."""
+    """Returns the rotation of each layer; empty where all layers have the one that GPTModel was built with. None stands
+    for a layer without rotation."""
     variant = shape.variant
     if variant.turns_alike:
         return ()

@@ -45,7 +45,7 @@ def load_full_weights(model: torch.nn.Module, full: dict[str, torch.Tensor], ran
 
 
 def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, str]:
-    """By name in a stage's ``model``, every parameter's name in the model without pipeline stages.
+    """Returns every parameter's name in the model without pipeline stages, by its name in a stage's ``model``.
 
     Args:
         model: a stage, whose layers are counted from 0.

@@ -1,7 +1,7 @@
 """Run megatron-core on CPUs over gloo.
 
-megatron-core asks for CUDA by name in about fifteen places (devices of small tensors, random states, type names),
-although nothing in a dense GPT needs it. Here those questions get CPU answers. Only used where there is no GPU.
+megatron-core asks for CUDA by name in about fifteen places: devices of small tensors, random states, type names.
+Nothing in a dense GPT needs it. Here those questions get CPU answers. Only used where there is no GPU.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Fused operations in Megatron-Core's own layers.
 
 The rotation of q and k with the split of their projection, where attention stays at home: Megatron's layers ask
-Transformer Engine for it (``fused_single_qkv_rope``), which few have installed, and get the kernel that disaggregated
-layers run, so that all modes rotate alike. SwiGLU in one pass. Weight gradients that the matrix product itself adds
-up, in float32 or bfloat16: Megatron's linear layers ask for that by ``gradient_accumulation_fusion`` and call a CUDA
-extension of Apex, for which torch's own product stands in.
+Transformer Engine for it (``fused_single_qkv_rope``), which few have installed. Here they get the kernel that
+disaggregated layers run, so that all modes rotate alike. SwiGLU in one pass. Weight gradients that the matrix product
+itself adds up, in float32 or bfloat16: Megatron's linear layers ask for that by ``gradient_accumulation_fusion`` and
+call a CUDA extension of Apex, for which torch's own product stands in.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LeanMLP(SwigluMLP):
         out.copy_(self._function(x))
 
     def _function(self, x: torch.Tensor) -> torch.Tensor:
-        """What megatron's MLP computes between its linear layers."""
+        """Returns the output of the operations that megatron's MLP has between its linear layers."""
         config = self.config
         if not config.gated_linear_unit:
             return config.activation_func(x)

@@ -113,7 +113,8 @@ def patch_forward(model: GPTModel, takes: type[DisaggregatedMicroBatch] | type[P
 
 
 def _own_output(model: PatchedForward) -> str:
-    """What a user's model does between hidden states and losses beside GPTModel; empty if nothing."""
+    """Returns, in words, the step that a user's model adds to GPTModel between hidden states and losses; empty if it
+    adds none."""
     for name in ("_postprocess", "compute_language_model_loss"):
         # The class after this one is the user's.
         if getattr(super(PatchedForward, model), name).__func__ is not getattr(GPTModel, name):

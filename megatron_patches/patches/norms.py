@@ -142,5 +142,5 @@ def _centred(norm: torch.nn.RMSNorm | torch.nn.LayerNorm | _WidthNorm, config: T
 
 
 def _factors(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """What normalised numbers are multiplied by: the weight, or one more, in at least float32."""
+    """Returns the factors of normalised numbers: the weight, or one plus the weight, in at least float32."""
     return weight.to(wide(weight.dtype)) + 1 if zero_centered else weight

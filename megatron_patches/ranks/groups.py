@@ -48,7 +48,7 @@ def initialize_model_parallel(tp: int, pp: int, seed: int, ep: int = 1) -> None:
 
 
 def pipeline_seed() -> int:
-    """What a stage adds to the seed of its weights, so that no two stages draw the same ones."""
+    """Returns the number that a stage adds to the seed of its weights, so that no two stages draw the same ones."""
     return 100 * parallel_state.get_pipeline_model_parallel_rank()
 
 

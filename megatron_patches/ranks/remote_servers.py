@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
 from torch.distributed import distributed_c10d as c10d
 
 from distca.cluster.pool_store import PoolStore
@@ -22,6 +23,23 @@ from distca.runtime.attention_server import NOT_ON_GPUS, PoolTerms
 
 _pools = count()
 """Numbers of the pools that this process makes; the same on all homes, which make them together."""
+
+
+def check_with_servers(config: TransformerConfig, recurrent: bool, offload: bool) -> None:
+    """Refuse what nobody has shown to be right beside servers without a model.
+
+    Args:
+        config: Megatron's.
+        recurrent: whether layers are recurrent.
+        offload: of :class:`megatron_patches.api.CAD`.
+
+    Raises:
+        SupportError: the model has it.
+    """
+    found = {"mixtures of experts": bool(config.num_moe_experts), "recurrent layers": recurrent, "offload": offload}
+    for what, there in found.items():
+        if there:
+            raise SupportError(f"Servers without a model have not been shown beside {what}: leave `servers` at 0.")
 
 
 class RemoteServers:

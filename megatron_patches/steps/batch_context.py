@@ -1,6 +1,6 @@
-"""What a model's forward needs to know of its micro-batch beyond tokens; travels in place of the attention mask.
+"""Facts on a micro-batch beyond its tokens that a model's forward needs. They travel in place of the attention mask.
 
-megatron-core hands ``attention_mask`` through to every layer's core attention and to the block unread, so an object in
+megatron-core hands ``attention_mask`` through to every layer's core attention and to the block unread. So an object in
 its place reaches them without changing a signature.
 """
 

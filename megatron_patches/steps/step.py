@@ -18,7 +18,9 @@ from distca.errors import DataError, PlanError
 from distca.plan import Layout, PlanOptions, StepPlan
 from distca.plan.step import StepBalance
 from distca.plan.step_file import StepInputs
-from distca.runtime.device_routes import StepRoutes
+from distca.recurrent import Recurrence
+from distca.runtime.device_routes import LayerRoutes, StepRoutes
+from distca.runtime.recurrent_routes import RecurrentRoutes
 from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.steps.failed_plans import reporting_failure
@@ -89,6 +91,7 @@ def make_step(
     lengths: bool = False,
     room: int = 0,
     vocabulary: int | None = None,
+    recurrences: Sequence[Recurrence | None] = (),
     number: int = 1,
     folder: Path = Path(),
     remote: RemoteServers | None = None,
@@ -105,6 +108,7 @@ def make_step(
         room: most tokens of a micro-batch, into which documents without homes are dealt anew; 0 leaves them where they
             are.
         vocabulary: token ids that the model has; None checks none.
+        recurrences: by layer, what its core computes, None for attention; empty where all layers have attention.
         number: of the step, for messages.
         folder: where it is written if the planner fails on it.
         remote: servers without a model, which plan it too; None without.
@@ -146,6 +150,9 @@ def make_step(
                 lengths=lengths,
             )
         else:
+            if recurrences:
+                own = zip(routes.own, plan.layouts, strict=True)
+                routes = replace(routes, own=tuple(_with_pieces(*each, recurrences, rank, upload) for each in own))
             batches = tuple(
                 batch_on_device(
                     upload, each, DisaggregatedMicroBatch(own, each.nano_rows, options.shares), lengths=lengths
@@ -155,6 +162,20 @@ def make_step(
     with reporting_failure(inputs, number, folder):
         balance = plan.balance()
     return Step(documents, plan, balance, routes, batches, planning_ms, vocabulary=vocabulary, announced=announced)
+
+
+def _with_pieces(
+    of_attention: Sequence[LayerRoutes],
+    layouts: Sequence[Layout],
+    recurrences: Sequence[Recurrence | None],
+    rank: int,
+    upload: Upload,
+) -> tuple[LayerRoutes, ...]:
+    """A micro-batch's routes of all layers, from those of layers with attention."""
+    sizes = {each.halo_rows for each in recurrences if each is not None}
+    by_size = {size: RecurrentRoutes.of(layouts, rank, size, upload) for size in sizes}
+    rest = iter(of_attention)
+    return tuple(next(rest) if each is None else by_size[each.halo_rows] for each in recurrences)
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:

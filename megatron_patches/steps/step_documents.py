@@ -62,8 +62,10 @@ def listed(given: StepDocuments | Sequence[Sequence[Document]]) -> StepDocuments
 
 
 def check_room(documents: StepDocuments, ranks: int, tokens_per_rank: int) -> None:
-    """Refuse documents without tokens, micro-batches of more tokens than data-parallel ranks hold, homes of more than
-    one of them does, and homes that are no such rank.
+    """Refuse documents that have no place.
+
+    These are documents without tokens, micro-batches of more tokens than data-parallel ranks hold, and homes of more
+    tokens than one of them holds. A home that is no such rank is refused, too.
 
     Raises:
         PlanError: naming the first.
@@ -130,7 +132,7 @@ def checksum(documents: StepDocuments) -> int:
 
 
 def _by_document(name: str, kinds: str, given: Sequence[Any], micro_batches: Sequence[Sequence[Document]]) -> list[Any]:
-    """By micro-batch, an array of one value per document, or None where that is given."""
+    """Returns, for each micro-batch, an array of one value per document, or None where that is given."""
     if len(given) != len(micro_batches):
         raise PlanError(f"`{name}` are those of {len(given)} micro-batches, and the step has {len(micro_batches)}.")
     arrays = []

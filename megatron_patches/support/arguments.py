@@ -1,4 +1,4 @@
-"""What a user gives :meth:`megatron_patches.api.CAD.data_parallel`."""
+"""Checks of the arguments of :meth:`megatron_patches.api.CAD.data_parallel`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a model was when it was attached. Much of it is read only once, or on some ranks alone, so it must stay so."""
+"""The state of a model when it was attached. Much of it is read only once, or on some ranks alone, so
+it must stay so."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _MAY_CHANGE = {
     "barrier_with_L1_time",
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NEVER_CALLED = ("", ".self_attention", ".self_attention.core_attention")
+_NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d")
 """Parts of a disaggregated layer whose own parts are called one by one."""
 
 
@@ -93,12 +94,12 @@ def check_as_attached(model: Any, pool: AttentionPool) -> None:
 
 def _check_hooks(model: Any) -> None:
     for number, layer in enumerate(model.decoder.layers):
-        for part in _NEVER_CALLED:
-            module = layer.get_submodule(part.removeprefix("."))
-            if any(getattr(module, hooks) for hooks in _HOOKS):
+        for part, module in layer.named_modules():
+            if part in _NEVER_CALLED and any(getattr(module, hooks) for hooks in _HOOKS):
+                place = f"decoder.layers.{number}.{part}".removesuffix(".")
                 raise SupportError(
-                    f"decoder.layers.{number}{part} has a hook, which nobody would call: a disaggregated layer's parts "
-                    "are called one by one. Put it on its norms, linear_qkv, linear_proj or mlp."
+                    f"{place} has a hook, which nobody would call: a disaggregated layer's parts are called one by "
+                    "one. Put it on its norms, linear_qkv, linear_proj or mlp."
                 )
 
 

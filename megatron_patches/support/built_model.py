@@ -1,4 +1,4 @@
-"""What a model was built with beyond its configuration: arguments of GPTModel, groups, and every module."""
+"""Checks of a model beyond its configuration: arguments of GPTModel, groups, and every module."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from distca.errors import SupportError
 from megatron_patches.experts.spec import DrawnExperts, has_experts
+from megatron_patches.layers.hybrid_layers import SplitRecurrentLayer, layer_class
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
@@ -93,14 +94,15 @@ def check_model(
         norm = norm_class(model.config, options.norm_bias)
         _expect("decoder.final_layernorm", type(model.decoder.final_layernorm), norm)
     for number, each in enumerate(model.decoder.layers):
-        _expect(f"decoder.layers.{number}", type(each), layer)
+        expected = layer_class(model.config, each.layer_number) if layer is SplitTransformerLayer else layer
+        _expect(f"decoder.layers.{number}", type(each), expected)
         _check_layer(f"decoder.layers.{number}", each, model.config, options)
     if model.post_process:
         _expect("output_layer", type(model.output_layer), ColumnParallelLinear)
 
 
 def _argument(model: GPTModel, name: str) -> Any:
-    """What ``model`` was built with, as far as its modules tell."""
+    """Returns the argument that ``model`` was built with, as far as its modules tell."""
     embedding = model.embedding if model.pre_process else None
     if name == "scatter_embedding_sequence_parallel":
         return embedding is None or embedding.scatter_to_sequence_parallel
@@ -127,15 +129,19 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
     norm = norm_class(config, options.norm_bias)
     expected = {
         "input_layernorm": IdentityOp if options.norms == "post" else norm,
-        "self_attention": SelfAttention,
-        "self_attention.core_attention": PackedAttention,
         "pre_cross_attn_layernorm": IdentityOp,
         "cross_attention": IdentityOp,
         "pre_mlp_layernorm": IdentityOp if options.norms == "post" or options.parallel_mlp else norm,
     }
-    column, row = _linears_like(attention.linear_qkv)
+    recurrent = isinstance(layer, SplitRecurrentLayer)
+    column, row = _linears_like(attention.in_proj if recurrent else attention.linear_qkv)
     projection = with_bias(row) if options.attention_output_bias else row
-    expected |= {"self_attention.linear_qkv": column, "self_attention.linear_proj": projection}
+    if recurrent:
+        mixer = {"in_proj": column, "out_norm": norm, "out_proj": row}
+    else:
+        expected["self_attention"] = SelfAttention
+        mixer = {"core_attention": PackedAttention, "linear_qkv": column, "linear_proj": projection}
+    expected |= {f"self_attention.{name}": served for name, served in mixer.items()}
     if has_experts(config)[layer.layer_number - 1]:
         expected |= {"mlp": MoELayer, "mlp.router": TopKRouter, "mlp.experts": DrawnExperts}
         if config.moe_shared_expert_intermediate_size is not None:
@@ -144,14 +150,8 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
         expected |= {"mlp": MLP, "mlp.linear_fc1": column, "mlp.linear_fc2": row}
     for name, served in expected.items():
         _expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
-    head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
-    for name, served in zip(("q_layernorm", "k_layernorm"), head_norms, strict=True):
-        found = getattr(attention, name)
-        if type(found) not in ((served,) if config.qk_layernorm else (IdentityOp, type(None))):
-            raise SupportError(
-                f"qk_layernorm is {config.qk_layernorm}, but {path}.self_attention.{name} is a "
-                f"{type(found).__name__}: give the layer spec and the configuration the same qk_layernorm."
-            )
+    if not recurrent:
+        _check_head_norms(path, attention, config, options)
     if isinstance(layer, SplitTransformerLayer) and layer.options != options:
         raise SupportError(
             f"{path} was built with other model options than CAD has: build the model with this CAD's block_spec."
@@ -161,6 +161,18 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
     check_limit(f"{path}.hidden_dropout", layer.hidden_dropout, LIMITS["hidden_dropout"])
     if any(part.config is not config for part in (layer, attention, mlp)):
         raise SupportError(f"{path} has a configuration of its own, but {LIMITS['heterogeneous_block_specs'].because}.")
+
+
+def _check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
+    norm = norm_class(config, options.norm_bias)
+    head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
+    for name, served in zip(("q_layernorm", "k_layernorm"), head_norms, strict=True):
+        found = getattr(attention, name)
+        if type(found) not in ((served,) if config.qk_layernorm else (IdentityOp, type(None))):
+            raise SupportError(
+                f"qk_layernorm is {config.qk_layernorm}, but {path}.self_attention.{name} is a "
+                f"{type(found).__name__}: give the layer spec and the configuration the same qk_layernorm."
+            )
 
 
 def _linears_like(linear: Any) -> tuple[type, type]:

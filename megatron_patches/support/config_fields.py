@@ -1,4 +1,4 @@
-"""Which fields of megatron's configuration are served, and with which values.
+"""The fields of megatron's configuration that are served, and their values.
 
 Every field that is set away from its default has to be in a table here.
 """
@@ -26,7 +26,10 @@ _SERVED_BY = {
         hetereogenous_dist_checkpoint""",
     "our layers and the core-attention servers": """
         softmax_scale window_size window_attn_skip_freq qk_layernorm layernorm_epsilon layernorm_zero_centered_gamma
-        no_rope_freq rotary_interleaved""",
+        no_rope_freq rotary_interleaved attention_output_gate""",
+    "the cores of recurrent layers, or nobody where there are none": """
+        linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+        linear_num_value_heads""",
     "megatron's embedding, initialization and configuration, and our loss": """
         use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power""",
@@ -65,7 +68,6 @@ LIMITS = {
     "softmax_type": Limit("sinks are learned or there are none", ("vanilla", "learnable")),
     "attention_dropout": Limit("core attention has no dropout", (0.0,)),
     "apply_query_key_layer_scaling": Limit("scores are computed in float32 in any case", (False,)),
-    "attention_output_gate": Limit("the output of core attention has no gate", (False,)),
     "qk_l2_norm": Limit("the norms of query and key heads are RMSNorms (qk_layernorm)", (False,)),
     "qk_clip": Limit(
         "the largest score is not known where it would be clipped", (False,), "qk_clip_alpha qk_clip_threshold"
@@ -75,15 +77,13 @@ LIMITS = {
         "only self attention with query groups is served", (False,), "mla_down_proj_fusion cache_mla_latents"
     ),
     "experimental_attention_variant": Limit(
-        "only softmax attention is served",
-        (None,),
+        "only softmax attention and gated delta nets are served",
+        (None, "gated_delta_net"),
         """experimental_attention_variant_loss_scale_func dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
         dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
         dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
-        dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 linear_conv_kernel_dim linear_key_head_dim
-        linear_value_head_dim linear_num_key_heads linear_num_value_heads""",
+        dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
     ),
-    "linear_attention_freq": Limit("only softmax attention is served", (None,)),
     "is_hybrid_model": Limit(
         "only transformer layers are served",
         (False,),

@@ -1,4 +1,4 @@
-"""Which fields of megatron's configuration are served in a model with experts, and with which values."""
+"""The fields of megatron's configuration that are served in a model with experts, and their values."""
 
 from __future__ import annotations
 

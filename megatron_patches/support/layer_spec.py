@@ -1,4 +1,4 @@
-"""Which modules a layer spec may name."""
+"""The modules that a layer spec may name."""
 
 from __future__ import annotations
 

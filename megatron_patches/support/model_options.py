@@ -115,7 +115,7 @@ def _rotations(options: ModelOptions, config: TransformerConfig) -> Iterator[str
 
 
 def _problems(rotary: Rotary, config: TransformerConfig) -> list[str]:
-    """What cannot work, each beginning with a field's name."""
+    """Returns a sentence for each setting that cannot work, beginning with a field's name."""
     assert config.kv_channels is not None
     found = [f"scaling.{problem}" for problem in rotary.scaling.problems()]
     if not rotary.base > 0:

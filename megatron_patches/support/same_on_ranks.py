@@ -1,4 +1,4 @@
-"""What all ranks have to be given alike: one rank's attention is computed on others, by their configuration."""
+"""Checks that all ranks were given the same: one rank's attention is computed on others, by their configuration."""
 
 from __future__ import annotations
 

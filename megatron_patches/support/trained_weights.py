@@ -13,7 +13,7 @@ from distca.errors import SupportError
 from megatron_patches.te.fp8_weights import is_fp8
 
 _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
-"""What Megatron's and Transformer Engine's linear layers call it."""
+"""The names of fused gradients in Megatron's and Transformer Engine's linear layers."""
 
 
 def check_weights_before(model: torch.nn.Module, params_dtype: torch.dtype, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Weights of Transformer Engine's linear layers that are FP8 numbers and their scales, without a bfloat16 copy.
 
-Megatron-Core builds them where its configuration says ``fp8_param``, makes float32 main weights of the numbers that
-were drawn, before they are quantised, and gathers FP8 numbers after an update. On Hopper a product in backward reads a
+Megatron-Core builds them where its configuration says ``fp8_param``. It makes float32 main weights of the numbers that
+were drawn, before they are quantised. After an update it gathers FP8 numbers. On Hopper a product in backward reads a
 weight by its columns, for which Transformer Engine makes a transposed copy and keeps it. Here it is made for each of
 these products and dropped after it, so that a weight takes one byte a parameter.
 """

@@ -1,4 +1,4 @@
-"""Which Transformer Engine is here, without importing it, and what speaks against using it.
+"""The Transformer Engine that is installed, found without importing it, and objections to its use.
 
 Megatron-Core imports it by itself wherever it is installed, and takes its Adam. Without a GPU that fails, so it is
 hidden there.
@@ -27,7 +27,7 @@ def installed_version() -> str | None:
 
 
 def why_not_supported() -> str | None:
-    """What the Transformer Engine that is here is, and what it should be; None if it can be used."""
+    """Returns, in words, the Transformer Engine that is here and the one that is needed; None if it can be used."""
     version = installed_version()
     if version is None:
         return f"Transformer Engine is not installed; versions {SUPPORTED} are supported"

@@ -21,7 +21,7 @@ _HISTORY = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 class _Linear:
-    """What both have."""
+    """The common part of both linear layers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -36,8 +36,8 @@ class _Linear:
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Never: the first micro-batch's product with a weight overwrites its gradient in place of adding to it, and in
-        backward the first half of a micro-batch comes after the second one."""
+        """Never true. The first micro-batch's product with a weight overwrites its gradient in place of adding to it.
+        But in backward the first half of a micro-batch comes after the second one."""
         return False
 
     @is_first_microbatch.setter

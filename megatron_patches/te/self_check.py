@@ -61,7 +61,7 @@ def _why_wrong(fp8: Fp8, config: TransformerConfig, device: torch.device) -> str
 
 
 def objection(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], fp8: Fp8) -> str | None:
-    """What speaks against products, part of a sentence; None if they are as right as their numbers allow.
+    """Returns an objection to products, as part of a sentence; None if they are as right as their numbers allow.
 
     Args:
         actual: by name.

@@ -1,4 +1,5 @@
-"""What differs between the versions of Transformer Engine that are served, by reading its sources of 2.11 and 2.20."""
+"""The differences between the versions of Transformer Engine that are served, read from its sources of
+2.11 and 2.20."""
 
 from __future__ import annotations
 

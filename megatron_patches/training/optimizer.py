@@ -22,7 +22,7 @@ from megatron_patches.te.fp8_weights import has_fp8_weights
 
 
 class OptimizerSettings(Protocol):
-    """What the optimizer needs to know; distca.train.config.schema.OptimizerConfig is one."""
+    """The settings that the optimizer needs; distca.train.config.schema.OptimizerConfig has them."""
 
     @property
     def lr(self) -> float: ...
@@ -46,7 +46,7 @@ class OptimizerSettings(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerAndSchedule:
-    """What updates the weights, and with which learning rate."""
+    """The optimizer, which updates the weights, and the schedule of its learning rate."""
 
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler

@@ -1,6 +1,6 @@
 """The same-phase pipeline schedule: in a tick all stages run a forward phase, then all run a backward phase.
 
-With p stages, stage s runs the forward of micro-batch m in tick m + s and its backward in tick m + 2(p − 1) − s. M
+With p stages, stage s runs the forward of micro-batch m in tick m + s. It runs its backward in tick m + 2(p − 1) − s. M
 micro-batches take M + p − 1 phases of each kind, as 1F1B does; a stage holds 2(p − 1 − s) + 1 micro-batches in flight,
 where 1F1B holds p − s. A stage that has no micro-batch in a phase serves the attention of the others.
 

@@ -35,10 +35,10 @@ def wrap_for_data_parallel(
     """Cast to bfloat16 where the configuration says so, and add gradient reduction over data-parallel ranks.
 
     Gradients are added up and reduced in float32, or in the type of bfloat16 weights where ``gradients`` is that.
-    Without pipeline stages a bucket of gradients is reduced while backward goes on.
-    Recomputed segments run in nested backward passes, so a weight is touched once per nano-batch. Megatron counts the
-    touches of the first global batch, which it reduces after backward, and from then on starts a bucket's reduction at
-    its last touch. So every micro-batch must touch every weight equally often, also where this rank has no rows.
+    Without pipeline stages a bucket of gradients is reduced while backward goes on. Recomputed segments run in nested
+    backward passes, so a weight is touched once per nano-batch. Megatron counts the touches of the first global batch,
+    which it reduces after backward. From then on it starts a bucket's reduction at its last touch. So every micro-batch
+    must touch every weight equally often, also where this rank has no rows.
     """
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
@@ -112,7 +112,8 @@ def finalize_gradients(models: list[DistributedDataParallel], tokens: torch.Tens
 
 
 def _check_uses(model: DistributedDataParallel) -> None:
-    """Where gradients are reduced while backward goes on, those that come later than in the first step are lost."""
+    """Refuses gradients that come later than in the first step: they would be lost where gradients are reduced while
+    backward goes on."""
     groups = model.bucket_groups + model.expert_parallel_bucket_groups
     for group in groups if model.ddp_config.overlap_grad_reduce else ():
         found = group.per_param_grad_ready_counts
@@ -135,8 +136,8 @@ def _overlaps_reduction() -> bool:
 
 
 ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
-"""Takes the next micro-batch's rows and the model; returns what the model returned and a function of it, which returns
-the summed loss, the number of target tokens (an int scalar) and anything to be reported."""
+"""A function that takes the next micro-batch's rows and the model. It returns the model's output and a function of
+that. The latter returns the summed loss, the number of target tokens (an int scalar) and anything to be reported."""
 
 
 def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
@@ -162,7 +163,8 @@ def with_counted_tokens(forward_step: ForwardStep) -> ForwardStep:
 
 
 class _OneBatch(Iterator[Batch]):
-    """What a forward step gets: the batch of its micro-batch. A second one would be another's, which is then missed."""
+    """The batches of a forward step: that of its micro-batch, and no other. A second one would be another
+    micro-batch's, which would then miss it."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches, self.taken = batches, False
@@ -249,8 +251,10 @@ def log_probabilities_step(batches: Iterator[Batch], model: Any) -> tuple[torch.
 
 
 def loss_and_tokens(loss_mask: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What Megatron's schedules want to know of a micro-batch: the loss summed over its tokens, their number, by which
-    the gradients of the global batch are divided at its end, and both for the log.
+    """Returns the results of a micro-batch that Megatron's schedules take: summed loss, number of tokens, and both for
+    the log.
+
+    The gradients of the global batch are divided at its end by the number of its tokens.
 
     Args:
         loss_mask: [1, rows] bool, or weights, of which those above 0 count.

@@ -25,6 +25,17 @@ def test_the_command_prints_the_table_and_draws(tmp_path: Path, capsys: pytest.C
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_figures_for_programs_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths, picture = tmp_path / "lengths.txt", tmp_path / "plan.png"
+    lengths.write_text("100000\n4000\n6000\n")
+    plan(str(lengths), ranks=4, layer_types="window,full", window=1024, json=True, picture=str(picture))
+    found = json.loads(capsys.readouterr().out)
+    assert found["documents"] == 3 and found["tokens"] == 110_000 and found["layers"] == 2
+    assert 1 <= found["slowest_over_mean_planned"] < found["slowest_over_mean_in_order"]
+    assert len(found["seconds_of_one_layer_by_server"]) == 4 and found["kv_bytes"] > 0
+    assert len(found["kinds"]) == 2 and picture.exists()
+
+
 def test_paths_with_brackets_and_dollars_are_shown_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

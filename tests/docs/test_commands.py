@@ -28,6 +28,7 @@ from benchmarks.family_models import write_folder
 from distca.commands.main import main as distca_command
 from distca.train.launch.installation import CPU_TORCH
 from tests.docs.pages import PAGES, ROOT, blocks, name_of, without_comment
+from tests.testing import programs
 
 ASSIGNMENTS = r"(?:[A-Z][A-Z_0-9]*=(?:\"[^\"]*\"|\S+) )*"
 # Of the one run that is really made, and of the one that goes on from it.
@@ -90,9 +91,22 @@ class Project:
         assert ran.returncode == 0, f"{command}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
         return ran.stdout
 
+    def fork(self, *words: str) -> None:
+        """Run a Python program. It may not fail."""
+        variables = {"PYTHONPATH": str(self.folder), "COLUMNS": "120"} | self.variables
+        ran = programs.run(*words, cwd=self.folder, timeout=240, **variables)
+        assert ran.returncode == 0, f"{words}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
+
 
 def as_it_stands(project: Project, command: str) -> None:
-    project.run(command)
+    """What Python runs is forked from a process that has imported what it needs."""
+    first, *words = shlex.split(command)
+    if first == "distca":
+        project.fork("-m", "distca.commands.main", *words)
+    elif first == "python":
+        project.fork(*words)
+    else:
+        project.run(command)
 
 
 def parsed(project: Project, command: str) -> None:
@@ -140,7 +154,7 @@ def from_folder(project: Project, command: str) -> None:
     if "indexed" in command and not (project.folder / "corpus.idx").exists():
         convert = "distca data convert --source jsonl --path corpus.jsonl --tokenizer tokenizer.json"
         convert += ' --end_token "</s>" --output corpus'  # as docs/data.md has it
-        project.run(convert)
+        as_it_stands(project, convert)
         project.done.add(convert)
     long = {} if "CONTEXT_LENGTH" not in command else {"TOKENS_PER_RANK": "131072"}
     checked(project, command, GPUS_PER_NODE="0", **long)
@@ -149,7 +163,7 @@ def from_folder(project: Project, command: str) -> None:
 def conversations(project: Project, command: str) -> None:
     """Goes through the chat template of a model's folder."""
     write_model(project, *re.findall(r"--tokenizer (\S+)", command))
-    project.run(command)
+    as_it_stands(project, command)
 
 
 def write_model(project: Project, named: str) -> None:

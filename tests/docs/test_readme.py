@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-import json
-import re
 
+from benchmarks.when_it_pays import with_table
 from tests.docs.pages import ROOT, blocks, without_comment
 
 README = ROOT / "README.md"
@@ -32,17 +31,7 @@ def test_the_tutorial_explains_the_examples_lines() -> None:
     assert [line for lines in shown for line in lines if line not in code(EXAMPLE.read_text().splitlines())] == []
 
 
-def test_figures_are_those_of_the_file() -> None:
-    cells = json.loads((ROOT / "benchmarks" / "results" / "linears_2_gpus_128k.json").read_text())["cells"]
-    rows = re.findall(
-        r"^\| (\w+), (bf16|FP8)(?: \(delayed\))? "
-        r"\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| \*\*([\d.]+)×\*\* \| \*\*([\d.]+)×\*\*",
-        README.read_text(),
-        re.MULTILINE,
-    )
-    assert len(rows) == 4
-    for mix, numbers, *said in rows:
-        modes, kind = cells[f"{mix.lower()} 128K"], {"bf16": "te", "FP8": "delayed"}[numbers]
-        packed, cp, distca = (modes[mode][kind]["tokens_per_s"] for mode in ("packed", "cp2-keep", "distca"))
-        speeds = [f"{speed:,.0f}" for speed in (packed, cp, distca)]
-        assert [*speeds, f"{distca / packed:.3f}", f"{distca / cp:.3f}"] == said
+def test_the_table_of_when_it_pays_is_that_of_the_results() -> None:
+    page = README.read_text(encoding="utf-8")
+    assert with_table(page) == page, "python -m benchmarks.when_it_pays writes it"
+    assert page.count("×**") >= 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from distca.cluster.pool_store import PoolStore
 from distca.errors import LaunchError, PlanError, SupportError
 from distca.testing.ranks import run_ranks
 from megatron_patches.arguments import CadArguments
-from megatron_patches.ranks.remote_servers import RemoteServers, check_planned
+from megatron_patches.ranks.remote_servers import RemoteServers, check_planned, check_with_servers
 from tests.megatron_patches.small_cases import on_cpu
 
 HOMES, SERVERS = 4, 2
@@ -113,6 +114,11 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
         RemoteServers(3, 2, "auto")
     with pytest.raises(SupportError, match="`transport` is 'nvshmem'"):
         RemoteServers(2, 2, "nvshmem")
+    dense, mixture = SimpleNamespace(num_moe_experts=None), SimpleNamespace(num_moe_experts=4)
+    check_with_servers(dense, False, False)
+    for config, recurrent, offload in ((mixture, False, False), (dense, True, False), (dense, False, True)):
+        with pytest.raises(SupportError, match="have not been shown beside"):
+            check_with_servers(config, recurrent, offload)
 
 
 def test_servers_that_do_not_come_or_plan_otherwise_are_sentences() -> None:

@@ -1,7 +1,9 @@
 """The runtime on gloo ranks, with random plans, against whole documents in one process: float64."""
 
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from distca.simulate import Cluster, Job, Workload, dense
 from distca.simulate.cad import Cad
 from distca.simulate.streams import Streams
 from distca.testing.plans import random_plan
-from distca.testing.ranks import run_ranks
+from distca.testing.ranks import run_cases, run_ranks
 from distca.testing.reference_attention import relative_error
 from distca.testing.toy_layers import toy_layers
 from distca.transport import choose_transport
@@ -33,16 +35,47 @@ FULL = AttentionKind(6**-0.5)
 SHAPE = {"count": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 2, "head_dim": 6, "seed": 5}
 
 CASES = {
-    "odd lengths": [13, 7, 1, 29, 3],
-    "one document over all ranks": [61],
-    "length 1 only": [1, 1, 1, 1, 1],
-    "one token": [1],
-    "many documents": [1 + (7 * n) % 5 for n in range(300)],
-    "no documents": [],
+    "odd lengths": (13, 7, 1, 29, 3),
+    "one document over all ranks": (61,),
+    "length 1 only": (1, 1, 1, 1, 1),
+    "one token": (1,),
+    "many documents": tuple(1 + (7 * n) % 5 for n in range(300)),
+    "no documents": (),
 }
 
 
 ROW_MOVES = ("launch", "join", "serve")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers that some ranks run with random plans.
+
+    Attributes:
+        ranks: number of ranks.
+        lengths: tokens of each document.
+        nano_batches: 2 for ping-pong.
+        backward: keep or resend.
+        recompute: everything but core attention is computed anew in the backward.
+        padding: rows without a token behind each rank's own.
+        seed: of plans.
+        rank_of: each document's rank; None deals them.
+        per_node: ranks of a node; 0 for one node.
+        kinds: each layer's kind of attention; none for full attention.
+        record: note what is done in which order.
+    """
+
+    ranks: int
+    lengths: tuple[int, ...]
+    nano_batches: int = 2
+    backward: str = "keep"
+    recompute: bool = False
+    padding: int = 0
+    seed: int = 0
+    rank_of: tuple[int, ...] | None = None
+    per_node: int = 0
+    kinds: tuple[AttentionKind, ...] = ()
+    record: bool = False
 
 
 def _simulated_order(backward, **layers):
@@ -87,20 +120,25 @@ def _routes(kind, layouts, backward, seed, per_node):
     return tuple(routes)
 
 
-def _run_rank(lengths, nano_batches, backward, recompute, padding, seed, rank_of, record, per_node=0, kinds=()):
+def _run_rank(run):
+    lengths, kinds, backward, padding = run.lengths, run.kinds, run.backward, run.padding
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    layouts = lay_out(lengths, ranks, nano_batches=nano_batches, rank_of=rank_of)
-    of_kind = {kind: _routes(kind, layouts, backward, seed, per_node) for kind in dict.fromkeys(kinds or (FULL,))}
+    layouts = lay_out(lengths, ranks, nano_batches=run.nano_batches, rank_of=run.rank_of)
+    of_kind = {
+        kind: _routes(kind, layouts, backward, run.seed, run.per_node) for kind in dict.fromkeys(kinds or (FULL,))
+    }
     routes = [of_kind[kind] for kind in kinds or (FULL,) * LAYERS]
     timeline = Timeline("cpu")
-    if record:
+    if run.record:
         timeline.start_recording()
     pool = AttentionPool(choose_transport("auto", dist.group.WORLD), ReferenceKernel(), timeline, backward)
     hidden, weight, starts = _documents(lengths)
     rows = [_rows_of(layout, rank, starts) for layout in layouts]
     inputs = [torch.cat((hidden[r], hidden.new_zeros(padding, WIDTH))).requires_grad_() for r in rows]
     layers = toy_layers(**SHAPE, kinds=kinds)
-    recomputed = (lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=True)) if recompute else None
+    recomputed = (
+        (lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=True)) if run.recompute else None
+    )
     outputs = run_layers(layers, inputs, routes, pool, recomputed)
     sum((out[: len(r)] * weight[r]).sum() for out, r in zip(outputs, rows, strict=True)).backward()
     return {
@@ -152,31 +190,19 @@ def _left_by_calls(backward):
     look_before("_launch_do", note)
     look_before("_serve_backward", note)
     look_before("_launch_gradients", count)
-    _run_rank(CASES["odd lengths"], 2, backward, False, 2, 1, None, False)
+    _run_rank(Run(2, CASES["odd lengths"], backward=backward, padding=2, seed=1))
     return left
 
 
-def _check(
-    lengths,
-    ranks,
-    nano_batches=2,
-    backward="keep",
-    recompute=False,
-    padding=0,
-    seed=0,
-    rank_of=None,
-    per_node=0,
-    kinds=(),
-):
-    hidden, weight, _ = _documents(lengths)
+def _check(run, results):
+    """Hold what the ranks computed against whole documents; how many routes took a second hop."""
+    hidden, weight, _ = _documents(run.lengths)
     hidden.requires_grad_()
-    layers = toy_layers(**SHAPE, kinds=kinds)
+    layers = toy_layers(**SHAPE, kinds=run.kinds)
     expected = hidden
     for layer in layers:
-        expected = layer.whole(expected, list(lengths))
+        expected = layer.whole(expected, list(run.lengths))
     (expected * weight).sum().backward()
-    how = (nano_batches, backward, recompute, padding, seed, rank_of, False, per_node, kinds)
-    results = run_ranks(ranks, _run_rank, lengths, *how)
     out, grad = torch.zeros_like(hidden), torch.zeros_like(hidden)
     for result in results:
         for rows, o, g in zip(result["rows"], result["out"], result["input_grad"], strict=True):
@@ -186,32 +212,6 @@ def _check(
     weight_grad = _gradients(layers)
     assert relative_error(sum(result["weight_grad"] for result in results), weight_grad) <= TOLERANCE
     return sum(result["second_hops"] for result in results)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backward", ["keep", "resend"])
-def test_two_halves_on_three_ranks(case, backward):
-    _check(CASES[case], ranks=3, backward=backward, padding=2, seed=len(case))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("nano_batches", [1, 2])
-@pytest.mark.parametrize("backward", ["keep", "resend"])
-def test_ranks_and_halves(ranks, nano_batches, backward):
-    _check(CASES["odd lengths"], ranks, nano_batches, backward, recompute=True, seed=ranks)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_many_seeds(seed):
-    """On two nodes, to which keys and values travel once."""
-    lengths = np.random.default_rng(seed).integers(1, 40, size=9).tolist()
-    how = {"backward": ("keep", "resend")[seed % 2], "recompute": seed % 3 == 0}
-    assert _check(lengths, ranks=4, seed=seed, per_node=2, **how)
-
-
-@pytest.mark.parametrize("backward", ["keep", "resend"])
-def test_a_document_over_two_nodes_of_three(backward):
-    assert _check(CASES["one document over all ranks"], ranks=6, backward=backward, padding=1, per_node=3)
 
 
 WINDOW = AttentionKind(6**-0.5, window=5)
@@ -226,37 +226,74 @@ KINDS = {
         AttentionKind(6**-0.5, window=9, softcap=2.0, sink=True),
     ),
 }
+BACKWARDS = ("keep", "resend")
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("backward", ["keep", "resend"])
-def test_kinds_of_layers(kinds, backward):
-    """Tasks of windows are anywhere here, and shards shorter and longer than these."""
-    seed = len(kinds)
-    _check([13, 7, 1, 40, 3], 3, backward=backward, padding=1, seed=seed, kinds=KINDS[kinds], recompute=seed % 2 == 0)
-    _check([50, 3, 4], 4, backward=backward, seed=seed, per_node=2, kinds=KINDS[kinds])
+def _runs():
+    """By name. Tasks of windows are anywhere here, and shards shorter and longer than these."""
+    odd, runs = CASES["odd lengths"], {}
+    for backward in BACKWARDS:
+        for name, lengths in CASES.items():
+            runs[f"{name}, {backward}"] = Run(3, lengths, backward=backward, padding=2, seed=len(name))
+        for ranks, halves in product((1, 2, 4), (1, 2)):
+            run = Run(ranks, odd, halves, backward, recompute=True, seed=ranks)
+            runs[f"{ranks} ranks, {halves} halves, {backward}"] = run
+        for name, kinds in KINDS.items():
+            how = {"backward": backward, "seed": len(name), "kinds": kinds}
+            again = len(name) % 2 == 0
+            runs[f"{name}, {backward}"] = Run(3, (13, 7, 1, 40, 3), padding=1, recompute=again, **how)
+            runs[f"{name}, {backward}, nodes"] = Run(4, (50, 3, 4), per_node=2, **how)
+        runs[f"over two nodes of three, {backward}"] = Run(
+            6, CASES["one document over all ranks"], backward=backward, padding=1, per_node=3
+        )
+    for seed in range(6):
+        lengths = tuple(np.random.default_rng(seed).integers(1, 40, size=9).tolist())
+        how = {"backward": BACKWARDS[seed % 2], "recompute": seed % 3 == 0, "seed": seed}
+        runs[f"seed {seed}, nodes"] = Run(4, lengths, per_node=2, **how)
+    runs["whole documents and a rank without tokens"] = Run(4, (5, 40, 3, 9), rank_of=(0, 2, 0, 3))
+    return runs
 
 
-@pytest.mark.parametrize("backward", ["keep", "resend"])
+RUNS = _runs()
+ORDERED = (13, 7, 40, 29, 3)
+IN_ORDER = {
+    (backward, again): Run(2, ORDERED, 2, backward, again, record=True)
+    for backward in BACKWARDS
+    for again in (False, True)
+}
+KINDS_IN_ORDER = {
+    backward: Run(2, ORDERED, backward=backward, record=True, kinds=(WINDOW, FULL, WINDOW)) for backward in BACKWARDS
+}
+
+
+@cache
+def _results(ranks):
+    """All runs of so many ranks, in one start of them."""
+    runs = {run for run in (*RUNS.values(), *IN_ORDER.values(), *KINDS_IN_ORDER.values()) if run.ranks == ranks}
+    return run_cases(ranks, _run_rank, {run: (run,) for run in runs})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_outputs_and_gradients(name):
+    run = RUNS[name]
+    second_hops = _check(run, _results(run.ranks)[run])
+    assert second_hops or run.kinds or not run.per_node, "keys and values travel to another node once"
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
 def test_kinds_are_run_in_the_order_in_which_they_are_simulated(backward):
-    kinds = (WINDOW, FULL, WINDOW)
-    results = run_ranks(2, _run_rank, [13, 7, 40, 29, 3], 2, backward, False, 0, 0, None, True, 0, kinds)
     expected = _simulated_order(backward, layer_types=["window", "full", "window"], window=WINDOW.window)
     assert len(expected) == len(set(expected)) == LAYERS * 2 * 2 * 5  # halves, directions; two launches, joins, a serve
-    for result in results:
+    for result in _results(2)[KINDS_IN_ORDER[backward]]:
         assert [entry for entry in result["order"] if entry.startswith(ROW_MOVES)] == expected
 
 
-def test_whole_documents_and_a_rank_without_tokens():
-    _check([5, 40, 3, 9], ranks=4, rank_of=[0, 2, 0, 3])
-
-
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("backward", ["keep", "resend"])
+@pytest.mark.parametrize("backward", BACKWARDS)
 def test_backward_hides_every_transfer_behind_the_other_half(backward, recompute):
     """Each reverse transfer is launched before the other half's compute and joined after it, on every rank."""
     sent = "dO" if backward == "keep" else "q,k,v,o,dO"
-    for result in run_ranks(2, _run_rank, [13, 7, 40, 29, 3], 2, backward, recompute, 0, 0, None, True):
+    for result in _results(2)[IN_ORDER[backward, recompute]]:
         at = {name: place for place, name in enumerate(result["order"])}
         assert len(at) == len(result["order"])
 

@@ -18,6 +18,7 @@ from tests.simulate.cases import documents, pair_cost, small_job
 
 RANDOM = np.random.default_rng(3).integers(1, 700, size=24)
 MODES = ("distca", "packed", "packed-dealt", "variable", "cp2", "cp2-keep", "cp4", "ring4", "ulysses2")
+PEERS = ("megatron-te", "megatron-te2-p2p", "megatron-te4-p2p", "megatron-te2-a2a")
 
 
 def random_workload(micro_batches: int = 1) -> Workload:
@@ -29,7 +30,7 @@ def pairs(workload: Workload) -> float:
     return float((lengths * (lengths + 1) / 2).sum())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES + PEERS)
 def test_every_pair_is_computed_once_and_no_step_beats_its_busiest_stream(mode: str):
     job = small_job(4, tokens_per_rank=2000, gpus_per_node=2)
     workload = random_workload(2)

@@ -23,13 +23,10 @@ CLOSE = 3e-6
 
 VARIANTS = {
     "cad": {},
-    "resend": {"cad__backward": "resend", "train__recompute": "mlp"},
     "one-nano-batch": {"cad__ping_pong": False},
-    "recompute": {"train__recompute": "all"},
     "resend-recompute": {"cad__backward": "resend", "train__recompute": "all"},
     "offload": {"train__offload": "all"},
     "home": {"cad__enabled": False},
-    "home-recompute": {"cad__enabled": False, "train__recompute": "mlp"},
     "home-recompute-all": {"cad__enabled": False, "train__recompute": "all"},
 }
 EVEN = 48

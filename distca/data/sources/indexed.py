@@ -161,7 +161,7 @@ def _has_mask(recorded: dict[str, Any]) -> bool:
 
 
 def _recorded(prefix: str) -> dict[str, Any]:
-    """What the sidecar says; an empty one where there is none."""
+    """Returns the content of the sidecar; an empty one where there is none."""
     if not os.path.lexists(sidecar(prefix)):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What every document source offers."""
+"""The interface of every document source."""
 
 from __future__ import annotations
 

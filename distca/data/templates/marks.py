@@ -1,9 +1,9 @@
 """The message that each character of a rendered conversation belongs to: texts are rendered again, as other characters.
 
-A conversation is rendered as it is, and with every character of its texts replaced by one that stands for the same
-character of the same text, and that nothing else has. Where both renderings agree, the second shows of every character
-whether it is the template's, or of which text of which message. Spaces and quotes stay as they are, since templates
-trim texts and write them as JSON.
+A conversation is rendered twice: as it is, and with every character of its texts replaced by another. Each replacement
+stands for one character of one text and appears nowhere else. Where both renderings agree, the second shows of every
+character whether it is the template's, or of which text of which message. Spaces and quotes stay as they are, since
+templates trim texts and write them as JSON.
 """
 
 from __future__ import annotations

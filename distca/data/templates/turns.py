@@ -1,4 +1,5 @@
-"""Where the assistant's turns begin and end in a rendered conversation, and that nobody else speaks in them.
+"""The search for the assistant's turns in a rendered conversation. It finds where they begin and end, and checks that
+nobody else speaks in them.
 
 The whole rendering is searched. Other renderings, of the conversation until a turn or with one more message behind it,
 only show what the template writes between two messages: which part of it asks the assistant to speak, and which part
@@ -187,7 +188,8 @@ class TurnFinder:
 
     @cached_property
     def _prompt(self) -> tuple[str | None, str]:
-        """What the template writes behind a question to ask for a turn, and the part of it that is there for that."""
+        """Returns the text that the template writes behind a question to ask for a turn. With it comes the part of it
+        that is there for that alone."""
         asked, plain = (self._rendered([self._probe], prompt) for prompt in (True, False))
         if asked is None or plain is None:
             return None, ""

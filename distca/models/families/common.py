@@ -202,4 +202,4 @@ SHAPE: Final[dict[str, Field]] = {
     "rope_scaling": Read("fields", None, optional=True),
     "original_max_position_embeddings": Read("count", None),
 }
-"""What all families of dense decoders have."""
+"""The fields for the shape of a model, which all families of dense decoders have."""

@@ -1,4 +1,4 @@
-"""What a family of models is: the fields of its config.json, its layers, and the names of its tensors."""
+"""The description of a family of models: the fields of its config.json, its layers, and the names of its tensors."""
 
 from __future__ import annotations
 

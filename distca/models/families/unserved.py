@@ -69,4 +69,4 @@ UNSERVED: Final[dict[str, str]] = {
     "qwen2_5_vl": "positions of images",
     "qwen3_vl": "positions of images",
 }
-"""What is missing, as the end of a sentence, by model type."""
+"""The missing feature, as the end of a sentence, by model type."""

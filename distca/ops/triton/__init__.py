@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 Operation = Literal["rotation", "SwiGLU", "RMSNorm", "cross-entropy", "weight gradients", "row sums"]
-"""What is fused and has a plain version."""
+"""The operations that are fused and have a plain version."""
 
 _refused: set[Operation] = set()
 

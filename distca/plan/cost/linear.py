@@ -1,4 +1,4 @@
-"""What linear layers cost: matrix products per token, and what a rank computes of them between two attentions."""
+"""Seconds of linear layers: matrix products per token, and those that a rank computes between two attentions."""
 
 from __future__ import annotations
 

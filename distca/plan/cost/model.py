@@ -1,4 +1,4 @@
-"""What a CA-task costs: seconds of the attention kernel over (query rows, key rows), forward and backward.
+"""Seconds of a CA-task in the attention kernel over (query rows, key rows), forward and backward.
 
 A task with ``q_rows`` queries and ``kv_rows`` keys is the causal query range [kv_rows - q_rows, kv_rows) of a document.
 Seconds are those a task adds to a *full* fused batch, so a batch costs the sum over its tasks: one small task alone

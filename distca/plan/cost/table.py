@@ -1,6 +1,6 @@
-"""What a CA-task costs, from a measured table; the same for all ranks that read the same file.
+"""Seconds of CA-tasks from a measured table; the same on all ranks that read the same file.
 
-Planning asks for the seconds of thousands of tasks, of both directions, many times over, so the table is interpolated
+Planning asks many times over for the seconds of thousands of tasks, in both directions. So the table is interpolated
 once, onto a fine grid whose cells are found without a search. Array legend: N tasks, K directions, C grid cells.
 """
 
@@ -30,7 +30,8 @@ _PER_LINE = _STEPS / 2.0**52
 
 @dataclass(frozen=True)
 class LoadFactors:
-    """What tasks cost in mixed batches under sustained load, over what the table's own batches of equal tasks say.
+    """Factors on the seconds of tasks in mixed batches under sustained load. They correct the table, which has batches
+    of equal tasks.
 
     Array legend: L lengths. Between lengths factors are linear in log2 k,v rows, beyond them constant.
 
@@ -75,8 +76,8 @@ class TableCost(CostModel):
     """Measured seconds, interpolated.
 
     The table is used as a factor on the analytic model: bilinear in (log2 q rows, log2 k,v rows) between measured
-    points and constant beyond them, so that it is exact at every measured point and sensible outside the grid. Between
-    the lines of the fine grid it is bilinear in the rows themselves.
+    points and constant beyond them. So it is exact at every measured point and sensible outside the grid. Between the
+    lines of the fine grid it is bilinear in the rows themselves.
 
     Args:
         shape: the attention layer that was measured.

@@ -107,10 +107,11 @@ def open_table(path: str | Path, heads: int, kv_heads: int, head_dim: int) -> Ta
 def load_table(path: str | Path) -> TableCost:
     """Read a cost table, a JSON file that `distca profile` writes.
 
-    It has heads, kv_heads, head_dim, block, q_rows [Q], kv_rows [V], and forward_seconds and backward_seconds [Q][V]
-    per task inside a full batch (null where q_rows > kv_rows). ``load_factors`` (kv_rows, forward, backward: [L] each)
-    may say how much more mixed batches take, ``linear`` (hidden, ffn, forward_s_per_token, backward_s_per_token) what a
-    layer's matrix products do, and in ``fp8`` by which factor in FP8. Other keys describe the node.
+    It has heads, kv_heads, head_dim, block, q_rows [Q] and kv_rows [V]. Its forward_seconds and backward_seconds [Q][V]
+    are per task inside a full batch (null where q_rows > kv_rows). ``load_factors`` (kv_rows, forward, backward: [L]
+    each) may say how much more mixed batches take. ``linear`` (hidden, ffn, forward_s_per_token, backward_s_per_token)
+    may say what a layer's matrix products take. Its ``fp8`` has the factor on that in FP8. Other keys describe the
+    node.
 
     Raises:
         PlanError: when there is no such file, it lacks a key, or its table is not usable.

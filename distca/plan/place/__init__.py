@@ -1,1 +1,1 @@
-"""Which tokens live on which rank, and which are computed in ping and which in pong."""
+"""The placement of tokens: the rank on which each lives, and whether it is computed in ping or in pong."""

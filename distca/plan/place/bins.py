@@ -32,7 +32,7 @@ LEAST_SHARE, _LEAST_ROWS = 0.05, 0.2
 
 @dataclass(frozen=True)
 class Items:
-    """What is dealt, longest document first. Array legend: I items.
+    """The items that are dealt, longest document first. Array legend: I items.
 
     Attributes:
         rows: [I] tokens.
@@ -138,8 +138,10 @@ def deal_to_bins(
 
 
 def levelled(items: Items, filled: Filled, rate: float) -> Parts:
-    """What was dealt to ranks, with the shares of long documents resized so that their ranks get what they lack now
-    that whole documents are there too; ``rate`` is the work per token of what fills ranks up."""
+    """Returns the dealt parts, with the shares of long documents resized.
+
+    Their ranks then get what they lack now that whole documents are there too. ``rate`` is the work per token of what
+    fills ranks up."""
     # Who gets more of what brings no more work than what fills ranks up has as much work as before.
     resizable = items.long & (items.work - rate * items.rows > _NO_SURPLUS * items.work)
     in_shares = np.flatnonzero((filled.parts.part < 1) & resizable[filled.parts.item])
@@ -206,7 +208,7 @@ class _Bins:
 
     @property
     def filled(self) -> Filled:
-        """What was put so far."""
+        """The bins with all that was put into them so far."""
         item, at, part = self._dealt
         parts = Parts(np.array(item, np.int64), np.array(at, np.int64), np.array(part, np.float64))
         return Filled(parts, np.full(len(self._need), self._mean), np.array(self._need), np.array(self._space))
@@ -220,8 +222,9 @@ class _Bins:
         heapq.heapify(self._heap)
 
     def put_small(self, rows: list[float], work: list[float], small: list[bool], first: int, end: int) -> int:
-        """Put whole items from ``first`` on, up to ``end``, each into the first bin, as long as they are ``small``
-        enough never to be in shares and it has the tokens; returns the first that was not put."""
+        """Put whole items from ``first`` on, up to ``end``, each into the bin that is first then. This goes on while
+        items are ``small``, too small ever to be in shares, and that bin has the tokens. Returns the first item that
+        was not put."""
         if first == end or not small[first]:
             return first
         heap, need, space, rate, replace_first = self._heap, self._need, self._space, self._rate, heapq.heapreplace

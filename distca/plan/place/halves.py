@@ -37,8 +37,8 @@ def _deal(length: np.ndarray, documents: np.ndarray, cut: int) -> tuple[Stream, 
 
 
 def without_short_tail(length: np.ndarray, documents: np.ndarray, cut: int, unit: int = 1) -> int:
-    """Where to cut the stream of ``documents`` in place of ``cut``: after the document there if little of it is left,
-    at a multiple of ``unit``.
+    """Returns the place at which to cut the stream of ``documents``. It is ``cut``. If little of the document there is
+    left, it is the document's end, rounded up to a multiple of ``unit``.
 
     Whoever computes the tail of a document needs the keys and values of all of it once more, be the tail a single
     token. Contexts that are powers of two make such tails usual: a half is a few tokens shorter than two full

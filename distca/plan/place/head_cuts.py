@@ -1,4 +1,4 @@
-"""Where whole documents are cut in two, so that every rank has about the same part of its work in ping.
+"""The cuts of whole documents in two, so that every rank has about the same part of its work in ping.
 
 Array legend: D documents, R ranks, S shares, N ranges. All arrays of rows are int64.
 """
@@ -184,8 +184,10 @@ class _Documents(NamedTuple):
         return np.bincount(self.rank, (self.dense * heads + self.slope) * heads, ranks)
 
     def heads(self, wanted: np.ndarray, ping: np.ndarray, pong: np.ndarray) -> np.ndarray:
-        """[N] rows of a head of every document, so that ranks have [R] ``wanted`` surplus in ``ping`` and no half more
-        rows than it has room for: the rows up to one position, which have least work, or the same part of each."""
+        """[N] rows of a head of every document, so that ranks have [R] ``wanted`` surplus in ping.
+
+        No half has more rows than its room, ``ping`` or ``pong``. Heads are the rows up to one position, which have
+        least work, or the same part of each document."""
         at, own = self.rank, self.rows
         ranks, total = len(wanted), np.bincount(at, own, len(wanted))
         low, high = np.zeros(ranks), np.zeros(ranks)

@@ -3,7 +3,7 @@
 A rank that has all of its documents in both halves moves nothing: the first rows of a document are computed in ping,
 the others in pong, whose queries find the keys of the first ones at home. So both halves are made of one placement.
 Every rank puts about the same part of its work into ping: whole documents where that comes out, and one that is cut.
-Where ranks are full of documents so long that half their rows are a head with little work, ping has less work than
+Ranks may be full of documents so long that half their rows are a head with little work. Then ping has less work than
 pong, on all ranks alike. A document in shares is cut at the same place for all of them.
 
 Array legend: D documents, R ranks, N ranges. All arrays of rows are int64.
@@ -107,9 +107,11 @@ def _within(ranges: Ranges, budget: np.ndarray) -> tuple[Ranges, Ranges]:
 
 
 def _beside(ranges: Ranges, room: np.ndarray, keys: np.ndarray, node: np.ndarray) -> tuple[Ranges, Ranges]:
-    """Put ranges that were cut off, the longest first, each on the rank of its own node that reads fewest of the [R]
-    ``keys`` and has enough of the [R] tokens of ``room`` left, or else on the one of any that has most; and what fits
-    nowhere. What they take of the room, and the keys that they add, is counted."""
+    """Put ranges that were cut off on other ranks, the longest first; returns these, and the ranges that fit nowhere.
+
+    A range goes to a rank of its own node that has enough tokens left in the [R] ``room``: the one that reads fewest of
+    the [R] ``keys``. Where there is none, it goes to the rank of any node with most room. Its tokens are taken off the
+    room, and its keys are added."""
     document, start, stop, rank = ranges
     rows, target = stop - start, np.full(len(rank), -1)
     for at in np.argsort(-rows, kind="stable").tolist():

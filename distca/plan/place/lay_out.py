@@ -1,8 +1,8 @@
 """Laying out a micro-batch: documents are dealt to halves and placed on ranks.
 
 Dealing cuts at most one document per stream in two: its head is computed in ping, its tail in pong. Documents are
-placed by work in shares of both halves (``shares.py``, ``home_rows.py``), by work in each half by itself
-(``by_half.py``), one after the other, or on ranks that are given.
+placed in one of four ways: by work in shares of both halves (``shares.py``, ``home_rows.py``); by work in each half by
+itself (``by_half.py``); one after the other; or on ranks that are given.
 
 Array legend: D documents of the micro-batch, S shards, R ranks. All arrays are int64.
 """
@@ -43,8 +43,8 @@ def lay_out(
     """Place a micro-batch's documents on ranks, as one or two nano-batches.
 
     Documents are placed in the order given, except as ``dealing`` and ``placement`` say. Without ``rank_of`` every rank
-    gets an equal share of each nano-batch's tokens (a multiple of ``align``, so that sequence-parallel shards need no
-    padding except on the last rank) and a document that overflows goes on on the next rank.
+    gets an equal share of each nano-batch's tokens, and a document that overflows goes on on the next rank. A share is
+    a multiple of ``align``, so that sequence-parallel shards need no padding except on the last rank.
 
     Args:
         lengths: [D] tokens per document, each at least 1.
@@ -151,7 +151,7 @@ def _half(total: int, align: int) -> int:
 
 
 def _bounds(total: int, cut: int, ranks: int, nano_batches: int, align: int) -> list[np.ndarray]:
-    """By nano-batch, [R+1] where the rows of each rank end."""
+    """Returns, for each nano-batch, [R+1] ends of the ranks' rows, from 0 on."""
     return [_even_bounds(tokens, ranks, align) for tokens in ((total,) if nano_batches == 1 else (cut, total - cut))]
 
 
@@ -204,8 +204,8 @@ def _in_shares(
 
 
 def _in_rows(ranges: Stream, rank: np.ndarray, goes_on: np.ndarray, bounds: np.ndarray) -> tuple[Shards, np.ndarray]:
-    """Rows of placed ranges: on every rank in order of document and position, but documents that go on in the next
-    half [D] come last, because carried rows are a rank's tail."""
+    """Rows of placed ranges, on every rank in order of document and position. Documents that go on in the next half [D]
+    come last, because carried rows are a rank's tail."""
     order = order_by(rank, goes_on[ranges.document].astype(np.int64), ranges.document, ranges.start)
     document, start, stop, rank = (x[order] for x in (ranges.document, ranges.start, ranges.stop, rank))
     row = np.cumsum(stop - start) - (stop - start) - bounds[rank]

@@ -1,14 +1,14 @@
 """Dealing a step's documents over its micro-batches, so that little is left to move.
 
-The gradient of a step is the same sum however its documents are grouped, so they may be dealt over its micro-batches
+The gradient of a step is the same sum however its documents are grouped. So they may be dealt over its micro-batches
 freely, as long as each has room for them. A document is cut over several ranks where it has more work than the mean
 rank of its micro-batch. Among documents of its own length that happens only if it has more tokens than a rank: so the
 longest documents share a micro-batch, the next ones the next, and the shortest fill up what room is left. Every
 micro-batch is balanced over the ranks by itself, so it may have more work than another.
 
 With pipeline stages the first and the last micro-batches get the longest documents, those between the shortest. While a
-pipeline fills and drains, stages without a micro-batch compute the attention of the others, and the more of it there
-is, the less they wait.
+pipeline fills and drains, stages without a micro-batch compute the attention of the others. The more of it there is,
+the less they wait.
 
 Array legend: D documents of the step, M micro-batches.
 """
@@ -25,7 +25,7 @@ from distca.errors import PlanError
 def deal_over_micro_batches(
     lengths: Sequence[int] | np.ndarray, room: Sequence[int] | np.ndarray, stages: int = 1
 ) -> list[np.ndarray] | None:
-    """Which documents each micro-batch gets; the same for the same arguments.
+    """Deals documents to micro-batches; gives the same for the same arguments.
 
     Args:
         lengths: [D] tokens per document, each at least 1.

@@ -1,11 +1,11 @@
 """Placing documents so that most of the work is balanced before anything moves.
 
 The order of documents inside a micro-batch means nothing, so home ranks may be chosen freely as long as each gets its
-token budget. A query row that starts life on the rank that computes it never travels; only the k,v rows of the
-document before it do. Documents are dealt longest first, to nodes and then to the ranks of each node. One that no rank
-has room for is dealt to several ranks in *shares*. A share is a part of the head and the part of the tail that mirrors
-it. So whoever has a tenth of a document has a tenth of its rows, of its work, of its keys read and of its keys
-sent: ranks are level in forward and in backward alike, and none sends a long head to all others.
+token budget. A query row that starts life on the rank that computes it never travels; only the k,v rows of the document
+before it do. Documents are dealt longest first, to nodes and then to the ranks of each node. One that no rank has room
+for is dealt to several ranks in *shares*. A share is a part of the head and the part of the tail that mirrors it. So a
+rank with a tenth of a document has a tenth of its rows and of its work. It reads and sends a tenth of its keys, too:
+ranks are level in forward and in backward alike, and none sends a long head to all others.
 
 A rank with little room for tokens should get the same work all the same, so what counts for a document is its
 *surplus*: its work less what an equal number of tokens of the shorter documents, which fill the rest of the rank, would
@@ -43,13 +43,14 @@ would move fewer bytes, but leave little attention to hide those of pong behind.
 _LITTLE_PING = 0.06
 """The same where no document in shares has rows in ping."""
 _FEW_SHARED, _SPARE, _MOST_ROWS_IN_PONG = 0.01, 1.05, 0.35
-"""Work of documents in shares that is too little to care for, the room that ranks should have for shares over what is
-needed, and the most rows of documents in shares that are all for pong."""
+"""Limits on documents in shares. The first is the part of all work that is too little to care for. The second is the
+room that ranks should have for shares, over what is needed. The third is the largest part of all rows that may be in
+documents that are all for pong."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Which rank has which part of which document. Whole documents are one share from 0 to 1.
+    """The part of each document that each rank has. Whole documents are one share from 0 to 1.
 
     Attributes:
         document: [S].
@@ -82,12 +83,15 @@ class Halves:
 
     @staticmethod
     def of(shared: float, rows: float, filler: float, longest: float, lean: bool) -> Halves:
-        """For documents in shares with ``shared`` of all work and ``rows`` of all rows, whole ones of which the longest
-        fills ``longest`` of a rank's budget, and ``filler`` work of a rank that has only the sparsest documents.
+        """The halves of a micro-batch.
 
-        Whoever computes the tail of a document in shares needs all its keys once more, so it is all for pong as long as
-        that leaves enough work for ping; unless ping is not to be ``lean``. With very long ones in both halves the
-        fullest rank would keep a tenth fewer keys, but reading them twice takes 1 % more of attention's time.
+        Documents in shares have ``shared`` of all work and ``rows`` of all rows. The longest whole one fills
+        ``longest`` of a rank's budget. A rank that has only the sparsest documents has ``filler`` work.
+
+        The rank that computes the tail of a document in shares needs all its keys once more. So such documents are all
+        for pong as long as that leaves enough work for ping, unless ping is not to be ``lean``. With very long ones in
+        both halves the fullest rank would keep a tenth fewer keys. But reading the keys twice takes 1 % more of
+        attention's time.
         """
         if shared <= _FEW_SHARED or not lean:
             ping = min(max((0.5 / max(longest, 0.5)) ** 2, _PING), 0.5)
@@ -236,8 +240,10 @@ def _added_by_share(rows: np.ndarray, whole: np.ndarray, work: Work) -> np.ndarr
 def _shares(
     documents: np.ndarray, dealt: Parts, missed: list[tuple[int, float]], keys: np.ndarray
 ) -> tuple[Shares, list[tuple[int, float, float]]]:
-    """What ranks have, the shares of a document one after the other from its outer rows on, and what nobody has. Ranks
-    that read most ``keys`` [N] come first: in pong, which needs more of them than ping, they have inner rows."""
+    """Returns the shares of ranks, and what nobody has.
+
+    The shares of a document follow one another from its outer rows on. Ranks that read most ``keys`` [N] come first: in
+    pong, which needs more of them than ping, they have inner rows."""
     read = np.bincount(dealt.bin, keys[dealt.item]).astype(np.int64)
     order = order_by(dealt.item, (read.max(initial=0) - read)[dealt.bin])
     item, rank, part = (column[order] for column in dealt)

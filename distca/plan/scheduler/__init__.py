@@ -1,1 +1,1 @@
-"""Which server computes which range of queries."""
+"""Schedulers: they choose the server that computes each range of queries."""

@@ -49,8 +49,10 @@ class Balancer:
         self.patience = _FAILED_UNLIKE if self.unlike else _FAILED
 
     def run(self, at_most: float, enough: float) -> None:
-        """Until done, or a server that nobody can relieve is more than ``at_most`` above its fair share, or too many
-        cuts did not pay and no server is more than ``enough`` above it."""
+        """Moves work until no server is left to relieve.
+
+        It ends before that where a server that nobody can relieve is more than ``at_most`` above its fair share. It
+        also ends where too many cuts did not pay and no server is more than ``enough`` above it."""
         state = self.state
         room = state.limit - state.load
         free = least_of(room / self.unit)
@@ -152,7 +154,8 @@ class Balancer:
         return self._hand_over(sender, pieces, chosen, receiver)
 
     def _move_one(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Where no cut pays: hand over the shortest piece that covers the need, else the longest that fits."""
+        """Hands over one whole piece where no cut pays: the shortest that covers the need, else the
+        longest that fits."""
         receiver = self._one_receiver(free, np.inf)
         fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
@@ -163,8 +166,8 @@ class Balancer:
         return self._hand_over(sender, pieces, np.array([best]), receiver)
 
     def _exchange(self, sender: int, pieces: Pieces, need: np.ndarray, room: np.ndarray, free: np.ndarray) -> bool:
-        """Where nothing fits alone: a whole piece against a slightly smaller one of a receiver, the shortest such
-        pair."""
+        """Swaps two whole pieces where nothing fits alone: one of the sender's against a slightly smaller one of a
+        receiver. The shortest such pair is taken."""
         given = pieces.shortest(_MOST_EXCHANGED)
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)

@@ -1,10 +1,10 @@
 """Cutting consecutive query ranges out of one document's piece, one for each of several receivers.
 
-A range of m query rows that ends at position d costs m rows of q (and o) and up to d rows of k,v, and brings about
-m (d - m/2) query-key pairs. For a wanted number of pairs A the bytes Q m + K d are least where the range's middle lies
-at sqrt(A (Q + K/2) / K). A long document gives its inner rows best, and one long range is cheaper than two short ones.
-So a sender hands over one part [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver,
-short ranges first (which makes the sum of their ends, and so the k,v rows, least).
+A range of m query rows that ends at position d costs m rows of q (and o) and up to d rows of k,v. Its query-key pairs
+are about m (d - m/2). For A pairs the bytes Q m + K d are least where the range's middle lies at sqrt(A (Q + K/2) / K).
+A long document gives its inner rows best, and one long range is cheaper than two short ones. So a sender hands over one
+part [low, high) of a piece [start, stop), cut into consecutive ranges, one per receiver. Short ranges come first, which
+makes the sum of their ends, and so the k,v rows, least.
 
 Array legend: K directions, C receivers, N chosen receivers, G tried places of the part.
 """
@@ -189,7 +189,7 @@ def split_range(excess: Excess, receivers: Receivers, timer: Timer) -> RangeSpli
 def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: float) -> tuple[np.ndarray, float, float]:
     """[C] pairs that fill each receiver, the pairs that should leave the sender, and the fewest worth a cut.
 
-    A range costs more per pair than the whole piece, so the rate is that of a range in the piece's middle that fills
+    A range costs more per pair than the whole piece. So the rate is that of a range in the piece's middle that fills
     the preferred receiver.
     """
     middle = 0.5 * (excess.start + excess.stop)

@@ -1,8 +1,8 @@
 """The scheduler: which server computes which CA-task, so that every server is done at about the same time.
 
-Like the paper's greedy (arXiv 2510.18121, section 5.2) it starts with every shard at home and moves work from loaded to
-idle servers by best time per byte (``balancer.py``). It differs in that only a server above its limit gives work away,
-and never more than its excess, so that the makespan itself is bounded; see docs/planning.md.
+It is a greedy like the paper's (arXiv 2510.18121, section 5.2). It starts with every shard at home and moves work from
+loaded to idle servers by best time per byte (``balancer.py``). It differs in one thing: only a server above its limit
+gives work away, and never more than its excess. So the makespan itself is bounded; see docs/planning.md.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _JOININGS = 3
 _USUAL_TRIES = 4
 """Limits that are tried before cuts may add more work."""
 _MORE_TOLERANCE = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
-"""Tried in turn. Where a block of the longest document is a few percent of the mean load, every receiver is left a
-little short of its limit, and a slightly higher limit for all gives a lower makespan than one server that nobody can
-relieve."""
+"""Additions to the tolerance, tried in turn. A block of the longest document may be a few percent of the mean load.
+Then every receiver is left a little short of its limit. A slightly higher limit for all gives a lower makespan then
+than one server that nobody can relieve."""
 _MORE_OVERHEAD = 1.0
 """Share of the time it moves that a cut may add, tried before more tolerance. Where budgets are small a shard that pays
 for its cut is a quarter of a server's backward: shorter ones add work, but a server that nobody can relieve keeps all
@@ -55,8 +55,8 @@ _LEAST_SLACK = 0.0003
 def training_tolerance(servers: int) -> float:
     """The tolerance that training plans with: 0.005 for up to 32 servers, growing with them to 0.02 from 128 on.
 
-    In small pools a finer plan costs a few milliseconds in the background and some percent more bytes, and a full
-    context's attention on two ranks is otherwise left a whole tolerance apart (benchmarks/results/planner.md).
+    In small pools a finer plan costs a few milliseconds in the background and some percent more bytes. Without it a
+    full context's attention on two ranks is left a whole tolerance apart (benchmarks/results/planner.md).
     """
     return min(max(DEFAULT_TOLERANCE * servers / _SERVERS_OF_DEFAULT, _FINEST_TOLERANCE), DEFAULT_TOLERANCE)
 
@@ -138,8 +138,8 @@ class _Search:
         self.best = self.home.tasks
 
     def run(self, tolerance: float, least: float) -> bool:
-        """Try limits from a little under ``tolerance`` on, none that forward and backward leave no room for, as the
-        mean of their larger one is ``least`` above the mean. Returns whether a plan was found or none kept to it."""
+        """Try limits from a little under ``tolerance`` on. Limits below ``least`` are left out, because forward and
+        backward differ too much to leave room for them. Returns whether a plan was found or none kept to it."""
         more = [tolerance, *(tolerance + each for each in _MORE_TOLERANCE)]
         usual = [_AIM * tolerance, *more[: _USUAL_TRIES - 1]]
         over = np.inf

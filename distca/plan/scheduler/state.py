@@ -60,7 +60,7 @@ class MovedRanges(NamedTuple):
 
 
 class HeldRows:
-    """Which rows of every document ranks and nodes hold.
+    """The rows of every document that ranks and nodes hold.
 
     Args:
         shards: home rows, which cover a document up to its last row.
@@ -185,7 +185,7 @@ class SchedulerState:
         return float((self._above / self._tolerated[:, None]).max())
 
     def pieces_of(self, rank: int) -> Pieces:
-        """What ``rank`` still computes of its home rows."""
+        """Returns the pieces of its home rows that ``rank`` still computes."""
         if rank not in self._pieces:
             mine = slice(*self._bounds[rank : rank + 2].tolist())
             self._pieces[rank] = Pieces(self._place[:, mine], self._seconds[:, mine])

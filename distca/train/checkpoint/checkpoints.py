@@ -1,4 +1,4 @@
-"""What a checkpoint belongs to and where the data stood; resuming from one."""
+"""The settings that a checkpoint belongs to, the place where its data stood, and resuming from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = "whole parameters"
 """How tensors are saved; earlier versions saved the optimizer's state as each rank held it."""
 FITS_FILE = "fits.json"
-"""What a run that resumes must have alike, readable without torch."""
+"""The file of settings that a run must have alike to resume, readable without torch."""
 _WARMUP = "optimizer.warmup_steps"
 _STEP_TOKENS = "tokens of a step at most"
 _MEANT_TO_CHANGE = ("name", "output", "checkpoint.resume", "checkpoint.export", "train.steps", _WARMUP)
@@ -39,11 +39,11 @@ _EARLIER = {
     "model.rope_scaling": asdict(RopeScaling()),
     "model.variant": asdict(Variant()),
 }
-"""What earlier versions had, which did not write it down."""
+"""The values of these settings in checkpoints of earlier versions, which did not write them down."""
 
 
 def fits(trainer: Trainer, sampler_state: dict[str, Any]) -> dict[str, Any]:
-    """What fits.json of a checkpoint says."""
+    """Returns the content of fits.json in a checkpoint."""
     return _identity(trainer.config, trainer.vocabulary) | {
         "sampler": sampler_state,
         _WARMUP: trainer.config.resolved_warmup_steps,
@@ -130,8 +130,9 @@ def with_saved_warmup(config: RunConfig, checkpoint: Path) -> RunConfig:
 
 
 def changes_since(run: RunFolder, checkpoint: Checkpoint, config: RunConfig, world_size: int) -> list[str]:
-    """What a resumed run does otherwise than the part that saved its checkpoint, in words: nothing forbids it, but a
-    setting that was left out on the command line this time has its default again.
+    """Returns, in words, each setting that differs from the part of the run that saved the checkpoint.
+
+    Nothing forbids these changes. But a setting that was left out on the command line this time has its default again.
 
     Args:
         run: its folder.
@@ -167,13 +168,14 @@ def _read_fits(checkpoint: Path) -> dict[str, Any]:
 
 
 def _before(saved: dict[str, Any], name: str) -> Any:
-    """What a checkpoint had; where earlier versions did not write it down, or not all of it, what they had."""
+    """Returns the value of a setting in a checkpoint. Where an earlier version did not write it down, or not all of it,
+    it is that version's."""
     value, earlier = saved.get(name, _EARLIER.get(name)), _EARLIER.get(name)
     return earlier | value if isinstance(earlier, dict) and isinstance(value, dict) else value
 
 
 def _identity(config: RunConfig, vocabulary: int) -> dict[str, Any]:
-    """What a checkpoint's tensors depend on."""
+    """Returns the settings on which a checkpoint's tensors depend."""
     model = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "init_std"}
     if config.model.rope_scaling.kind == "none":
         model["model.rope_scaling"] = _EARLIER["model.rope_scaling"]  # all else of it has no effect

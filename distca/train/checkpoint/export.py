@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def exported(config: RunConfig, vocabulary: int) -> ExportedModel:
-    """What is written of a run beside its weights.
+    """Returns all that is written of a run beside its weights.
 
     Args:
         config: the run.

@@ -146,5 +146,5 @@ def _saved_facts(checkpoint: Path) -> dict[str, FileFacts]:
 
 
 def damaged(checkpoint: Path, what: str) -> DamagedCheckpointError:
-    """What to say about a checkpoint in which ``what`` is wrong."""
+    """Returns the error for a checkpoint in which ``what`` is wrong."""
     return DamagedCheckpointError(f"{checkpoint} is damaged: {what}. Delete this folder.")

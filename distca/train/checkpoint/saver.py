@@ -97,7 +97,8 @@ class Saver:
             self._writing.start()
 
     def before_update(self) -> None:
-        """What is being copied may be changed after this: to be called right before the optimizer's step."""
+        """Lets the optimizer change the tensors that are being copied. It is to be called right before the optimizer's
+        step."""
         self._staging.before_update()
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""What the environment asks of a launcher: given variables, the settings that they set, and what is refused.
+"""The environment of a launcher: variables that are given, the settings that they set, and the ones that are refused.
 
 It needs the standard library only, because mistakes are refused before anything is installed.
 """

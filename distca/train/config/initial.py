@@ -26,8 +26,8 @@ def model_config(model: ModelDescription) -> ModelConfig:
 
 
 def settings_of_folder(config: RunConfig) -> dict[str, Any] | None:
-    """What the folder in checkpoint.init_from says, by dotted setting; None where there is none. A run that resumes has
-    its shape in its own settings, should the folder be gone.
+    """Returns the settings that the folder in checkpoint.init_from gives, by dotted setting; None without a folder. A
+    run that resumes has its shape in its own settings, should the folder be gone.
 
     Raises:
         ModelError: it holds no model that is served.
@@ -102,7 +102,7 @@ def _known_positions(positions: int, first: RopeScaling, own: RopeScaling) -> in
 
 
 def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
-    """What a run's model is, for its export.
+    """Returns the description of a run's model, for its export.
 
     Args:
         config: a validated run.

@@ -69,7 +69,7 @@ class CadConfig(CadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where documents come from and how they fill the ranks.
+    """The source of documents, and the way they fill the ranks.
 
     Attributes:
         source: stdlib = the Python files of this interpreter's standard library; text = text files; jsonl = JSON Lines,
@@ -251,7 +251,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is recorded.
+    """The records of a run: log lines, metrics, timeline and profile.
 
     Attributes:
         every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.

@@ -87,7 +87,7 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, 
 
 
 def _ranges(config: RunConfig) -> list[str]:
-    """What a single number can be."""
+    """Returns a sentence for each single number that is out of its range."""
     problems = []
     for setting in known_settings():
         value = value_of(config, setting)
@@ -144,7 +144,7 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
 
 
 def _remedy_of_folder(config: RunConfig) -> str:
-    """What to do about a tokenizer with more tokens than a folder's embedding."""
+    """Returns the remedy for a tokenizer with more tokens than a folder's embedding."""
     folder, tokenizer = Path(str(config.checkpoint.init_from)), Path(config.data.tokenizer)
     if folder in (tokenizer, tokenizer.parent):
         return (
@@ -169,7 +169,7 @@ def _heads(model: ModelConfig) -> list[str]:
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
-    """What a token attends to, layer by layer."""
+    """Returns a sentence for each problem with the types of layers and their window."""
     types, problems = model.layer_types, []
     if not 1 <= len(types) <= model.layers:
         problems.append(
@@ -221,7 +221,7 @@ def _fewer_bytes(config: RunConfig) -> list[str]:
 
 
 def _offload(config: RunConfig) -> list[str]:
-    """What backward needs, in host memory."""
+    """Returns a sentence for each setting that rows in host memory do not go with."""
     if config.train.offload != "all":
         return []
     needed: dict[str, tuple[object, object]] = {
@@ -313,7 +313,7 @@ def _servers(config: RunConfig, world_size: int) -> list[str]:
 
 
 def _cost_table(config: RunConfig) -> list[str]:
-    """What is wrong with it, for the heads of a tensor-parallel rank."""
+    """Returns a sentence on a cost table that cannot be used with the heads of a tensor-parallel rank."""
     given, model, tp = config.cad.cost_table, config.model, config.parallel.tp
     if not given or os.environ.get("RANK", "0") != "0":  # rank 0's is everyone's
         return []

@@ -10,7 +10,7 @@ from distca.words import count
 
 
 def data_problems(config: RunConfig, world_size: int) -> list[str]:
-    """What the settings below data cannot be together, or on so many ranks: a sentence each."""
+    """Returns a sentence for each problem of the settings below data, together or on so many ranks."""
     data, problems = config.data, []
     ranks = max(config.parallel.data_parallel(world_size), 1)
     longest = longest_document(config, world_size)

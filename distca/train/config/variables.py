@@ -21,7 +21,7 @@ class Launcher(Enum):
 
 @dataclass(frozen=True)
 class Values:
-    """What a variable may be: a regular expression for all of it, and words for that."""
+    """The values that a variable may have: a regular expression for all of it, and words for that."""
 
     pattern: str
     words: str
@@ -77,13 +77,13 @@ class Variable:
     also: tuple[str, ...] = ()
 
     def sets(self, launcher: Launcher) -> tuple[str, ...] | None:
-        """What it sets in ``launcher``; None where that does not take it."""
+        """Returns the settings that it sets in ``launcher``; None where that does not take it."""
         if launcher is Launcher.TRAINING:
             return self.training
         return None if self.stages and launcher is Launcher.RUN_3D else self.benchmarks
 
     def allowed(self, launcher: Launcher) -> Values:
-        """What ``launcher`` takes as its value."""
+        """Returns the values that ``launcher`` takes for it."""
         if not self.listed or launcher is Launcher.TRAINING:
             return self.values
         return Values(f"({self.values.pattern})( ({self.values.pattern}))*", f"{self.values.words}, or several of them")

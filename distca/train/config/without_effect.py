@@ -11,7 +11,8 @@ in any case, with its buffer."""
 
 
 def without_effect(config: RunConfig) -> str | None:
-    """Which settings below cad differ from their defaults and do nothing, as a sentence; None where none do."""
+    """Returns a sentence on the settings below cad that differ from their defaults and do nothing; None
+    where none do."""
     if config.cad.enabled:
         return None
     given, usual = by_setting(config), by_setting(RunConfig())

@@ -1,1 +1,1 @@
-"""What a step trains on."""
+"""The data that a step trains on."""

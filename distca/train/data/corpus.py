@@ -77,8 +77,10 @@ def dealt(
 
 
 def document_weights(micro_batches: Sequence[Sequence[Document]]) -> list[np.ndarray]:
-    """By micro-batch, [documents] float32 weights of each one's targets, with which all documents that have targets
-    count the same, and all targets of the step together as much as without weights."""
+    """Returns, for each micro-batch, [documents] float32 weights of each document's targets.
+
+    With them all documents that have targets count the same. All targets of the step together count as much as without
+    weights."""
     targets = [
         np.array([int(targets_of(each, slice(1, len(each))).sum()) for each in documents], np.int64)
         for documents in micro_batches

@@ -58,7 +58,7 @@ def ingredients(config: RunConfig) -> list[Ingredient]:
 
 
 def caches(config: RunConfig) -> list[CachedTokens | None]:
-    """By source, its tokens in the cache; None where ids are read as they are.
+    """Returns the cached tokens of each source; None where ids are read as they are.
 
     Raises:
         DataError: there is no such tokenizer or text.
@@ -79,7 +79,7 @@ def _cached(config: RunConfig, ingredient: Ingredient) -> CachedTokens:
 
 
 def find_tokens(config: RunConfig) -> list[str | None] | None:
-    """By source, the prefix of its tokens; None where some have to be made first.
+    """Returns the prefix of the tokens of each source; None where some have to be made first.
 
     Raises:
         DataError, VersionError: what would make that fail at once.
@@ -99,7 +99,8 @@ def vocabulary_of(config: RunConfig) -> int:
 
 
 def make_tokens(config: RunConfig) -> list[str | None]:
-    """By source, the prefix of its tokens; makes those that are missing, in this process and its children."""
+    """Makes the tokens that are missing, in this process and its children, and returns the prefix of the tokens of each
+    source."""
     made: list[str | None] = []
     found = caches(config)
     if (texts := next(filter(None, found), None)) and not config.data.conversations:
@@ -152,7 +153,7 @@ def _started(config: RunConfig) -> Future[list[str | None]]:
 
 
 def _result_of(work: Future[list[str | None]]) -> list[str | None] | Exception | None:
-    """What was made, or the error; None while it is being made."""
+    """Returns the tokens' prefixes, or the error that stopped their making; None while they are being made."""
     end = time.monotonic() + _BEAT_S
     while not work.done() and time.monotonic() < end:
         time.sleep(0.02)

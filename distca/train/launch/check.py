@@ -14,7 +14,7 @@ _CHECK, _CPU = "--check", "cpu"
 
 
 class Check(NamedTuple):
-    """What is to be checked.
+    """The check that is asked for, and its ranks and settings.
 
     Attributes:
         world_size: ranks.
@@ -29,7 +29,7 @@ class Check(NamedTuple):
 
 
 def check_words(machines: Machines) -> list[str]:
-    """What goes before the settings: ``--check WORLD_SIZE``, and ``cpu`` behind it for CPU ranks."""
+    """Returns the words before the settings: ``--check WORLD_SIZE``, and ``cpu`` behind it for CPU ranks."""
     return [_CHECK, str(machines.world_size), *([] if machines.gpus else [_CPU])]
 
 

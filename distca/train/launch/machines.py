@@ -1,4 +1,4 @@
-"""Where ranks run: on this machine or several through torchrun, or on the nodes of a Slurm job through srun."""
+"""The machines on which ranks run: this one or several through torchrun, or the nodes of a Slurm job through srun."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def report(error: str, next_step: str) -> None:
-    """What is wrong, and what to do about it."""
+    """Says what is wrong, and what to do about it."""
     say(f"error: {error}")
     say(f"next step: {next_step}")
 

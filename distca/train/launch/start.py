@@ -37,7 +37,7 @@ def command(
     more: Sequence[str] = (),
     profiler: Sequence[str] = (),
 ) -> list[str]:
-    """What starts ``program`` on every rank.
+    """Returns the command that starts ``program`` on every rank.
 
     Args:
         machines: where.

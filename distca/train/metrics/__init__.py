@@ -1,1 +1,1 @@
-"""What a run records and draws."""
+"""Records and pictures of a run."""

@@ -2,8 +2,8 @@
 
 Only the model's own work counts: recomputation and attention's own backward recomputation do not. A multiplication and
 an addition are two operations. Attention is causal inside each document, so a document of l tokens has l(l+1)/2 pairs
-of query and key, and a batch's attention grows with the sum of squared document lengths (arXiv 2510.18121, section 2).
-In a layer with a window w a document has the pairs inside it alone, l·w - w(w-1)/2 where it is longer.
+of query and key. A batch's attention grows with the sum of squared document lengths (arXiv 2510.18121, section 2). In a
+layer with a window w a document has the pairs inside it alone, l·w - w(w-1)/2 where it is longer.
 """
 
 from __future__ import annotations

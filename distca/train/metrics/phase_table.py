@@ -1,6 +1,6 @@
 """Attention time by pipeline phase and rank: how level the pool's work is, warm-up and drain included.
 
-With p stages, stage s runs the forward of micro-batch m in forward phase m + s and its backward in backward phase
+With p stages, stage s runs the forward of micro-batch m in forward phase m + s. It runs its backward in backward phase
 m + (p − 1) − s. Disaggregated, a rank serves in every phase. With attention at home (1F1B) it only serves the phases of
 its own micro-batches; stages do not march in step then, and the table shows what each dependency step costs.
 

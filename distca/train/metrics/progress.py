@@ -1,4 +1,5 @@
-"""What a person sees of a run: a progress bar with the figures that matter, or plain lines, and a table at the end."""
+"""The display of a run for people: a progress bar with the figures that matter, or plain lines, and a
+table at the end."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ class StepProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What the table at the end says; a line whose figure is None is left out.
+    """The figures of the table at the end; a line whose figure is None is left out.
 
     Attributes:
         steps: steps that this start of the run has done.

@@ -1,4 +1,5 @@
-"""Which GPU is slower than the others: by the seconds that its attention took, against what the plan gave it to do.
+"""The search for a GPU that is slower than the others. It compares the seconds of a GPU's attention with the work that
+the plan gave it.
 
 Waits are no part of those seconds, so a rank that waits for a slow one is not slow itself.
 """

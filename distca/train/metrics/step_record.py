@@ -157,8 +157,10 @@ class StepRecorder:
         return f"rank {rank} ({self._places[rank]}), {slower[rank]:+.1%} time against the others"
 
     def _gather(self, micro_batches: int) -> np.ndarray:
-        """Gathers of every rank of the world its rank in the server pool, attention seconds of this step, GiB of
-        memory, those outside torch and, with stages, attention seconds by phase: [world, 4 + 2 · phases] float64."""
+        """Gathers the figures of every rank of the world: [world, 4 + 2 · phases] float64.
+
+        They are its rank in the server pool, attention seconds of this step, GiB of memory, and GiB outside torch. With
+        stages attention seconds by phase follow."""
         cad = self._trainer.cad
         serves, stages = cad.pool.timeline.take_serves(), cad.options.stages
         phases = measured_phases(serves, cad.stage, cad.options, micro_batches) if stages > 1 else None

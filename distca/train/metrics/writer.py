@@ -55,9 +55,9 @@ class MetricsWriter:
     """Writes one flushed line a step, so that a run that dies has every finished step on disk. Lines that a full disk
     does not take wait in memory.
 
-    On resume, lines of the resumed step and later are dropped first (those steps will be done again, and would be
-    there twice), then lines are appended; so is a last line that the earlier run did not finish writing. TensorBoard is
-    told to hide the dropped steps in the same way.
+    On resume, lines of the resumed step and later are dropped first: those steps will be done again, and would be there
+    twice. A last line that the earlier run did not finish writing is dropped, too. Then lines are appended. TensorBoard
+    is told to hide the dropped steps in the same way.
 
     Args:
         folder: the run folder; ``metrics.jsonl`` and ``tensorboard/`` are written there.

@@ -9,7 +9,7 @@ from types import TracebackType
 class SteadyGarbage:
     """Turns automatic collection off while it is entered; :meth:`collect` is then called once per step.
 
-    What lives after the first step (modules, the model, the data) is set aside and never looked at again, so a
+    Objects that live after the first step (modules, the model, the data) are set aside and never looked at again. So a
     collection looks at the objects of a step only and takes about a millisecond.
     """
 

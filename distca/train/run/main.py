@@ -97,7 +97,7 @@ def _check(config: RunConfig, world_size: int, on_cpus: bool = False) -> tuple[C
 
 
 def _check_corpus(config: RunConfig, corpus: Corpus, world_size: int) -> Checkpoint | None:
-    """What can be refused once the documents are known; the checkpoint to go on from."""
+    """Refuses what can be refused once the documents are known; returns the checkpoint to go on from."""
     from distca.train.checkpoint.checkpoints import changes_since, check_fits, with_saved_warmup
     from distca.train.data.corpus import open_sampler
 
@@ -257,7 +257,8 @@ def run_on(world: World, config: RunConfig, corpus: Corpus) -> RunFolder:
 
 
 def _decided(rank: int, decide: Callable[[], T]) -> T:
-    """What rank 0 decides, on all ranks, or the ConfigError that it raised; all ranks see the same file system."""
+    """Returns rank 0's decision on all ranks, or raises the ConfigError that rank 0 raised. All ranks see the same file
+    system."""
     import torch.distributed as dist
 
     said: list[T | ConfigError | None] = [None]

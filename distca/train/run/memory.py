@@ -1,11 +1,13 @@
 """Peak memory of every pipeline stage, predicted from the settings before anything is built.
 
-Counted is what torch allocates on the stage's busiest rank at the moment when most micro-batches are in flight and the
-backward of the oldest one begins: weights, gradients and optimizer state; what each layer keeps of each micro-batch;
-and what the layer or the loss at work needs for itself; or later, when the optimizer's step needs more. NVSHMEM's
-receive buffer and what lies outside torch are counted where a run is refused (distca/train/run/memory_fit.py);
-fragmentation is not. Sizes per token follow what autograd saves in megatron-core's local layers, and in FP8 what
-Transformer Engine's linear layers do.
+The count is what torch allocates on the stage's busiest rank at one of two moments, whichever needs more. At the first
+one most micro-batches are in flight, and the backward of the oldest one begins. Then there are weights, gradients and
+optimizer state, and what each layer keeps of each micro-batch. The layer or the loss at work needs some memory for
+itself, too. At the second moment the optimizer's step runs.
+
+NVSHMEM's receive buffer and what lies outside torch are counted where a run is refused
+(distca/train/run/memory_fit.py); fragmentation is not. Sizes per token follow what autograd saves in megatron-core's
+local layers, and in FP8 what Transformer Engine's linear layers do.
 """
 
 from __future__ import annotations
@@ -203,12 +205,13 @@ class _Stage:
         return min(1.0 + HALOS * (window - 1) / self._half, max(self._contexts, 1.5))
 
     def _rotation(self) -> int:
-        """By all layers together: float32 cosines and sines, of layers that turn in two ways twice."""
+        """Bytes of one token's float32 cosines and sines, for all layers together; twice as many where layers turn in
+        two ways."""
         return 4 * self._head_dim * (1 if self._config.model.variant.turns_alike else 2)
 
     def _angles_in_flight(self, in_flight: int) -> int:
-        """By layers that are recomputed as a whole, which are given angles: those of all micro-batches but the newest,
-        whose are there in any case."""
+        """Bytes of one token's angles in all micro-batches in flight but the newest, whose angles are there in any
+        case. Only layers that are recomputed as a whole are given angles."""
         return 4 * self._head_dim * (in_flight - 1) if self._layer.recomputed_whole else 0
 
     # What exists only for a moment.
@@ -234,8 +237,8 @@ class _Stage:
         return needed
 
     def _second_mlp_at_work(self) -> int:
-        """The same of the half that comes second: the first one's attention is already on its way, with dO and the
-        gradient of the residual stream, and what its MLP had kept is free."""
+        """The same of the half that comes second. The first one's attention is already on its way, with dO and the
+        gradient of the residual stream. Its MLP's kept rows are free."""
         first = self._value * (self._q + self._hidden) - self._layer.freed_by_mlp()
         return self._half * (self._mlp_at_work() + first) + self._sent_to_server()
 

@@ -17,12 +17,13 @@ from distca.train.config.validate_data import longest_document
 from distca.train.run.memory import GIB, predict_memory
 
 OUTSIDE_TORCH = int(8.5 * GIB)
-"""CUDA context, kernels, NCCL's buffers and workspaces: measured on H200s beside what torch had reserved, 6.6
-to 8.5 GiB in runs of LLaMA-3.1-8B on two GPUs and 7.9 in those of LLaMA-3.2-1B on one. Nothing says that other GPUs or
-more ranks need as much."""
+"""CUDA context, kernels, NCCL's buffers and workspaces, in bytes. On H200s they were measured beside what torch had
+reserved: 6.6 to 8.5 GiB in runs of LLaMA-3.1-8B on two GPUs; 7.9 GiB in runs of LLaMA-3.2-1B on one. Nothing says that
+other GPUs or more ranks need as much."""
 _WITH_ROOM = 0.95
-"""What auto takes, and what is advised, of what torch may have: predictions are off by some percent, and an allocator
-that is full frees and maps memory in turns."""
+"""The part of the memory open to torch that ``auto`` and advice fill.
+
+Predictions are off by some percent. An allocator that is full frees and maps memory in turns."""
 _FEWEST_TOKENS = 1024
 _WITH_OFFLOAD = ("all", "resend")
 """train.recompute and cad.backward that host memory goes with."""
@@ -197,7 +198,8 @@ def _lowered(config: RunConfig, world_size: int, tokens: int) -> Changes:
 
 
 def _savings(config: RunConfig) -> Changes:
-    """What saves memory and the run does not do yet, cheapest first; a later value of a setting saves more."""
+    """Returns the changes that save memory and that the run does not make yet, cheapest first; a later value of a
+    setting saves more."""
     cad, train = config.cad, config.train
     possible = {
         ("optimizer.distributed", True): True,

@@ -1,4 +1,4 @@
-"""What a run folder says about its starts: the console's log, and with what, where and from which commit it ran.
+"""The records of a run folder's starts: the console's log, and with what, where and from which commit the run went.
 
 console.log    what rank 0 said, of all starts
 ranks/         the same of every other rank, a file each

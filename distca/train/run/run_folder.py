@@ -126,7 +126,7 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint after ``step`` steps belongs: ``checkpoints/step_000060``."""
+        """Returns the place of the checkpoint after ``step`` steps: ``checkpoints/step_000060``."""
         return self.path / "checkpoints" / f"step_{step:06d}"
 
     def clear_checkpoint(self, step: int) -> Path:
@@ -193,8 +193,8 @@ class RunFolder:
     def prune(self, keep: int, newest: int | None = None) -> list[Path]:
         """Delete all complete checkpoints but the ``keep`` newest, and those that a killed run left unfinished; returns
         folders that cannot be deleted, which are warned about. A damaged one does not count as kept, so it never costs
-        an intact one, nor does one after step ``newest``, which was not gone on from. Call it on one rank, while none
-        is being written."""
+        an intact one. Nor does one after step ``newest`` count, from which nothing went on. Call it on one rank, while
+        none is being written."""
         unwanted = [path for path in self.checkpoint_folders() if not (path / COMPLETE).exists()]
         old = [each for each in self.checkpoints() if newest is None or each.step <= newest]
         while old and keep:

@@ -20,7 +20,7 @@ _REASONS = ("SIGTERM", "SIGUSR1", "train.time_limit")
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens after a step.
+    """The decision of all ranks after a step.
 
     Attributes:
         save: a checkpoint is due by the clock.
@@ -69,7 +69,7 @@ class Stopping:
         self._asked = dist.all_reduce(self._wanted, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def decide(self) -> Decision:
-        """What all ranks do after the step."""
+        """Returns the decision that all ranks follow after the step."""
         assert self._asked is not None
         self._asked.wait()
         *stops, save, failed = self._wanted.tolist()

@@ -1,4 +1,4 @@
-"""What the one-sided transport needs: memory that peers write into, and signals that streams wait for."""
+"""The fabric below the one-sided transport: memory that peers write into, and signals that streams wait for."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Fabric(Protocol):
         ...
 
     def join(self, token: Any) -> None:
-        """Let the current stream wait until the sources of a put may be written again, until kept rows are in their
-        places, or until what was queued beside it is done."""
+        """Let the current stream wait for what ``token`` stands for: the sources of a put may be written again, kept
+        rows are in their places, or work queued beside it is done."""
         ...
 
     def arrived(self, number: int, peers: Sequence[int]) -> None:

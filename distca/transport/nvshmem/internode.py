@@ -73,7 +73,7 @@ class InternodeQueue(Streams, Protocol):
 
 @dataclass(frozen=True)
 class InternodeAddresses:
-    """Where a rank reads and writes, in its own symmetric memory.
+    """The addresses that a rank reads and writes in its own symmetric memory.
 
     Attributes:
         receive_buffer: first byte of the receive buffer.
@@ -139,7 +139,7 @@ def cut_into_loads(puts: dict[int, list[Put]], capacity: int) -> Iterator[list[S
 
 
 class InternodePeers:
-    """What one rank queues for its inter-node peers.
+    """The queue of one rank's work for its inter-node peers.
 
     Args:
         addresses: where.

@@ -1,11 +1,11 @@
-"""What a rank writes to intra-node peers, whose memory it maps: rows, signals; and copies of the rows that it keeps.
+"""Writes of a rank to intra-node peers, whose memory it maps: rows, signals; and copies of the rows that it keeps.
 
 Large things are copied by copy engines, which take no multiprocessor from the computation beside them; what is small or
 scattered is written by one launch of a kernel. An exchange goes, on a stream of its own kind,
 
     wait until the peers have room · copy to one peer after the other · signal all of them
 
-A stream that turns from a copy to a signal and back stops the engines for a while, so that is done once for all peers,
+A stream that turns from a copy to a signal and back stops the engines for a while. So that is done once for all peers,
 or once for several hundred MiB. Receivers wait for all their senders anyway. In return a peer that is late to make room
 holds up the rows of the peers beside it. It does that only when it is a whole round of the receive buffer behind, and
 then those peers soon wait for its own rows.
@@ -29,7 +29,8 @@ from distca.transport.nvshmem.interface import Put
 
 @dataclass(frozen=True)
 class CopyPolicy:
-    """By which means rows are written. Changes speed only, may differ between ranks and may change between exchanges.
+    """The choice between ways to write rows. It changes speed only, may differ between ranks and may change between
+    exchanges.
 
     Attributes:
         push_below_bytes: what one rank sends to another is written by a kernel if it is smaller in all,
@@ -99,7 +100,7 @@ class Queue(Streams, Protocol):
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a rank reads and writes. Array legend: R ranks; an entry of a rank's own is not used.
+    """The addresses that a rank reads and writes. Array legend: R ranks; an entry of a rank's own is not used.
 
     Attributes:
         receive_buffers: [R] first byte of each rank's receive buffer.
@@ -113,7 +114,7 @@ class Addresses:
 
 
 class IntranodePeers:
-    """What one rank queues for its intra-node peers, and rows that it keeps.
+    """The queue of one rank's work for its intra-node peers, and of copies of rows that it keeps.
 
     Args:
         addresses: where.
@@ -157,7 +158,7 @@ class IntranodePeers:
         return self._keep(by_engine, behind) if by_engine else None
 
     def _keep(self, parts: Sequence[Part], behind: Sent | None) -> Sent:
-        """By engine, after the writes to peers: for those others wait."""
+        """Queues copies by engine, after the writes to peers: others wait for those."""
         stream = self._stream("keep", priority=0)
         stream.wait_event(self._queue.mark(self._queue.current_stream()))
         for event in behind.events if behind is not None else ():

@@ -1,12 +1,13 @@
-"""Where the rows of an exchange land in every rank's symmetric memory, and when that place may be used again.
+"""The place where the rows of an exchange land in every rank's symmetric memory, and when it may be used again.
 
 Exchanges are numbered 1, 2, 3, ... alike on all ranks, and all ranks give an exchange the same place, so a sender knows
 where its rows go without asking. Places follow each other round a ring. A place is free again once the receiver has
 consumed every older exchange that lay there; senders wait for that, on their stream, by the number of the newest such
 exchange (its credit).
 
-An exchange whose place is not free is refused, by all ranks or by none: some may have consumed the exchange before it
-and others not (in a pipeline ranks that only serve join at other times), so that one counts as under way on all.
+An exchange whose place is not free is refused, by all ranks or by none. Some may have consumed the exchange before it
+and others not, since in a pipeline ranks that only serve join at other times. So that exchange counts as under way on
+all.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class ReceiveRing:
         return None if self._is_free(size, self._next_place(size)[1]) else self._too_small(size)
 
     def _next_place(self, size: int) -> tuple[int, int]:
-        """Where the next exchange begins, and which exchange it reuses the memory of."""
+        """Returns the first byte of the next exchange, and the exchange whose memory it uses again."""
         begin = self._next if self._next + size <= self.capacity else 0
         overlapped = (number for number, a, b in self._lying if a < begin + size and begin < b)
         # Never less than before: a rank that sent nothing in the exchange that emptied a place has not waited for it.
@@ -119,7 +120,7 @@ class ReceiveRing:
 
 
 def _offsets(sizes: tuple[int, ...]) -> tuple[list[int], int]:
-    """Where the parts of an exchange begin in its place, and bytes of all."""
+    """Returns the offset of each part of an exchange in its place, and the bytes of all."""
     offsets, size = [], 0
     for part in sizes:
         offsets.append(size)

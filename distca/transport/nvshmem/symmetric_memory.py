@@ -1,14 +1,15 @@
 """NVSHMEM: symmetric memory that peers write into, by copy engine where they map it, else by NVSHMEM's puts.
 
 NVSHMEM gives every rank a block of memory at a known place and the addresses under which its peers' blocks can be
-reached over NVLink. To these intra-node peers rows are copied by the GPUs' copy engines, and streams signal to each
-other by writing and waiting for 64-bit signal slots, so that a transfer takes no multiprocessor from matrix products
-beside it. Only what is too small or too scattered for a copy engine is written by a kernel of a few blocks
+reached over NVLink. To these intra-node peers rows are copied by the GPUs' copy engines. Streams signal to each other
+by writing and waiting for 64-bit signal slots. So a transfer takes no multiprocessor from matrix products beside it.
+Only what is too small or too scattered for a copy engine is written by a kernel of a few blocks
 (:mod:`distca.transport.nvshmem.intranode`). Peers on other nodes have no such address: to these inter-node peers
 NVSHMEM's own calls carry rows and signals (:mod:`distca.transport.nvshmem.internode`).
 
-The block: [ranks] slots "newest exchange that arrived from rank r", [ranks] slots "up to here rank r has consumed",
-the receive buffer, and where there are inter-node peers the place in which rows for them are packed.
+The block begins with [ranks] slots "newest exchange that arrived from rank r", and [ranks] slots "up to here rank r has
+consumed". The receive buffer follows. Where there are inter-node peers, the place in which rows for them are packed
+comes last.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class NvshmemFabric:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things lie in the block, in bytes from its beginning; alike on all ranks.
+    """The layout of the block, in bytes from its beginning; alike on all ranks.
 
     Attributes:
         ranks: R.
@@ -205,7 +206,7 @@ def _symmetric_memory(group: dist.ProcessGroup, layout: _Layout) -> torch.Tensor
 
 
 def _addresses_of_blocks(memory: torch.Tensor, nodes: Sequence[str], group: dist.ProcessGroup) -> list[int]:
-    """Where every rank's block can be reached from here; 0 where it cannot.
+    """Returns the address of every rank's block as seen from here; 0 where it cannot be reached.
 
     Raises:
         TransportError: it cannot though it is on this node.

@@ -1,8 +1,9 @@
 """Transport by one-sided writes: a rank copies rows straight into the receive buffer of the rank that needs them.
 
 A sender waits for nobody but, when a place is used again, for the receiver to have emptied it; a receiver waits for the
-ranks that it gets rows from. Both waits are on streams: the host never stops. A rank that is late, or that only sends,
-therefore holds up others no longer than its own rows and, after a whole round of the ring, its place in memory.
+ranks that it gets rows from. Both waits are on streams: the host never stops. So a rank that is late, or that only
+sends, holds up others only until its own rows arrive. After a whole round of the ring it also holds them up until its
+place in memory is free.
 
 A second hop is queued at launch too, on a stream beside the computation: there the rows that it hands on are put in
 their places once they arrived, and written on. Both hops share a place in the ring, and have numbers of their own.
@@ -182,7 +183,7 @@ class OneSidedHandle:
 
     @property
     def works(self) -> list[Any]:
-        """What can be waited for to know when this rank's own writes end, for whoever records that."""
+        """The objects to wait for to know when this rank's own writes end, for whoever records that."""
         return [token for token in self._tokens if hasattr(token, "wait")]
 
     def wait(self) -> None:

@@ -17,7 +17,7 @@ from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
 from tests.train.small_runs import StepByStep, arguments, write_texts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.megatron]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())

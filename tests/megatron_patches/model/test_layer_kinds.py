@@ -1,4 +1,7 @@
-"""Windows and sinks of Megatron's configuration against unmodified megatron-core, which runs one document at a time."""
+"""Windows and sinks of Megatron's configuration against unmodified megatron-core, which runs one document at a time.
+
+``distca parity --kinds`` has more models and layouts of ranks.
+"""
 
 from types import SimpleNamespace
 
@@ -21,13 +24,12 @@ def _kinds(tp, pp, per_node, float64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks,tp", [(3, 1), (4, 2)])
-def test_block_of_several_kinds_in_float64(ranks, tp):
-    _check(run_ranks(ranks, _kinds, tp, 1, 0, True)[0])
+def test_block_of_several_kinds_in_float64():
+    _check(run_ranks(3, _kinds, 1, 1, 0, True)[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks,tp,pp,per_node", [(4, 1, 1, 2), (4, 1, 2, 0), (4, 1, 4, 0), (4, 2, 2, 0)])
+@pytest.mark.parametrize("ranks,tp,pp,per_node", [(4, 1, 1, 2), (4, 2, 2, 0)])
 def test_loss_and_every_gradient_of_several_kinds(ranks, tp, pp, per_node):
     _check(run_ranks(ranks, _kinds, tp, pp, per_node, False)[0])
 

@@ -81,7 +81,6 @@ def test_defaults_of_limited_fields_are_served_where_a_llama_has_them():
     ("field", "value"),
     [
         ("softmax_type", "off-by-one"),
-        ("attention_output_gate", True),
         ("qk_clip", True),
         ("qk_l2_norm", True),
         ("apply_query_key_layer_scaling", True),
@@ -105,7 +104,7 @@ def test_defaults_of_limited_fields_are_served_where_a_llama_has_them():
         ("virtual_pipeline_model_parallel_size", 2),
         ("recompute_granularity", "full"),
         ("multi_latent_attention", True),
-        ("experimental_attention_variant", "gated_delta_net"),
+        ("experimental_attention_variant", "dsa"),
     ],
 )
 def test_what_would_be_lost_is_refused(field, value):

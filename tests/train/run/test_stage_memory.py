@@ -41,7 +41,7 @@ SETTINGS = {
 }
 CASES = [
     {"cad.enabled": enabled, "train.recompute": recompute}
-    for enabled, recompute in itertools.product(("true", "false"), ("none", "mlp", "all"))
+    for enabled, recompute in (("true", "none"), ("true", "mlp"), ("true", "all"), ("false", "none"))
 ]
 
 

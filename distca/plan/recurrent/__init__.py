@@ -1,0 +1,1 @@
+"""Recurrent layers: where the pieces of documents lie, and which rows and states travel between them."""

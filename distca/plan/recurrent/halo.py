@@ -1,0 +1,96 @@
+"""The rows that a causal convolution reads before the first row of a piece, its *halo*.
+
+A halo of three rows may lie on one rank, on three, or in both halves, where pieces are shorter than it. Each rank sends
+rows of a half in the exchange of that half, to pieces of that half and of the next. A rank gets every row once, in a
+buffer for each half, and picks the halo of each piece from these buffers.
+
+Array legend: P pieces, H halo rows of all pieces. All arrays are int64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.exchanges import Exchanges, Pieces, RowExchange, Segments
+from distca.plan.layout import overlaps
+from distca.plan.recurrent.pieces import DocumentPieces, numbered
+from distca.plan.sorting import expand
+
+
+@dataclass(frozen=True)
+class HaloRoute:
+    """One rank's part of the halo of one half.
+
+    Attributes:
+        given: [G] rows of this rank and half that some piece reads, ascending; the exchange's source tensor has these
+            rows alone.
+        exchange: brings given rows to the ranks whose pieces read them; each arrives once.
+        picked: [pieces that continue a document, width] for each position before a piece of this half, in the order of
+            the pieces' rows: its row among those that arrived, with ping's before pong's; -1 before a document's start.
+    """
+
+    given: np.ndarray
+    exchange: RowExchange
+    picked: np.ndarray
+
+
+def halo_routes(pieces: DocumentPieces, halves: int, width: int, rank: int) -> tuple[HaloRoute, ...]:
+    """The routes of ``rank``, one for each half.
+
+    Args:
+        pieces: of the micro-batch.
+        halves: nano-batches of the micro-batch.
+        width: rows that the convolution reads before a row; its kernel's size less one.
+        rank: whose part is wanted.
+    """
+    reader, source, position, slot = _reads(pieces, width)
+    shards, ranks = pieces.shards, pieces.ranks
+    sender, half, server = shards.rank[source], pieces.half[source], shards.rank[reader]
+    row = shards.row[source] + position - shards.start[source]
+    span = int(row.max(initial=0)) + 1
+    routes, arrived_before = [], 0
+    picked = [np.full((int((~pieces.opens[pieces.of_rank(rank, n)]).sum()), width), -1) for n in range(halves)]
+    for number in range(halves):
+        now = np.flatnonzero(half == number)
+        # Each (sender, row) is given once, and each (server, sender, row) travels once.
+        given, at = np.unique(sender[now] * span + row[now], return_inverse=True)
+        place = numbered(given // span)
+        travels, arrives = np.unique(server[now] * len(given) + at, return_inverse=True)
+        to, what = np.divmod(travels, max(len(given), 1))
+        destination = numbered(to)
+        exchange = Exchanges(
+            Pieces(given[what] // span, to, place[what], destination, np.ones_like(to)),
+            np.bincount(given // span, minlength=ranks),
+            rank,
+        )
+        arriving = int((to == rank).sum())
+        routes.append((given[given // span == rank] % span, exchange.of(rank, arriving, *[Segments.none()] * 2)))
+        mine = np.flatnonzero(server[now] == rank)
+        for later in range(number, halves):
+            some = mine[pieces.half[reader[now[mine]]] == later]
+            at_piece = _among_continuing(pieces, rank, later)[pieces.number[reader[now[some]]]]
+            picked[later][at_piece, slot[now[some]]] = arrived_before + destination[arrives[some]]
+        arrived_before += arriving
+    return tuple(HaloRoute(given, exchange, each) for (given, exchange), each in zip(routes, picked, strict=True))
+
+
+def _reads(pieces: DocumentPieces, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Every halo row of every piece: [H] each: the piece that reads it, the piece that has it, its position in the
+    document, and its place among the ``width`` rows before the reader."""
+    shards = pieces.shards
+    readers = np.flatnonzero(~pieces.opens)
+    start = shards.start[readers]
+    first = np.maximum(start - width, 0)
+    found, source, rows = overlaps(shards.document[readers], first, start, shards)
+    begin = np.maximum(first[found], shards.start[source])
+    position = expand(begin, rows)
+    found, source = np.repeat(found, rows), np.repeat(source, rows)
+    return readers[found], source, position, position - start[found] + width
+
+
+def _among_continuing(pieces: DocumentPieces, rank: int, half: int) -> np.ndarray:
+    """[pieces of the rank and half] the number of each among those that continue a document."""
+    continues = ~pieces.opens[pieces.of_rank(rank, half)]
+    return np.cumsum(continues) - continues

@@ -1,0 +1,16 @@
+"""Cores of recurrent layers: the gated delta rule, Kimi delta attention and Mamba-2, over pieces of documents."""
+
+from distca.recurrent.convolution import CoreParameters
+from distca.recurrent.kernel import CoreRows, RecurrentKernel, Span, carried
+from distca.recurrent.recurrence import Recurrence
+from distca.recurrent.select import choose_recurrent_kernel
+
+__all__ = [
+    "CoreParameters",
+    "CoreRows",
+    "Recurrence",
+    "RecurrentKernel",
+    "Span",
+    "carried",
+    "choose_recurrent_kernel",
+]

@@ -1,0 +1,109 @@
+"""From a projection's rows to a core's: the short causal convolution over pieces, SiLU, heads and their norms.
+
+Shape suffixes as in ``kernel.py``; C channels of the convolution, J rows that it reads, U halo rows that arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from distca.recurrent.kernel import CoreRows, Span
+from distca.recurrent.recurrence import Recurrence
+
+_NORM_EPSILON = 1e-6  # added to the squared norm of a head of q or k
+
+
+@dataclass(frozen=True)
+class CoreParameters:
+    """The weights of a recurrent core, for the heads of one tensor-parallel rank.
+
+    Attributes:
+        kernel: kernel_CJ of the convolution, the weight of the row itself last.
+        bias: bias_C of the convolution.
+        skip: skip_H, how much of v is added to the output; Mamba-2's D.
+    """
+
+    kernel: torch.Tensor
+    bias: torch.Tensor | None = None
+    skip: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PieceRows:
+    """The rows of a half's pieces, and the rows that come before them.
+
+    Attributes:
+        spans: of all pieces, in the order of their rows.
+        continues: for each piece, whether it continues a document.
+        picked: int64 [continuing pieces, J - 1]: the rows before each, among those that arrived; one past all of them
+            stands for a row before the document's start.
+    """
+
+    spans: Sequence[Span]
+    continues: Sequence[bool]
+    picked: torch.Tensor
+
+
+def core_rows(
+    mixed_NC: torch.Tensor,
+    g: torch.Tensor,
+    beta_NH: torch.Tensor,
+    halo_UC: torch.Tensor,
+    parameters: CoreParameters,
+    pieces: PieceRows,
+    what: Recurrence,
+) -> CoreRows:
+    """The core's rows of all pieces; zero in padding.
+
+    Args:
+        mixed_NC: rows before the convolution.
+        g: g_NH or g_NHK.
+        beta_NH: factors of the additions.
+        halo_UC: halo rows that arrived.
+        parameters: of the convolution.
+        pieces: where the pieces lie.
+        what: the recurrence.
+    """
+    activated = functional.silu(_convolved(mixed_NC, halo_UC, parameters, pieces))
+    of_name = dict(zip(what.columns, activated.split(what.widths, dim=1), strict=True))
+    q, k = (of_name[name].unflatten(1, (what.key_heads, what.key_dim)) for name in ("q", "k"))
+    if what.normalise:
+        q, k = _unit(q), _unit(k)
+    if what.key_heads != what.heads:
+        q, k = (each.repeat_interleave(what.heads // what.key_heads, dim=1) for each in (q, k))
+    return CoreRows(q, k, of_name["v"].unflatten(1, (what.heads, what.value_dim)), g, beta_NH)
+
+
+def _unit(heads: torch.Tensor) -> torch.Tensor:
+    square = heads.to(torch.promote_types(heads.dtype, torch.float32)).square().sum(-1, keepdim=True)
+    return (heads * torch.rsqrt(square + _NORM_EPSILON)).to(heads.dtype)
+
+
+def _convolved(
+    mixed_NC: torch.Tensor, halo_UC: torch.Tensor, parameters: CoreParameters, pieces: PieceRows
+) -> torch.Tensor:
+    """The convolution's output; zero in padding. Every piece is put behind the rows before it, and the weights then
+    pass over all pieces at once."""
+    width = parameters.kernel.shape[1] - 1
+    nothing = mixed_NC.new_zeros(width, mixed_NC.shape[1])
+    picked = pieces.picked.flatten()
+    halo = torch.cat((halo_UC, mixed_NC.new_zeros(1, mixed_NC.shape[1]))).index_select(0, picked)
+    before = iter(halo.unflatten(0, pieces.picked.shape))
+    parts, places, at = [mixed_NC[:0]], [picked[:0]], 0
+    for (begin, end), continues in zip(pieces.spans, pieces.continues, strict=True):
+        parts += [next(before) if continues else nothing, mixed_NC[begin:end]]
+        places.append(torch.arange(at, at + end - begin, device=mixed_NC.device))
+        at += width + end - begin
+    padding = len(mixed_NC) - sum(end - begin for begin, end in pieces.spans)
+    extended = torch.cat(parts)
+    rows = max(len(extended) - width, 0)
+    found = sum(extended[j : j + rows] * parameters.kernel[:, j] for j in range(width + 1))
+    assert isinstance(found, torch.Tensor)
+    if parameters.bias is not None:
+        found = found + parameters.bias
+    found = found.index_select(0, torch.cat(places))
+    return torch.cat((found, nothing.new_zeros(padding, mixed_NC.shape[1])))

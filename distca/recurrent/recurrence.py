@@ -1,0 +1,99 @@
+"""The core of a recurrent layer: one formula, of which the known layers are cases.
+
+For each head, with the state S of shape [K, V] and for one row after the other:
+
+    S ← e^g · S;   u = β · (v − Sᵀk) with the delta rule, β · v without it;   S ← S + k uᵀ;   o = scale · Sᵀq
+
+q, k and v come from a short causal convolution. g is one number per head, or one for each channel of k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Column = Literal["q", "k", "v"]
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The shape and the formula of a recurrent layer's core, for the heads of one tensor-parallel rank.
+
+    Attributes:
+        key_heads: heads of q and k, each of which serves heads / key_heads heads.
+        heads: heads of v and of the state.
+        key_dim: K, elements of a head of q or k.
+        value_dim: V, elements of a head of v.
+        scale: of the outputs.
+        delta: whether a row corrects what the state holds for its key, or only adds to it.
+        normalise: whether heads of q and k are divided by their norm.
+        decay_by_channel: whether g has one number for each channel of k, or one per head.
+        kernel: rows that the convolution reads, its own included.
+        columns: the order of q, k and v among the convolution's channels.
+    """
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    scale: float = 1.0
+    delta: bool = True
+    normalise: bool = True
+    decay_by_channel: bool = False
+    kernel: int = 4
+    columns: tuple[Column, Column, Column] = ("q", "k", "v")
+
+    @staticmethod
+    def gated_delta_net(key_heads: int, heads: int, key_dim: int, value_dim: int, kernel: int = 4) -> Recurrence:
+        """Gated delta net (arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it."""
+        return Recurrence(key_heads, heads, key_dim, value_dim, key_dim**-0.5, kernel=kernel)
+
+    @staticmethod
+    def kimi_delta(heads: int, key_dim: int, value_dim: int, kernel: int = 4) -> Recurrence:
+        """Kimi delta attention (arXiv 2510.26692): the delta rule with a decay for each channel of k."""
+        return Recurrence(heads, heads, key_dim, value_dim, key_dim**-0.5, decay_by_channel=True, kernel=kernel)
+
+    @staticmethod
+    def mamba2(groups: int, heads: int, state_dim: int, head_dim: int, kernel: int = 4) -> Recurrence:
+        """Mamba-2 (arXiv 2405.21060): C, B and x are q, k and v, the step size is β, and step size times A is g."""
+        return Recurrence(
+            groups, heads, state_dim, head_dim, delta=False, normalise=False, kernel=kernel, columns=("v", "k", "q")
+        )
+
+    def __post_init__(self) -> None:
+        assert self.heads % self.key_heads == 0 and self.kernel >= 1
+
+    @property
+    def halo_rows(self) -> int:
+        """Rows before a piece that its convolution reads."""
+        return self.kernel - 1
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of each of :attr:`columns`."""
+        of_keys, of_values = self.key_heads * self.key_dim, self.heads * self.value_dim
+        first, second, third = (of_values if name == "v" else of_keys for name in self.columns)
+        return first, second, third
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return sum(self.widths)
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of g for each row."""
+        return (self.heads, self.key_dim) if self.decay_by_channel else (self.heads,)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of a state."""
+        return self.heads, self.key_dim, self.value_dim
+
+    @property
+    def transition_shape(self) -> tuple[int, int, int]:
+        """Shape of a piece's transition: a matrix per head with the delta rule, which mixes channels; else what each
+        channel of k keeps, or one number where all keep the same."""
+        if self.delta:
+            return self.heads, self.key_dim, self.key_dim
+        return self.heads, self.key_dim if self.decay_by_channel else 1, 1

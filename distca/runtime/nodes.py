@@ -1,0 +1,62 @@
+"""The base of calls of a layer's core: nodes of autograd's graph, and one transfer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distca.runtime.server import AttentionPool
+from distca.transport import Handle, Part
+from distca.transport.interface import sent_by
+
+
+class LayerCall:
+    """A layer's core in one nano-batch, of which at most one transfer is under way.
+
+    Args:
+        pool: the server pool.
+        layer: layer number, for the timeline.
+        nano: 0 for ping, 1 for pong, for the timeline.
+    """
+
+    def __init__(self, pool: AttentionPool, layer: int, nano: int) -> None:
+        self._pool = pool
+        self._where = (layer, nano)
+        self._handle: Handle | None = None
+
+    def _launch(self, what: str, direction: str, *parts: Part) -> None:
+        self._handle = self._pool.transport.launch(parts)
+        timeline = self._pool.timeline
+        args = sent_by(self._pool.transport.rank, parts) if timeline.recording else None
+        timeline.launched(what, self._handle, *self._where, direction, args)
+
+    def _join(self, what: str, direction: str) -> None:
+        assert self._handle is not None
+        self._pool.timeline.joined(what, *self._where, direction)
+        self._handle.wait()
+        self._handle = None
+
+
+def graph_token(device: torch.device) -> torch.Tensor:
+    """A scalar on the rows' device: the autograd engine runs a device's nodes in one thread, in reverse order of
+    creation. Its value is never read."""
+    return torch.empty((), device=device)
+
+
+class Node(torch.autograd.Function):
+    """``apply(graph_token, forward, backward)`` calls ``forward`` now and ``backward`` in its place in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: torch.Tensor, forward: Callable[[], None], backward: Callable[[], None]
+    ) -> torch.Tensor:
+        ctx.backward_part = backward
+        forward()
+        return graph_token(token.device)
+
+    @staticmethod
+    def backward(ctx: Any, *tokens: torch.Tensor) -> Any:
+        ctx.backward_part()
+        return graph_token(tokens[0].device), None, None

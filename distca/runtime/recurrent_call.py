@@ -1,0 +1,357 @@
+"""The core of a recurrent layer for one nano-batch as a chain of five autograd nodes.
+
+    enter: launch halo → join → summarise → launch states → leave: join states, finish
+
+The chain has the form of core attention's (attention_call.py). Every row is computed where it lies; what travels is
+the halo of convolutions and the states between the pieces of a document (distca/plan/recurrent). Every piece is
+computed once forward and once backward, as early as that can be:
+
+| piece of its document | summarise | finish | launch of gradients | join of gradients |
+|---|---|---|---|---|
+| the only one | forward | | backward | |
+| the first | forward, sends its state | | | backward |
+| the last | | forward | backward, sends the gradient of its state | |
+| another | summary | forward | gradient of its state alone | backward |
+
+A half keeps the projection's rows and the states before its pieces; the convolution is computed again in backward.
+Ping's halo rows and states are pong's too: ping has a prefix of every document.
+
+Shape suffixes: N rows of the home rank (padding included), C channels of the convolution, U halo rows that arrived; H
+heads, K elements of a head of k, V of one of v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distca.recurrent import CoreParameters, CoreRows, Recurrence, RecurrentKernel, carried
+from distca.recurrent.convolution import core_rows
+from distca.recurrent.kernel import wide
+from distca.runtime.kept_rows import moved
+from distca.runtime.nodes import LayerCall, Node, graph_token
+from distca.runtime.recurrent_routes import RecurrentRoutes, StateRoutes
+from distca.runtime.server import AttentionPool
+
+States = Mapping[int, torch.Tensor]
+"""States, summaries or gradients of states, by number of this half's piece."""
+
+
+class RecurrentCall(LayerCall):
+    """State of one recurrent layer for one nano-batch, from the launch of its halo to the end of its backward.
+
+    Args:
+        pool: the ranks, and how they move rows.
+        routes: this rank's of the nano-batch.
+        what: the recurrence.
+        kernel: computes it.
+        layer: layer number, for the timeline.
+        nano: 0 for ping, 1 for pong, for the timeline.
+        before: the call of the layer's half before this one.
+    """
+
+    def __init__(
+        self,
+        pool: AttentionPool,
+        routes: RecurrentRoutes,
+        what: Recurrence,
+        kernel: RecurrentKernel,
+        layer: int,
+        nano: int,
+        before: RecurrentCall | None = None,
+    ) -> None:
+        super().__init__(pool, layer, nano)
+        self._routes, self._what, self._kernel, self._before = routes, what, kernel, before
+        self._rows: tuple[torch.Tensor, ...] = ()  # mixed_NC, g, beta_NH
+        self._parameters: CoreParameters | None = None
+        self._halo: torch.Tensor | None = None  # halo_UC that arrived in this half
+        self._core: tuple[CoreRows, torch.Tensor] | None = None  # the core's rows, and o or dO, between two nodes
+        self._arriving: list[torch.Tensor] = []  # own states and transitions, or their gradients
+        self._own: dict[int, torch.Tensor] = {}  # states or gradients that are sent
+        self._transitions: dict[int, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}  # before the pieces that continue a document
+        self._passed: dict[int, torch.Tensor] = {}  # by document, the state or gradient behind this half
+        self._passed_back: dict[int, torch.Tensor] = {}
+        self._of_halo: torch.Tensor | None = None  # gradient of halo rows from the half behind this one
+        self._gradients: tuple[torch.Tensor, ...] = ()
+        self._core_gradients: CoreRows | None = None
+        pairs = list(zip(routes.opens, routes.closes, strict=True))
+        self._only = [n for n, each in enumerate(pairs) if each == (True, True)]
+        self._first = [n for n, each in enumerate(pairs) if each == (True, False)]
+        self._inner = [n for n, each in enumerate(pairs) if each == (False, False)]
+        self._last = [n for n, each in enumerate(pairs) if each == (False, True)]
+
+    # Public: the five nodes, called in this order.
+
+    def launch_halo(self, mixed_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor) -> torch.Tensor:
+        """Start sending rows before the convolution to the pieces behind them; returns the graph token for
+        :meth:`join_halo`. g is g_NH or g_NHK."""
+        token: torch.Tensor = _Enter.apply(mixed_NC, g, beta_NH, self)
+        return token
+
+    def join_halo(self, token: torch.Tensor) -> torch.Tensor:
+        """Wait for the rows before this rank's pieces."""
+        joined: torch.Tensor = Node.apply(token, self._join_halo, self._launch_halo_gradients)
+        return joined
+
+    def summarise(self, token: torch.Tensor, parameters: CoreParameters) -> torch.Tensor:
+        """Compute what needs no state, and summaries of the other pieces."""
+        done: torch.Tensor = _Summarise.apply(token, parameters.kernel, parameters.bias, parameters.skip, self)
+        return done
+
+    def launch_states(self, token: torch.Tensor) -> torch.Tensor:
+        """Start sending states and transitions."""
+        launched: torch.Tensor = Node.apply(token, self._launch_states, self._join_state_gradients)
+        return launched
+
+    def join_states(self, token: torch.Tensor) -> torch.Tensor:
+        """Wait for the states and compute the pieces that continue documents; returns o_NHV, zero in padding rows."""
+        o: torch.Tensor = _Leave.apply(token, self)
+        return o
+
+    # Forward.
+
+    def _launch_halo(self, mixed_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor) -> None:
+        self._rows = mixed_NC, g, beta_NH
+        given, moves = mixed_NC.index_select(0, self._routes.given), self._routes.halo_to_pieces
+        self._halo, parts = moved(given, moves, moves.destination_rows)
+        self._launch("halo", "forward", *parts)
+
+    def _join_halo(self) -> None:
+        self._join("halo", "forward")
+
+    def _summarise(self, parameters: CoreParameters) -> None:
+        self._parameters = parameters
+        with self._pool.timeline.compute("summarise", *self._where, "forward"):
+            rows = self._core_rows()
+            o_NHV = torch.zeros_like(rows.v)
+            self._forward(rows, self._only, None, o_NHV)
+            own, transitions = self._kernel.summaries(rows, self._spans(self._inner))
+            self._own = dict(zip(self._first, self._forward(rows, self._first, None, o_NHV), strict=True))
+            self._own |= dict(zip(self._inner, own, strict=True))
+            self._transitions = dict(zip(self._inner, transitions, strict=True))
+        self._core = rows, o_NHV
+
+    def _launch_states(self) -> None:
+        self._send_states(self._routes.forward, "states", "forward")
+
+    def _join_states(self, has_backward: bool) -> torch.Tensor:
+        self._join("states", "forward")
+        assert self._core is not None and self._parameters is not None
+        (rows, o_NHV), self._core = self._core, None
+        with self._pool.timeline.compute("finish", *self._where, "forward"):
+            passed: States = {}
+            if self._before is not None:
+                passed, self._before._passed = self._before._passed, {}
+            self._states, self._passed = self._reached(self._routes.forward, passed, backward=False)
+            for numbers in (self._inner, self._last):
+                self._forward(rows, numbers, self._stacked(self._states, numbers), o_NHV)
+            if self._parameters.skip is not None:
+                o_NHV += (self._parameters.skip[:, None] * rows.v).to(o_NHV.dtype)
+        if not has_backward:
+            self._rows, self._states, self._transitions = (), {}, {}
+        # A fresh view: autograd makes the returned tensor part of the graph.
+        return o_NHV.detach()
+
+    # Backward.
+
+    def _launch_state_gradients(self, do_NHV: torch.Tensor) -> None:
+        rows, do_NHV = self._core_rows(), do_NHV.contiguous()
+        gradients = rows.zeros_like()
+        self._backward(rows, self._only, {}, do_NHV, {}, gradients)
+        behind = self._backward(rows, self._last, self._states, do_NHV, {}, gradients)
+        self._own = dict(zip(self._last, behind, strict=True))
+        alone = self._kernel.state_gradients(rows, self._spans(self._inner), do_NHV)
+        self._own |= dict(zip(self._inner, alone, strict=True))
+        self._core, self._core_gradients = (rows, do_NHV), gradients
+        self._send_states(self._routes.backward, "dstates", "backward")
+
+    def _join_state_gradients(self) -> None:
+        self._join("dstates", "backward")
+
+    def _summarise_backward(self) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the kernel, bias and skip."""
+        assert self._core is not None and self._core_gradients is not None and self._parameters is not None
+        (rows, do_NHV), gradients = self._core, self._core_gradients
+        with self._pool.timeline.compute("finish", *self._where, "backward"):
+            behind, passed = self._reached(self._routes.backward, self._passed_back, backward=True)
+            self._passed_back = {}
+            if self._before is not None:
+                self._before._passed_back = passed
+            for numbers in (self._first, self._inner):
+                self._backward(rows, numbers, self._states, do_NHV, behind, gradients)
+            skip, of_skip = self._parameters.skip, None
+            if skip is not None:
+                of_skip = (do_NHV * rows.v).sum((0, 2), dtype=wide(do_NHV.dtype)).to(skip.dtype)
+                gradients.v.add_((skip[:, None] * do_NHV).to(gradients.v.dtype))
+            of_kernel, of_bias = self._convolution_backward(gradients)
+        self._core = self._core_gradients = None
+        self._states, self._transitions = {}, {}
+        return of_kernel, of_bias, of_skip
+
+    def _convolution_backward(self, gradients: CoreRows) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of the convolution's kernel and bias; those of its rows are kept for the nodes before."""
+        assert self._parameters is not None
+        (mixed, g, beta), given = self._rows, self._parameters
+        leaves = [each.detach().requires_grad_() for each in (mixed, self._halo_rows(), given.kernel)]
+        if given.bias is not None:
+            leaves.append(given.bias.detach().requires_grad_())
+        with torch.enable_grad():
+            parameters = CoreParameters(*leaves[2:])
+            rows = core_rows(leaves[0], g, beta, leaves[1], parameters, self._routes.pieces, self._what)
+        wanted = gradients.q, gradients.k, gradients.v
+        found = torch.autograd.grad((rows.q, rows.k, rows.v), leaves, wanted, materialize_grads=True)
+        of_halo = found[1]
+        if self._before is not None:
+            at = len(of_halo) - self._routes.halo_to_pieces.destination_rows
+            self._before._of_halo, of_halo = of_halo[:at], of_halo[at:]
+        elif self._of_halo is not None:
+            of_halo = of_halo + self._of_halo
+        self._gradients = found[0], gradients.g, gradients.beta, of_halo
+        self._before = self._halo = self._of_halo = None
+        self._rows = ()
+        return found[2], found[3] if given.bias is not None else None
+
+    def _launch_halo_gradients(self) -> None:
+        *others, of_halo = self._gradients
+        moves = self._routes.halo_to_home
+        of_given, parts = moved(of_halo.contiguous(), moves, len(self._routes.given), torch.Tensor.new_zeros)
+        self._launch("dhalo", "backward", *parts)
+        self._gradients = (*others, of_given)
+
+    def _join_halo_gradients(self) -> tuple[torch.Tensor, ...]:
+        self._join("dhalo", "backward")
+        (of_mixed, of_g, of_beta, of_given), self._gradients = self._gradients, ()
+        of_mixed.index_add_(0, self._routes.given, of_given)
+        self._pool.timeline.open("post+pre", *self._where, "backward")
+        return of_mixed, of_g, of_beta
+
+    # Shared.
+
+    def _halo_rows(self) -> torch.Tensor:
+        """halo_UC of ping, then of this half."""
+        assert self._halo is not None
+        if self._before is None:
+            return self._halo
+        assert self._before._halo is not None, "ping's backward came before pong's"
+        return torch.cat((self._before._halo, self._halo))
+
+    def _core_rows(self) -> CoreRows:
+        assert self._parameters is not None
+        mixed, g, beta = self._rows
+        return core_rows(mixed, g, beta, self._halo_rows(), self._parameters, self._routes.pieces, self._what)
+
+    def _spans(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        return [self._routes.pieces.spans[each] for each in numbers]
+
+    def _stacked(self, states: States, numbers: Sequence[int]) -> torch.Tensor | None:
+        """States of pieces of one sort, all of which have one or none."""
+        has_states = bool(numbers) and numbers[0] in states
+        return torch.stack([states[each] for each in numbers]) if has_states else None
+
+    def _forward(
+        self, rows: CoreRows, numbers: Sequence[int], states: torch.Tensor | None, o_NHV: torch.Tensor
+    ) -> torch.Tensor:
+        return self._kernel.forward(rows, self._spans(numbers), states, o_NHV)
+
+    def _backward(
+        self,
+        rows: CoreRows,
+        numbers: Sequence[int],
+        states: States,
+        do_NHV: torch.Tensor,
+        behind: States,
+        gradients: CoreRows,
+    ) -> torch.Tensor:
+        both = self._stacked(states, numbers), self._stacked(behind, numbers)
+        return self._kernel.backward(rows, self._spans(numbers), both[0], do_NHV, both[1], gradients)
+
+    def _send_states(self, routes: StateRoutes, what: str, direction: str) -> None:
+        """Launch the exchange of own states, or of their gradients, and of transitions."""
+        mixed_NC = self._rows[0]
+        self._arriving, parts = [], []
+        for by_piece, numbers, shape, moves in (
+            (self._own, routes.sends_state, self._what.state_shape, routes.states),
+            (self._transitions, routes.sends_transition, self._what.transition_shape, routes.transitions),
+        ):
+            empty = torch.empty(0, *shape, dtype=wide(mixed_NC.dtype), device=mixed_NC.device)
+            sent = torch.stack([by_piece[each] for each in numbers]) if numbers else empty
+            arriving, more = moved(sent, moves, moves.destination_rows)
+            self._arriving.append(arriving)
+            parts += more
+        self._own = {}
+        self._launch(what, direction, *parts)
+
+    def _reached(
+        self, routes: StateRoutes, passed: States, backward: bool
+    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Returns two sets of states: one for each own piece, and one for each document that the other half goes on
+        with.
+
+        A piece gets the state before it, in backward the one behind it. Chains begin where ``passed`` left off."""
+        (states, transitions), self._arriving = self._arriving, []
+        found: dict[int, torch.Tensor] = {}
+        goes_on: dict[int, torch.Tensor] = {}
+        for document, links in routes.chains:
+            reached = passed.get(document)
+            for link in links:
+                if link.piece >= 0:
+                    assert reached is not None, "a piece that continues a document has nothing before it"
+                    found[link.piece] = reached
+                if link.state >= 0:
+                    own = states[link.state]
+                    if link.transition >= 0:
+                        assert reached is not None
+                        own = own + carried(transitions[link.transition], reached, backward)
+                    reached = own
+            if reached is not None and links[-1].state >= 0:  # which is read by a piece of the other half
+                goes_on[document] = reached
+        return found, goes_on
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed_NC: torch.Tensor, g: torch.Tensor, beta_NH: torch.Tensor, call: RecurrentCall
+    ) -> torch.Tensor:
+        ctx.call = call
+        call._launch_halo(*(each.detach().contiguous() for each in (mixed_NC, g, beta_NH)))
+        return graph_token(mixed_NC.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return *ctx.call._join_halo_gradients(), None
+
+
+class _Summarise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor | None,
+        skip: torch.Tensor | None,
+        call: RecurrentCall,
+    ) -> torch.Tensor:
+        ctx.call = call
+        bias, skip = (None if each is None else each.detach() for each in (bias, skip))
+        call._summarise(CoreParameters(kernel.detach(), bias, skip))
+        return graph_token(token.device)
+
+    @staticmethod
+    def backward(ctx: Any, *tokens: torch.Tensor) -> Any:
+        return graph_token(tokens[0].device), *ctx.call._summarise_backward(), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, call: RecurrentCall) -> torch.Tensor:
+        ctx.call = call
+        return call._join_states(token.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, *do_NHV: torch.Tensor) -> Any:
+        ctx.call._launch_state_gradients(do_NHV[0])
+        return graph_token(do_NHV[0].device), None

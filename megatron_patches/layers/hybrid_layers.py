@@ -1,0 +1,82 @@
+"""Layers of hybrid stacks: with a gated delta net in place of attention, and with a gate on attention's output."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from distca.ops.rotary import Rotation
+from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel, choose_recurrent_kernel
+from megatron_patches.experts.balance import Half
+from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.model.recurrences import has_output_gate, is_recurrent, recurrence_of
+
+
+class SplitRecurrentLayer(SplitTransformerLayer):
+    """A layer with Megatron's gated delta net, cut at its convolution: what is behind it up to the state's output is
+    the core (distca/runtime/recurrent_call.py)."""
+
+    @cached_property
+    def recurrence(self) -> Recurrence:
+        """The formula and the shape of the core."""
+        return recurrence_of(self.config)
+
+    @cached_property
+    def core_kernel(self) -> RecurrentKernel:
+        """The kernel that computes the core."""
+        return choose_recurrent_kernel(self.recurrence, self.self_attention.conv1d.weight.device)
+
+    @property
+    def core_parameters(self) -> CoreParameters:
+        """The convolution's weights."""
+        return CoreParameters(self.self_attention.conv1d.weight.squeeze(1))
+
+    def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        """Norm and projection.
+
+        Args:
+            hidden: [rows, 1, hidden].
+
+        Returns:
+            ``hidden`` and the output gate for :meth:`post`; then mixed_NC, g_NH and beta_NH of the core.
+        """
+        net = self.self_attention
+        hidden, projected_NF = self._projected(hidden, net.in_proj)
+        mixed_NC, gate, beta_NH, alpha_NH = projected_NF.split(net.feat_dim_split, dim=1)
+        g_NH, beta_NH = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha_NH, beta_NH)
+        return hidden, gate, mixed_NC, g_NH, beta_NH
+
+    def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, half: Half | None = None) -> torch.Tensor:
+        """Gated norm of each head, output projection, residual and MLP; ``residual`` as :meth:`pre` returned it."""
+        net, (hidden, gate) = self.self_attention, residual
+        normed = net._apply_gated_norm(o_NHV, gate.unflatten(1, o_NHV.shape[1:]))
+        return self._behind_mixer(net.out_proj(normed.view(len(o_NHV), 1, gate.shape[1])), hidden, half)
+
+
+class GatedAttentionLayer(SplitTransformerLayer):
+    """A layer whose attention output is multiplied by the sigmoid of a gate. Each group of query heads has the
+    projection's outputs in the order queries, gates, key, value."""
+
+    def pre(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        """Returns what the layer without a gate does, with the gate behind ``hidden``."""
+        attention = self.self_attention
+        hidden, mixed_NF = self._projected(hidden, attention.linear_qkv)
+        groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+        heads = mixed_NF.unflatten(1, (groups, -1, width))
+        queries = heads.shape[2] // 2 - 1
+        q, gate, kv = heads.split((queries, queries, 2), dim=2)
+        return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)
+
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, half: Half | None = None) -> torch.Tensor:
+        """Applies the gate, in float32 as megatron does, before the output projection."""
+        hidden, gate = residual
+        return super().post(self.self_attention._apply_output_gate(o_NHD, gate), hidden, half=half)
+
+
+def layer_class(config: TransformerConfig, layer_number: int) -> type[SplitTransformerLayer]:
+    """The class of a layer; Megatron's layer numbers begin with 1."""
+    if is_recurrent(config, layer_number):
+        return SplitRecurrentLayer
+    return GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer

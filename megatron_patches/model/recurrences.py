@@ -1,0 +1,57 @@
+"""Recurrent layers of a Megatron-Core configuration, and what their cores compute.
+
+With ``experimental_attention_variant`` "gated_delta_net", a ``linear_attention_freq`` of N makes every N-th layer one
+with attention and all others recurrent; a list has a 1 for each recurrent layer.
+"""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from distca.recurrent import Recurrence
+
+
+def has_recurrent_layers(config: TransformerConfig) -> bool:
+    """Whether some layers are recurrent."""
+    return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
+
+
+def has_output_gate(config: TransformerConfig) -> bool:
+    """Whether attention's output is multiplied by a gate."""
+    return bool(getattr(config, "attention_output_gate", False))
+
+
+def is_recurrent(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether a layer is recurrent; Megatron's layer numbers begin with 1.
+
+    Raises:
+        SupportError: a list of layers that is none.
+    """
+    if not has_recurrent_layers(config):
+        return False
+    every = config.linear_attention_freq
+    if isinstance(every, int) and not isinstance(every, bool) and every > 1:
+        return layer_number % every != 0
+    if isinstance(every, list | tuple) and len(every) == config.num_layers and set(every) == {0, 1}:
+        return bool(every[layer_number - 1])
+    raise SupportError(
+        f"linear_attention_freq is {every!r}, but the model has {config.num_layers} layers, of which some must have "
+        "softmax attention: set it to N of 2 or more, of which every N-th has, or to a list with a 1 for each "
+        "recurrent layer and a 0 for each other."
+    )
+
+
+def recurrence_of(config: TransformerConfig) -> Recurrence:
+    """Returns what the core of a recurrent layer computes, for the heads of one tensor-parallel rank."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    assert config.linear_num_key_heads and config.linear_num_value_heads and config.linear_conv_kernel_dim
+    assert config.linear_key_head_dim and config.linear_value_head_dim
+    return Recurrence.gated_delta_net(
+        config.linear_num_key_heads // tp,
+        config.linear_num_value_heads // tp,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+    )

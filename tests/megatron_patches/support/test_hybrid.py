@@ -1,0 +1,72 @@
+"""Hybrid stacks are refused wherever nothing holds them against Megatron-Core."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from megatron_patches.support.hybrid import check_hybrid
+from tests.megatron_patches.support.cases import refusal
+
+NET = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 4,
+    "num_layers": 4,
+    "attention_output_gate": True,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "normalization": "RMSNorm",
+    "activation_func": functional.silu,
+    "num_moe_experts": None,
+}
+GATE = {**NET, "experimental_attention_variant": None}
+
+
+@pytest.fixture(autouse=True)
+def _cpu_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("megatron_patches.support.hybrid.has_gated_delta_net", lambda: True)
+
+
+def _said(fields: dict[str, Any], *, disaggregate: bool = True, offload: bool = False) -> str | None:
+    return refusal(lambda config: check_hybrid(config, disaggregate, offload), SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize("fields", [NET, GATE, {**GATE, "pipeline_model_parallel_size": 2}])
+def test_what_is_served(fields: dict[str, Any]) -> None:
+    assert _said(fields) is None
+
+
+def test_models_without_either_are_not_looked_at() -> None:
+    assert _said({**GATE, "attention_output_gate": False, "tensor_model_parallel_size": 8}, disaggregate=False) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "how", "said"),
+    [
+        ({"tensor_model_parallel_size": 2}, {}, "tensor_model_parallel_size is 2: set it to 1"),
+        ({"num_moe_experts": 8}, {}, "num_moe_experts is 8: set it to None"),
+        ({"pipeline_model_parallel_size": 2}, {}, "pipeline_model_parallel_size is 2: set it to 1"),
+        ({"normalization": "LayerNorm"}, {}, "normalization is 'LayerNorm': set it to 'RMSNorm'"),
+        ({"activation_func": functional.gelu}, {}, "activation_func is not SiLU"),
+        ({"linear_attention_freq": 1}, {}, "linear_attention_freq is 1, but"),
+        ({"linear_attention_freq": [1, 1, 1, 1]}, {}, "of which some must have softmax attention"),
+        ({}, {"disaggregate": False}, "`disaggregate` is False: set it to True"),
+        ({}, {"offload": True}, "`offload` is True: set it to False"),
+    ],
+)
+def test_what_is_not(changed: dict[str, Any], how: dict[str, bool], said: str) -> None:
+    refused = _said({**NET, **changed}, **how)
+    assert refused is not None and said in refused
+
+
+def test_gpus_and_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_patches.support.hybrid.has_gated_delta_net", lambda: False)
+    assert "install 0.19" in str(_said(NET))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("megatron_patches.support.hybrid.has_gated_delta_net", lambda: True)
+    assert "for which no kernel was proved" in str(_said(NET))
