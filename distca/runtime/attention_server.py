@@ -189,6 +189,7 @@ class _TracedLayer:
             kv.reshape(0, 2, each.kv_heads, each.head_dim),
         )
 
-    def post(self, o_NHD: torch.Tensor, hidden: torch.Tensor, nano: int) -> torch.Tensor:
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        (hidden,) = residual
         o = o_NHD.reshape(0, self._empty.heads * self._empty.head_dim)
         return torch.cat((o, hidden[:, o.shape[1] :]), dim=1)
