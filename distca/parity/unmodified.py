@@ -72,7 +72,7 @@ def unmodified_outcome(
     """Returns the outcome of a model from :func:`unmodified_model`, which this rank computes alone, also inside of
     Megatron's DDP. It is of the case's documents, or of other micro-batches."""
     total, tokens, per_document = 0.0, 0, []
-    for documents in micro_batches or case_documents(case):
+    for documents in filter(len, micro_batches or case_documents(case)):  # dealt anew, one may be empty
         lengths = np.array([len(document) for document in documents])
         rows = rank_batch(documents, lay_out(lengths, 1), 0)
         owner = np.repeat(np.arange(len(lengths)), lengths)

@@ -32,15 +32,27 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def keep_parts(optimizer: Any) -> None:
     """Let ``sharded_state_dict`` and ``load_state_dict`` of megatron's optimizer, or of those that it chains, handle
     this rank's own part only."""
+    for each in optimizer_parts(optimizer):
+        if not holds_weights(each):
+            each.sharded_state_dict = _nothing
     for each in distributed_parts(optimizer):
         each.sharded_param_state_fully_reshardable = partial(_own_part, each)
         each.load_parameter_state_from_fully_reshardable = partial(_take_own_part, each)
 
 
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """megatron's optimizer itself, or those that it chains: of experts, and of all other weights."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def holds_weights(part: Any) -> bool:
+    """Whether there are weights for it on this rank: of experts there are none on a stage of dense layers."""
+    return any(group["params"] for group in part.param_groups)
+
+
 def distributed_parts(optimizer: Any) -> list[DistributedOptimizer]:
-    """megatron's distributed optimizers: itself, or those that it chains."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [each for each in parts if isinstance(each, DistributedOptimizer)]
+    """The distributed ones of :func:`optimizer_parts`."""
+    return [each for each in optimizer_parts(optimizer) if isinstance(each, DistributedOptimizer)]
 
 
 def without_fp8(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
@@ -119,6 +131,11 @@ def _in_row(start: int, stop: int, row: int, shape: tuple[int, ...]) -> Iterator
     before = row * math.prod(shape[1:])
     for offsets, sizes in boxes(start - before, stop - before, shape[1:]):
         yield (row, *offsets), (1, *sizes)
+
+
+def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
+    """The state of an optimizer without weights, of which megatron would expect a number of steps."""
+    return {}
 
 
 def _own_part(

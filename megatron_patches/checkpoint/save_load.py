@@ -15,15 +15,21 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from distca.errors import VersionError
 from megatron_patches.checkpoint.adam_state import inner_adams, set_step
-from megatron_patches.checkpoint.optimizer_state import distributed_parts, keep_parts, without_fp8
+from megatron_patches.checkpoint.optimizer_state import (
+    distributed_parts,
+    holds_weights,
+    keep_parts,
+    optimizer_parts,
+    without_fp8,
+)
 from megatron_patches.checkpoint.staging import HostStaging
 from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
-from megatron_patches.support.experts import refuse_experts
 from megatron_patches.te.fp8_weights import has_fp8_weights, is_fp8, quantise_main_weights
 from megatron_patches.training.optimizer import OptimizerAndSchedule, torch_adams
 from megatron_patches.versions import installed_version
@@ -70,8 +76,7 @@ def load_checkpoint(path: Path, model: DistributedDataParallel, optimizer: Optim
         state = _read(_sharded_state(model, optimizer, is_loading=True), path)
         missing = unwrap_model(model).load_state_dict(state["model"], strict=not has_fp8_weights(model)).missing_keys
         assert all(is_fp8(unwrap_model(model).get_parameter(name)) for name in missing), missing
-        _keep_own_groups(state["optimizer"], optimizer.optimizer.state_dict())
-        optimizer.optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(optimizer.optimizer, state["optimizer"], state["extra"]["step"])
         optimizer.schedule.load_state_dict(state["schedule"])
         if missing:
             quantise_main_weights(model, distributed_parts(optimizer.optimizer))
@@ -103,16 +108,29 @@ def _check_readable(path: Path) -> None:
         )
 
 
-def _keep_own_groups(loaded: dict[str, Any], own: dict[str, Any]) -> None:
-    """Put this rank's parameter groups in place of the checkpoint's.
+def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
+    """Give an optimizer the numbers of a checkpoint, of each weight, and leave all else as it is.
 
-    megatron saves those of the first rank only, which number its own parameters; another stage has others. What they
-    say besides is decided by the configuration and the schedule: a resumed run follows its own, not the checkpoint's.
+    megatron saves parameter groups of the first rank only, which number its own parameters; another stage has others,
+    or experts where the first one has none. What they say besides is decided by the configuration and the schedule: a
+    resumed run follows its own, not the checkpoint's.
     """
-    if "param_groups" in own:
-        loaded["param_groups"] = own["param_groups"]
-    else:
-        loaded["optimizer"]["param_groups"] = own["optimizer"]["param_groups"]
+    parts = optimizer_parts(optimizer)
+    states = [loaded] if len(parts) == 1 else [loaded.get(number, {}) for number in range(len(parts))]
+    for part, state in zip(parts, states, strict=True):
+        if not holds_weights(part):
+            continue
+        own = part.state_dict()
+        if isinstance(part, DistributedOptimizer):
+            kind = {"param_state_sharding_type": _metadata()["distrib_optim_sharding_type"]}
+            part.load_state_dict(own | {"param_state": state["param_state"]} | kind)
+            continue
+        inner, own = (state, own) if "param_groups" in own else (state.setdefault("optimizer", {}), own["optimizer"])
+        inner["param_groups"] = own["param_groups"]
+        numbers = inner.setdefault("state", {})
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            numbers.setdefault("common_step", torch.tensor(float(step)))
+        part.load_state_dict(state)
 
 
 def _allocate_state(optimizer: Any) -> None:
@@ -149,7 +167,6 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded_state(model: DistributedDataParallel, optimizer: OptimizerAndSchedule, is_loading: bool) -> dict[str, Any]:
-    refuse_experts(model.config, "a checkpoint")
     keep_parts(optimizer.optimizer)
     metadata = _metadata()
     sharded_model = unwrap_model(model).sharded_state_dict(metadata=metadata)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -48,6 +49,8 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
     mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
     if not any(mine):
         return [dense] * len(mine)
+    if not hasattr(moe_utils, "te_general_gemm"):  # which routers of 0.16.1 ask for without Transformer Engine too
+        moe_utils.te_general_gemm = None
     mixture = copy(dense)
     mixture.submodules = deepcopy(dense.submodules)
     mixture.submodules.mlp = _experts(config)

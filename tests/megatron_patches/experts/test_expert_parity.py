@@ -20,8 +20,14 @@ def _differences(worlds):
     return found
 
 
-def _differences_and_drawn(worlds):
-    return _differences(worlds), [_drawn(ep) for ep in (1, 2)]
+def _on_two_ranks(worlds, router, steps):
+    """Differences, also after steps of the optimizer, and weights as drawn on one rank and on two."""
+    from distca.parity.expert_steps import step_differences
+    from distca.parity.experts import expert_case
+
+    found, cases = _differences(worlds), [expert_case(router, ep=2)]
+    found += zip(cases, step_differences(cases, torch.device("cpu"), distributed=True, steps=steps), strict=True)
+    return found, [_drawn(ep) for ep in (1, 2)]
 
 
 def _drawn(ep):
@@ -42,8 +48,8 @@ def _drawn(ep):
     return {names[name]: weight.detach() for name, weight in gpt.named_parameters()}
 
 
-def test_losses_and_gradients_are_unmodified_megatrons_and_every_expert_is_drawn():
-    answers = run_ranks(2, _differences_and_drawn, [(1, 1, 2, True, (2, 4))])
+def test_losses_gradients_and_steps_are_unmodified_megatrons_and_every_expert_is_drawn():
+    answers = run_ranks(2, _on_two_ranks, [(1, 1, 2, True, (4, 6, 7))], "sigmoid, bias, groups, scaling", 2)
     for case, off in answers[0][0]:
         assert max(off.values()) <= 1e-5, (case, off)
     whole = answers[0][1][0]
@@ -53,5 +59,5 @@ def test_losses_and_gradients_are_unmodified_megatrons_and_every_expert_is_drawn
 
 
 def test_losses_and_gradients_with_tensor_parallelism_and_stages_are_unmodified_megatrons():
-    for case, off in run_ranks(4, _differences, [(2, 1, 2, False, (3, 7)), (1, 2, 2, False, (6,))])[0]:
+    for case, off in run_ranks(4, _differences, [(2, 2, 2, False, (5,))])[0]:
         assert max(off.values()) <= 1e-5, (case, off)
