@@ -107,7 +107,7 @@ class CAD:
         check_groups(config)
         check_config(config)
         check_types(config)
-        check_hybrid(config, given.disaggregate, given.offload)
+        check_hybrid(config, given.model_options, given.disaggregate, given.offload)
         check_model_options(given.model_options, config)
         given.check()
         check_same_on_ranks(config, given.alike)

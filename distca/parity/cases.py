@@ -96,11 +96,6 @@ class ParityCase:
         own_sequences = {"window_size", "experimental_attention_variant"} & self.config.keys()
         return bool(own_sequences) or "seq_aux_loss" in kinds
 
-    @property
-    def gated(self) -> bool:
-        """The MLPs have a gate."""
-        return bool(self.config.get("gated_linear_unit", True))
-
 
 def case_documents(case: ParityCase) -> list[list[np.ndarray]]:
     """Seeded random tokens of the case's documents, by micro-batch."""
