@@ -153,6 +153,7 @@ def attached(
         recompute="all" if case.recompute == "all" and disaggregate else "none",
         offload=case.offload and disaggregate,
         linears=linears,
+        servers=case.servers if disaggregate else 0,
         model_options=case.options,
     )
     if case.scheduler == "random":

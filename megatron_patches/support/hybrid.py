@@ -29,6 +29,7 @@ def check_hybrid(config: TransformerConfig, options: ModelOptions, disaggregate:
     what = "experimental_attention_variant is 'gated_delta_net'" if recurrent else "attention_output_gate is True"
     tp = config.tensor_model_parallel_size
     refused = {
+        f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
         f"tensor_model_parallel_size is {tp}, without sequence_parallel: set it to True": (
             tp > 1 and not config.sequence_parallel
         ),
@@ -44,7 +45,6 @@ def check_hybrid(config: TransformerConfig, options: ModelOptions, disaggregate:
     if recurrent:
         is_recurrent(config, 1)
         refused |= {
-            f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
             f"normalization is {config.normalization!r}: set it to 'RMSNorm'": config.normalization != "RMSNorm",
             "activation_func is not SiLU, which it is for convolutions too: set it to torch.nn.functional.silu": (
                 config.activation_func is not functional.silu
