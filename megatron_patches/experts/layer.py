@@ -20,6 +20,16 @@ from megatron_patches.experts.dispatch import Dispatch
 class BalancedRouter(TopKRouter):
     """Megatron's router with losses over the micro-batch. :func:`take_halves` turns built ones into it."""
 
+    def _apply(self, function: Any, recurse: bool = True) -> BalancedRouter:
+        """Keeps biases of experts and counts of rows in float32 where weights are cast: bfloat16 ends at 256 rows."""
+        buffers = {name: each for name, each in self.named_buffers(recurse=False) if each.dtype == torch.float32}
+        super()._apply(function, recurse)
+        for name, before in buffers.items():
+            now = getattr(self, name)
+            if now.dtype != torch.float32:
+                setattr(self, name, before.to(now.device))
+        return self
+
     def route(self, hidden: torch.Tensor, half: Half) -> tuple[torch.Tensor, torch.Tensor]:
         """[rows, experts] probabilities of the experts that each row goes to, and which these are.
 
