@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.dense_gpt_oss import without_experts
+
 ORIGINAL, LENGTHS, VOCABULARY = 16, (5, 23, 40, 61), 67
 """Documents go beyond the original context of every scaling, and the vocabulary is odd."""
 
@@ -111,13 +113,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4, no windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}),
     "mistral3": ("Mistral3", {"sliding_window": None, "head_dim": 16}),
-    "ernie4_5": ("Ernie4_5", {"head_dim": 16, **_rope("linear", 100.0, factor=4.0)}),
-    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, **_rope("dynamic", 100.0, factor=1.0, alpha=50.0)}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True, **_rope("linear", 100.0, factor=4.0)}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"head_dim": 16, "attention_bias": True, **_rope("dynamic", 100.0, factor=1.0, alpha=50.0)},
+    ),
+    "arcee": ("Arcee", _rope("yarn", 100.0, **_YARN)),
+    "arcee, biases": ("Arcee", {"attention_bias": True, "mlp_bias": True}),
     "phi4_mini": ("Phi3", _PHI | {"tie_word_embeddings": True, **_longrope(3, partial_rotary_factor=0.75)}),
     "phi3, longrope": ("Phi3", _PHI | _longrope(4)),
     "gemma3 with images": (
         "Gemma3",
         {**_GEMMA, "num_hidden_layers": 6, "rope_parameters": _kinds("linear", factor=8.0)},
+    ),
+    "gpt_oss, dense": (
+        "GptOss",
+        {
+            **{"num_hidden_layers": 4, "num_local_experts": 0, "head_dim": 16, "sliding_window": 7},
+            **_rope("yarn", 1000.0, **_YARN | {"factor": 32.0}, truncate=False),
+        },
     ),
 }
 VISION = {
@@ -148,7 +162,8 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
         made["layer_norm_eps"] = made.pop("rms_norm_eps")
     config = getattr(transformers, f"{kind}Config")(**made)
     head = "ConditionalGeneration" if "vision_config" in made else "CausalLM"
-    model = getattr(transformers, f"{kind.removesuffix('Text')}For{head}")(config).eval()
+    with without_experts():
+        model = getattr(transformers, f"{kind.removesuffix('Text')}For{head}")(config).eval()
     _fill_padding(model)
     disturb(model)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
@@ -191,4 +206,5 @@ def loaded(folder: Path) -> Any:
 
     several = '"vision_config"' in (folder / "config.json").read_text(encoding="utf-8")
     kind = transformers.AutoModelForImageTextToText if several else transformers.AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+    with without_experts():
+        return kind.from_pretrained(folder, dtype=torch.float32).eval()

@@ -5,8 +5,8 @@ has them, or a refusal.
 
 For each served model type the fields are those of its class in transformers, those that all classes have, and those of
 other models that are well known. FOLDER has each verdict; the command fails where one is served with other logits,
-or ends in a traceback. It runs on CPUs in a few minutes. With --kinds some model types are judged again, and the
-verdicts on others stay as they are in the file.
+or ends in a traceback. It runs on CPUs in a few minutes. With --kinds some model types are judged again, with --fields
+some fields, and the verdicts on others stay as they are in the file.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def bases() -> dict[str, dict[str, Any]]:
         "phi3": {"original_max_position_embeddings": 16},
         "ernie4_5": {"head_dim": 16},
         "hunyuan_v1_dense": {"head_dim": 8},
+        "gpt_oss": {"num_local_experts": 0, "head_dim": 16, "sliding_window": 9, "rope_parameters": _ROPE},
     }
     found = {name: small | {"model_type": name} | own.get(name, {}) for name in FAMILIES}
     found["cohere2"]["layer_norm_eps"] = found["cohere2"].pop("rms_norm_eps")
@@ -187,13 +188,20 @@ def as_expected(public: Public, verdict: Verdict) -> bool:
     )
 
 
-def _judged(kinds: Collection[str], before: Path) -> dict[str, Verdict]:
-    """The verdicts on every field, those on other model types by the file as it is."""
+def _judged(kinds: Collection[str], fields: Collection[str], before: Path) -> dict[str, Verdict]:
+    """The verdicts on every field, those on other model types, and on others than ``fields``, by the file as it is."""
     configs = dict(moved())
     again = {name: config for name, config in configs.items() if name.split(",")[0] in kinds}
+    if fields:
+        again = {name: config for name, config in again.items() if _field_of(name) in fields}
     kept = json.loads(before.read_text(encoding="utf-8"))["fields"] if len(again) < len(configs) else {}
-    fields = judge(again)
-    return {name: fields[name] if name in again else Verdict(**kept[name]) for name in configs}
+    judged = judge(again)
+    return {name: judged[name] if name in again else Verdict(**kept[name]) for name in configs}
+
+
+def _field_of(name: str) -> str:
+    """The field that is moved, by the name of a configuration."""
+    return name.split(", ", 1)[1].split(" ", 1)[0].removeprefix("text_config.")
 
 
 def main() -> None:
@@ -201,8 +209,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--kinds", nargs="+", default=[*FAMILIES, *COMPOSITES], help="model types that are judged")
+    parser.add_argument("--fields", nargs="+", default=(), help="fields that are judged; all if left out")
     asked = parser.parse_args()
-    fields = _judged(asked.kinds, asked.output)
+    fields = _judged(asked.kinds, asked.fields, asked.output)
     public = judge({name: shrunk(each.fields) for name, each in PUBLIC.items()})
     wrong = [name for name, verdict in fields.items() if verdict.kind in ("different", "traceback")]
     wrong += [name for name, verdict in public.items() if not as_expected(PUBLIC[name], verdict)]

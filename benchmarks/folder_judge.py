@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.dense_gpt_oss import without_experts
 from distca.errors import ModelError
 from distca.testing.ranks import run_ranks
 from distca.testing.reference_attention import relative_error
@@ -183,14 +184,14 @@ def _draw(kind: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the words and bars of transformers."""
+    """Without the words and bars of transformers, which builds gpt-oss without experts meanwhile."""
     import transformers
 
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_experts():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -200,9 +200,7 @@ PUBLIC: dict[str, Public] = {
     "Llama-3.1-8B, FP8": Public(
         _llama(*_LLAMA8, quantization_config={"quant_method": "compressed-tensors"}), "quantised weights"
     ),
-    "granite-8b-code": Public(
-        _llama(4096, 36, 14336, 32, 8, 49152, 4096, 1e7, attention_bias=True, mlp_bias=True), "has attention_bias, but"
-    ),
+    "granite-8b-code": Public(_llama(4096, 36, 14336, 32, 8, 49152, 4096, 1e7, attention_bias=True, mlp_bias=True)),
     "Mistral-7B-v0.1": Public(_mistral(*_MISTRAL7, sliding_window=4096)),
     "zephyr-7b-beta": Public(_mistral(*_MISTRAL7, sliding_window=4096, pad_token_id=2)),
     "Mistral-7B-Instruct-v0.2": Public(_mistral(4096, 32, 14336, 32, 8, 32000, 32768, 1e6)),
@@ -445,8 +443,35 @@ PUBLIC: dict[str, Public] = {
         ),
         warned="cla_share_factor, use_cla, which no class of transformers reads",
     ),
-    "AFM-4.5B": Public(_other("arcee", "ArceeForCausalLM"), "an MLP without a gate"),
-    "gpt-oss-20b": Public(_other("gpt_oss", "GptOssForCausalLM", num_local_experts=32), "mixtures of experts"),
+    "AFM-4.5B": Public(
+        _of(
+            "arcee",
+            "ArceeForCausalLM",
+            _sizes(2560, 36, 18432, 20, 4, 128004, 65536, 10000.0),
+            **{"attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "mlp_bias": False},
+            hidden_act="relu2",
+            rope_scaling={
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "rope_type": "yarn"},
+                "original_max_position_embeddings": 4096,
+            },
+        )
+    ),
+    "gpt-oss-20b": Public(
+        _of(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            _sizes(2880, 24, 2880, 64, 8, 201088, 131072, 150000.0),
+            **{"attention_bias": True, "attention_dropout": 0.0, "head_dim": 64, "sliding_window": 128},
+            **{"experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 32, "swiglu_limit": 7.0},
+            **{"initial_context_length": 4096, "output_router_logits": False, "router_aux_loss_coef": 0.9},
+            layer_types=["sliding_attention", "full_attention"] * 12,
+            rope_scaling={
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False},
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+        "mixtures of experts",
+    ),
     "Qwen3-30B-A3B": Public(_other("qwen3_moe", "Qwen3MoeForCausalLM", num_experts=128), "mixtures of experts"),
     "Mixtral-8x7B": Public(_other("mixtral", "MixtralForCausalLM", num_local_experts=8), "mixtures of experts"),
     "DeepSeek-V3": Public(

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from distca.models.description import ModelDescription, architecture, describe, text_fields
-from distca.models.families import COMPOSITES
+from distca.models.description import ModelDescription, architecture, describe, text_family, text_fields
+from distca.models.families import COMPOSITES, FAMILIES
 from distca.models.rope_fields import field_of_rope
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -84,7 +84,7 @@ def _keep_factor(text: dict[str, Any], began: ModelDescription) -> None:
 def _set_base(text: dict[str, Any], base: float) -> None:
     """Write another base where the first one was, or where transformers looks first."""
     inside = text.get(field_of_rope(text)) or {}
-    (inside if "rope_theta" in inside or "rope_parameters" in text else text)["rope_theta"] = base
+    (inside if "rope_theta" in inside or text.get("rope_parameters") else text)["rope_theta"] = base
 
 
 def _set_scaling(text: dict[str, Any], model: ModelDescription) -> None:
@@ -93,7 +93,8 @@ def _set_scaling(text: dict[str, Any], model: ModelDescription) -> None:
     if model.variant.query_beta:
         scaling["llama_4_scaling_beta"] = model.variant.query_beta
         scaling["original_max_position_embeddings"] = model.variant.query_length
-    newer = "rope_parameters" in text
+    # A class with a scaling of its own takes it where rope_parameters are missing.
+    newer = "rope_parameters" in text or bool(FAMILIES[text_family(model.family)].rope_default)
     part = (text.get(field_of_rope(text)) or {}).get("partial_rotary_factor")
     for name in _ROPE:
         text.pop(name, None)

@@ -11,6 +11,8 @@ from distca.errors import ModelError
 
 REQUIRED: Final = object()
 """The default of a field that has to be there."""
+SERVED: Final = object()
+"""The default of a field that has a served value where it is missing."""
 OFF: Final[tuple[Any, ...]] = (None, False, 0, "", [], {})
 """Values with which a field asks for nothing."""
 _LARGEST = 2**31 - 1
@@ -67,12 +69,14 @@ class Only:
     """A field that is served at some values.
 
     Attributes:
-        values: these; where the field is missing it has one of them.
+        values: these.
         why: why no other is, as the rest of a sentence.
+        default: what transformers takes where the field is missing, if it is none of them.
     """
 
     values: tuple[Any, ...]
     why: str
+    default: Any = SERVED
 
 
 Field = Read | Inert | LeftOut | Only
@@ -172,6 +176,8 @@ def read_fields(
     for name, field in table.items():
         if isinstance(field, Read):
             found[name] = _checked(content, name, field, where)
+        if isinstance(field, Only) and name not in content and field.default is not SERVED:
+            raise ModelError(f"{where} has no {name}, which then is {field.default}, but {field.why}.")
         if isinstance(field, LeftOut) and name not in content and not _among(field.default, field.unless):
             warnings.append(f"{where} has no {name}, which then is {field.default}, {field.why}.")
     if strange:

@@ -57,8 +57,13 @@ class LayerBytes:
 
     @cached_property
     def ffn(self) -> int:
-        """Inside the MLP, of one of gate and up."""
+        """Inside the MLP, of its activation's output."""
         return self.kind.mlp.ffn // self.tp
+
+    @cached_property
+    def projected(self) -> int:
+        """Inside the MLP, of gate and up together."""
+        return self.kind.mlp.projected // self.tp
 
     @cached_property
     def q(self) -> int:
@@ -117,7 +122,7 @@ class LayerBytes:
         norms' outputs too. Norms behind attention and MLP keep their outputs."""
         variant = self.shape.variant
         kept = (1 if variant.parallel_mlp else 2) + (0 if variant.norms == "pre" else 2)
-        elements, copies = kept * self.hidden + 2 * self.ffn, 0
+        elements, copies = kept * self.hidden + self.projected, 0
         if self.fp8 != "none":
             # Linear layers keep FP8 copies of what they are given, but of o only where scales come from earlier steps.
             copies = 2 * self.hidden + self.ffn + (self.q if self.fp8 == "delayed" else 0)
@@ -151,7 +156,7 @@ class LayerBytes:
         """Bytes inside the MLP that are not kept where it is recomputed: SwiGLU's input, and FP8 copies."""
         if self.recompute != "mlp":
             return 0
-        inside = self.value * 2 * self.ffn
+        inside = self.value * self.projected
         if self.fp8 != "none":
             inside += self.hidden + self.ffn
             # megatron's own layers keep the norm's output in place of its copy.
@@ -166,9 +171,9 @@ class LayerBytes:
         as a whole keeps meanwhile is not in it."""
         normed = self.hidden if self.disaggregated and self.fp8 == "none" else 0
         # SwiGLU's kept output has made room for its gradient.
-        elements = 2 * self.ffn if self.keep_outputs else 3 * self.ffn + normed
+        elements = self.projected + (0 if self.keep_outputs else self.ffn + normed)
         if self.recompute != "none" and not self.recomputed_whole:
-            elements += 2 * self.ffn + self.hidden
+            elements += self.projected + self.hidden
         if self.recompute == "all" and self.disaggregated:
             elements += self.hidden  # the residual stream between attention and MLP
         return self.value * elements
@@ -178,7 +183,7 @@ class LayerBytes:
         if self.recompute == "all":
             return self.value * self.hidden
         outputs = self.ffn + self._normed_inputs // 2 if self.keep_outputs else 0
-        return self.value * (self.hidden + 2 * self.ffn + outputs) - self.recomputed_mlp()
+        return self.value * (self.hidden + self.projected + outputs) - self.recomputed_mlp()
 
     def around_work(self, rows: int) -> int:
         """The angles and the gradient of the layer's output, of all ``rows`` of a micro-batch."""
@@ -188,7 +193,7 @@ class LayerBytes:
         """FP8 copies of weights that are there for a product, of which the MLP's first is the largest, or for a
         recomputed segment."""
         if self.fp8_weights:
-            return 2 * self.shape.hidden * self.ffn  # by columns
+            return self.shape.hidden * self.projected  # by columns
         return 2 * self.weights if self.fp8 != "none" and self.recompute == "all" else 0
 
     def loss_at_work(self, rows: int, vocabulary: int) -> int:

@@ -34,14 +34,20 @@ def _layer_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     }
     variant = model.variant
     shapes |= {f"{name}.weight": (model.hidden,) for name in names.norms(variant.norms, variant.parallel_mlp)}
+    if variant.mlp_bias:
+        shapes[f"{names.down}.bias"] = (model.hidden,)
     if variant.attention_output_bias:
         shapes[f"{names.attention_output}.bias"] = (model.hidden,)
     for name, rows in stored_rows(names.query_key_value, (q, kv, kv)).items():
         shapes[f"{name}.weight"] = (rows, model.hidden)
         if model.qkv_bias:
             shapes[f"{name}.bias"] = (rows,)
-    for name, rows in stored_rows(names.gate_up, (model.ffn, model.ffn)).items():
+    for name, rows in stored_rows(names.gate_up, (model.ffn,) * (1 + variant.gated)).items():
         shapes[f"{name}.weight"] = (rows, model.hidden)
+        if variant.mlp_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if model.sinks:
+        shapes[names.sinks] = (model.heads,)
     if model.qk_norm:
         wide = variant.query_key_norm == "width"
         shapes[f"{names.query_norm}.weight"] = (q if wide else model.head_dim,)

@@ -118,6 +118,8 @@ def read_rope(config: Mapping[str, Any], positions: int, family: Family, where: 
     """
     name = field_of_rope(config)
     fields = config.get(name) or {}
+    if not fields and config.get("rope_parameters") is None:
+        fields = family.rope_default
     if any(isinstance(value, dict) for value in fields.values()):
         raise ModelError(f"{where} has {name} by kind of layer, but all layers turn alike here.")
     values = read_fields(fields, _FIELDS | _own_fields(family), f"{name} of {where}", "a scaling")

@@ -21,17 +21,24 @@ LayerType = Literal["full", "window"]
 
 @dataclass(frozen=True)
 class Mlp:
-    """A dense MLP with a gate.
+    """A dense MLP.
 
     Attributes:
-        ffn: width inside it, of each of its gate and up projections.
+        ffn: width inside it, of its up projection, and of its gate where it has one.
+        gated: it has a gate.
     """
 
     ffn: int
+    gated: bool = True
+
+    @property
+    def projected(self) -> int:
+        """Width of what its first product puts out: gate, where it has one, and up."""
+        return (1 + self.gated) * self.ffn
 
     def weights(self, hidden: int) -> int:
         """Weights of gate, up and down, which every token is multiplied by."""
-        return 3 * hidden * self.ffn
+        return hidden * (self.projected + self.ffn)
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,12 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A LLaMA-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and its variants.
 
     Attributes:
         layers: number of transformer layers.
         hidden: width of the residual stream.
-        ffn: width inside the SwiGLU MLP (of each of its gate and up projections).
+        ffn: width inside the MLP (of its up projection, and of its gate where it has one).
         heads: query heads.
         kv_heads: key and value heads; must divide heads.
         head_dim: width of one head; 0 means hidden / heads.
@@ -94,7 +101,7 @@ class ModelShape:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        scale, softcap, mlp = self.softmax_scale, self.variant.score_softcap, Mlp(self.ffn)
+        scale, softcap, mlp = self.softmax_scale, self.variant.score_softcap, Mlp(self.ffn, self.variant.gated)
         return tuple(LayerKind(AttentionKind(scale, window, softcap, self.sinks), mlp) for window in self.windows)
 
     @property

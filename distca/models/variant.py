@@ -13,7 +13,8 @@ class Variant:
     are LLaMA's.
 
     Attributes:
-        activation: of the MLP's gate; gelu is approximated by tanh.
+        activation: of the MLP, on its gate where it has one; gelu is approximated by tanh, relu2 is ReLU squared.
+        gated: the MLP has a gate (all but Arcee).
         normalization: RMSNorm, or LayerNorm without biases.
         zero_centered_norms: norms multiply by one plus their weight (Gemma).
         norms: where norms are; pre = before attention and MLP, post = behind them (OLMo 2), both = before and behind
@@ -22,6 +23,7 @@ class Variant:
         norm_after_rotation: these norms come behind the rotation (Hunyuan), not before it.
         parallel_mlp: the MLP reads what attention reads, and both are added at once (Cohere).
         attention_output_bias: the projection behind attention has a bias.
+        mlp_bias: the projections of the MLP have biases.
         score_scale: factor on attention scores; 0 takes one over the root of the head's width.
         score_softcap: limit c of attention scores s, which become c tanh(s / c); 0 for none (Gemma 2).
         rotary_percent: the part of each head that positions turn, from its first dimension.
@@ -37,7 +39,8 @@ class Variant:
         final_softcap: limit c of logits l, which become c tanh(l / c); 0 for none (Gemma 2).
     """
 
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "relu2"] = "silu"
+    gated: bool = True
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     zero_centered_norms: bool = False
     norms: Literal["pre", "both", "post"] = "pre"
@@ -45,6 +48,7 @@ class Variant:
     norm_after_rotation: bool = False
     parallel_mlp: bool = False
     attention_output_bias: bool = False
+    mlp_bias: bool = False
     score_scale: float = 0.0
     score_softcap: float = 0.0
     rotary_percent: float = 1.0
@@ -68,7 +72,7 @@ class Variant:
     def own_layers(self) -> bool:
         """Megatron's own layers do not know it, so that ours run where attention is at home, too."""
         outside = {"score_softcap", "embedding_scale", "logit_multiplier", "final_softcap"}
-        inside = {"activation", "normalization", "zero_centered_norms", "score_scale", "rotary_interleaved"}
+        inside = {"activation", "gated", "normalization", "zero_centered_norms", "score_scale", "rotary_interleaved"}
         known = {name: getattr(self, name) for name in outside | inside}
         return replace(Variant(), **known) != self
 

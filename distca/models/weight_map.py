@@ -14,10 +14,12 @@ class WeightMap:
         query_key_value: projections of q, k and v; a single name holds all rows of q, then those of k and of v.
         query_norm: norm of query heads, where the family has one.
         key_norm: norm of key heads, where the family has one.
+        sinks: of query heads, where the family has them; the whole name.
         attention_output: projection behind attention.
         attention_post_norm: norm behind that, where the family has one.
         mlp_norm: norm before the MLP, where the family has one.
-        gate_up: the MLP's gate and up projections; a single name holds all rows of the gate, then those of up.
+        gate_up: the MLP's gate and up projections; a single name holds all rows of the gate, then those of up. Up alone
+            where the MLP has no gate.
         down: the MLP's last projection.
         mlp_post_norm: norm behind that, where the family has one.
     """
@@ -26,6 +28,7 @@ class WeightMap:
     query_key_value: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     attention_output: str = "self_attn.o_proj"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"

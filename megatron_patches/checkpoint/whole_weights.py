@@ -27,12 +27,15 @@ _LAYER = (
     "self_attention.linear_qkv.bias",
     "self_attention.q_layernorm.weight",
     "self_attention.k_layernorm.weight",
+    "self_attention.core_attention.softmax_offset",
     "self_attention.linear_proj.weight",
     "self_attention.linear_proj.bias",
     "post_attention_layernorm.weight",
     "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.weight",
+    "mlp.linear_fc1.bias",
     "mlp.linear_fc2.weight",
+    "mlp.linear_fc2.bias",
     "post_mlp_layernorm.weight",
 )
 _SAVED_AS = {
@@ -47,7 +50,10 @@ def _has(model: ModelDescription, part: str) -> bool:
     variant = model.variant
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,
+        "self_attention.core_attention.softmax_offset": not model.sinks,
         "self_attention.linear_proj.bias": not variant.attention_output_bias,
+        "mlp.linear_fc1.bias": not variant.mlp_bias,
+        "mlp.linear_fc2.bias": not variant.mlp_bias,
         "self_attention.q_layernorm.weight": not model.qk_norm,
         "self_attention.k_layernorm.weight": not model.qk_norm,
         "input_layernorm.weight": variant.norms == "post",

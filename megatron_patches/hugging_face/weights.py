@@ -73,6 +73,21 @@ class _Vocabulary:
 
 
 @dataclass(frozen=True)
+class _Heads:
+    """A number for each query head, which are cut."""
+
+    names: tuple[str, ...]
+    heads: int
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        own = self.heads // ranks
+        return files.read(self.names[0], slice(rank * own, (rank + 1) * own))
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(list(shares)),)
+
+
+@dataclass(frozen=True)
 class _Columns:
     """A projection whose input is cut."""
 
@@ -102,18 +117,19 @@ def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.
 
 @dataclass(frozen=True)
 class _GateUp:
-    """On each rank its rows of the gate, then those of the up projection."""
+    """On each rank its rows of the gate, where there is one, then those of the up projection; weights or biases."""
 
     names: tuple[str, ...]
     rows: int
+    gated: bool
 
     def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
-        own, sizes = self.rows // ranks, (self.rows, self.rows)
+        own, sizes = self.rows // ranks, [self.rows] * (1 + self.gated)
         rows = slice(rank * own, (rank + 1) * own)
-        return torch.cat([_rows(files, self.names, sizes, part, rows) for part in range(2)])
+        return torch.cat([_rows(files, self.names, sizes, part, rows) for part in range(len(sizes))])
 
     def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        parts = [torch.cat(halves) for halves in zip(*(share.chunk(2) for share in shares), strict=True)]
+        parts = [torch.cat(cut) for cut in zip(*(share.chunk(1 + self.gated) for share in shares), strict=True)]
         return _stored(self.names, parts)
 
 
@@ -165,12 +181,16 @@ def slot_of(parameter: str, layer: int, model: ModelDescription) -> Slot:
     if name.startswith("self_attention.linear_qkv."):
         names = tuple(f"{place}{part}.{kind}" for part in stored.query_key_value)
         return _QueryKeyValue(names, model.heads // model.kv_heads, model.kv_heads, model.head_dim)
+    if name == "self_attention.core_attention.softmax_offset":
+        return _Heads((f"{place}{stored.sinks}",), model.heads)
     if name == "self_attention.linear_proj.bias":
         return _Whole((f"{place}{stored.attention_output}.bias",))
     if name == "self_attention.linear_proj.weight":
         return _Columns((f"{place}{stored.attention_output}.weight",), model.heads * model.head_dim)
-    if name == "mlp.linear_fc1.weight":
-        return _GateUp(tuple(f"{place}{part}.weight" for part in stored.gate_up), model.ffn)
+    if name.startswith("mlp.linear_fc1."):
+        return _GateUp(tuple(f"{place}{part}.{kind}" for part in stored.gate_up), model.ffn, model.variant.gated)
+    if name == "mlp.linear_fc2.bias":
+        return _Whole((f"{place}{stored.down}.bias",))
     assert name == "mlp.linear_fc2.weight", f"{parameter} is no parameter of a model that is served"
     return _Columns((f"{place}{stored.down}.weight",), model.ffn)
 

@@ -217,9 +217,9 @@ def block_spec(
         attention.q_layernorm, attention.k_layernorm = both
     column, row = _linears(te)
     mlp = mlp_submodules(parts.mlp)
-    attention.linear_qkv = mlp.linear_fc1 = column
+    attention.linear_qkv = column
     attention.linear_proj = with_bias(row) if options.attention_output_bias else row
-    mlp.linear_fc2 = row
+    mlp.linear_fc1, mlp.linear_fc2 = (with_bias(each) if options.mlp_bias else each for each in (column, row))
     if has_recurrent_layers(config):
         from megatron_patches.layers.gated_delta_net import recurrent_layer_spec
 

@@ -132,7 +132,8 @@ class SplitTransformerLayer(TransformerLayer):
             return self._add(self.mlp(normed, half), residual, self.mlp_bda, self.post_mlp_layernorm)
         if self.recompute_mlp:
             # The bias is a parameter, which a checkpointed function must not return.
-            bias = self.mlp.linear_fc2.bias if self.config.add_bias_linear else None
+            has_bias = self.config.add_bias_linear or self.options.mlp_bias
+            bias = self.mlp.linear_fc2.bias if has_bias else None
             transformed = tensor_parallel.checkpoint(lambda x: self.mlp(x)[0], False, normed), bias
         else:
             transformed = self.mlp(normed)

@@ -59,7 +59,6 @@ def transformer_config(
         qk_layernorm=shape.qk_norm,
         **_windows(shape),
         softmax_type="learnable" if shape.sinks else "vanilla",
-        gated_linear_unit=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,

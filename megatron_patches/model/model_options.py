@@ -58,6 +58,7 @@ class ModelOptions:
             heads together, and all key heads (OLMo 2).
         norm_after_rotation: these norms come behind the rotation (Hunyuan), not before it.
         attention_output_bias: the output projection of attention has a bias, where ``add_bias_linear`` is off.
+        mlp_bias: both linear layers of the MLP have a bias, where ``add_bias_linear`` is off.
         norm_bias: LayerNorms have biases (without: Cohere).
         parallel_mlp: the MLP reads what attention reads, and both are added to the residual at once (Cohere).
         embedding_scale: factor on embeddings, rounded to their type (Gemma, Granite).
@@ -74,6 +75,7 @@ class ModelOptions:
     query_key_norm: QueryKeyNorm = "head"
     norm_after_rotation: bool = False
     attention_output_bias: bool = False
+    mlp_bias: bool = False
     norm_bias: bool = True
     parallel_mlp: bool = False
     embedding_scale: float = 1.0

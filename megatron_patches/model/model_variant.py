@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 
 from distca.models.shape import ModelShape
 from distca.plan.kinds import usual_scale
@@ -14,14 +15,19 @@ from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rot
 
 def variant_fields(shape: ModelShape) -> dict[str, Any]:
     """The fields of TransformerConfig that the model's variant sets."""
-    variant, silu = shape.variant, torch.nn.functional.silu
-    gated_gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    variant = shape.variant
+    activation, fused = {
+        "silu": (torch.nn.functional.silu, variant.gated),  # Megatron fuses no other
+        "gelu": (partial(torch.nn.functional.gelu, approximate="tanh"), False),
+        "relu2": (squared_relu, False),
+    }[variant.activation]
     skipped = [int(number in variant.unrotated_layers) for number in range(shape.layers)]
     return {
         "normalization": variant.normalization,
         "layernorm_zero_centered_gamma": variant.zero_centered_norms,
-        "activation_func": silu if variant.activation == "silu" else gated_gelu,
-        "bias_activation_fusion": variant.activation == "silu",  # Megatron fuses no gated gelu
+        "activation_func": activation,
+        "bias_activation_fusion": fused,
+        "gated_linear_unit": variant.gated,
         # Megatron takes None for the usual one.
         "softmax_scale": None if shape.softmax_scale == usual_scale(shape.resolved_head_dim) else shape.softmax_scale,
         "rotary_interleaved": variant.rotary_interleaved,
@@ -40,6 +46,7 @@ def model_options(shape: ModelShape) -> ModelOptions:
         query_key_norm=variant.query_key_norm,
         norm_after_rotation=variant.norm_after_rotation,
         attention_output_bias=variant.attention_output_bias,
+        mlp_bias=variant.mlp_bias,
         norm_bias=variant.normalization == "RMSNorm",  # whose norms have none in any case
         parallel_mlp=variant.parallel_mlp,
         embedding_scale=variant.embedding_scale,

@@ -73,15 +73,17 @@ class SwigluMLP(MLP):
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        """[rows, 1, hidden] of the normalised rows, and no bias."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[rows, 1, hidden] of the normalised rows, and the last layer's bias, where it has one, to be added."""
         assert per_token_scale is None  # of experts, which stay megatron's
-        gate_and_up, _ = self.linear_fc1(hidden_states)
+        gate_and_up, bias = self.linear_fc1(hidden_states)
+        if bias is not None:
+            gate_and_up = gate_and_up + bias
         activated = self._activated(gate_and_up)
-        output, _ = self.linear_fc2(activated)
+        output, output_bias = self.linear_fc2(activated)
         if keeps_inputs(self.linear_fc2) and not self.keeps_output:
             forget_until_backward(activated, partial(self._fill, gate_and_up.detach()), output)
-        return output, None
+        return output, output_bias
 
     @staticmethod
     def _activated(gate_and_up: torch.Tensor) -> torch.Tensor:
@@ -114,13 +116,11 @@ class LeanMLP(SwigluMLP):
 
 def fuse_swiglu(model: torch.nn.Module) -> None:
     """Let every MLP whose activation is a plain SwiGLU compute it in one pass, and others compute theirs again in
-    backward. Those with biases, or whose activation megatron fuses, stay megatron's."""
+    backward. Those whose activation megatron fuses otherwise stay megatron's."""
     for module in model.modules():
         if type(module) is not MLP or getattr(module.linear_fc1, "is_expert", False):  # whose outputs are scaled by row
             continue
         config: TransformerConfig = module.config
-        if config.add_bias_linear:
-            continue
         if _is_swiglu(config):
             module.__class__ = SwigluMLP
         elif not config.bias_activation_fusion:

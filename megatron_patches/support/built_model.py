@@ -142,6 +142,8 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
         expected["self_attention"] = SelfAttention
         mixer = {"core_attention": PackedAttention, "linear_qkv": column, "linear_proj": projection}
     expected |= {f"self_attention.{name}": served for name, served in mixer.items()}
+    if options.mlp_bias:
+        column, row = with_bias(column), with_bias(row)
     if has_experts(config)[layer.layer_number - 1]:
         expected |= {"mlp": MoELayer, "mlp.router": TopKRouter, "mlp.experts": DrawnExperts}
         if config.moe_shared_expert_intermediate_size is not None:

@@ -88,11 +88,11 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
         yield "`norm_bias` is False, but normalization is 'RMSNorm', whose norms have none anyway: leave norm_bias out."
     if options.parallel_mlp and options.norms != "pre":
         yield f"`parallel_mlp` is True, but `norms` is {options.norms!r}: attention and MLP share a norm before them."
-    if options.attention_output_bias and config.add_bias_linear:
-        yield (
-            "`attention_output_bias` is True, but add_bias_linear gives all linear layers biases: leave one of them "
-            "out."
-        )
+    for name in ("attention_output_bias", "mlp_bias"):
+        if getattr(options, name) and config.add_bias_linear:
+            yield f"`{name}` is True, but add_bias_linear gives all linear layers biases: leave one of them out."
+    if options.mlp_bias and config.num_moe_experts:
+        yield "`mlp_bias` is True, but experts have no biases: leave it out, or set num_moe_experts to None."
     if getattr(config, "use_mup", False) and options.final_softcap:
         yield "`final_softcap` is set and use_mup too, whose factor on logits has no place beside it: leave one out."
 

@@ -19,6 +19,7 @@ from distca.models.families import COMPOSITES, FAMILIES, known_fields
 from distca.models.families.common import COMMON
 from distca.models.families.unserved import UNSERVED
 from distca.models.fields import REQUIRED, Inert, LeftOut, Only, Read
+from distca.models.rope import RopeScaling
 from tests.models.known_fields import fields_of, installed_fields
 
 
@@ -45,7 +46,7 @@ def test_where_a_field_is_missing_the_default_is_that_of_the_class(kind: str) ->
         if isinstance(field, LeftOut):
             assert field.default == defaults[name], name
         if isinstance(field, Only):
-            assert defaults[name] in field.values, name
+            assert defaults[name] in field.values or defaults[name] == field.default, name
 
 
 def test_what_generates_text_is_inert() -> None:
@@ -76,6 +77,7 @@ _SAMPLE = (
     *("qwen2, max_window_layers 0", "qwen3, use_sliding_window true", "qwen3, head_dim null"),
     *("phi3, num_key_value_heads 1", "phi3, partial_rotary_factor 0.5", "phi3, resid_pdrop 0.5"),
     *("seed_oss, attention_bias false", "seed_oss, attention_out_bias true", "seed_oss, attention_dropout 0.65"),
+    *("arcee, mlp_bias true", "gpt_oss, attention_bias false", "gpt_oss, num_local_experts 129"),
     *("ministral, sliding_window 8", "mistral3, tie_word_embeddings true", "mistral3, text_config.is_causal false"),
 )
 _PUBLIC = ("Llama-3.2-1B", "phi-4", "Mistral-Small-3.2-24B", "Seed-OSS-36B", "Qwen2.5-7B-Instruct-1M")
@@ -97,8 +99,27 @@ def test_a_sample_of_fields_and_of_public_configurations() -> None:
             "phi3, num_key_value_heads 1",
             "phi3, partial_rotary_factor 0.5",
         ),
-        *("seed_oss, attention_dropout 0.65", "mistral3, tie_word_embeddings true"),
+        *("seed_oss, attention_dropout 0.65", "mistral3, tie_word_embeddings true", "llama, attention_bias true"),
+        *("seed_oss, attention_bias false", "seed_oss, attention_out_bias true"),
+        *("arcee, mlp_bias true", "gpt_oss, attention_bias false"),
     }
+
+
+def test_gpt_oss_without_a_word_on_experts_has_them() -> None:
+    fields = {name: value for name, value in bases()["gpt_oss"].items() if name != "num_local_experts"}
+    with pytest.raises(ModelError, match="has no num_local_experts, which then is 128, but mixtures of experts are"):
+        describe(fields, "config.json")
+    model = describe(fields | {"num_local_experts": 0}, "config.json")
+    assert (model.sinks, model.layer_types, model.variant.attention_output_bias) == (True, ["window", "full"], True)
+
+
+def test_a_class_with_a_scaling_of_its_own_is_told_of_none() -> None:
+    first = bases()["gpt_oss"] | {"rope_parameters": None}
+    model = describe(first, "config.json")
+    assert (model.rope_scaling.kind, model.rope_scaling.factor, model.rope_base) == ("yarn", 32.0, 150000.0)
+    model = dataclasses.replace(model, rope_scaling=RopeScaling(original_length=model.positions))
+    for absent in (first, {name: value for name, value in first.items() if name != "rope_parameters"}):
+        assert describe(config_fields(model, "float32", absent), "config.json").rope_scaling.kind == "none"
 
 
 def test_the_kept_result_has_nothing_wrong_and_is_of_today() -> None:
@@ -185,6 +206,8 @@ _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0
         ("phi3", {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.75, **_LONG}}),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 16}}),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}}),
+        ("llama", {"rope_parameters": None}),
+        ("gpt_oss", {"rope_parameters": None}),
     ],
 )
 @pytest.mark.parametrize("change", ["positions", "base", "scaling"])

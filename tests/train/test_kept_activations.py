@@ -87,6 +87,7 @@ VARIANTS = (
     (True, {"norms": "both", "activation": "gelu"}),
     (True, {"norms": "post", "query_key_norm": "width"}),
     (False, {"parallel_mlp": "true", "rotary_percent": 0.5}),
+    (False, {"activation": "relu2", "gated": "false", "mlp_bias": "true"}),
 )
 
 

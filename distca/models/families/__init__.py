@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from distca.models.families.arcee import ARCEE
 from distca.models.families.cohere import COHERE2
 from distca.models.families.composites import GEMMA3_IMAGES, MISTRAL3
 from distca.models.families.ernie import ERNIE4_5
@@ -15,6 +16,7 @@ from distca.models.families.exaone import EXAONE4
 from distca.models.families.family import Composite, Family
 from distca.models.families.gemma import GEMMA2, GEMMA3
 from distca.models.families.glm import GLM4
+from distca.models.families.gpt_oss import GPT_OSS
 from distca.models.families.granite import GRANITE
 from distca.models.families.hunyuan import HUNYUAN
 from distca.models.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SEED_OSS
@@ -43,6 +45,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "glm4": GLM4,
     "ernie4_5": ERNIE4_5,
     "hunyuan_v1_dense": HUNYUAN,
+    "gpt_oss": GPT_OSS,
+    "arcee": ARCEE,
 }
 COMPOSITES: Final[Mapping[str, Composite]] = {"mistral3": MISTRAL3, "gemma3": GEMMA3_IMAGES}
 

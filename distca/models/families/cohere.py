@@ -6,7 +6,7 @@ from typing import Final
 
 from distca.models.families.common import SHAPE
 from distca.models.families.family import Family
-from distca.models.fields import OFF, Inert, Only, Read
+from distca.models.fields import Inert, Read
 from distca.models.variant import Variant
 
 _WITHOUT_EPSILON = {name: field for name, field in SHAPE.items() if name != "rms_norm_eps"}
@@ -19,7 +19,7 @@ COHERE2: Final = Family(
         "max_position_embeddings": Read("count", 8192),
         "layer_norm_eps": Read("number", 1e-5),
         "tie_word_embeddings": Read("switch", True),
-        "attention_bias": Only(OFF, "Cohere 2 is served without biases"),
+        "attention_bias": Read("switch", False),
         "logit_scale": Read("number", 0.0625),
         "sliding_window": Read("count", 4096),
         "sliding_window_pattern": Read("count", 4),
@@ -30,7 +30,9 @@ COHERE2: Final = Family(
     windows="periodic",
     full_every="sliding_window_pattern",
     turns_windows_only=True,
+    qkv_bias="attention_bias",
     variant=lambda said: Variant(
+        attention_output_bias=said["attention_bias"],
         normalization="LayerNorm",
         parallel_mlp=True,
         rotary_interleaved=True,

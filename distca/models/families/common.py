@@ -119,7 +119,7 @@ COMMON: Final[dict[str, Field]] = {
 }
 """The fields that every configuration class of transformers has, of any version; a family's own table goes before."""
 
-_BIASES = Only(OFF, "of all biases only those of q, k and v are served, of Qwen2 and Seed-OSS")
+_BIASES = Only(OFF, "the class of this model type in transformers has no such biases")
 _EXPERTS = Only(OFF, "mixtures of experts are not served")
 _LATENT = Only(OFF, "multi-head latent attention is not served")
 _SOFTCAP = Only(OFF, "scores and logits are not capped")

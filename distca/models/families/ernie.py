@@ -18,9 +18,12 @@ ERNIE4_5: Final = Family(
         "max_position_embeddings": Read("count", 131072),
         "rms_norm_eps": Read("number", 1e-5),
         "tie_word_embeddings": Read("switch", True),
-        "use_bias": Only(OFF, "ERNIE is served without biases: those of its MLP are not trained here"),
+        "use_bias": Read("switch", False, optional=True),
         "attention_dropout": Only(OFF, "core attention has none, and transformers reads no such field of ERNIE"),
     },
     rope_base=500000.0,
-    variant=lambda said: Variant(rotary_interleaved=True),
+    qkv_bias="use_bias",
+    variant=lambda said: Variant(
+        rotary_interleaved=True, attention_output_bias=bool(said["use_bias"]), mlp_bias=bool(said["use_bias"])
+    ),
 )

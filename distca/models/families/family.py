@@ -45,10 +45,12 @@ class Family:
         alpha: a dynamic scaling with alpha is a base that is stretched once and for all.
         scales_queries: queries grow with their position, as llama_4_scaling_beta says.
         rope_base: of rotary positions, where nothing says one.
+        rope_default: fields of their scaling, where nothing says one.
         window_rope: what rotary positions are in layers with windows, where these differ.
         variant: what its layers do differently from LLaMA's, by the values of its fields.
-        qkv_bias: projections of q, k and v have a bias.
+        qkv_bias: projections of q, k and v have a bias; or the field that says whether they do.
         qk_norm: query and key heads are normed before the rotation.
+        sinks: every query head has a learned score without a value.
         weights: names of its tensors.
     """
 
@@ -63,10 +65,12 @@ class Family:
     alpha: bool = False
     scales_queries: bool = False
     rope_base: float = 10000.0
+    rope_default: Mapping[str, Any] = field(default_factory=dict)
     window_rope: WindowRope | None = None
     variant: Callable[[Mapping[str, Any]], Variant] = lambda said: Variant()
-    qkv_bias: bool = False
+    qkv_bias: bool | str = False
     qk_norm: bool = False
+    sinks: bool = False
     weights: WeightMap = field(default_factory=WeightMap)
 
 

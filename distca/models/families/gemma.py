@@ -21,7 +21,7 @@ _GEMMA = SHAPE | {
     "tie_word_embeddings": Read("switch", True),
     "hidden_activation": Only(("gelu_pytorch_tanh",), "only gelu_pytorch_tanh is served for Gemma"),
     "hidden_act": Inert("Its class reads hidden_activation."),
-    "attention_bias": Only(OFF, "Gemma is served without biases"),
+    "attention_bias": Read("switch", False),
     "query_pre_attn_scalar": Read("number", 256),
     "sliding_window": Read("count", 4096),
     "layer_types": Read("texts", None, optional=True),
@@ -32,6 +32,7 @@ _GEMMA = SHAPE | {
 def _variant(said: Mapping[str, Any]) -> Variant:
     return Variant(
         activation="gelu",
+        attention_output_bias=said["attention_bias"],
         zero_centered_norms=True,
         norms="both",
         score_scale=said["query_pre_attn_scalar"] ** -0.5,
@@ -52,6 +53,7 @@ GEMMA2: Final = Family(
     },
     windows="periodic",
     full_every=2,
+    qkv_bias="attention_bias",
     variant=_variant,
     weights=_WEIGHTS,
 )
@@ -74,6 +76,7 @@ GEMMA3: Final = Family(
     rope_base=1000000.0,
     window_rope=WindowRope(default=10000.0, field="rope_local_base_freq"),
     qk_norm=True,
+    qkv_bias="attention_bias",
     variant=_variant,
     weights=_WEIGHTS,
 )

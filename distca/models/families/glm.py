@@ -16,11 +16,11 @@ GLM4: Final = Family(
     | {
         "head_dim": Read("count", 128),
         "max_position_embeddings": Read("count", 131072),
-        "attention_bias": Only((True,), "projections of q, k and v of GLM-4 have a bias here"),
+        "attention_bias": Read("switch", True),
         "partial_rotary_factor": Only((0.5,), "rotary positions of GLM-4 turn half of a head here"),
     },
     rotary_percent=0.5,
-    qkv_bias=True,
+    qkv_bias="attention_bias",
     variant=lambda said: Variant(norms="both", rotary_interleaved=True),
     weights=WeightMap(
         attention_post_norm="post_self_attn_layernorm",

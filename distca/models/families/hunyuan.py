@@ -6,7 +6,7 @@ from typing import Final
 
 from distca.models.families.common import SHAPE
 from distca.models.families.family import Family
-from distca.models.fields import OFF, Inert, Only, Read
+from distca.models.fields import Inert, Only, Read
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 
@@ -19,12 +19,13 @@ HUNYUAN: Final = Family(
         "head_dim": Read("count"),
         "max_position_embeddings": Read("count", 2048),
         "rms_norm_eps": Read("number", 1e-5),
-        "attention_bias": Only(OFF, "Hunyuan is served without biases"),
+        "attention_bias": Read("switch", False),
         "eod_token_id": Inert("It names an id; texts take the tokenizer's."),
         "use_qk_norm": Only((None, True), "Hunyuan has norms of queries and keys in transformers in any case"),
     },
     alpha=True,
     qk_norm=True,
-    variant=lambda said: Variant(norm_after_rotation=True),
+    qkv_bias="attention_bias",
+    variant=lambda said: Variant(norm_after_rotation=True, attention_output_bias=said["attention_bias"]),
     weights=WeightMap(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm"),
 )

@@ -6,9 +6,9 @@ from typing import Final
 
 from distca.models.families.common import SHAPE
 from distca.models.families.family import Family
-from distca.models.fields import OFF, LeftOut, Only, Read
+from distca.models.fields import LeftOut, Only, Read
+from distca.models.variant import Variant
 
-_BIASES = "of all biases only those of q, k and v are served, of Qwen2 and Seed-OSS"
 _POSITIONS = 4096 * 32
 
 LLAMA: Final = Family(
@@ -17,9 +17,11 @@ LLAMA: Final = Family(
     | {
         "num_key_value_heads": Read("count", None, optional=True),
         "max_position_embeddings": Read("count", 2048),
-        "attention_bias": Only(OFF, _BIASES),
-        "mlp_bias": Only(OFF, _BIASES),
+        "attention_bias": Read("switch", False),
+        "mlp_bias": Read("switch", False),
     },
+    qkv_bias="attention_bias",
+    variant=lambda said: Variant(attention_output_bias=said["attention_bias"], mlp_bias=said["mlp_bias"]),
 )
 
 _MISTRAL = SHAPE | {
@@ -62,11 +64,12 @@ SEED_OSS: Final = Family(
     | {
         "max_position_embeddings": Read("count", 524288),
         "head_dim": Read("count", 128, optional=True),
-        "attention_bias": Only((True,), "projections of q, k and v of Seed-OSS have a bias here"),
-        "attention_out_bias": Only(OFF, _BIASES),
-        "mlp_bias": Only(OFF, _BIASES),
+        "attention_bias": Read("switch", True),
+        "attention_out_bias": Read("switch", False),
+        "mlp_bias": Read("switch", False),
         "attention_dropout": LeftOut("which is left out: nothing is dropped in training", default=0.1),
         "residual_dropout": LeftOut("which is left out: nothing is dropped in training", default=0.1),
     },
-    qkv_bias=True,
+    qkv_bias="attention_bias",
+    variant=lambda said: Variant(attention_output_bias=said["attention_out_bias"], mlp_bias=said["mlp_bias"]),
 )

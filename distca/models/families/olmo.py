@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from distca.models.families.common import SHAPE
 from distca.models.families.family import Family, WindowRope
-from distca.models.fields import OFF, Only, Read
+from distca.models.fields import Read
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 
 _OLMO = SHAPE | {
     "num_key_value_heads": Read("count", None, optional=True),
     "max_position_embeddings": Read("count", 2048),
-    "attention_bias": Only(OFF, "OLMo is served without biases"),
+    "attention_bias": Read("switch", False),
 }
 _WEIGHTS = WeightMap(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
-_VARIANT = Variant(norms="post", query_key_norm="width")
+
+
+def _variant(said: Mapping[str, Any]) -> Variant:
+    return Variant(norms="post", query_key_norm="width", attention_output_bias=said["attention_bias"])
+
 
 OLMO2: Final = Family(
     architecture="Olmo2ForCausalLM",
     fields=_OLMO,
     qk_norm=True,
-    variant=lambda said: _VARIANT,
+    qkv_bias="attention_bias",
+    variant=_variant,
     weights=_WEIGHTS,
 )
 
@@ -34,6 +40,7 @@ OLMO3: Final = Family(
     rope_base=500000.0,
     window_rope=WindowRope(default=500000.0),
     qk_norm=True,
-    variant=lambda said: _VARIANT,
+    qkv_bias="attention_bias",
+    variant=_variant,
     weights=_WEIGHTS,
 )

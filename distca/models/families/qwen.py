@@ -6,7 +6,8 @@ from typing import Final
 
 from distca.models.families.common import SHAPE
 from distca.models.families.family import Family
-from distca.models.fields import OFF, Only, Read
+from distca.models.fields import Read
+from distca.models.variant import Variant
 
 _QWEN = SHAPE | {
     "max_position_embeddings": Read("count", 32768),
@@ -28,8 +29,10 @@ QWEN3: Final = Family(
     fields=_QWEN
     | {
         "head_dim": Read("count", 128),
-        "attention_bias": Only(OFF, "of all biases only those of q, k and v are served, of Qwen2 and Seed-OSS"),
+        "attention_bias": Read("switch", False),
     },
     windows="switched",
+    qkv_bias="attention_bias",
     qk_norm=True,
+    variant=lambda said: Variant(attention_output_bias=said["attention_bias"]),
 )

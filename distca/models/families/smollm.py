@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from distca.models.families.common import SHAPE
 from distca.models.families.family import Family
-from distca.models.fields import OFF, Only, Read
+from distca.models.fields import Read
 from distca.models.variant import Variant
 
 
@@ -18,8 +18,6 @@ def _unrotated(said: Mapping[str, Any]) -> list[int]:
         rotated = [(layer + 1) % every != 0 for layer in range(layers)]
     return [layer for layer, turns in enumerate(rotated[:layers]) if not turns]
 
-
-_BIASES = Only(OFF, "SmolLM3 is served without biases")
 
 SMOLLM3: Final = Family(
     architecture="SmolLM3ForCausalLM",
@@ -34,10 +32,13 @@ SMOLLM3: Final = Family(
         "layer_types": Read("texts", None, optional=True),
         "no_rope_layers": Read("switches", None, optional=True),
         "no_rope_layer_interval": Read("count", 4),
-        "attention_bias": _BIASES,
-        "mlp_bias": _BIASES,
+        "attention_bias": Read("switch", False),
+        "mlp_bias": Read("switch", False),
     },
     windows="unrotated",
     rope_base=2000000.0,
-    variant=lambda said: Variant(unrotated_layers=_unrotated(said)),
+    qkv_bias="attention_bias",
+    variant=lambda said: Variant(
+        unrotated_layers=_unrotated(said), attention_output_bias=said["attention_bias"], mlp_bias=said["mlp_bias"]
+    ),
 )

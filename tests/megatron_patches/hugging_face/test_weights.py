@@ -23,6 +23,8 @@ CUT = (
     "olmo3",
     "granite",
     "cohere2",
+    "gpt_oss, dense",
+    "arcee, biases",
 )
 """Cases of tensor-parallel ranks and stages: together they have every weight, bias and norm that these cut or place."""
 REPLICATED = ("llama", "gemma2")
@@ -219,6 +221,7 @@ def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, tmp_p
         *("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "seed_oss"),
         *("mistral3", "mistral, windows", "gemma2", "gemma3", "olmo3", "smollm3", "granite"),
         *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
+        *("gpt_oss, dense", "arcee, biases"),
     ):
         family_models.write_folder(name, root / name, torch.bfloat16)
     run_ranks(ranks, _round_trips, str(root), str(target), layouts, timeout=200)

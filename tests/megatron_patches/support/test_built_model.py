@@ -114,7 +114,7 @@ def _models():
     heads.config.qk_layernorm = False
     said = "qk_layernorm is False, but decoder.layers.0.self_attention.q_layernorm is a RMSNorm"
     note("norms of heads in the spec only", said, heads)
-    options = ModelOptions(norms="post", attention_output_bias=True)
+    options = ModelOptions(norms="post", attention_output_bias=True, mlp_bias=True)
     spec = block_spec(TransformerConfig(**LLAMA), options=options)
     note("options", None, build(spec=spec), options=options)
     said = "decoder.layers.0 was built with other model options than CAD has"

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from distca.models.variant import Variant
 from distca.train.config.schema import ModelConfig
 from distca.train.metrics.flops import ModelFlops, mfu, model_flops, peak_seconds
 
@@ -27,6 +30,8 @@ def test_llama_8b_has_the_weights_of_its_paper() -> None:
     model = ModelConfig(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8)
     # 8.03e9 in all, less embedding, output layer and the norms.
     assert model.matmul_weights == 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096
+    without_gates = replace(model, variant=Variant(activation="relu2", gated=False))
+    assert model.matmul_weights - without_gates.matmul_weights == 32 * 4096 * 14336
 
 
 @given(st.lists(st.integers(1, 300), max_size=6))
