@@ -30,7 +30,9 @@ class BalancedRouter(TopKRouter):
                 setattr(self, name, before.to(now.device))
         return self
 
-    def route(self, hidden: torch.Tensor, half: Half) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, half: Half
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[rows, experts] probabilities of the experts that each row goes to, and which these are.
 
         Args:
@@ -78,7 +80,7 @@ class HalvesLayer(MoELayer):
 
     def _output(self, hidden: torch.Tensor, half: Half) -> torch.Tensor:
         shared = self.shared_experts(hidden) if self.shared_experts is not None else None
-        probs, chosen = self.router.route(hidden, half)
+        probs, chosen = self.router(hidden, half)
         dispatch = Dispatch.of(chosen, self.router.topk, self.ep_group)
         rows, row_probs = dispatch.send(hidden.flatten(0, -2), probs)
         output, _ = self.experts(rows, dispatch.per_expert, row_probs)
