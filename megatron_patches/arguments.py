@@ -21,7 +21,8 @@ Recompute = Literal["none", "all"]
 How = Literal["keep", "resend"]
 
 _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
-_LEAST = {"tokens_per_rank": 1, "tolerance": 0, "nvshmem_buffer_gb": 0}
+_WHOLE = {"tokens_per_rank", "servers"}
+_LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0}
 _MAY_DIFFER = {
     "transport",
     "kernel",
@@ -54,6 +55,8 @@ class CadArguments(CadOptions):
             current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
             FP8 numbers alone and :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
             "auto": Transformer Engine's where they can be used.
+        servers: servers without a model, of all tensor-parallel ranks together; each runs :func:`distca.serve`, beside
+            the homes' world. Between CPU ranks only.
         model_options: what the model does beside core attention that Megatron's configuration has no field for. The
             defaults are a model that is all in the configuration.
     """
@@ -64,6 +67,7 @@ class CadArguments(CadOptions):
     keep_outputs: bool = False
     offload: bool = False
     linears: Linears = "auto"
+    servers: int = 0
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
@@ -78,7 +82,7 @@ class CadArguments(CadOptions):
                 raise SupportError(f"`{name}` is {value!r}; it can be {', '.join(served)}.")
         for name, least in _LEAST.items():
             number = getattr(self, name)
-            kind, called = (Integral, "a whole number") if name == "tokens_per_rank" else (Real, "a number")
+            kind, called = (Integral, "a whole number") if name in _WHOLE else (Real, "a number")
             if number is None and name == "tolerance":
                 continue
             if not isinstance(number, kind) or isinstance(number, bool):
@@ -96,6 +100,10 @@ class CadArguments(CadOptions):
         if self.backward != "auto":
             found = self.backward
         check_level(self.level, self.disaggregate, stages, self.ping_pong)
+        if self.servers and not self.disaggregate:
+            raise SupportError(
+                f"servers is {self.servers}, but disaggregate is False, and attention stays at home: set servers to 0."
+            )
         if self.offload:
             check_offload(self.disaggregate, self.recompute, found, stages)
         return found

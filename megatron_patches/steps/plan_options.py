@@ -21,6 +21,7 @@ from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.arguments import CadArguments, How
 from megatron_patches.model.layer_kinds import LayerKinds
+from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.te.quantization import fp8_of
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ def plan_options(
     device: torch.device,
     given: CadArguments,
     how: How,
+    remote: RemoteServers | None = None,
 ) -> PlanOptions:
     """The same on every rank; every rank calls it together.
 
@@ -43,6 +45,7 @@ def plan_options(
         device: this rank's.
         given: how core attention is to be computed.
         how: what backward does.
+        remote: servers without a model; None without.
 
     Raises:
         PlanError: on an unusable cost table, one of other heads, a level that nothing was measured for, or nodes that
@@ -51,6 +54,7 @@ def plan_options(
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     shares = tp if config.sequence_parallel else 1
+    machines = [] if remote is None else remote.machines
     cost = cost_model(config, kernel, device, given.cost_table)
     costs = tuple(_cost_of(kind, cost, kernel, device) for kind in layer_kinds.kinds)
     non_attention = None
@@ -70,8 +74,9 @@ def plan_options(
         resend=given.disaggregate and how == "resend",
         disaggregate=given.disaggregate,
         tolerance=given.tolerance,
-        links=pool_links(tp, given.ranks_per_node),
+        links=pool_links(tp, given.ranks_per_node, machines),
         non_attention=non_attention,
+        servers=len(machines),
     )
 
 
