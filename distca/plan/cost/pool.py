@@ -94,6 +94,13 @@ class PoolCost(CostModel):
         return ServerWork(direction, costs, self._table, of_table[self._table].T.copy())
 
 
+def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
+    """Costs of a pool whose servers are [R] ``speeds`` times as fast as ``cost`` says, forward and backward."""
+    unlike = list(dict.fromkeys((1.0, *map(float, speeds))))
+    tables = tuple(scaled(cost, 1.0 / speed, 1.0 / speed) for speed in unlike)
+    return PoolCost(tables, tuple(unlike.index(float(speed)) for speed in speeds))
+
+
 @dataclass(frozen=True)
 class ServerWork:
     """Work of ranges on every server, in seconds of a server of mean speed; where all are alike, in their own.
