@@ -57,6 +57,9 @@ class CadArguments(CadOptions):
             "auto": Transformer Engine's where they can be used.
         servers: servers without a model, of all tensor-parallel ranks together; each runs :func:`distca.serve`, beside
             the homes' world. Between CPU ranks only.
+        speeds: of every server of the pool, how many times as fast as the cost table says it computes attention and
+            linear layers: a GPU that is found to be slower, or another kind. Homes come first, stage by stage, then
+            servers without a model; empty where all are alike. Plans are the same in every run.
         model_options: what the model does beside core attention that Megatron's configuration has no field for. The
             defaults are a model that is all in the configuration.
     """
@@ -68,6 +71,7 @@ class CadArguments(CadOptions):
     offload: bool = False
     linears: Linears = "auto"
     servers: int = 0
+    speeds: tuple[float, ...] = ()
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
@@ -99,7 +103,11 @@ class CadArguments(CadOptions):
         found: How = "resend" if stages > 1 or self.offload else "keep"
         if self.backward != "auto":
             found = self.backward
-        check_level(self.level, self.disaggregate, stages, self.ping_pong)
+        check_level(self.level, self.disaggregate, stages, self.ping_pong, bool(self.servers or self.speeds))
+        if self.speeds and not self.disaggregate:
+            raise SupportError(
+                "speeds are given, but disaggregate is False, so each home computes what it has: leave it out."
+            )
         if self.servers and not self.disaggregate:
             raise SupportError(
                 f"servers is {self.servers}, but disaggregate is False, and attention stays at home: set servers to 0."
@@ -112,7 +120,7 @@ class CadArguments(CadOptions):
     def alike(self) -> dict[str, Any]:
         """The arguments that all ranks have to be given alike, by name."""
         found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _MAY_DIFFER}
-        return found | {"model_options": repr(self.model_options)}
+        return found | {"model_options": repr(self.model_options), "speeds": repr(self.speeds)}
 
 
 Keywords = ParamSpec("Keywords")
@@ -188,19 +196,20 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
             )
 
 
-def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool) -> None:
-    """Refuse to level time where no stage is ever idle, or where an idle one could only wait.
+def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, unlike: bool = False) -> None:
+    """Refuse to level time where no server is ever idle, or where an idle one could only wait.
 
     Args:
         level, disaggregate, ping_pong: of :class:`megatron_patches.api.CAD`.
         stages: of the pipeline.
+        unlike: whether servers differ in their speed, or in having a model.
 
     Raises:
         SupportError: so it is.
     """
-    if level != "time" or (disaggregate and stages > 1 and ping_pong):
+    if level != "time" or (disaggregate and (stages > 1 or unlike) and ping_pong):
         return
     why = "disaggregate is False" if not disaggregate else "ping_pong is False, so idle stages could only wait"
-    if disaggregate and stages == 1:
+    if disaggregate and stages == 1 and not unlike:
         why = "there are no pipeline stages, and only stages are ever idle"
     raise SupportError(f"level is 'time', but {why}: set level to 'auto'.")

@@ -154,6 +154,7 @@ def attached(
         offload=case.offload and disaggregate,
         linears=linears,
         servers=case.servers if disaggregate else 0,
+        speeds=case.speeds if disaggregate else (),
         model_options=case.options,
     )
     if case.scheduler == "random":

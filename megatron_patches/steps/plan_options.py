@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from distca.errors import PlanError
 from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
 from distca.plan.cost.analytic import cost_of_kind
 from distca.plan.cost.linear import NonAttention, between_attentions, layer_weights
+from distca.plan.cost.pool import at_speeds
 from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.arguments import CadArguments, How
@@ -60,8 +63,16 @@ def plan_options(
     costs = tuple(_cost_of(kind, cost, kernel, device) for kind in layer_kinds.kinds)
     non_attention = None
     if given.disaggregate:
-        usual = device.type == "cuda" and stages > 1 and given.ping_pong and given.transport != "nvshmem"
+        unlike = stages > 1 or bool(given.servers or given.speeds)
+        usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         non_attention = _non_attention(config, cost, given.level, usual, given.recompute == "all")
+    if given.speeds:
+        homes = parallel_state.get_data_parallel_world_size() * stages
+        check_speeds(given.speeds, homes + len(machines))
+        costs = tuple(at_speeds(each, given.speeds) for each in costs)
+        if non_attention is not None:
+            slower = tuple(1.0 / speed for speed in given.speeds[:homes])
+            non_attention = replace(non_attention, factors=slower)
     return PlanOptions(
         ranks=parallel_state.get_data_parallel_world_size(),
         cost=costs[0],
@@ -79,6 +90,18 @@ def plan_options(
         non_attention=non_attention,
         servers=len(machines),
     )
+
+
+def check_speeds(speeds: Sequence[float], servers: int) -> None:
+    """Refuse speeds that are not one for each of the pool's ``servers``.
+
+    Raises:
+        PlanError: on another number of speeds, or one that is not above 0.
+    """
+    if len(speeds) != servers or not all(0 < speed < math.inf for speed in speeds):
+        raise PlanError(
+            f"`speeds` is {tuple(speeds)}; give one number above 0 for each of the pool's {servers} servers, or none."
+        )
 
 
 def attention_shape(config: TransformerConfig) -> AttentionShape:

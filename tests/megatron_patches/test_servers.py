@@ -24,7 +24,7 @@ HOMES, SERVERS = 4, 2
 MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2))
 KINDS = {"window_size": (15, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
 CASES: tuple[dict[str, Any], ...] = (
-    {},
+    {"speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0)},
     {"backward": "resend", "ping_pong": False, "recompute": "mlp"},
     {"ranks_per_node": 2, "recompute": "all", "config": KINDS},
     {"micro_batches": ((1,), (2, 1))},
@@ -68,7 +68,7 @@ def _compared(case: Any) -> tuple[float, float, int]:
     cpu = torch.device("cpu")
     made = unmodified.unmodified_model(case, torch.float32)
     weights = {name: parameter.detach() for name, parameter in made.named_parameters()}
-    alone = disaggregated.run_disaggregated(case, torch.float32, cpu, "reference", weights)
+    alone = disaggregated.run_disaggregated(replace(case, speeds=()), torch.float32, cpu, "reference", weights)
     cad, model = disaggregated.attached(replace(case, servers=SERVERS), torch.float32, cpu, "reference", weights)
     ddp = cad.data_parallel(model, distributed_optimizer=False)
     # The second step is planned before the first one runs, and both are of the same documents.
@@ -114,6 +114,8 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
         RemoteServers(3, 2, "auto")
     with pytest.raises(SupportError, match="`transport` is 'nvshmem'"):
         RemoteServers(2, 2, "nvshmem")
+    with pytest.raises(SupportError, match="speeds are given, but disaggregate is False"):
+        CadArguments(tokens_per_rank=1, speeds=(1.0,), disaggregate=False).how(1)
     dense, mixture = SimpleNamespace(num_moe_experts=None), SimpleNamespace(num_moe_experts=4)
     check_with_servers(dense, False, False)
     for config, recurrent, offload in ((mixture, False, False), (dense, True, False), (dense, False, True)):

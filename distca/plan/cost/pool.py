@@ -1,4 +1,4 @@
-"""What CA-tasks cost on the servers of a pool that are not alike: each server has the table of its GPU and kernel.
+"""Costs of CA-tasks on the servers of a pool that are not alike: each server has the table of its GPU and kernel.
 
 Array legend: K directions, N tasks, R servers, C tables.
 """
@@ -92,6 +92,13 @@ class PoolCost(CostModel):
         both = (1.0 / np.repeat(of_table, 3 - of_table.shape[1], axis=1)).tolist()
         costs = tuple(scaled(table, *factors) for table, factors in zip(self.tables, both, strict=True))
         return ServerWork(direction, costs, self._table, of_table[self._table].T.copy())
+
+
+def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
+    """Costs of a pool whose servers are [R] ``speeds`` times as fast as ``cost`` says, forward and backward."""
+    unlike = list(dict.fromkeys((1.0, *map(float, speeds))))
+    tables = tuple(scaled(cost, 1.0 / speed, 1.0 / speed) for speed in unlike)
+    return PoolCost(tables, tuple(unlike.index(float(speed)) for speed in speeds))
 
 
 @dataclass(frozen=True)
