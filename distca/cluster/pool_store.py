@@ -1,4 +1,4 @@
-"""Where homes and servers without a model meet: a store that both reach, and process groups over all of them.
+"""The place where homes and servers without a model meet: a store that both reach, and process groups over all of them.
 
 Homes alone are torch.distributed's default world, because Megatron-Core divides all of it among its groups. Servers are
 processes with a world of their own. Both know the store behind the homes' world. Under a prefix of it the homes' first
@@ -46,7 +46,7 @@ class PoolStore:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes too
 
     def take(self, key: str, patience: timedelta = TIMEOUT, why: str = "") -> Any:
-        """What others left under ``key``, once it is there.
+        """Returns what others left under ``key``, once it is there.
 
         Raises:
             LaunchError: it is not there in time; ``why`` says what is wrong then.

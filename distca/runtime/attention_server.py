@@ -44,7 +44,7 @@ HOMES_QUIET = timedelta(days=7)
 
 @dataclass(frozen=True)
 class PoolTerms:
-    """What a server must know of the homes' model.
+    """Facts that a server must know of the homes' model.
 
     Attributes:
         options: how steps are planned.

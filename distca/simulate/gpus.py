@@ -36,7 +36,7 @@ GPUS = {
     "A100": Gpu(312e12, 2.04e12, 25.0, 79.3),
     "H20": Gpu(148e12, 4.0e12, 50.0, 95.6),
 }
-"""By name. Networks: eight cards of 400 Gbit/s a node, of A100 nodes 200."""
+"""GPUs by name. Networks: eight cards of 400 Gbit/s a node, of A100 nodes 200."""
 
 
 def derived(measured: TableCost, source: Gpu, target: Gpu) -> TableCost:

@@ -1,4 +1,4 @@
-"""What CA-tasks cost on the servers of a pool that are not alike: each server has the table of its GPU and kernel.
+"""Costs of CA-tasks on the servers of a pool that are not alike: each server has the table of its GPU and kernel.
 
 Array legend: K directions, N tasks, R servers, C tables.
 """

@@ -170,8 +170,8 @@ class SchedulerState:
         return float(((self.slowest - self.mean) / self._tolerated).max())
 
     def figure(self, unit: np.ndarray) -> float:
-        """What plans are compared by, over the [K] ``unit``: the worse direction; both together where servers are not
-        alike, as these trade one for the other."""
+        """The number that plans are compared by, over the [K] ``unit``: the worse direction; both together where
+        servers are not alike, as these trade one for the other."""
         if self.work.slowness is None:
             return float((self.slowest / unit).max())
         return float(self.slowest.sum() / unit.sum())
