@@ -153,6 +153,8 @@ def attached(
         recompute="all" if case.recompute == "all" and disaggregate else "none",
         offload=case.offload and disaggregate,
         linears=linears,
+        servers=case.servers if disaggregate else 0,
+        speeds=case.speeds if disaggregate else (),
         model_options=case.options,
     )
     if case.scheduler == "random":
