@@ -102,6 +102,7 @@ def test_pipelines_level_attention_with_linear_layers_in_fp8(
     config: Any = SimpleNamespace(
         num_attention_heads=32, num_query_groups=8, kv_channels=128, hidden_size=4096, ffn_hidden_size=14336,
         num_layers=8, recompute_granularity=None, fp8=None, fp8_recipe="tensorwise", gated_linear_unit=True,
+        num_moe_experts=None,
     )  # fmt: skip
     cost = find_table("NVIDIA H200", "flash4", 16, 4, 128)
     assert cost is not None and cost.linear is not None
