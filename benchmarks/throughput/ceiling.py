@@ -173,11 +173,13 @@ def measure_ceiling(
     model, tp = config.model, config.parallel.tp
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     heads = shape.heads * shape.head_dim
+    # Experts that a token goes to count as one product as wide as all of them, which none of their own can beat.
+    ffn = model.mlp_weights // (3 * model.hidden) if model.experts.count else model.ffn
     sizes = {
         "qkv": (model.hidden, heads + 2 * shape.kv_heads * shape.head_dim),
         "proj": (heads, model.hidden),
-        "fc1": (model.hidden, 2 * model.ffn // tp),
-        "fc2": (model.ffn // tp, model.hidden),
+        "fc1": (model.hidden, 2 * ffn // tp),
+        "fc2": (ffn // tp, model.hidden),
         "output": (model.hidden, model.vocabulary // tp),
     }
     document = min(document, 65536) if device.type == "cuda" else min(document, 256)

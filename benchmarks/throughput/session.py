@@ -78,7 +78,12 @@ class Session:
             "socket_nodes": settings.socket_nodes,
             "deal": config.cad.deal,
             "model": asdict(config.model),
-            "parallel": {"tp": config.parallel.tp, "pp": config.parallel.pp, "data_parallel_times_cp": self._ranks},
+            "parallel": {
+                "tp": config.parallel.tp,
+                "pp": config.parallel.pp,
+                "ep": config.parallel.ep,
+                "data_parallel_times_cp": self._ranks,
+            },
             "tokens_per_rank": config.data.tokens_per_rank,
             "micro_batches": config.train.micro_batches,
             "recompute": config.resolved_recompute,

@@ -16,7 +16,7 @@ from distca.train.config.validate import validate
 from distca.train.run.expert_nodes import nodes_warning
 from distca.train.run.memory import predict_memory
 from distca.train.run.memory_fit import GIB, HostMemory, check_memory, resolve
-from tests.train.small_runs import StepByStep, arguments, train_all, write_texts
+from tests.train.small_runs import StepByStep, arguments, steps_of, train_all, write_texts
 
 SMALL = {
     "model__experts__count": 4,
@@ -29,7 +29,7 @@ SMALL = {
 PUBLISHED = ["--config", "configs/qwen3-30b-a3b.yaml"]
 
 
-def _train(line: list[str]) -> tuple[list[str], list[float]]:
+def _train(line: list[str], more: list[list[str]]) -> tuple[list[str], list[float]]:
     """Lines of the log, and what an expert's weights add up to, of every expert of this rank before training."""
     from megatron_patches.patches.cpu import use_cpu
 
@@ -42,19 +42,24 @@ def _train(line: list[str]) -> tuple[list[str], list[float]]:
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("distca").addHandler(handler)
-    train_all([line])
+    train_all([line, *more])
     return heard, sums
 
 
 @pytest.mark.slow
 def test_a_run_with_experts_trains_and_says_how_they_are_loaded(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
-    own = SMALL | {"log__tensorboard": True, "train__steps": 4, "cad__ranks_per_node": 1}
+    own = SMALL | {"log__tensorboard": True, "train__steps": 3, "cad__ranks_per_node": 1}
     line = arguments(name="moe", output=tmp_path, data__path=tmp_path / "texts", **own)
-    (said, first), (others, second) = run_ranks(2, _train, line)
+    cut = [*line, "--name", "cut"]
+    ended, goes_on = (
+        [*cut, "--train.time_limit", "1e-6"],
+        [*cut, "--parallel.ep", "1", "--checkpoint.resume", "latest"],
+    )
+    (said, first), (others, second) = run_ranks(2, _train, line, [ended, goes_on])
     assert len({*first, *second}) == 4, "experts of different ranks are drawn apart"
     warned = [each for each in said if "parallel.ep) are on 2 machines" in each]
-    assert len(warned) == 1 and not any("parallel.ep) are on" in each for each in others)
+    assert len(warned) == 2 and not any("parallel.ep) are on" in each for each in others)
     assert any("EP 2 (4 experts; a token uses" in each for each in said)
     steps = [json.loads(each) for each in (tmp_path / "moe" / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1]["loss"] < 0.95 * steps[0]["loss"]
@@ -64,6 +69,8 @@ def test_a_run_with_experts_trains_and_says_how_they_are_loaded(tmp_path: Path) 
         assert len(load) == 4 and np.mean(load) == pytest.approx(1, abs=0.01)
         assert step["expert_load_max"] == step["expert_load_max_layer_2"] == pytest.approx(max(load), abs=0.01)
         assert 0 < step["router_entropy_layer_2"] == step["router_entropy"] <= np.log(4) + 1e-6
+    whole, resumed = steps_of(tmp_path / "moe"), steps_of(tmp_path / "cut")
+    assert resumed == pytest.approx(whole, rel=1e-6), "from two expert-parallel ranks to one"
     assert _tags(tmp_path / "moe") >= {"expert_load_max", "router_entropy", "expert_load_layer_2"}
 
 
