@@ -27,6 +27,8 @@ def simulate(
     context: _Counts = 131_072,
     tp: int = 8,
     pp: int = 1,
+    ep: int = 1,
+    hide_experts: bool = False,
     tokens_per_rank: int = 131_072,
     micro_batches: int | None = None,
     recompute: Recompute = "none",
@@ -58,7 +60,8 @@ def simulate(
             training data as text:PATH, jsonl:PATH, parquet:PATH, arrow:PATH, blend:PATH (a byte is a token) or
             indexed:PATH, cut where it exceeds a context.
         gpus: of the cluster; several as [64,128,256].
-        model: 8b, 34b, gemma-3-like, olmo-3-like, gpt-oss-like, or a configuration file with a model (YAML).
+        model: 8b, 34b, gemma-3-like, olmo-3-like, gpt-oss-like, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, or a
+            configuration file with a model (YAML).
         modes: comma-separated: distca, packed, packed-dealt, variable, cpN, cpN-keep, ringN, ulyssesN for groups of N
             ranks, each with -hidden behind it if what it sends is to travel beside computation; best-cp and
             best-cp-hidden take the fastest degree. With -halo (cp4-halo, best-cp-halo-hidden) layers with a window
@@ -68,6 +71,10 @@ def simulate(
             [131072,524288].
         tp: tensor-parallel ranks.
         pp: pipeline stages.
+        ep: expert-parallel GPUs, which share the experts of every layer; rows count as if every expert got equally
+            many.
+        hide_experts: with distca, rows of one half travel to experts and back beside the other half's computation,
+            which training does not do yet.
         tokens_per_rank: tokens of a micro-batch on a data-parallel rank.
         micro_batches: of a step; by default 1, with stages 4 for each.
         recompute: what backward computes again: none, mlp or all.
@@ -95,7 +102,7 @@ def simulate(
     """
     all_gpus, contexts = _several("gpus", gpus), _several("context", context)
     check_least(1, steps=steps, tokens_per_rank=tokens_per_rank, gpus=min(all_gpus), context=min(contexts))
-    check_least(1, tp=tp, pp=pp, micro_batches=micro_batches)
+    check_least(1, tp=tp, pp=pp, ep=ep, micro_batches=micro_batches)
     check_least(0, seed=seed, timeline_rank=timeline_rank)
     check_most(_MOST, gpus=max(all_gpus), steps=steps)
     check_most(MOST_TOKENS, context=max(contexts))
@@ -110,7 +117,8 @@ def simulate(
         raise OptionError(
             f"--picture shows DistCA's speed over that of others; name distca and another in --modes, not {modes}."
         )
-    for option, given in (("tolerance", tolerance is not None), ("backward", backward != "keep")):
+    owned = (("tolerance", tolerance is not None), ("backward", backward != "keep"), ("hide_experts", hide_experts))
+    for option, given in owned:
         if given and "distca" not in names:
             raise OptionError(f"--{option} is DistCA's, but --modes is {modes}; add distca there, or leave it out.")
     shape = read_model(model)
@@ -126,6 +134,8 @@ def simulate(
             cost,
             tp=tp,
             pp=pp,
+            ep=ep,
+            hide_experts=hide_experts,
             tokens_per_rank=tokens_per_rank,
             micro_batches=micro_batches or (1 if pp == 1 else 4 * pp),
             recompute=recompute,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from distca.commands.lengths import MOST_TOKENS, read_data, read_lengths
 from distca.data.mixes import MIX_NAMES, sample_mix
 from distca.errors import OptionError
+from distca.models.experts import Experts
 from distca.models.shape import ModelShape
 from distca.plan import CostModel, analytic_cost
 from distca.plan.cost.table_file import find_table, open_table
@@ -35,6 +37,7 @@ def read_model(name: str) -> ModelShape:
         sizes = {key: content[key] for key in wanted}
         sizes |= {key: content[key] for key in ("head_dim", "vocabulary") if content.get(key)}
         more = {key: content.get(key, unset) for key, unset in _MORE.items()}
+        experts = dict(content.get("experts") or {})
     except OSError:
         raise OptionError(
             f"--model is {name!r}; give {', '.join(MODELS)} or a configuration file, such as configs/llama-8b.yaml."
@@ -54,7 +57,28 @@ def read_model(name: str) -> ModelShape:
         )
     head_dim = {"head_dim": sizes["hidden"] // sizes["heads"]}
     _check_windows(name, more["layer_types"], more["window"])
-    return dense(**head_dim | sizes, **more)
+    return dense(**head_dim | sizes, **more, experts=_experts(name, experts, sizes["layers"]))
+
+
+def _experts(name: str, given: dict[Any, Any], layers: int) -> Experts:
+    """The experts of a model's file.
+
+    Raises:
+        OptionError: they have a field that none has, or one of a wrong type, or cannot be.
+    """
+    usual = asdict(Experts())
+    for key, value in given.items():
+        if key not in usual:
+            raise OptionError(f"--model {name} has experts with {key!r}; known are {', '.join(usual)}.")
+        kinds = (int, float) if isinstance(usual[key], float) else (type(usual[key]),)
+        if type(value) not in kinds or (isinstance(value, int | float) and not 0 <= value <= _MOST_SIZE):
+            raise OptionError(
+                f"--model {name} has experts with {key} {value!r}; it must be such as {usual[key]!r}, and not negative."
+            )
+    experts = Experts(**given)
+    if wrong := experts.problems(layers):
+        raise OptionError(f"--model {name} has experts that cannot be: {wrong[0]}")
+    return experts
 
 
 def _check_windows(name: str, types: Any, window: Any) -> None:

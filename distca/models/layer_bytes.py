@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from distca.device.sizes import LOGITS_BYTES
+from distca.models.expert_bytes import ExpertBytes
 from distca.models.shape import LayerKind, ModelShape
 from distca.sizes.fp8_shapes import Fp8
 
@@ -26,6 +27,7 @@ class LayerBytes:
         shape: of the model.
         kind: of the layer.
         tp: tensor-parallel ranks.
+        ep: expert-parallel ranks.
         sequence_parallel: the residual stream is sharded over them.
         value: bytes of a weight or activation.
         fp8: how linear layers scale tensors to FP8.
@@ -39,6 +41,7 @@ class LayerBytes:
     shape: ModelShape
     kind: LayerKind
     tp: int = 1
+    ep: int = 1
     sequence_parallel: bool = True
     value: int = 2
     fp8: Fp8 = "none"
@@ -57,7 +60,7 @@ class LayerBytes:
 
     @cached_property
     def ffn(self) -> int:
-        """Inside the MLP, of its activation's output."""
+        """Inside the MLP, of its activation's output; beside experts the shared one's."""
         return self.kind.mlp.ffn // self.tp
 
     @cached_property
@@ -82,8 +85,23 @@ class LayerBytes:
 
     @cached_property
     def weights(self) -> int:
-        """Parameters of the layer's linear layers on this rank."""
-        return (sum(self.shape.attention_weights) + self.kind.mlp.weights(self.shape.hidden)) // self.tp
+        """Parameters of the layer's linear layers on this rank, but for those of experts."""
+        mlp, hidden = self.kind.mlp, self.shape.hidden
+        return (sum(self.shape.attention_weights) + mlp.dense(hidden)) // self.tp + mlp.router(hidden)
+
+    @cached_property
+    def expert_weights(self) -> int:
+        """Parameters of experts on this rank."""
+        return self.kind.mlp.all_experts(self.shape.hidden) // self.ep
+
+    @property
+    def _mixes(self) -> bool:
+        """The layer has experts."""
+        return self.kind.mlp.experts.count > 0
+
+    @cached_property
+    def _experts(self) -> ExpertBytes:
+        return ExpertBytes(self.kind.mlp.experts, self.shape.hidden, self.tp, self.value)
 
     @cached_property
     def norms(self) -> int:
@@ -99,7 +117,8 @@ class LayerBytes:
     @property
     def _megatrons(self) -> bool:
         """Megatron's own layers run: attention is at home, and no variant needs ours."""
-        return not self.disaggregated and not self.shape.variant.own_layers
+        own = self.shape.variant.own_layers or self.shape.experts.count
+        return not self.disaggregated and not own
 
     # Bytes that are kept of one token until its backward.
 
@@ -111,7 +130,7 @@ class LayerBytes:
         if self.recompute == "all":
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
             return self.value * (self.hidden + o)
-        return self.segment() + self._head_norms() - self.recomputed_mlp()
+        return self.segment() + self._head_norms() - self.recomputed_mlp() + self.kept_by_experts()
 
     def segment(self) -> int:
         """Bytes that the rest of a layer keeps beside the attention kernel's tensors; where servers keep these, with o
@@ -129,15 +148,21 @@ class LayerBytes:
         elif self._megatrons:
             elements += 2 * self.hidden
         if self.keep_outputs:
-            elements += self.ffn + self._normed_inputs
+            elements += (0 if self._mixes else self.ffn) + self._normed_inputs
         if self.disaggregated and self.keep:
             elements += self.q  # o at home
         return self.value * elements + copies + self.norms * 4
 
+    def kept_by_experts(self) -> int:
+        """What experts and their router keep; only what they read where they are computed again."""
+        return self._experts.kept() if self.recompute == "none" else self._experts.input()
+
     @property
     def _normed_inputs(self) -> int:
         """Norms' outputs that matrix products are given, where only ``keep_outputs`` has them kept."""
-        return 0 if self._megatrons or self.shape.variant.norms == "post" else 2 * self.hidden
+        if self._megatrons or self.shape.variant.norms == "post":
+            return 0
+        return self.hidden * (1 if self._mixes else 2)  # experts keep what they read in any case
 
     def _head_norms(self) -> int:
         """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
@@ -169,6 +194,8 @@ class LayerBytes:
         """Bytes of a token while SwiGLU computes its gradient: gradients of its output and input, the norm's output,
         which came back; where recomputed, SwiGLU's input and what was computed from it. What a layer that is recomputed
         as a whole keeps meanwhile is not in it."""
+        if self._mixes:
+            return self._experts_at_work()
         normed = self.hidden if self.disaggregated and self.fp8 == "none" else 0
         # SwiGLU's kept output has made room for its gradient.
         elements = self.projected + (0 if self.keep_outputs else self.ffn + normed)
@@ -178,12 +205,21 @@ class LayerBytes:
             elements += self.hidden  # the residual stream between attention and MLP
         return self.value * elements
 
+    def _experts_at_work(self) -> int:
+        """The same of a layer with experts, whose gradients take more than those of the shared one."""
+        rows = {"none": 1 + self.disaggregated, "mlp": 0, "all": 2}[self.recompute] + (self.ffn > 0)
+        elements, again = rows * self.hidden, 0
+        if self.recompute != "none":
+            again = self._experts.kept()
+            elements += 0 if self.recomputed_whole else 2 * self.ffn
+        return self.value * elements + self._experts.at_work() + again
+
     def freed_by_mlp(self) -> int:
         """Bytes of a token that the backward of the layer's MLP frees; of a recomputed segment its residual stream."""
         if self.recompute == "all":
             return self.value * self.hidden
         outputs = self.ffn + self._normed_inputs // 2 if self.keep_outputs else 0
-        return self.value * (self.hidden + self.projected + outputs) - self.recomputed_mlp()
+        return self.value * (self.hidden + self.projected + outputs) - self.recomputed_mlp() + self.kept_by_experts()
 
     def around_work(self, rows: int) -> int:
         """The angles and the gradient of the layer's output, of all ``rows`` of a micro-batch."""
@@ -207,7 +243,7 @@ class LayerBytes:
 def parameters_of_rank(
     shape: ModelShape, stage_layers: list[LayerBytes], vocabulary: int, first: bool, last: bool
 ) -> int:
-    """Parameters of one rank of a pipeline stage.
+    """Parameters of one rank of a pipeline stage, but for those of experts.
 
     Args:
         shape: of the model.
@@ -220,3 +256,9 @@ def parameters_of_rank(
     norms = sum(layer.norms for layer in stage_layers) + last
     weights = sum(layer.weights for layer in stage_layers)
     return weights + norms * shape.hidden + tables * (vocabulary * shape.hidden // stage_layers[0].tp)
+
+
+def expert_parameters_of_rank(stage_layers: list[LayerBytes]) -> int:
+    """Parameters of experts on one rank of a pipeline stage, whose ranks with the same ones share their optimizer's
+    state."""
+    return sum(layer.expert_weights for layer in stage_layers)

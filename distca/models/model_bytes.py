@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from distca.sizes.fp8_shapes import Fp8
 
@@ -27,6 +27,10 @@ class ModelBytes:
     def held(self) -> int:
         """In all of a step."""
         return self.weights + self.gradients + self.optimizer
+
+    def __add__(self, other: ModelBytes) -> ModelBytes:
+        """The sum of both."""
+        return ModelBytes(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def model_bytes(

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distca.models.experts import Experts
+from distca.models.mlp import Mlp
 from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
 from distca.plan.cost.linear import layer_weights
@@ -17,28 +19,6 @@ from distca.plan.cost.model import AttentionShape
 from distca.plan.kinds import AttentionKind, usual_scale, windows_of
 
 LayerType = Literal["full", "window"]
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """A dense MLP.
-
-    Attributes:
-        ffn: width inside it, of its up projection, and of its gate where it has one.
-        gated: it has a gate.
-    """
-
-    ffn: int
-    gated: bool = True
-
-    @property
-    def projected(self) -> int:
-        """Width of what its first product puts out: gate, where it has one, and up."""
-        return (1 + self.gated) * self.ffn
-
-    def weights(self, hidden: int) -> int:
-        """Weights of gate, up and down, which every token is multiplied by."""
-        return hidden * (self.projected + self.ffn)
 
 
 @dataclass(frozen=True)
@@ -61,7 +41,7 @@ class ModelShape:
     Attributes:
         layers: number of transformer layers.
         hidden: width of the residual stream.
-        ffn: width inside the MLP (of its up projection, and of its gate where it has one).
+        ffn: width inside the MLP (of its up projection, and of its gate where it has one), in layers without experts.
         heads: query heads.
         kv_heads: key and value heads; must divide heads.
         head_dim: width of one head; 0 means hidden / heads.
@@ -78,6 +58,7 @@ class ModelShape:
         tie_embeddings: use the embedding's weights as the output layer's.
         rope_scaling: how rotary positions are stretched.
         variant: what its layers do differently from LLaMA's.
+        experts: that layers have in place of the MLP.
     """
 
     layers: int
@@ -97,12 +78,22 @@ class ModelShape:
     tie_embeddings: bool = False
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     variant: Variant = field(default_factory=Variant)
+    experts: Experts = field(default_factory=Experts)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        scale, softcap, mlp = self.softmax_scale, self.variant.score_softcap, Mlp(self.ffn, self.variant.gated)
-        return tuple(LayerKind(AttentionKind(scale, window, softcap, self.sinks), mlp) for window in self.windows)
+        scale, softcap = self.softmax_scale, self.variant.score_softcap
+        return tuple(
+            LayerKind(AttentionKind(scale, window, softcap, self.sinks), mlp)
+            for window, mlp in zip(self.windows, self._mlps, strict=True)
+        )
+
+    @property
+    def _mlps(self) -> list[Mlp]:
+        """The MLP of each layer."""
+        dense = min(self.experts.dense_layers, self.layers) if self.experts.count else self.layers
+        return [Mlp(self.ffn, gated=self.variant.gated)] * dense + [Mlp(self.experts.shared_ffn, self.experts)] * (self.layers - dense)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -138,9 +129,15 @@ class ModelShape:
 
     @property
     def matmul_weights(self) -> int:
-        """Weights of all layers that a token is multiplied by; no embedding and no output layer."""
+        """Weights of all layers that a token is multiplied by, of experts only its own; no embedding and no output
+        layer."""
         mlps = sum(kind.mlp.weights(self.hidden) for kind in self.layer_kinds)
         return self.layers * sum(self.attention_weights) + mlps
+
+    @property
+    def held_weights(self) -> int:
+        """Weights of all layers, of all experts; no embedding and no output layer."""
+        return self.layers * sum(self.attention_weights) + sum(kind.mlp.held(self.hidden) for kind in self.layer_kinds)
 
     @property
     def mlp_weights(self) -> int:
@@ -151,3 +148,8 @@ class ModelShape:
     def layer_weights(self) -> int:
         """Weights of a layer that a token is multiplied by, in the mean over layers."""
         return self.matmul_weights // self.layers
+
+    @property
+    def routed_weights(self) -> int:
+        """Weights of a layer's experts that a token goes to, in the mean over layers; part of ``mlp_weights``."""
+        return sum(kind.mlp.routed(self.hidden) for kind in self.layer_kinds) // self.layers

@@ -15,6 +15,7 @@ from distca.baselines.layouts import Pieces, layout_of
 from distca.baselines.mode import BY_HEADS, RINGS
 from distca.data.sampler import MicroBatch
 from distca.plan import CostModel, plan_at_home, traffic
+from distca.simulate.experts import ExpertLayers
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import Job
 from distca.simulate.streams import Arrival, Streams
@@ -250,6 +251,9 @@ class BaselineLayers:
         self._job, self._mode, self._streams, self._hidden = job, mode, streams, hidden
         self._late: list[Arrival] = []
         self._kinds = job.layer_kinds[stage]
+        self._experts = ExpertLayers(
+            replace(job, hide_experts=False), streams, np.full(job.data_parallel, stage), hidden
+        )
         self.attention = np.zeros(job.data_parallel)
 
     def forward(self, dealt: tuple[Dealt, ...], rows: np.ndarray) -> None:
@@ -259,6 +263,7 @@ class BaselineLayers:
             self._compute(rows * each.pre_forward, "pre", layer, "forward")
             self._attend_forward(dealt[kind], layer)
             self._compute(rows * (each.post_forward + self._job.rotation / 3), "post", layer, "forward")
+            self._run_experts(rows, layer, "forward")
             self._catch_up(layer)
 
     def backward(self, dealt: tuple[Dealt, ...], rows: np.ndarray) -> None:
@@ -267,10 +272,18 @@ class BaselineLayers:
             if self._job.recompute == "all":
                 # Megatron computes a layer again as a whole, core attention and what it sends too.
                 self._attend_forward(dealt[kind], layer)
+            self._run_experts(rows, layer, "backward")
             self._compute(rows * (each.post_backward + self._job.rotation * 2 / 3), "post", layer, "backward")
             self._attend_backward(dealt[kind], layer)
             self._compute(rows * each.pre_backward, "pre", layer, "backward")
             self._catch_up(layer)
+
+    def _run_experts(self, rows: np.ndarray, layer: int, direction: str) -> None:
+        def nothing(nano: int) -> None:
+            pass
+
+        if layer in self._experts:
+            self._late += self._experts.run([rows], [0], layer, direction, nothing, nothing)
 
     def _attend_forward(self, dealt: Dealt, layer: int) -> None:
         self._gather(dealt, layer, "forward")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from distca.plan import (
     traffic,
 )
 from distca.plan.phases import Phase
+from distca.simulate.experts import ExpertLayers
 from distca.simulate.fabric import Exchange
 from distca.simulate.job import VALUE, Job
 from distca.simulate.streams import Arrival, Streams
@@ -110,6 +112,7 @@ class Cad:
         ranks = job.servers
         self.attention = np.zeros(ranks)
         last = np.arange(ranks) // job.data_parallel == job.pp - 1
+        self._experts = ExpertLayers(job, streams, np.arange(ranks) // job.data_parallel)
         self._head = np.where(last, job.rows.head, 0.0)
 
     def run(self) -> None:
@@ -213,12 +216,25 @@ class Cad:
                 self._serve(half, layer, nano, "forward")
                 under_way[nano] = launch(half.back, "o", layer, nano)
             last = layer + 1 == layers
-            for nano, half in enumerate(halves[layer]):
-                streams.join(under_way[nano], layer, nano, "forward")
-                between = rows.post_forward + (0.0 if last else rows.pre_forward)
-                compute(half.rows * between, "post" if last else "post+pre", layer, nano)
+
+            def behind(nano: int, post: float, name: str, layer: int = layer, last: bool = last) -> None:
+                between = post + (0.0 if last else rows.pre_forward)
+                if between:
+                    compute(halves[layer][nano].rows * between, name, layer, nano)
                 if not last:
                     under_way[nano] = launch(halves[layer + 1][nano].there, "q,k,v", layer + 1, nano)
+
+            def before(nano: int, layer: int = layer) -> None:
+                streams.join(under_way[nano], layer, nano, "forward")
+                compute(halves[layer][nano].rows * rows.post_forward, "post", layer, nano)
+
+            if layer in self._experts:
+                home = [half.rows for half in halves[layer]]
+                self._experts.run(home, range(len(home)), layer, "forward", before, partial(behind, post=0, name="pre"))
+                continue
+            for nano in range(len(halves[layer])):
+                streams.join(under_way[nano], layer, nano, "forward")
+                behind(nano, rows.post_forward, "post" if last else "post+pre")
         streams.compute(sum(half.rows for half in halves[0]) * self._head, "head", layers - 1, 0, "forward")
 
     def _backward(self, halves: list[list[Half]]) -> None:
@@ -227,13 +243,28 @@ class Cad:
         for layer in reversed(range(layers)):
             last = layer + 1 == layers
             order = list(enumerate(halves[layer]))[::-1]
-            for nano, half in order:
+            what = "q,k,v,o,dO" if self._resend else "dO"
+
+            def before(nano: int, layer: int = layer, last: bool = last) -> None:
                 if not last:
                     streams.join(under_way[nano], layer + 1, nano, "backward")
-                between = rows.post_backward + (0.0 if last else rows.pre_backward)
-                streams.compute(half.rows * between, "post" if last else "post+pre", layer, nano, "backward")
-                what = "q,k,v,o,dO" if self._resend else "dO"
+                    streams.compute(halves[layer][nano].rows * rows.pre_backward, "pre", layer, nano, "backward")
+
+            def behind(nano: int, layer: int = layer, what: str = what) -> None:
+                half = halves[layer][nano]
+                streams.compute(half.rows * rows.post_backward, "post", layer, nano, "backward")
                 under_way[nano] = self._send_back(half.there, what, layer, nano)
+
+            if layer in self._experts:
+                home = [half.rows for half in halves[layer]]
+                self._experts.run(home, [nano for nano, _ in order], layer, "backward", before, behind)
+            else:
+                for nano, half in order:
+                    if not last:
+                        streams.join(under_way[nano], layer + 1, nano, "backward")
+                    between = rows.post_backward + (0.0 if last else rows.pre_backward)
+                    streams.compute(half.rows * between, "post" if last else "post+pre", layer, nano, "backward")
+                    under_way[nano] = self._send_back(half.there, what, layer, nano)
             for nano, half in order:
                 streams.join(under_way[nano], layer, nano, "backward")
                 self._serve(half, layer, nano, "backward")

@@ -36,6 +36,8 @@ class RowSeconds:
         post_forward: what comes behind it.
         pre_backward, post_backward: their backwards, with what they compute again.
         head: output layer and loss, which computes its gradients at once.
+        experts_forward, experts_backward: of experts, in layers that have some; what comes behind core attention has
+            the mean over layers of all that is beside them.
     """
 
     pre_forward: float
@@ -43,6 +45,8 @@ class RowSeconds:
     pre_backward: float
     post_backward: float
     head: float
+    experts_forward: float
+    experts_backward: float
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Job:
         window_costs: the same by window, where that was measured; others are modelled.
         tp: tensor-parallel ranks, with sequence parallelism; a server is ``tp`` GPUs.
         pp: pipeline stages.
+        ep: expert-parallel GPUs, consecutive ones of a stage.
+        hide_experts: with DistCA, one half's rows travel to experts and back beside the other's computation.
+        once_per_node: rows for experts travel once to each node that has some of theirs.
         tokens_per_rank: rows of a micro-batch on a data-parallel rank at most.
         micro_batches: of a step.
         recompute: what is computed again in backward.
@@ -82,6 +89,9 @@ class Job:
     cost: CostModel
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    hide_experts: bool = False
+    once_per_node: bool = False
     tokens_per_rank: int = 131_072
     micro_batches: int = 1
     recompute: Recompute = "none"
@@ -110,6 +120,7 @@ class Job:
                 raise SimulationError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
         wanted = heads_of_rank(self.model, self.tp)
         self._check_parallelism()
+        self._check_experts()
         self._check_widths()
         self._check_cost(wanted)
 
@@ -128,6 +139,25 @@ class Job:
         if self.model.layers % self.pp:
             raise SimulationError(
                 f"`pp` is {self.pp}, which does not divide the {self.model.layers} layers; stages have equally many."
+            )
+
+    def _check_experts(self) -> None:
+        experts, ep, ranks = self.model.experts, self.ep, self.cluster.gpus // self.pp
+        if wrong := experts.problems(self.model.layers):
+            raise SimulationError(f"The model's experts cannot be: {wrong[0]}")
+        if ep > 1 and not experts.count:
+            raise SimulationError(f"`ep` is {ep}, but the model has no experts; leave it out.")
+        if experts.count % ep or ranks % ep or (ep % self.tp and self.tp % ep):
+            raise SimulationError(
+                f"`ep` is {ep}; it must divide the {experts.count} experts and the {ranks} GPUs of a stage, and be a "
+                f"multiple or a divisor of `tp` {self.tp}."
+            )
+        if experts.count and self.fp8 != "none":
+            raise SimulationError(f"`fp8` is {self.fp8}, but experts are computed in bfloat16; set it to none.")
+        if experts.shared_ffn % self.tp:
+            raise SimulationError(
+                f"`tp` is {self.tp}, which does not divide the shared expert's width of {experts.shared_ffn}; choose "
+                "one that does."
             )
 
     def _check_widths(self) -> None:
@@ -209,6 +239,11 @@ class Job:
         return self.servers // self.pp
 
     @property
+    def servers_of_experts(self) -> int:
+        """The servers whose GPUs share experts."""
+        return max(self.ep // self.tp, 1)
+
+    @property
     def layers(self) -> int:
         """The layers of a stage."""
         return self.model.layers // self.pp
@@ -240,12 +275,14 @@ class Job:
         """Seconds per row."""
         model, rates, linear = self.model, self.rates, self.linear
         first, second = model.attention_weights
-        mlp = model.mlp_weights
+        mlp = model.mlp_weights - model.routed_weights
+        routed = model.layer_kinds[-1].mlp.routed(model.hidden)
         forward, backward = (rate * rates.linear_factor / self.tp for rate in (linear.forward, linear.backward))
         again_pre = forward * first if self.recompute == "all" else 0.0
         again_post = forward * {"none": 0, "mlp": mlp, "all": second + mlp}[self.recompute]
         # Elementwise kernels take about half as long again backward as forward; what is recomputed runs once more.
-        small = rates.elementwise_s * (2 * model.hidden + model.ffn) / self.tp
+        small = rates.elementwise_s * (2 * model.hidden + self._dense_ffn) / self.tp
+        of_experts = 0.7 * rates.elementwise_s * model.experts.topk * model.experts.ffn / self.tp
         around, inside = 0.3 * small, 0.7 * small
         gathered = self._gathered
         return RowSeconds(
@@ -254,7 +291,14 @@ class Job:
             pre_backward=backward * first + 0.6 * around + again_pre + gathered,
             post_backward=backward * (second + mlp) + 0.6 * inside + again_post + 3 * gathered,
             head=rates.head_s * model.hidden * model.vocabulary / self.tp,
+            experts_forward=forward * routed + 0.4 * of_experts,
+            experts_backward=backward * routed + 0.6 * of_experts + (self.recompute != "none") * forward * routed,
         )
+
+    @property
+    def _dense_ffn(self) -> int:
+        """Width of MLPs and of shared experts, in the mean over layers."""
+        return sum(kind.mlp.ffn for kind in self.model.layer_kinds) // self.model.layers
 
     @property
     def _gathered(self) -> float:
@@ -280,9 +324,21 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the fullest stage's rank: its layers, with embedding or output layer."""
+        """The parameters of the fullest stage's rank but for experts: its layers, with embedding or output layer."""
         tables = 2 if self.pp == 1 and not self.model.tie_embeddings else 1
-        return (self.layers * self.model.layer_weights + tables * self.model.vocabulary * self.model.hidden) // self.tp
+        each = self.model.layer_weights - self.model.routed_weights
+        return (self.layers * each + tables * self.model.vocabulary * self.model.hidden) // self.tp
+
+    @property
+    def expert_parameters(self) -> int:
+        """The parameters of experts on a GPU of the fullest stage."""
+        last = self.model.layer_kinds[-self.layers :]
+        return sum(kind.mlp.all_experts(self.model.hidden) for kind in last) // self.ep
+
+    @property
+    def expert_replicas(self) -> int:
+        """The GPUs of a stage that have the same experts."""
+        return self.cluster.gpus // (self.pp * self.ep)
 
     def copied(self, size: np.ndarray) -> np.ndarray:
         """Seconds of copying ``size`` bytes of rows on a GPU."""

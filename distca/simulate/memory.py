@@ -7,9 +7,11 @@ ranks of the pool.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from distca.models.layer_bytes import LayerBytes, parameters_of_rank
+from distca.models.layer_bytes import LayerBytes, expert_parameters_of_rank, parameters_of_rank
 from distca.models.model_bytes import model_bytes
 from distca.simulate.job import VALUE, Job
 
@@ -21,6 +23,7 @@ def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:
             shape=job.model,
             kind=kind,
             tp=job.tp,
+            ep=job.ep,
             value=VALUE,
             fp8=job.fp8,
             recompute=job.recompute,
@@ -34,15 +37,16 @@ def _layers(job: Job, *, disaggregated: bool) -> list[LayerBytes]:
 def static_bytes(job: Job) -> int:
     """Weights, gradients and this rank's share of the optimizer's state on the first stage."""
     layers = _layers(job, disaggregated=True)
-    return model_bytes(
-        parameters_of_rank(job.model, layers, job.model.vocabulary, True, job.pp == 1),
-        sum(layer.weights for layer in layers),
-        job.data_parallel,
+    of = partial(
+        model_bytes,
         narrow_gradients=job.gradients == "bfloat16",
         narrow_moments=job.moments == "bfloat16",
         fp8=job.fp8,
         recompute_all=job.recompute == "all",
-    ).held
+    )
+    parameters = parameters_of_rank(job.model, layers, job.model.vocabulary, True, job.pp == 1)
+    dense = of(parameters, sum(layer.weights for layer in layers), job.data_parallel)
+    return (dense + of(expert_parameters_of_rank(layers), 0, job.expert_replicas)).held
 
 
 def _loss_at_work(job: Job, layer: LayerBytes, rows: np.ndarray, last: np.ndarray | bool) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from distca.models.experts import Experts
 from distca.models.shape import ModelShape
 from distca.plan import AttentionShape
 from distca.simulate.errors import SimulationError
@@ -50,7 +51,8 @@ def heads_of_rank(model: ModelShape, tp: int) -> AttentionShape:
             f"`tp` is {tp}, which does not divide the {model.heads} query heads and {model.kv_heads} key/value "
             "heads; choose one that does."
         )
-    for name in ("hidden", "ffn"):
+    dense = any(not kind.mlp.experts.count for kind in model.layer_kinds)
+    for name in ("hidden", "ffn") if dense else ("hidden",):
         if getattr(model, name) % tp:
             raise SimulationError(
                 f"`tp` is {tp}, which does not divide the model's {name} of {getattr(model, name)}; choose one that "
@@ -64,11 +66,20 @@ def _windowed(window: int, windowed: int) -> dict[str, Any]:
     return {"layer_types": ["window"] * windowed + ["full"], "window": window}
 
 
+def _experts(count: int, topk: int, ffn: int, **more: Any) -> dict[str, Any]:
+    """Fields of a model with so many experts of this width, of which a row goes to ``topk``."""
+    return {"experts": Experts(count=count, topk=topk, ffn=ffn, **more)}
+
+
 MODELS = {
     "8b": dense(32, 4096, 14336, 32, 8),
     "34b": dense(48, 8192, 22016, 64, 16),
     "gemma-3-like": dense(48, 3840, 15360, 16, 8, 256, 262_144, tie_embeddings=True, **_windowed(1024, 5)),
     "gpt-oss-like": dense(24, 2880, 11520, 64, 8, 64, 201_088, sinks=True, **_windowed(128, 1)),
+    "qwen3-30b-a3b": dense(48, 2048, 6144, 32, 4, 128, 151_936, qk_norm=True, **_experts(128, 8, 768)),
+    "qwen3-235b-a22b": dense(94, 4096, 12288, 64, 4, 128, 151_936, qk_norm=True, **_experts(128, 8, 1536)),
+    "mixtral-8x7b": dense(32, 4096, 14336, 32, 8, 128, 32_000, **_experts(8, 2, 14336)),
     "olmo-3-like": dense(64, 5120, 27648, 40, 8, 128, 100_352, **_windowed(4096, 3)),
 }
-"""Shapes by name, those of ``configs/``; olmo-3-like is OLMo 3 32B's."""
+"""Shapes by name, those of ``configs/``; olmo-3-like is OLMo 3 32B's. Qwen3's and Mixtral's are those of their public
+folders, with fields of transformers' configuration classes."""

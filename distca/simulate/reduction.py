@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distca.simulate.fabric import Fabric
 from distca.simulate.job import VALUE, WIDE, Job
 
 
@@ -33,14 +34,19 @@ def step_end(job: Job, backward_s: float, rows_on_links_s: float) -> StepEnd:
         rows_on_links_s: of these, seconds in which rows of attention were on the links.
     """
     ranks, parameters, rates = job.data_parallel, job.parameters, job.rates
+    experts, replicas = job.expert_parameters, job.expert_replicas
     compute = parameters / ranks * rates.optimizer_s + parameters * rates.parameter_s
+    compute += experts / replicas * rates.optimizer_s + experts * rates.parameter_s
     if ranks == 1:
         return StepEnd(0.0, compute)
     rate, latency = job.fabric.ring(ranks)
     share = (ranks - 1) / ranks
-    reduced = WIDE * parameters * share / rate
+    # Those of experts go over GPUs that are as far apart as there are others between them.
+    experts_rate, _ = Fabric.of(job.cluster, 1).ring(replicas, job.ep)
+    of_experts = experts * (replicas - 1) / replicas / experts_rate
+    reduced = WIDE * parameters * share / rate + WIDE * of_experts
     if job.pp == 1:
         table = job.model.vocabulary * job.model.hidden // job.tp
         last = WIDE * table * share / rate
         reduced = max(last, reduced - max(backward_s - rows_on_links_s, 0.0))
-    return StepEnd(reduced + VALUE * parameters * share / rate + 2 * latency, compute)
+    return StepEnd(reduced + VALUE * parameters * share / rate + VALUE * of_experts + 2 * latency, compute)

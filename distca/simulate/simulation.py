@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -158,6 +159,7 @@ class _Stage:
     def of(job: Job, mode: Mode, dealt: list[tuple[Dealt, ...]], rows: np.ndarray, hidden: bool, stage: int) -> _Stage:
         forward, backward = np.zeros((2, len(dealt), job.data_parallel))
         busy, exposed, attention, sent = np.zeros((4, job.data_parallel))
+        together = math.lcm(mode.degree, job.servers_of_experts)
         for number, each in enumerate(dealt):
             streams = Streams(job.stage_fabric, rendezvous=True)
             layers = BaselineLayers(job, mode, streams, hidden, stage)
@@ -165,8 +167,8 @@ class _Stage:
             middle = streams.now.copy()
             layers.backward(each, rows)
             for seconds, into in ((middle, forward), (streams.now - middle, backward)):
-                slowest = seconds.reshape(-1, mode.degree).max(axis=1)
-                into[number] = np.repeat(slowest, mode.degree) + job.rates.phase_s
+                slowest = seconds.reshape(-1, together).max(axis=1)
+                into[number] = np.repeat(slowest, together) + job.rates.phase_s
             busy, exposed, sent = busy + streams.busy, exposed + streams.exposed, sent + streams.sent
             attention = attention + layers.attention
         return _Stage(forward, backward, busy, exposed, attention, sent)

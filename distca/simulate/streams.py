@@ -155,6 +155,30 @@ class Streams:
             self.spans.append(Span(rank, "transfers", f"{what} {layer}", float(begun[rank]), float(seconds[rank])))
         return Arrival(at, begun, what)
 
+    def all_to_all(
+        self, seconds: np.ndarray, size: np.ndarray, group: int, what: str, layer: int = 0, nano: int = 0
+    ) -> Arrival:
+        """All ranks of every ``group`` consecutive ones exchange ``size`` [R] bytes in ``seconds`` [R], once each has
+        come so far; a group without rows does nothing."""
+        self._note(f"launch {what} {layer} {NANO_NAMES[nano]}")
+
+        def most(of: np.ndarray) -> np.ndarray:
+            return np.repeat(of.reshape(-1, group).max(axis=1), group)
+
+        busy = most(seconds) > 0
+        free = np.maximum(self._out_free, self._in_free)
+        begun = np.where(busy, most(np.maximum(self.now, free)), self.now)
+        ready = np.where(busy, most(np.maximum(self.now, self._out_ready)), self.now)
+        at = begun + most(seconds)
+        self._out_free, self._in_free = np.where(busy, at, self._out_free), np.where(busy, at, self._in_free)
+        self._out_ready = np.where(busy, ready, self._out_ready)
+        self.on_links += seconds
+        self.sent += size
+        for rank in self._watched:
+            if busy[rank]:
+                self.spans.append(Span(rank, "transfers", f"{what} {layer}", float(begun[rank]), float(seconds[rank])))
+        return Arrival(at, ready, what)
+
     def _wait(self, at: np.ndarray, ready: np.ndarray) -> None:
         until = np.maximum(self.now, at)
         for_others = np.clip(ready - self.now, 0, until - self.now)

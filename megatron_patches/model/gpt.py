@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from distca.errors import SupportError
 from distca.models.shape import ModelShape
 from distca.sizes.fp8_shapes import Fp8
+from megatron_patches.model.expert_fields import expert_fields
 from megatron_patches.model.model_variant import variant_fields
 from megatron_patches.patches.gpt_forward import leave_out_padding
 from megatron_patches.patches.position_rotary import PositionRotary
@@ -37,8 +38,8 @@ def transformer_config(
             :func:`~megatron_patches.model.model_variant.model_options`.
         dtype: of parameters and activations.
         sequence_parallel: shard activations between tensor-parallel blocks by tokens.
-        recompute_mlp: recompute every layer's MLP in backward; the layer's own recomputation, in unmodified and in
-            disaggregated blocks.
+        recompute_mlp: recompute every layer's MLP or experts in backward; the layer's own recomputation, in unmodified
+            and in disaggregated blocks.
         cpu_initialization: draw weights on the CPU, the same for every tensor-parallel size.
         fp8: how Transformer Engine's linear layers scale their products' tensors to FP8.
         fp8_weights: their weights are held as FP8 numbers alone.
@@ -78,7 +79,8 @@ def transformer_config(
         use_cpu_initialization=cpu_initialization,
         recompute_granularity="selective" if recompute_mlp else None,
         # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
-        recompute_modules=["mlp"] if recompute_mlp else None,
+        recompute_modules=(["mlp", "moe"] if shape.experts.count else ["mlp"]) if recompute_mlp else None,
+        **expert_fields(shape),
         **variant_fields(shape),
         **config_fields(fp8, fp8_weights),
     )

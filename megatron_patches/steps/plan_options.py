@@ -20,6 +20,7 @@ from distca.plan.cost.linear import NonAttention, between_attentions, layer_weig
 from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.arguments import CadArguments, How
+from megatron_patches.experts.weights import mlp_weights
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.te.quantization import fp8_of
 
@@ -164,10 +165,9 @@ def _non_attention(
             "FP8 (%s); `distca profile` measures it.",
             fp8,
         )
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
-    assert ffn is not None and config.num_query_groups is not None and config.kv_channels is not None
-    layers = config.num_layers // stages
-    heads, gated = (config.num_attention_heads, config.num_query_groups, config.kv_channels), config.gated_linear_unit
-    weights, no_mlp = layer_weights(hidden, ffn, *heads, gated), layer_weights(hidden, 0, *heads)
-    recomputed = weights if recompute_segments else weights - no_mlp if config.recompute_granularity else 0
+    assert config.num_query_groups is not None and config.kv_channels is not None
+    layers, mlp = config.num_layers // stages, mlp_weights(config)
+    heads = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    weights = layer_weights(config.hidden_size, 0, *heads) + mlp
+    recomputed = weights if recompute_segments else mlp if config.recompute_granularity else 0
     return between_attentions(in_fp8 or rate, weights, recomputed, layers, tp)

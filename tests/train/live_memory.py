@@ -85,6 +85,20 @@ class _Swiglu(torch.autograd.Function):
         return torch.zeros_like(ctx.saved_tensors[0])
 
 
+class _WeightedSwiglu(torch.autograd.Function):
+    """Of experts, whose outputs are multiplied by a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: None, weights: torch.Tensor, *_: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weights)
+        return x.new_zeros(*x.shape[:-1], x.shape[-1] // 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weights = ctx.saved_tensors
+        return torch.zeros_like(x), None, torch.zeros_like(weights), None, None
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mixed_NF: torch.Tensor, cos_NE: torch.Tensor, sin_NE: torch.Tensor, groups: int) -> Any:
@@ -101,6 +115,8 @@ class _Rotate(torch.autograd.Function):
 
 def allocate_as_on_gpus(patch: Any) -> None:
     """Replace what has a kernel on GPUs. ``patch(target, name, value)`` sets an attribute."""
+    from megatron.core.transformer import mlp
+
     from distca.ops import output_loss
     from distca.transport.collective import CollectiveTransport, _AllToAll
     from megatron_patches import pool
@@ -114,6 +130,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
     patch(norms.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
     patch(norms.RMSNorm, "fill", lambda self, x, out: out.zero_())
     patch(fused_swiglu, "swiglu", _Swiglu.apply)
+    patch(mlp, "weighted_bias_swiglu_impl", _WeightedSwiglu.apply)
     patch(fused_swiglu, "fill_swiglu", lambda x, out: out.zero_())
     for module in (layer, fused_rope):
         patch(module, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))

@@ -14,9 +14,11 @@ from distca.models.shape import ModelShape
 from distca.models.variant import Variant
 from distca.train.config.schema import ModelConfig, RunConfig
 
-_MAY_DIFFER = ("model.rope_base", "model.rope_scaling.", "data.")
-"""Positions are stretched for longer contexts, and data may come with a tokenizer of their own."""
-_GROUPS = ("rope_scaling", "variant")
+_LOSSES = tuple(f"model.experts.{name}" for name in ("balance", "document_balance", "z_loss", "bias_rate"))
+_MAY_DIFFER = ("model.rope_base", "model.rope_scaling.", "data.", *_LOSSES)
+"""Positions are stretched for longer contexts, data may come with a tokenizer of their own, and how experts are
+balanced is a matter of training."""
+_GROUPS = ("rope_scaling", "variant", "experts")
 """Settings of the model that have settings of their own."""
 
 
@@ -119,10 +121,10 @@ def description_of(config: RunConfig, vocabulary: int) -> ModelDescription:
             "No model of transformers that is served has both model.qkv_bias and model.qk_norm, so this one cannot be "
             "exported; set one of them to false, or leave out checkpoint.export."
         )
-    if first is None and (any(model.windows) or model.sinks or model.variant != Variant()):
+    if first is None and (any(model.windows) or model.sinks or model.variant != Variant() or model.experts.count):
         raise ModelError(
-            "The model has windows, sinks or a variant, and no folder of a family that has them, so it cannot be "
-            "exported; begin with a folder, or leave out checkpoint.export."
+            "The model has windows, sinks, experts or a variant, and no folder of a family that has them, so it cannot "
+            "be exported; begin with a folder, or leave out checkpoint.export."
         )
     if first is not None and scaling.kind != "none" and scaling.kind not in scalings(family):
         raise ModelError(

@@ -44,11 +44,14 @@ class ParallelConfig:
     Attributes:
         tp: tensor-parallel ranks; attention heads stay sharded over them.
         pp: pipeline stages; stages that are idle in warm-up and drain serve the others' attention.
+        ep: expert-parallel ranks, which are consecutive ranks of a stage; each has an equal share of the experts of
+            every layer, and whole ones also with tensor parallelism. It divides the ranks of a stage and the experts.
         sequence_parallel: shard the activations between tensor-parallel blocks by tokens; has an effect with tp > 1.
     """
 
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     sequence_parallel: bool = True
 
     def data_parallel(self, world_size: int) -> int:

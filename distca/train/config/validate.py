@@ -16,6 +16,7 @@ from distca.train.config.initial import first_scaling
 from distca.train.config.names import with_settings
 from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
 from distca.train.config.validate_data import data_problems
+from distca.train.config.validate_experts import expert_problems, expert_ranks_problems
 from distca.words import count
 
 _AT_LEAST_ONE = (
@@ -26,6 +27,7 @@ _AT_LEAST_ONE = (
     "model.kv_heads",
     "parallel.tp",
     "parallel.pp",
+    "parallel.ep",
     "data.context_length",
     "data.tokens_per_rank",
     "train.steps",
@@ -71,6 +73,7 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, 
         problems = (
             list(needing.values())
             + _model(config, vocabulary)
+            + expert_problems(config)
             + _kernel(config)
             + _fp8(config)
             + _fewer_bytes(config)
@@ -133,6 +136,8 @@ def _model(config: RunConfig, vocabulary: int | None) -> list[str]:
             remedy = _remedy_of_folder(config)
         problems.append(f"model.vocabulary is {model.vocabulary}, but the data uses {vocabulary} tokens; {remedy}.")
     sizes = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_heads")}
+    if all(kind.mlp.experts.count for kind in model.layer_kinds):
+        del sizes["ffn"]  # of dense layers alone
     for name, size in sizes.items():
         if size % tp:
             problems.append(f"model.{name} {size} is not divisible by parallel.tp {tp}; change one.")
@@ -291,7 +296,7 @@ def _world(config: RunConfig, world_size: int) -> list[str]:
         ]
     if world_size % (tp * pp):
         return [f"The {world_size} ranks are not divisible by {needs}; start another number of ranks or change it."]
-    return _servers(config, world_size) + _stages(config)
+    return _servers(config, world_size) + _stages(config) + expert_ranks_problems(config, world_size)
 
 
 def _servers(config: RunConfig, world_size: int) -> list[str]:

@@ -193,6 +193,15 @@ VARIABLES: tuple[Variable, ...] = (
         also=("PIPELINE_PARALLEL_SIZE",),
     ),
     Variable(
+        name="EP_SIZE",
+        values=COUNT,
+        default=_CONFIGURATION,
+        meaning="expert-parallel ranks, in models with experts",
+        training=("parallel.ep",),
+        benchmarks=("parallel.ep",),
+        also=("EXPERT_PARALLEL_SIZE",),
+    ),
+    Variable(
         name="CP_SIZE",
         values=COUNT,
         default="with MODE=all every size, else all data-parallel ranks",

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distca.errors import system_words
 
 logger = logging.getLogger(__name__)
@@ -77,14 +79,32 @@ class EventFile(PatientFile):
             self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take the figures of a step; what is no number is left out."""
+        """Take the figures of a step; loads of experts become histograms, and what else is no number is left out."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
         scalars = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
-        self._add(Event(step=step, summary=Summary(value=scalars)))
+        loads = {key: value for key, value in values.items() if key.startswith("expert_load_layer_")}
+        histograms = [Summary.Value(tag=key, histo=_histogram(load)) for key, load in loads.items()]
+        self._add(Event(step=step, summary=Summary(value=scalars + histograms)))
 
     def _add(self, event: Any) -> None:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
+
+
+def _histogram(values: list[float]) -> Any:
+    """How often which values occur, for TensorBoard."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    counts, edges = np.histogram(values, bins=min(len(values), 30))
+    return HistogramProto(
+        min=min(values),
+        max=max(values),
+        num=len(values),
+        sum=sum(values),
+        sum_squares=sum(value * value for value in values),
+        bucket_limit=edges[1:].tolist(),
+        bucket=counts.tolist(),
+    )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distca.device.memory import outside_torch
 from distca.plan.metrics import imbalance
 from distca.plan.step import StepBalance
+from distca.train.metrics.expert_load import expert_values
 from distca.train.metrics.flops import mfu, model_flops, peak_seconds
 from distca.train.metrics.phase_table import PhaseTable, measured_phases
 from distca.train.metrics.progress import RunSummary
@@ -103,6 +104,8 @@ class StepRecorder:
             "attention_s": [round(float(seconds), 6) for seconds in by_rank[:, 1]],
         }
         values |= self._memory_values(memory, float(by_rank[:, 3].max()))
+        if config.model.experts.count:
+            values |= expert_values(self._trainer.cad.expert_loads(self._trainer.model))
         self._means.add(values)
         return values
 

@@ -22,6 +22,11 @@ Keys that other parts of the project read, where a step has them:
     plan_ms             milliseconds of planning (in the background, one step ahead)
     plan_wait_ms        milliseconds that the step waited for its plan
     attention_s         by rank, seconds that it computed attention, without waits
+    expert_load_max     in models with experts: rows of the most loaded expert over the mean, in the layer where that is
+                        most; of every layer in expert_load_max_layer_1 ..., of every expert, a list, in
+                        expert_load_layer_1 ... (numbers of layers in the whole model)
+    experts_without_rows  experts of all layers that got none in the step
+    router_entropy      entropy of routers' scores in nats, in the mean over rows and layers; also of each layer
     peak_memory_gb      on GPUs: largest allocated device memory of any rank, GiB; with pipeline stages also of each
                         stage's ranks, as peak_memory_gb_stage_0, peak_memory_gb_stage_1 ...
     predicted_memory_gb the same as predicted from the settings (distca.train.run.memory), also by stage

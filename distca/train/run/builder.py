@@ -14,6 +14,7 @@ from distca.cluster.node_memory import fullest_node
 from distca.device.host_memory import free_host_memory
 from distca.train.checkpoint.folders import load_initial_weights
 from distca.train.config.schema import RunConfig
+from distca.train.run.expert_nodes import machines_of_ranks, nodes_warning
 from distca.train.run.memory import describe, predict_memory
 from distca.train.run.memory_fit import (
     OUTSIDE_TORCH,
@@ -98,17 +99,20 @@ def _build(config: RunConfig, world: World, vocabulary: int) -> Trainer:
     parallel, moments = config.parallel, getattr(torch, config.train.moments)
     check_moments(moments, world.device)
     config = _fitting(config, world, vocabulary)
-    initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed)
+    if config.model.experts.count and (said := nodes_warning(config, machines_of_ranks(config))) and world.rank == 0:
+        logger.warning("%s", said)
+    initialize_model_parallel(parallel.tp, parallel.pp, config.train.seed, parallel.ep)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     cad, model = _model(config, world, vocabulary, dtype)
     steps, warmup, decay = config.train.steps, config.resolved_warmup_steps, config.resolved_decay_steps
     optimizer = build_optimizer(model, config.optimizer, steps, warmup, dtype, decay, moments)
     logger.info(
-        "Model: %s parameters on this rank; %s, TP %d, PP %d; core attention %s; linear layers %s",
+        "Model: %s parameters on this rank; %s, TP %d, PP %d%s; core attention %s; linear layers %s",
         f"{sum(p.numel() for p in model.parameters()):,}",
         count(parallel.data_parallel(world.size), "data-parallel rank"),
         parallel.tp,
         parallel.pp,
+        _experts(config, vocabulary),
         "disaggregated" if config.cad.enabled else "not disaggregated",
         _described(cad, config),
     )
@@ -154,6 +158,16 @@ def _model(config: RunConfig, world: World, vocabulary: int, dtype: torch.dtype)
         load_initial_weights(gpt, Path(config.checkpoint.init_from))
     gradients = getattr(torch, config.train.gradients)
     return cad, cad.data_parallel(gpt, distributed_optimizer=config.optimizer.distributed, gradients=gradients)
+
+
+def _experts(config: RunConfig, vocabulary: int) -> str:
+    """How many, and how many of the whole model's parameters a token uses."""
+    model = config.model
+    if not model.experts.count:
+        return ""
+    tables = (1 if model.tie_embeddings else 2) * vocabulary * model.hidden
+    active, held = model.matmul_weights + tables, model.held_weights + tables
+    return f", EP {config.parallel.ep} ({model.experts.count} experts; a token uses {active:,} of {held:,} parameters)"
 
 
 def _described(cad: CAD, config: RunConfig) -> str:

@@ -13,9 +13,10 @@ local layers, and in FP8 what Transformer Engine's linear layers do.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from distca.device.sizes import STAYING_HALVES
-from distca.models.layer_bytes import LayerBytes, parameters_of_rank
+from distca.models.layer_bytes import LayerBytes, expert_parameters_of_rank, parameters_of_rank
 from distca.models.model_bytes import ModelBytes, model_bytes
 from distca.train.config.schema import RunConfig
 from distca.words import format_bytes
@@ -108,6 +109,7 @@ class _Stage:
                 shape=model,
                 kind=kind,
                 tp=parallel.tp,
+                ep=parallel.ep,
                 sequence_parallel=parallel.sequence_parallel,
                 value=2 if config.train.precision == "bf16" else 4,
                 fp8=config.train.fp8,
@@ -171,10 +173,8 @@ class _Stage:
 
     def _model_bytes(self) -> ModelBytes:
         train, model = self._config.train, self._config.model
-        return model_bytes(
-            parameters_of_rank(model, self._by_layer, self._vocabulary, self._stage == 0, self._last),
-            sum(layer.weights for layer in self._by_layer),
-            self._data_parallel if self._config.optimizer.distributed else 1,
+        of = partial(
+            model_bytes,
             narrow=train.precision == "bf16",
             narrow_gradients=train.gradients == "bfloat16",
             narrow_moments=train.moments == "bfloat16",
@@ -182,6 +182,14 @@ class _Stage:
             fp8_weights=train.fp8_weights,
             recompute_all=train.recompute == "all",
         )
+        sharded, layers, parallel = self._config.optimizer.distributed, self._by_layer, self._config.parallel
+        dense = of(
+            parameters_of_rank(model, layers, self._vocabulary, self._stage == 0, self._last),
+            sum(layer.weights for layer in layers),
+            self._data_parallel if sharded else 1,
+        )
+        replicas = self._data_parallel * parallel.tp // parallel.ep
+        return dense + of(expert_parameters_of_rank(layers), 0, replicas if sharded else 1)
 
     def _in_flight(self) -> int:
         behind = self._stages - 1 - self._stage

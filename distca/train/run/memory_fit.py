@@ -93,7 +93,10 @@ def check_memory(config: RunConfig, world_size: int, vocabulary: int, device_byt
     worst = max(range(len(stages)), key=lambda number: stages[number].total)
     where = f"Stage {worst} of {len(stages)}" if len(stages) > 1 else "A rank"
     remedies = _remedies(config, world_size, vocabulary, device_bytes, host)
-    remedies.append(f"raise parallel.tp ({config.parallel.tp}) or parallel.pp ({config.parallel.pp})")
+    parallel, experts = config.parallel, config.model.experts.count
+    remedies.append(f"raise parallel.tp ({parallel.tp}) or parallel.pp ({parallel.pp})")
+    if parallel.ep < min(experts, world_size // parallel.pp):
+        remedies.append(f"raise parallel.ep ({parallel.ep}), by which ranks share the {experts} experts")
     raise ConfigError(
         f"{where} would need about {need / GIB:.1f} GiB of device memory, and the device has {room / GIB:.1f} "
         f"beside what CUDA, NCCL and NVSHMEM take: {'; or '.join(remedies)}."
@@ -149,7 +152,7 @@ def _choices(config: RunConfig) -> list[Changes]:
         backward = ["keep", "resend"]
     offload: Sequence[str] = [train.offload]
     if train.offload == "auto":
-        offload = ["none", "all"] if cad.enabled and stages == 1 else ["none"]
+        offload = ["none", "all"] if cad.enabled and stages == 1 and not config.model.experts.count else ["none"]
     outputs: Sequence[str] = ["all", "none"] if train.keep_outputs == "auto" else [train.keep_outputs]
     return [
         (("train.recompute", again), ("train.keep_outputs", kept), ("cad.backward", how), ("train.offload", where))
@@ -208,7 +211,7 @@ def _savings(config: RunConfig) -> Changes:
         ("cad.backward", "resend"): cad.enabled and config.resolved_backward == "keep",
         ("train.recompute", "mlp"): train.recompute == "none",
         ("train.recompute", "all"): train.recompute != "all",
-        ("train.offload", "all"): cad.enabled and config.parallel.pp == 1,
+        ("train.offload", "all"): cad.enabled and config.parallel.pp == 1 and not config.model.experts.count,
         ("train.gradients", "bfloat16"): train.precision == "bf16",
         ("train.moments", "bfloat16"): train.precision == "bf16",
     }

@@ -51,6 +51,16 @@ OUTPUTS = {"train.recompute": "none", "train.keep_outputs": "all", "cad.ping_pon
 AT_HOME = {"cad.enabled": "false"}
 MIXED = {"model.layer_types": "[full,window]", "model.window": "200", "model.sinks": "true"}
 
+# Every row goes to all experts, so that these get equally many: this model would always choose the first ones.
+EXPERTS = {"model.experts.count": "8", "model.experts.topk": "8", "model.experts.ffn": "48"}
+SHARED = EXPERTS | {"model.experts.shared_ffn": "96", "model.experts.balance": "0.1"}
+MIXTURES = [
+    EXPERTS | AT_HOME | {"train.recompute": "none"},
+    EXPERTS | AT_HOME | {"train.recompute": "all"},
+    SHARED | {"train.recompute": "none"},
+    SHARED | {"train.recompute": "mlp", "model.experts.dense_layers": "1"},
+]
+
 
 def _config(stages: int, layers: int, case: dict[str, str]) -> RunConfig:
     settings = SETTINGS | {"parallel.pp": stages, "model.layers": layers, "train.micro_batches": 2 * stages} | case
@@ -106,7 +116,8 @@ def _take_servers_of(routes: StepRoutes) -> None:
 
 
 @pytest.mark.parametrize(
-    "stages, cases", [(1, [OFFLOAD, MIXED, OUTPUTS]), (2, [*CASES, MIXED, OUTPUTS | AT_HOME]), (4, CASES[1:2])]
+    "stages, cases",
+    [(1, [OFFLOAD, MIXED, OUTPUTS, *MIXTURES]), (2, [*CASES, MIXED, OUTPUTS | AT_HOME]), (4, CASES[1:2])],
 )
 def test_live_bytes(stages: int, cases: list[dict[str, str]]) -> None:
     by_rank = run_ranks(stages, _live, stages, 2 * stages, cases)

@@ -1,0 +1,115 @@
+"""What the experts of a model's layers are, as data; needs no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Experts in place of dense MLPs: a router sends every row to a few of many MLPs, and adds up what they put out.
+
+    Attributes:
+        count: experts of a layer; 0 for none, in dense models.
+        topk: experts that each row goes to.
+        ffn: width inside an expert, of each of its gate and up projections.
+        dense_layers: first layers of the model that have a dense MLP of model.ffn instead.
+        shared_ffn: width of an expert that all rows go to as well; 0 for none.
+        shared_gate: what the shared expert puts out is multiplied by the sigmoid of a number that each row gives.
+        score: how the router's logits become scores.
+        normalize: scores of a row's experts add up to 1, or with scale to scale; those of sigmoid always do, unless
+            there is one.
+        bias: experts are chosen by score plus a bias, which grows by bias_rate after a step in which an expert had
+            fewer rows than the mean and shrinks in others; scores stay as they are. With score sigmoid.
+        bias_rate: by how much it changes in a step.
+        groups: equal groups of experts, of which each row chooses some first; 0 for none.
+        chosen_groups: how many, by the best topk / chosen_groups scores of each.
+        scale: factor on the scores of a row's experts.
+        balance: coefficient of the loss that balances experts over a micro-batch; 0 for none.
+        document_balance: the same over each document.
+        z_loss: coefficient of the loss on the size of the router's logits; 0 for none.
+    """
+
+    count: int = 0
+    topk: int = 2
+    ffn: int = 0
+    dense_layers: int = 0
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    bias: bool = False
+    bias_rate: float = 1e-3
+    groups: int = 0
+    chosen_groups: int = 0
+    scale: float = 1.0
+    balance: float = 0.0
+    document_balance: float = 0.0
+    z_loss: float = 0.0
+
+    def problems(self, layers: int) -> list[str]:
+        """What cannot work in a model of so many layers, in words, each beginning with the field's name."""
+        if not self.count:
+            return self._without_effect()
+        return self._sizes(layers) + self._router() + self._groups()
+
+    def _without_effect(self) -> list[str]:
+        """Settings of experts in a dense model."""
+        unset = asdict(Experts())
+        return [
+            f"{name} is {_said(value)}, but count is 0, and a dense model has none; set count to the experts of a "
+            f"layer, or leave {name} out."
+            for name, value in asdict(self).items()
+            if value != unset[name]
+        ]
+
+    def _sizes(self, layers: int) -> list[str]:
+        found = []
+        if self.ffn < 1:
+            found.append(f"ffn is {self.ffn}, but the model has experts; set it to their width, 1 or more.")
+        if not 1 <= self.topk <= self.count:
+            found.append(f"topk is {self.topk}; it must be at least 1 and at most count, which is {self.count}.")
+        if self.dense_layers >= layers:
+            found.append(
+                f"dense_layers is {self.dense_layers}, but the model has {layers} layers, so none has experts; lower "
+                "it, or set count to 0."
+            )
+        if self.shared_gate and not self.shared_ffn:
+            found.append("shared_gate is true, but shared_ffn is 0; set the width of the shared expert, or no gate.")
+        return found
+
+    def _router(self) -> list[str]:
+        found = []
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            found.append(f"scale is {self.scale:g}; it must be a number above 0.")
+        if self.score == "sigmoid" and not self.normalize:
+            found.append("normalize is false, but scores of sigmoid are always normalised; set it to true.")
+        if self.score == "softmax" and self.normalize and self.topk == 1:
+            found.append(
+                "normalize is true, but topk is 1, whose score would always be 1, so that the router learns nothing; "
+                "set normalize to false."
+            )
+        if self.bias and self.score != "sigmoid":
+            found.append(f"bias is true, but score is {self.score}, which has none; set score to sigmoid, or no bias.")
+        return found
+
+    def _groups(self) -> list[str]:
+        groups, chosen = self.groups, self.chosen_groups
+        if not groups and not chosen:
+            return []
+        if not 1 <= chosen <= groups:
+            return [f"chosen_groups is {chosen} and groups is {groups}; give 1 to groups of them, or leave both out."]
+        if self.count % groups:
+            return [f"groups is {groups}, which does not divide count {self.count}; change one."]
+        if self.topk % chosen or self.topk // chosen > self.count // groups:
+            return [
+                f"chosen_groups is {chosen}, but topk is {self.topk}: each of them gives the same number of experts, "
+                f"at most the {self.count // groups} that it has; change one."
+            ]
+        return []
+
+
+def _said(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,143 @@
+"""Layers with experts: rows go to the ranks that have them and come back, as if every expert got equally many.
+
+Array legend: R servers. A server is ``tp`` GPUs, of which each sends its share of the rows; expert-parallel ranks are
+consecutive GPUs of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from distca.simulate.job import VALUE, WIDE, Job
+from distca.simulate.streams import Arrival, Streams
+
+_ROWS_COPIED = {"there": 1, "experts": 2, "back": 1}
+"""How often a row is copied for each of its experts: by home before it is sent, in the order of experts and back, and
+by home when it is added up."""
+
+
+class ExpertLayers:
+    """Queues what layers with experts do behind the output projection.
+
+    Args:
+        job: what runs.
+        streams: of the servers.
+        stages: [R] the stage of every server.
+        hidden: exchanges are waited for nowhere, as far as they are shorter than what lies beside.
+    """
+
+    def __init__(self, job: Job, streams: Streams, stages: np.ndarray, hidden: bool = False) -> None:
+        self._job, self._streams, self._late = job, streams, hidden
+        first = stages * job.layers
+        mixes = np.array([kind.mlp.experts.count > 0 for kind in job.model.layer_kinds])
+        # [layers of a stage, R]
+        self._mixes = np.stack([mixes[first + layer] for layer in range(job.layers)])
+        self._group = job.servers_of_experts
+
+    def __contains__(self, layer: int) -> bool:
+        """Whether the ``layer``-th of any stage has experts."""
+        return bool(self._mixes[layer].any())
+
+    def run(
+        self,
+        rows: Sequence[np.ndarray],
+        order: Sequence[int],
+        layer: int,
+        direction: str,
+        before: Callable[[int], None],
+        behind: Callable[[int], None],
+    ) -> list[Arrival]:
+        """Queue the experts of a layer.
+
+        Args:
+            rows: [R] home rows of each half.
+            order: of the halves.
+            layer: of the stage.
+            direction: forward or backward.
+            before: queues what a half computes before its rows are sent.
+            behind: queues what it does when they are back.
+
+        Returns:
+            Exchanges that nobody has waited for.
+        """
+        if not self._job.hide_experts:
+            arrivals = []
+            for nano in order:
+                arrivals += self._half(rows[nano], nano, layer, direction, before, behind)
+            return arrivals
+        there, back = {}, {}
+        for nano in order:
+            before(nano)
+            there[nano] = self._send("there", rows[nano], nano, layer, direction)
+        for nano in order:
+            self._streams.join(there[nano], layer, nano, direction)
+            self._compute(rows[nano], nano, layer, direction)
+            back[nano] = self._send("back", rows[nano], nano, layer, direction)
+        for nano in order:
+            self._streams.join(back[nano], layer, nano, direction)
+            behind(nano)
+        return []
+
+    def _half(
+        self,
+        rows: np.ndarray,
+        nano: int,
+        layer: int,
+        direction: str,
+        before: Callable[[int], None],
+        behind: Callable[[int], None],
+    ) -> list[Arrival]:
+        before(nano)
+        there = self._send("there", rows, nano, layer, direction)
+        if not self._late:
+            self._streams.join(there, layer, nano, direction)
+        self._compute(rows, nano, layer, direction)
+        back = self._send("back", rows, nano, layer, direction)
+        if not self._late:
+            self._streams.join(back, layer, nano, direction)
+        behind(nano)
+        return [there, back] if self._late else []
+
+    def _send(self, what: str, rows: np.ndarray, nano: int, layer: int, direction: str) -> Arrival:
+        """Put rows together and send them; experts that are computed again get them twice."""
+        rows = rows * self._mixes[layer]
+        times = self._times(direction)
+        self._streams.compute(times * self._copies(what, rows), f"rows {what}", layer, nano, direction)
+        most = np.repeat(rows.reshape(-1, self._group).max(axis=1), self._group)
+        seconds, size = exchange_of_experts(self._job, most)
+        return self._streams.all_to_all(times * seconds, times * size, self._group, f"rows {what}", layer, nano)
+
+    def _compute(self, rows: np.ndarray, nano: int, layer: int, direction: str) -> None:
+        each = self._job.rows
+        rows = rows * self._mixes[layer]
+        mean = np.repeat(rows.reshape(-1, self._group).mean(axis=1), self._group)
+        seconds = mean * (each.experts_forward if direction == "forward" else each.experts_backward)
+        copies = self._times(direction) * self._copies("experts", mean)
+        self._streams.compute(seconds + copies, "experts", layer, nano, direction)
+
+    def _times(self, direction: str) -> int:
+        return 2 if direction == "backward" and self._job.recompute != "none" else 1
+
+    def _copies(self, what: str, rows: np.ndarray) -> np.ndarray:
+        """[R] seconds."""
+        model, job = self._job.model, self._job
+        return job.copied(_ROWS_COPIED[what] * rows * model.experts.topk * model.hidden * VALUE / job.tp)
+
+
+def exchange_of_experts(job: Job, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and bytes of a GPU that sends each of a server's ``rows`` [R] to its experts, or gets it back."""
+    experts, ep, cluster = job.model.experts, job.ep, job.cluster
+    near_ranks = min(ep, cluster.gpus_per_node)
+    nodes = -(-ep // cluster.gpus_per_node)
+    row = rows / job.tp * (job.model.hidden * VALUE + WIDE)  # with its score
+    near, far = row * experts.topk * (near_ranks - 1) / ep, row * experts.topk * (1 - near_ranks / ep)
+    sent = near + far
+    if job.once_per_node and nodes > 1:
+        # Once to each other node that has an expert of the row, where it is handed on.
+        near, far = near + far, row * (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.topk)
+        sent = near + far
+    latency = cluster.network_latency_us if nodes > 1 else cluster.nvlink_latency_us
+    seconds = np.maximum(near / (cluster.nvlink_gb_s * 1e9), far / (cluster.network_gb_s * 1e9))
+    return np.where(rows * (ep > 1) > 0, seconds + latency * 1e-6, 0.0), sent * (ep > 1)

@@ -1,0 +1,107 @@
+"""Rows that travel to experts and back, counted by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distca.baselines import parse_mode
+from distca.models.experts import Experts
+from distca.simulate import Cluster, Job, dense, simulate
+from distca.simulate.errors import SimulationError
+from distca.simulate.experts import exchange_of_experts
+from distca.simulate.memory import at_home, static_bytes
+from distca.train.config.cli import parse_run_config
+from distca.train.run.memory import predict_memory
+from tests.simulate.cases import NOTHING_ELSE, documents, pair_cost
+
+EXPERTS = Experts(count=8, topk=2, ffn=8)
+MODEL = dense(2, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocabulary=8, experts=EXPERTS)
+BATCH = documents([(400, 0), (100, 1), (300, 2), (200, 3)], bins=4)
+ROW = 16 * 2 + 4  # bytes, with its score
+
+
+def job_of(gpus: int = 4, gpus_per_node: int = 2, **options: object) -> Job:
+    cluster = Cluster(
+        gpus, gpus_per_node, nvlink_gb_s=2e-3, network_gb_s=1e-3, nvlink_latency_us=0.0, network_latency_us=0.0
+    )
+    options = {"tokens_per_rank": 1000, "rates": NOTHING_ELSE, "cost": pair_cost()} | options
+    return Job(MODEL, cluster, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "ep, once, seconds",
+    [
+        (1, False, 0.0),
+        (2, False, 100 * ROW * 2 / 2 / 2e6),  # half of the pairs, over NVLink
+        (4, False, 100 * ROW * 2 / 2 / 1e6),  # half of them over the network
+        (4, True, 100 * ROW * 0.75 / 1e6),  # three rows of four have an expert on the other node
+    ],
+)
+def test_an_exchange_takes_what_its_bytes_take(ep: int, once: bool, seconds: float) -> None:
+    found, size = exchange_of_experts(job_of(ep=ep, once_per_node=once), np.array([100.0, 0, 0, 0]))
+    assert found[0] == pytest.approx(seconds) and not found[1:].any()
+    assert (size[0] > 0) == (ep > 1)
+
+
+def test_with_tensor_parallelism_each_gpu_sends_its_share() -> None:
+    [found, *_], _ = exchange_of_experts(job_of(tp=2, ep=2, cost=pair_cost(heads=1, kv_heads=1)), np.full(2, 100.0))
+    assert found == pytest.approx(50 * ROW * 2 / 2 / 2e6)
+
+
+@pytest.mark.parametrize("mode", ["distca", "packed", "cp2"])
+def test_experts_are_computed_once_and_shared_evenly(mode: str) -> None:
+    """Work is that of the weights that a token is multiplied by, wherever experts are; exchanges only add waits."""
+    alone, shared = (simulate(job_of(ep=ep), parse_mode(mode), BATCH) for ep in (1, 4))
+    linear = 3e-9 * MODEL.matmul_weights * 1000
+    for found in (alone, shared):
+        assert found.busy_s.sum() == pytest.approx(found.attention_s.sum() + linear)
+    assert shared.step_s > alone.step_s
+    assert shared.exposed_s.sum() > alone.exposed_s.sum()
+
+
+def test_blocking_exchanges_are_waited_for_in_every_layer_both_ways() -> None:
+    job = job_of(ep=4)
+    once, again = (simulate(replace(job, recompute=how), parse_mode("packed"), BATCH) for how in ("none", "mlp"))
+    # 400 rows of the fullest rank, there and back, forward and backward of two layers
+    exchanges = 8 * 400 * ROW * 2 / 2 / 1e6
+    assert once.step_s == pytest.approx(once.busy_s[0] + exchanges + once.reduction_s)
+    assert again.step_s == pytest.approx(again.busy_s[0] + 1.5 * exchanges + again.reduction_s)
+
+
+def test_halves_hide_each_others_exchanges() -> None:
+    exposed, hidden = (simulate(job_of(ep=4, hide_experts=hide), parse_mode("distca"), BATCH) for hide in (False, True))
+    assert hidden.step_s < exposed.step_s
+    assert hidden.busy_s == pytest.approx(exposed.busy_s)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"ep": 3}, "`ep` is 3; it must divide the 8 experts and the 4 GPUs of a stage"),
+        ({"ep": 8}, "`ep` is 8; it must divide the 8 experts and the 4 GPUs of a stage"),
+        ({"fp8": "current"}, "`fp8` is current, but experts are computed in bfloat16"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(SimulationError) as refused:
+        job_of(**options)
+    assert said in str(refused.value)
+
+
+def test_a_dense_model_has_no_expert_ranks() -> None:
+    with pytest.raises(SimulationError, match="`ep` is 2, but the model has no experts"):
+        Job(replace(MODEL, experts=Experts()), Cluster(4), pair_cost(), ep=2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "mlp", "all"])
+def test_memory_is_what_the_trainer_predicts(recompute: str) -> None:
+    line = ["--config", "configs/qwen3-30b-a3b-cut.yaml", "--cad.enabled", "false", "--train.recompute", recompute]
+    config = parse_run_config(line)
+    [stage] = predict_memory(config, 8, 32_000)
+    cost = pair_cost(heads=32, kv_heads=4)
+    cost = replace(cost, shape=config.model.attention_shape())
+    job = Job(config.model, Cluster(8), cost, ep=2, tokens_per_rank=65_536, recompute=recompute)  # type: ignore[arg-type]
+    assert static_bytes(job) == pytest.approx(stage.model.held, rel=1e-3)
+    rows = np.array([65_536])
+    assert at_home(job, rows, rows, np.zeros(1), 1)[0] == pytest.approx(stage.total, rel=0.03)
