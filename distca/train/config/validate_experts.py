@@ -53,14 +53,10 @@ def _not_served(config: RunConfig) -> list[str]:
 
 
 def _files(config: RunConfig) -> dict[str, tuple[object, object, str]]:
-    """What would write or read weights."""
+    """Settings that would write or read checkpoints."""
     checkpoint, unsaved = config.checkpoint, "checkpoints of models with experts are not served yet"
     names = {"save_every": 0, "save_every_minutes": 0.0, "save_at_end": False, "resume": None}
-    found = {f"checkpoint.{name}": (getattr(checkpoint, name), unset, unsaved) for name, unset in names.items()}
-    folders = "Hugging Face folders of models with experts are not served yet"
-    return found | {
-        f"checkpoint.{name}": (getattr(checkpoint, name), None, folders) for name in ("init_from", "export")
-    }
+    return {f"checkpoint.{name}": (getattr(checkpoint, name), unset, unsaved) for name, unset in names.items()}
 
 
 def _said(value: object) -> str:

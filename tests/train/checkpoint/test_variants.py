@@ -74,8 +74,8 @@ def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: P
         parse_run_config(_line(tmp_path, model__variant__norms="post"))
 
 
-@pytest.mark.parametrize("name", ["gpt_oss, dense", "arcee, biases"])
-def test_sinks_and_biases_go_through_a_checkpoint(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gpt_oss, dense", "arcee, biases", "qwen3_moe"])
+def test_sinks_biases_and_experts_go_through_a_checkpoint(name: str, tmp_path: Path) -> None:
     family_models.write_folder(name, tmp_path / "first")
     distca(["checkpoint", "import", str(tmp_path / "first"), "--output", str(tmp_path / "imported")])
     distca(["checkpoint", "export", str(tmp_path / "imported"), "--output", str(tmp_path / "back")])
