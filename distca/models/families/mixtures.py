@@ -16,7 +16,8 @@ from distca.models.weight_map import ExpertMap, WeightMap
 _BALANCE: Final[dict[str, Field]] = {
     "router_aux_loss_coef": Inert("How experts are balanced is a setting of the run: model.experts.balance."),
     "output_router_logits": LeftOut(
-        "with which transformers adds a loss that balances experts; set model.experts.balance for one"
+        "with which transformers adds a loss that balances experts; set model.experts.balance for one",
+        default=False,
     ),
 }
 _OTHER_NAME = Only((None,), "the field of this class has another name; rename it")
