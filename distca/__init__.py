@@ -1,12 +1,14 @@
 """DistCA: long-context LLM training by core attention disaggregation. Importing it needs numpy only.
 
-``CAD``, ``StepDocuments``, ``ModelOptions`` with ``Rotary`` and ``QueryScaling``, ``rows_of``, ``join_world`` and
-``leave_world`` are the public API; they load torch and megatron-core when they are first asked for.
+``CAD``, ``StepDocuments``, ``ModelOptions`` with ``Rotary`` and ``QueryScaling``, ``rows_of``, ``join_world``,
+``leave_world`` and ``serve`` are the public API; they load torch, and all but ``serve`` megatron-core, when they are
+first asked for.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distca.runtime.attention_server import serve
     from megatron_patches.api import CAD
     from megatron_patches.model.model_options import ModelOptions, QueryScaling, Rotary
     from megatron_patches.ranks.world import join_world, leave_world
@@ -23,6 +25,7 @@ __all__ = [
     "join_world",
     "leave_world",
     "rows_of",
+    "serve",
 ]
 
 _FACE = {
@@ -34,6 +37,7 @@ _FACE = {
     "join_world": "megatron_patches.ranks.world",
     "leave_world": "megatron_patches.ranks.world",
     "rows_of": "megatron_patches.steps.per_document",
+    "serve": "distca.runtime.attention_server",
 }
 
 

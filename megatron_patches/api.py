@@ -31,6 +31,7 @@ from megatron.core.utils import unwrap_model
 from distca.data.batch import Document
 from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
+from distca.runtime.attention_server import PoolTerms
 from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.experts.balance import ExpertLoad, LayerLoad
 from megatron_patches.experts.layer import take_halves
@@ -50,7 +51,8 @@ from megatron_patches.patches.gpt_forward import (
     transform_logits,
 )
 from megatron_patches.patches.position_rotary import use_position_rotary
-from megatron_patches.pool import join_pool
+from megatron_patches.pool import attention_spec, join_pool
+from megatron_patches.ranks.remote_servers import RemoteServers, check_with_servers
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.steps.per_document import gather_documents
 from megatron_patches.steps.plan_options import plan_options
@@ -107,7 +109,7 @@ class CAD:
         check_groups(config)
         check_config(config)
         check_types(config)
-        check_hybrid(config, given.disaggregate, given.offload)
+        check_hybrid(config, given.model_options, given.disaggregate, given.offload)
         check_model_options(given.model_options, config)
         given.check()
         check_same_on_ranks(config, given.alike)
@@ -126,8 +128,15 @@ class CAD:
         self._te = use_te(given.linears, config, self.device)
         self._kinds = LayerKinds.of(config, given.model_options.score_softcap)
         check_layers(config, self.device, self._te)
-        self.pool = join_pool(config, self._kinds, self.device, given, how)
-        self.options = plan_options(config, self._kinds, self.pool.kernel, self.device, given, how)
+        self._remote = None
+        if given.servers:
+            check_with_servers(config, any(self._kinds.recurrences), given.offload)
+            self._remote = RemoteServers(given.servers, config.tensor_model_parallel_size, given.transport)
+        self.pool = join_pool(config, self._kinds, self.device, given, how, self._remote)
+        self.options = plan_options(config, self._kinds, self.pool.kernel, self.device, given, how, self._remote)
+        if self._remote is not None:
+            spec = attention_spec(config, self._kinds, self.device, given)
+            self._remote.tell_terms(PoolTerms(self.options, spec, given.kernel, how))
         self.folder = Path()
         self._ahead: AgreedSteps | None = None
         self._single_steps = 0
@@ -297,6 +306,7 @@ class CAD:
             recurrences=self._kinds.recurrences,
             number=number,
             folder=self.folder,
+            remote=self._remote,
         )
 
     def forward_backward(
@@ -323,6 +333,8 @@ class CAD:
             What was reported, by micro-batch; empty on stages without the loss.
         """
         counted = made_ready(model, step, forward_step, self.pool, self.options, forward_only=forward_only)
+        if self._remote is not None:
+            self._remote.run(step.announced, step.plan, forward_only)
         if self._stages > 1 and step.routes is not None:
             reports = run_ticks(
                 model, step.batches, counted, step.plan, step.routes, self.pool, forward_only=forward_only

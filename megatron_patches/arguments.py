@@ -21,7 +21,8 @@ Recompute = Literal["none", "all"]
 How = Literal["keep", "resend"]
 
 _CHECKED_WHERE_CHOSEN = {"transport", "kernel"}
-_LEAST = {"tokens_per_rank": 1, "tolerance": 0, "nvshmem_buffer_gb": 0}
+_WHOLE = {"tokens_per_rank", "servers"}
+_LEAST = {"tokens_per_rank": 1, "servers": 0, "tolerance": 0, "nvshmem_buffer_gb": 0}
 _MAY_DIFFER = {
     "transport",
     "kernel",
@@ -54,6 +55,11 @@ class CadArguments(CadOptions):
             current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
             FP8 numbers alone and :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
             "auto": Transformer Engine's where they can be used.
+        servers: servers without a model, of all tensor-parallel ranks together; each runs :func:`distca.serve`, beside
+            the homes' world. Between CPU ranks only.
+        speeds: of every server of the pool, how many times as fast as the cost table says it computes attention and
+            linear layers: a GPU that is found to be slower, or another kind. Homes come first, stage by stage, then
+            servers without a model; empty where all are alike. Plans are the same in every run.
         model_options: what the model does beside core attention that Megatron's configuration has no field for. The
             defaults are a model that is all in the configuration.
     """
@@ -64,6 +70,8 @@ class CadArguments(CadOptions):
     keep_outputs: bool = False
     offload: bool = False
     linears: Linears = "auto"
+    servers: int = 0
+    speeds: tuple[float, ...] = ()
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:
@@ -78,7 +86,7 @@ class CadArguments(CadOptions):
                 raise SupportError(f"`{name}` is {value!r}; it can be {', '.join(served)}.")
         for name, least in _LEAST.items():
             number = getattr(self, name)
-            kind, called = (Integral, "a whole number") if name == "tokens_per_rank" else (Real, "a number")
+            kind, called = (Integral, "a whole number") if name in _WHOLE else (Real, "a number")
             if number is None and name == "tolerance":
                 continue
             if not isinstance(number, kind) or isinstance(number, bool):
@@ -95,7 +103,15 @@ class CadArguments(CadOptions):
         found: How = "resend" if stages > 1 or self.offload else "keep"
         if self.backward != "auto":
             found = self.backward
-        check_level(self.level, self.disaggregate, stages, self.ping_pong)
+        check_level(self.level, self.disaggregate, stages, self.ping_pong, bool(self.servers or self.speeds))
+        if self.speeds and not self.disaggregate:
+            raise SupportError(
+                "speeds are given, but disaggregate is False, so each home computes what it has: leave it out."
+            )
+        if self.servers and not self.disaggregate:
+            raise SupportError(
+                f"servers is {self.servers}, but disaggregate is False, and attention stays at home: set servers to 0."
+            )
         if self.offload:
             check_offload(self.disaggregate, self.recompute, found, stages)
         return found
@@ -104,7 +120,7 @@ class CadArguments(CadOptions):
     def alike(self) -> dict[str, Any]:
         """The arguments that all ranks have to be given alike, by name."""
         found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _MAY_DIFFER}
-        return found | {"model_options": repr(self.model_options)}
+        return found | {"model_options": repr(self.model_options), "speeds": repr(self.speeds)}
 
 
 Keywords = ParamSpec("Keywords")
@@ -180,19 +196,20 @@ def check_keep_outputs(recompute: str, config: TransformerConfig) -> None:
             )
 
 
-def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool) -> None:
-    """Refuse to level time where no stage is ever idle, or where an idle one could only wait.
+def check_level(level: str, disaggregate: bool, stages: int, ping_pong: bool, unlike: bool = False) -> None:
+    """Refuse to level time where no server is ever idle, or where an idle one could only wait.
 
     Args:
         level, disaggregate, ping_pong: of :class:`megatron_patches.api.CAD`.
         stages: of the pipeline.
+        unlike: whether servers differ in their speed, or in having a model.
 
     Raises:
         SupportError: so it is.
     """
-    if level != "time" or (disaggregate and stages > 1 and ping_pong):
+    if level != "time" or (disaggregate and (stages > 1 or unlike) and ping_pong):
         return
     why = "disaggregate is False" if not disaggregate else "ping_pong is False, so idle stages could only wait"
-    if disaggregate and stages == 1:
+    if disaggregate and stages == 1 and not unlike:
         why = "there are no pipeline stages, and only stages are ever idle"
     raise SupportError(f"level is 'time', but {why}: set level to 'auto'.")

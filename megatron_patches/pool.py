@@ -10,15 +10,22 @@ from distca.device.offload import Offload
 from distca.plan.metrics import receive_buffer_gb
 from distca.runtime import AttentionPool
 from distca.runtime.timeline import Timeline
-from distca.transport import choose_transport
+from distca.transport import Transport, choose_transport
+from distca.transport.collective import CollectiveTransport
 from megatron_patches.arguments import CadArguments, How
 from megatron_patches.model.layer_kinds import LayerKinds
 from megatron_patches.ranks.groups import server_pool_group
+from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.steps.plan_options import attention_shape
 
 
 def join_pool(
-    config: TransformerConfig, layer_kinds: LayerKinds, device: torch.device, given: CadArguments, how: How
+    config: TransformerConfig,
+    layer_kinds: LayerKinds,
+    device: torch.device,
+    given: CadArguments,
+    how: How,
+    remote: RemoteServers | None = None,
 ) -> AttentionPool:
     """This rank's place in the server pool; every rank calls it together.
 
@@ -28,12 +35,31 @@ def join_pool(
         device: this rank's.
         given: how core attention is to be computed.
         how: what backward does.
+        remote: servers without a model; None without.
 
     Raises:
         KernelError, TransportError: what was asked for cannot run here, or is wrong here.
     """
+    spec = attention_spec(config, layer_kinds, device, given)
+    # What is compiled when it is first used is compiled now, and not while other ranks wait for its rows.
+    kernel = choose_kernel(given.kernel, spec)
+    sinks = any(kind.sink for kind in layer_kinds.kinds)
+    needed = receive_buffer_gb(attention_shape(config), given.tokens_per_rank, resend=how == "resend", sinks=sinks)
+    transport: Transport
+    if remote is not None:
+        transport = CollectiveTransport(remote.group)
+    else:
+        transport = choose_transport(given.transport, server_pool_group(), given.nvshmem_buffer_gb or needed)
+    parking = Offload(device) if given.offload else None
+    return AttentionPool(transport, kernel, Timeline(device), how, parking)
+
+
+def attention_spec(
+    config: TransformerConfig, layer_kinds: LayerKinds, device: torch.device, given: CadArguments
+) -> AttentionSpec:
+    """Core attention of this tensor-parallel rank's heads, as kernels are checked for it."""
     shape = attention_shape(config)
-    spec = AttentionSpec(
+    return AttentionSpec(
         shape.heads,
         shape.kv_heads,
         shape.head_dim,
@@ -42,10 +68,3 @@ def join_pool(
         kinds=layer_kinds.kinds,
         deterministic=given.deterministic,
     )
-    # What is compiled when it is first used is compiled now, and not while other ranks wait for its rows.
-    kernel = choose_kernel(given.kernel, spec)
-    sinks = any(kind.sink for kind in layer_kinds.kinds)
-    needed = receive_buffer_gb(shape, given.tokens_per_rank, resend=how == "resend", sinks=sinks)
-    transport = choose_transport(given.transport, server_pool_group(), given.nvshmem_buffer_gb or needed)
-    parking = Offload(device) if given.offload else None
-    return AttentionPool(transport, kernel, Timeline(device), how, parking)

@@ -42,7 +42,7 @@ KNOWS_MEGATRON = {"megatron_patches", "distca.commands", "distca.parity", "distc
 FACE = {
     f"megatron_patches.{name}"
     for name in ("api", "model.model_options", "steps.per_document", "steps.step_documents", "ranks.world")
-}
+} | {"distca.runtime.attention_server"}
 # With what they import of ours.
 NUMPY_ONLY = {"distca", "distca.errors", "distca.json_file", "distca.plan", "distca.sizes"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch.distributed as dist
@@ -14,17 +15,18 @@ from distca.plan import Links
 logger = logging.getLogger(__name__)
 
 
-def pool_links(tp: int, ranks_per_node: int = 0) -> Links:
+def pool_links(tp: int, ranks_per_node: int = 0, others: Sequence[str] = ()) -> Links:
     """The same on every rank; every rank of the world calls it together.
 
     Args:
         tp: tensor-parallel ranks, which are consecutive; a server is where the first of them is.
         ranks_per_node: consecutive servers that share a node, whatever machines they are on; 0 asks the machines.
+        others: machines of the pool's servers without a model, which follow those of the world.
 
     Raises:
         PlanError: such nodes do not divide the servers.
     """
-    servers = dist.get_world_size() // tp
+    servers = dist.get_world_size() // tp + len(others)
     if ranks_per_node < 0 or (ranks_per_node and servers % ranks_per_node):
         raise PlanError(
             f"`ranks_per_node` is {ranks_per_node}, which does not divide the {servers} servers of the pool; give a "
@@ -34,7 +36,7 @@ def pool_links(tp: int, ranks_per_node: int = 0) -> Links:
         return Links(0 if ranks_per_node == servers else ranks_per_node)
     machines: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(machines, machine_name())
-    return links_of(machines[::tp])
+    return links_of([*machines[::tp], *others])
 
 
 def links_of(machines: list[str]) -> Links:

@@ -45,7 +45,7 @@ class ExpertBytes:
         return int(inside + self._scores()) + self.input() + self.value * self.experts.shared_ffn // self.tp
 
     def _scores(self) -> float:
-        """Scores of the router in float32, before and behind the choice; with a balancing loss those that it goes by, too."""
+        """Scores of the router in float32; with a balancing loss also those that it goes by."""
         experts = self.experts
         return 4 * experts.count * (1 + bool(experts.balance or experts.document_balance)) / self.tp
 

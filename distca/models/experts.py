@@ -1,4 +1,4 @@
-"""What the experts of a model's layers are, as data; needs no torch."""
+"""The experts of a model's layers, as data; needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Experts:
         count: experts of a layer; 0 for none, in dense models.
         topk: experts that each row goes to.
         ffn: width inside an expert, of each of its gate and up projections.
-        dense_layers: first layers of the model that have a dense MLP of model.ffn instead.
+        dense_layers: first layers of the model, which have a dense MLP of the model's width instead.
         shared_ffn: width of an expert that all rows go to as well; 0 for none.
         shared_gate: what the shared expert puts out is multiplied by the sigmoid of a number that each row gives.
         score: how the router's logits become scores.
@@ -50,7 +50,7 @@ class Experts:
     z_loss: float = 0.0
 
     def problems(self, layers: int) -> list[str]:
-        """What cannot work in a model of so many layers, in words, each beginning with the field's name."""
+        """Sentences on what cannot work in a model of so many layers, each beginning with the field's name."""
         if not self.count:
             return self._without_effect()
         return self._sizes(layers) + self._router() + self._groups()

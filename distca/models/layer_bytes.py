@@ -154,7 +154,7 @@ class LayerBytes:
         return self.value * elements + copies + self.norms * 4
 
     def kept_by_experts(self) -> int:
-        """What experts and their router keep; only what they read where they are computed again."""
+        """Bytes that experts and their router keep; only what they read where they are computed again."""
         return self._experts.kept() if self.recompute == "none" else self._experts.input()
 
     @property
@@ -211,7 +211,7 @@ class LayerBytes:
         elements, again = rows * self.hidden, 0
         if self.recompute != "none":
             again = self._experts.kept()
-            elements += 0 if self.recomputed_whole else 2 * self.ffn
+            elements += 0 if self.recomputed_whole else self.projected
         return self.value * elements + self._experts.at_work() + again
 
     def freed_by_mlp(self) -> int:

@@ -1,4 +1,4 @@
-"""What a layer computes behind attention, and how many weights that has; needs no torch."""
+"""The MLP behind a layer's attention, and how many weights it has; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from distca.models.experts import Experts
 
 @dataclass(frozen=True)
 class Mlp:
-    """A dense MLP, and experts, which have a gate.
+    """A dense MLP, and experts.
 
     Attributes:
         ffn: width inside it, of its up projection, and of its gate where it has one; beside experts that of the shared
             one.
+        gated: it has a gate; experts always have.
         experts: the experts; in most layers none.
-        gated: the dense MLP has a gate.
     """
 
     ffn: int
-    experts: Experts = field(default_factory=Experts)
     gated: bool = True
+    experts: Experts = field(default_factory=Experts)
 
     @property
     def projected(self) -> int:
-        """Width of what the dense MLP's first product puts out: gate, where it has one, and up."""
+        """Width of what its first product puts out: gate, where it has one, and up."""
         return (1 + self.gated) * self.ffn
 
     def weights(self, hidden: int) -> int:

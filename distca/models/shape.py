@@ -93,9 +93,8 @@ class ModelShape:
     def _mlps(self) -> list[Mlp]:
         """The MLP of each layer."""
         dense = min(self.experts.dense_layers, self.layers) if self.experts.count else self.layers
-        return [Mlp(self.ffn, gated=self.variant.gated)] * dense + [Mlp(self.experts.shared_ffn, self.experts)] * (
-            self.layers - dense
-        )
+        mixture = Mlp(self.experts.shared_ffn, experts=self.experts)
+        return [Mlp(self.ffn, self.variant.gated)] * dense + [mixture] * (self.layers - dense)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:

@@ -22,7 +22,7 @@ from distca.parity.disaggregated import attached
 from distca.parity.plain_model import PlainModel
 from distca.parity.unmodified import computed_once, hidden_scores, unmodified_model
 from distca.testing.reference_attention import relative_error
-from megatron_patches.model.whole_parameters import gather_shares, load_full_weights
+from megatron_patches.model.whole_parameters import divisions_of, gather_shares, load_full_weights
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 
 
@@ -102,7 +102,7 @@ def _alone(
     positions: np.ndarray,
     lengths: np.ndarray,
 ) -> BlockOutcome:
-    load_full_weights(model, weights, 0, case.gated)
+    load_full_weights(model, weights, 0)
     parameter = next(model.parameters())
     hidden, weight = _rows(case, len(positions), parameter.dtype, parameter.device)
     if case.beyond_megatron:
@@ -159,7 +159,7 @@ def _share(
     real = mine > 0
     (output[real] * weight[mine[real] - 1]).sum().backward()
     assert hidden.grad is not None
-    gradients = {}
+    gradients, divisions = {}, divisions_of(model.config)
     for name, part in model.decoder.named_parameters():
         # As in training: halves and ranks are added up in float32.
         gradient = torch.zeros_like(part, dtype=torch.promote_types(dtype, torch.float32))
@@ -167,7 +167,7 @@ def _share(
         dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
         if getattr(part, "sequence_parallel", False):
             dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
-        gradients[name] = gather_shares(name, gradient, weights[f"decoder.{name}"].shape, case.gated)
+        gradients[name] = gather_shares(name, gradient, weights[f"decoder.{name}"].shape, divisions)
     return BlockOutcome(_everywhere(output.detach(), mine, tokens), _everywhere(hidden.grad, mine, tokens), gradients)
 
 

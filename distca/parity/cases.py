@@ -51,6 +51,8 @@ class ParityCase:
         offload: keep in host memory what backward needs.
         scheduler: "real": the planner's. "random": random cuts on random servers, to stress routes.
         ranks_per_node: consecutive servers that count as a node; 0 for those of one machine.
+        servers: servers without a model, beside the ranks.
+        speeds: of every server of the pool, as plans are to take them; none where all are alike.
         seed: of weights, tokens and random plans.
         changed_document: (micro-batch, document) whose tokens are drawn anew.
         tie_embeddings: the output layer's weights are the embedding's.
@@ -71,6 +73,8 @@ class ParityCase:
     offload: bool = False
     scheduler: Literal["real", "random"] = "real"
     ranks_per_node: int = 0
+    servers: int = 0
+    speeds: tuple[float, ...] = ()
     seed: int = 1
     changed_document: tuple[int, int] | None = None
     tie_embeddings: bool = False
@@ -95,11 +99,6 @@ class ParityCase:
         kinds = self.config.get("moe_router_load_balancing_type", ())
         own_sequences = {"window_size", "experimental_attention_variant"} & self.config.keys()
         return bool(own_sequences) or "seq_aux_loss" in kinds
-
-    @property
-    def gated(self) -> bool:
-        """The MLPs have a gate."""
-        return bool(self.config.get("gated_linear_unit", True))
 
 
 def case_documents(case: ParityCase) -> list[list[np.ndarray]]:

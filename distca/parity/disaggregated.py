@@ -21,7 +21,13 @@ from distca.plan import Direction, Layout, Plan
 from distca.testing.plans import random_plan
 from megatron_patches.api import CAD
 from megatron_patches.model.gpt import build_gpt
-from megatron_patches.model.whole_parameters import gather_gradients, gather_whole, load_full_weights, names_in_whole
+from megatron_patches.model.whole_parameters import (
+    divisions_of,
+    gather_gradients,
+    gather_whole,
+    load_full_weights,
+    names_in_whole,
+)
 from megatron_patches.ranks.groups import initialize_model_parallel, server_pool_group
 from megatron_patches.steps.step import Batch
 from megatron_patches.te.choice import Linears
@@ -71,14 +77,14 @@ def outcome_of(
         weights: of the whole model, for names and shapes.
     """
     total, tokens = sum_over_ranks(reports, cad.device)
-    gradients = gather_gradients(model, _names(case, cad, model), weights, case.gated)
+    gradients = gather_gradients(model, _names(case, cad, model), weights)
     return Outcome((total / tokens).item(), gradients, [])
 
 
 def load_weights(case: ParityCase, cad: CAD, model: GPTModel, weights: dict[str, torch.Tensor]) -> None:
     """Copy this rank's shares of the whole model's ``weights`` into its part of it."""
     own = {name: weights[whole] for name, whole in _names(case, cad, model).items()}
-    load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank(), case.gated)
+    load_full_weights(model, own, parallel_state.get_tensor_model_parallel_rank())
 
 
 def whole_weights(
@@ -87,7 +93,8 @@ def whole_weights(
     """The whole model's weights, float64 on the CPU, from this rank's part and those of others; every rank calls it.
     ``weights``: others of the whole model, for their shapes."""
     names = _names(case, cad, model)
-    return gather_whole({names[name]: weight for name, weight in model.named_parameters()}, weights, case.gated)
+    parts = {names[name]: weight for name, weight in model.named_parameters()}
+    return gather_whole(parts, weights, divisions_of(model.config))
 
 
 def document_losses(
@@ -146,6 +153,8 @@ def attached(
         recompute="all" if case.recompute == "all" and disaggregate else "none",
         offload=case.offload and disaggregate,
         linears=linears,
+        servers=case.servers if disaggregate else 0,
+        speeds=case.speeds if disaggregate else (),
         model_options=case.options,
     )
     if case.scheduler == "random":

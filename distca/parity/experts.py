@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 
@@ -15,6 +16,7 @@ from distca.parity.disaggregated import attached, outcome_of
 from distca.parity.outcome import Outcome, difference
 from distca.parity.unmodified import computed_once, unmodified_model, unmodified_outcome
 from megatron_patches.ranks.groups import initialize_model_parallel
+from megatron_patches.steps.step_documents import StepDocuments
 from megatron_patches.training.training_step import summed_loss_step
 
 LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
@@ -82,18 +84,28 @@ def expert_cases(tp: int = 1, pp: int = 1, ep: int = 1, *, deal: bool = True) ->
     ]
 
 
-def expert_differences(cases: Sequence[ParityCase], device: torch.device) -> list[dict[str, float]]:
+def expert_differences(
+    cases: Sequence[ParityCase], device: torch.device, *, disaggregate: bool = True
+) -> list[dict[str, float]]:
     """Loss, worst gradient, biases of experts after a step and rows that experts got, relative to unmodified
     Megatron-Core in float32. Where documents were dealt anew, it computes the micro-batches into which they were
-    dealt."""
+    dealt.
+
+    Args:
+        cases: what to compare.
+        device: this rank's.
+        disaggregate: False leaves attention, and documents as wholes, at home.
+    """
     results = []
     for case in cases:
         whole = unmodified_model(case, torch.float32)
         weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
-        cad, model = attached(case, torch.float32, device, "reference", weights)
+        cad, model = attached(case, torch.float32, device, "reference", weights, disaggregate=disaggregate)
         set_biases(model)
         ddp = cad.data_parallel(model, distributed_optimizer=False)
-        step = cad.plan_step(case_documents(case))
+        documents, ranks = case_documents(case), cad.options.ranks
+        homes = None if disaggregate else [np.arange(len(each)) % ranks for each in documents]
+        step = cad.plan_step(StepDocuments(documents, homes))
         candidate = outcome_of(case, cad, model, cad.forward_backward(step, summed_loss_step, ddp), weights)
         biases = biases_of(model)
         loads = {number: load.rows_E.cpu() for number, load in cad.expert_loads(ddp).items()}

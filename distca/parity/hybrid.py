@@ -33,12 +33,13 @@ def hybrid_cases() -> list[ParityCase]:
     }
     gate = {"attention_output_gate": True, "qk_layernorm": True}
     last = {**net, **gate, "linear_attention_freq": 4, "layernorm_zero_centered_gamma": False}
-    between = {**net, "linear_attention_freq": [0, 1, 1, 0], "linear_conv_kernel_dim": 2}
+    kinds = {"window_size": (6, 0), "window_attn_skip_freq": [1, 0, 0, 0], "softmax_type": "learnable"}
+    between = {**net, **kinds, "linear_attention_freq": [0, 1, 1, 0], "linear_conv_kernel_dim": 2}
     return [
-        ParityCase(micro_batches=_LENGTHS, recompute="mlp", config=last, rotary_percent=0.5, shape=_SHAPE),
+        ParityCase(micro_batches=_LENGTHS, tp=2, recompute="mlp", config=last, rotary_percent=0.5, shape=_SHAPE),
         ParityCase(micro_batches=_LENGTHS[::-1], recompute="all", backward="resend", config=between, shape=_SHAPE),
         ParityCase(micro_batches=((2,), (1,)), ping_pong=False, config=between, shape=_SHAPE),  # ranks without tokens
-        ParityCase(micro_batches=_LENGTHS, ping_pong=False, config=gate),
+        ParityCase(micro_batches=_LENGTHS, tp=2, ping_pong=False, config=gate),
     ]
 
 

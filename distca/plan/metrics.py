@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan.cost.model import AttentionShape, CostModel, Direction
+from distca.plan.cost.pool import PoolCost
 from distca.plan.layout import Layout
 from distca.plan.network import Links
 from distca.plan.plan import Plan
@@ -106,7 +107,7 @@ def seconds_by_kind(plan: Plan, costs: Sequence[CostModel], direction: Direction
     found = np.zeros((len(costs), ranks))
     for number, cost in enumerate(costs):
         some = tasks if len(costs) == 1 else tasks.take(plan.kind_of_task == number)
-        seconds = cost.per_direction(direction, some.stop - some.start, some.stop).sum(axis=0)
+        seconds = cost.on_servers(direction, some.stop - some.start, some.stop, some.server).sum(axis=0)
         found[number] = np.bincount(some.server, weights=seconds, minlength=ranks)
     return found
 
@@ -159,8 +160,8 @@ def _pairs(home: np.ndarray, server: np.ndarray, rows: np.ndarray, ranks: int) -
 def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> float:
     """Seconds that the slowest server needs at least, whatever the plan.
 
-    The larger of two facts: all the work, uncut, spread evenly over the servers; and the last query row of the longest
-    document, which one server must compute. For "both" the bound of forward plus that of backward.
+    The larger of two facts: all the work, uncut, spread over the servers by their speed; and the last query row of the
+    longest document, which one server must compute. For "both" the bound of forward plus that of backward.
 
     Args:
         layout: the nano-batch.
@@ -169,9 +170,11 @@ def makespan_bound(layout: Layout, cost: CostModel, direction: Direction) -> flo
     """
     some = layout.last > layout.first
     first, last = layout.first[some], layout.last[some]
-    total = cost.least(direction, last - first, last).sum(axis=1) / layout.ranks
-    row = cost.least(direction, np.ones_like(last), last).max(axis=1, initial=0.0)
-    return float(np.maximum(total, row).sum())
+    tables, of_server = (cost.tables, cost.of_server) if isinstance(cost, PoolCost) else ((cost,), (0,) * layout.ranks)
+    work = np.stack([table.least(direction, last - first, last).sum(axis=1) for table in tables])
+    row = np.stack([table.least(direction, np.ones_like(last), last).max(axis=1, initial=0.0) for table in tables])
+    speed = (np.bincount(of_server, minlength=len(tables))[:, None] / np.maximum(work, 1e-300)).sum(axis=0)
+    return float(np.maximum(np.where(work[0] > 0, 1 / speed, 0.0), row.min(axis=0)).sum())
 
 
 def receive_buffer_gb(shape: AttentionShape, tokens: int, *, resend: bool, sinks: bool = False) -> float:

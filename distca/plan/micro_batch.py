@@ -137,7 +137,7 @@ class MicroBatchPlan:
         computed at home."""
         return np.asarray(
             sum(
-                nano.share * server_seconds(plan_at_home(nano.layout), nano.cost, "both")
+                nano.share * server_seconds(plan_at_home(nano.forward.layout), nano.cost, "both")
                 for nano in self.every_nano_batch
             )
         )

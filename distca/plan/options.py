@@ -11,6 +11,7 @@ from distca.errors import PlanError
 from distca.plan.choice import Scheduler
 from distca.plan.cost.linear import NonAttention
 from distca.plan.cost.model import CostModel
+from distca.plan.cost.pool import PoolCost
 from distca.plan.kinds import AttentionKind
 from distca.plan.network import Links
 
@@ -21,6 +22,7 @@ class PlanOptions:
 
     Attributes:
         ranks: data-parallel ranks of a stage, the homes of its rows.
+        servers: servers without a model, which have no rows of their own; in the pool they follow the homes.
         cost: seconds per CA-task.
         stages: pipeline stages.
         nano_batches: 1, or 2 for ping and pong.
@@ -37,7 +39,8 @@ class PlanOptions:
         scheduler: plans one nano-batch, in place of the product's scheduler (for tests).
 
     Raises:
-        PlanError: on sizes below 1, several stages whose servers keep rows for backward, stages of unequal layers,
+        PlanError: on sizes below 1, servers that attention cannot go to, tables or factors that are not one for each
+            server or home, several stages whose servers keep rows for backward, stages of unequal layers,
             costs of other kinds than ``kinds``, or layers of a kind that is not there.
     """
 
@@ -56,6 +59,7 @@ class PlanOptions:
     layer_kinds: tuple[tuple[int, ...], ...] = ()
     non_attention: NonAttention | None = None
     scheduler: Scheduler | None = None
+    servers: int = 0
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.stages) < 1:
@@ -65,6 +69,7 @@ class PlanOptions:
                 f"backward is keep, but with {self.stages} pipeline stages the server of a forward is busy with other "
                 "phases by its backward; set it to auto or resend."
             )
+        self._check_servers()
         layers = [len(each) for each in self.layer_kinds]
         if layers and (len(layers) != self.stages or min(layers) != max(layers) or not min(layers)):
             raise PlanError(f"{self.stages} stages need equally many layers each, not {layers}.")
@@ -76,6 +81,23 @@ class PlanOptions:
             raise PlanError(
                 f"layer_kinds is {self.layer_kinds}, and kinds are numbered from 0 to {len(self.kinds) - 1}."
             )
+
+    def _check_servers(self) -> None:
+        if self.servers < 0 or (self.servers and not self.disaggregate):
+            raise PlanError(f"`servers` is {self.servers}; it must be 0 or more, and 0 where attention stays at home.")
+        for cost in (self.cost, *self.costs):
+            if isinstance(cost, PoolCost) and len(cost.of_server) != self.pool_ranks:
+                raise PlanError(f"{len(cost.of_server)} servers have a cost table, and there are {self.pool_ranks}.")
+        factors = () if self.non_attention is None else self.non_attention.factors
+        if len(factors) not in (0, self.homes):
+            raise PlanError(f"{len(factors)} homes have a factor, and there are {self.homes}.")
+
+    @cached_property
+    def server_cost(self) -> CostModel:
+        """Seconds per CA-task by server, in layers of the first kind."""
+        if isinstance(self.cost, PoolCost) or not self.servers:
+            return self.cost
+        return PoolCost((self.cost,), (0,) * self.pool_ranks)
 
     @cached_property
     def combinations(self) -> tuple[tuple[int, ...], ...]:
@@ -121,9 +143,14 @@ class PlanOptions:
         return any(kind.sink for kind in self.kinds)
 
     @property
-    def pool_ranks(self) -> int:
-        """Servers of the pool."""
+    def homes(self) -> int:
+        """Ranks of the pool with a model, the first ones."""
         return self.stages * self.ranks
+
+    @property
+    def pool_ranks(self) -> int:
+        """Servers of the pool, homes first."""
+        return self.homes + self.servers
 
     @property
     def keeps(self) -> bool:

@@ -37,10 +37,17 @@ class Phase:
 
 
 def other_seconds(options: PlanOptions, layout: Layout, direction: Direction) -> np.ndarray:
-    """[R] non-attention seconds of one layer and nano-batch; 0 where attention alone is levelled."""
+    """[R] non-attention seconds of one layer and nano-batch, [2, R] of both directions; 0 where attention alone is
+    levelled."""
     each = options.non_attention
-    per_row = 0.0 if each is None else each.forward if direction == "forward" else each.backward
-    return per_row * layout.q_rows
+    if each is None:
+        return np.zeros_like(layout.q_rows, np.float64)
+    if direction == "both":
+        return np.stack([other_seconds(options, layout, way) for way in ("forward", "backward")])
+    seconds = (each.forward if direction == "forward" else each.backward) * layout.q_rows
+    if each.factors:
+        seconds[: len(each.factors)] *= each.factors
+    return np.asarray(seconds)
 
 
 def plan_phases(
@@ -77,24 +84,23 @@ def _of_combination(
     all servers, beside the work that these have with windows."""
     windows = [options.kinds[kind].window for kind in kinds]
     if not any(windows):
-        plans = [
-            _with_kinds(scheduler(_joined(half, options.ranks), direction), half, kinds, options) for half in halves
-        ]
+        plans = [_with_kinds(scheduler(_joined(half, options), direction), half, kinds, options) for half in halves]
         if options.keeps:  # what servers keep for backward is there for the next half too
             plans[1:] = [replace(plan, before=before.tasks) for before, plan in pairwise(plans)]
         return tuple(plans)
     plans = []
     for half in halves:
         seen = [layout and layout.within(window) for layout, window in zip(half, windows, strict=True)]
-        home = _with_kinds(plan_at_home(_joined(seen, options.ranks)), half, kinds, options)
+        home = _with_kinds(plan_at_home(_joined(seen, options)), half, kinds, options)
         if all(windows):
             plans.append(home)
             continue
         full = np.repeat([not window for window in windows], options.ranks)
+        full = np.append(full, np.ones(options.servers, bool))
         rest = home.tasks.take(~full[home.tasks.server])
         beside = server_seconds(replace(home, tasks=rest), options.cost_of_kind, direction)
         beside += np.where(full, 0.0, other_seconds(options, home.layout, direction))
-        scheduled = scheduler(_joined(half, options.ranks, [not window for window in windows]), direction, beside).tasks
+        scheduled = scheduler(_joined(half, options, [not window for window in windows]), direction, beside).tasks
         columns = (np.concatenate(pair) for pair in zip(scheduled.columns(), rest.columns(), strict=True))
         plans.append(replace(home, tasks=Tasks.sorted(*columns)))
     return tuple(plans)
@@ -124,7 +130,7 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
             other = beside if other is None else beside + other
         return schedule(
             layout,
-            cost=options.cost,
+            cost=options.server_cost,
             direction=direction,
             resend=options.resend,
             tolerance=tolerance,
@@ -135,17 +141,17 @@ def scheduler_of(options: PlanOptions) -> Scheduler:
     return scheduled
 
 
-def _joined(parts: Sequence[Layout | None], ranks: int, some: Sequence[bool] | None = None) -> Layout:
-    """One layout over the ranks of all stages; idle stages have no rows, nor have those that are not among ``some``.
-    Documents are numbered stage by stage."""
-    if len(parts) == 1 and parts[0] is not None:
+def _joined(parts: Sequence[Layout | None], options: PlanOptions, some: Sequence[bool] | None = None) -> Layout:
+    """One layout over the ranks of all stages and the servers without a model; idle stages have no rows, nor have those
+    that are not among ``some``. Documents are numbered stage by stage."""
+    if len(parts) == 1 and parts[0] is not None and not options.servers:
         return parts[0]
+    ranks = options.ranks
     q: list[tuple[np.ndarray, ...]] = []
     kv: list[tuple[np.ndarray, ...]] = []
     first: list[np.ndarray] = []
     last: list[np.ndarray] = []
-    q_rows = np.zeros(len(parts) * ranks, np.int64)
-    carried_rows = np.zeros(len(parts) * ranks, np.int64)
+    q_rows, carried_rows = np.zeros((2, options.pool_ranks), np.int64)
     documents = 0
     for stage, layout in enumerate(parts):
         if layout is None:
@@ -164,7 +170,7 @@ def _joined(parts: Sequence[Layout | None], ranks: int, some: Sequence[bool] | N
         q_rows[here], carried_rows[here] = layout.q_rows, layout.carried_rows
     nothing = np.empty(0, np.int64)
     return Layout(
-        len(parts) * ranks,
+        options.pool_ranks,
         np.concatenate((nothing, *first)),
         np.concatenate((nothing, *last)),
         Shards(*(np.concatenate((nothing, *(columns[at] for columns in q))) for at in range(5))),

@@ -7,7 +7,7 @@ With p stages, stage s runs the forward of micro-batch m in forward phase m + s.
 m + (p − 1) − s; backward phase k runs in the same tick as forward phase k + p − 1. Without pipeline parallelism there
 is one stage, and a phase is the forward or the backward of one micro-batch.
 
-Pool ranks are numbered stage by stage: stage · data_parallel + data-parallel rank.
+Pool ranks are numbered stage by stage: stage · data_parallel + data-parallel rank. Servers without a model follow.
 """
 
 from __future__ import annotations
@@ -219,10 +219,10 @@ def _laid_out(
         return laid()
     together = partial(laid, placement="spread", cost=options.cost, ranks_per_node=options.stage_node)
     by_half = partial(laid, placement="spread_by_half", cost=options.cost)
-    if options.ranks > SMALL_POOL:
-        return together()
     if options.ranks == 1:
         return by_half()
+    if options.ranks > SMALL_POOL or options.servers:  # which most rows travel to
+        return together()
 
     def planned(layout: Layout) -> tuple[Plan, Plan]:
         forward = scheduler(layout, "both" if options.keeps else "forward")

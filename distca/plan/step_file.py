@@ -19,6 +19,8 @@ from distca.errors import PlanError
 from distca.plan.cost.analytic import AnalyticCost
 from distca.plan.cost.linear import LinearRate, NonAttention
 from distca.plan.cost.model import AttentionShape, CostModel
+from distca.plan.cost.pool import PoolCost
+from distca.plan.cost.scaled import ScaledCost
 from distca.plan.cost.table import LoadFactors, TableCost
 from distca.plan.kinds import AttentionKind
 from distca.plan.network import Links
@@ -26,10 +28,11 @@ from distca.plan.options import PlanOptions
 from distca.plan.step import StepPlan, plan_step
 
 _NAME = "distca_step"
-_FORMAT = 2
-"""Format 1 knew one cost and no kinds of layers, so a stack of several would be planned as another one."""
+_FORMAT = 3
+"""Format 1 knew one cost and no kinds of layers, format 2 no servers but home ranks, all alike."""
 _NOT_WRITTEN = {"scheduler"}
 _OF_THEIR_OWN = {"cost", "costs", "links", "non_attention", "kinds", "layer_kinds"}
+_FACTORS = ("forward_factor", "backward_factor")
 _PLAIN = [option.name for option in fields(PlanOptions) if option.name not in _OF_THEIR_OWN | _NOT_WRITTEN]
 """Options that are a number, a switch or nothing."""
 
@@ -115,7 +118,7 @@ def read_step(path: str | Path) -> StepInputs | None:
                 kinds=tuple(AttentionKind(**each) for each in content["kinds"]),
                 layer_kinds=tuple(tuple(int(kind) for kind in stage) for stage in content["layer_kinds"]),
                 links=Links(**content["links"]),
-                non_attention=None if between is None else NonAttention(**between),
+                non_attention=None if between is None else _between(**between),
                 **options,
             ),
             content["homes"] and [None if each is None else np.asarray(each, np.int64) for each in content["homes"]],
@@ -127,9 +130,22 @@ def read_step(path: str | Path) -> StepInputs | None:
         raise PlanError(f"The step in {path} is not as it was written ({error!r}); take the file as it was.") from None
 
 
+def _between(factors: Sequence[float], **seconds: float) -> NonAttention:
+    return NonAttention(**seconds, factors=tuple(factors))
+
+
 def _cost_content(cost: CostModel) -> dict[str, Any]:
     if isinstance(cost, AnalyticCost):
         return {"model": "analytic", **asdict(cost)}
+    if isinstance(cost, PoolCost):
+        return {
+            "model": "pool",
+            "tables": [_cost_content(table) for table in cost.tables],
+            "of_server": list(cost.of_server),
+        }
+    if isinstance(cost, ScaledCost):
+        factors = {name: getattr(cost, name) for name in _FACTORS}
+        return {"model": "scaled", "measured": _cost_content(cost.measured), **factors}
     if not isinstance(cost, TableCost):
         raise TypeError(f"a {type(cost).__name__} cannot be written")
     return {
@@ -145,7 +161,13 @@ def _cost_content(cost: CostModel) -> dict[str, Any]:
 
 def _cost(content: Mapping[str, Any]) -> CostModel:
     given = dict(content)
-    model = {"analytic": AnalyticCost, "table": TableCost}[given.pop("model")]
+    name = given.pop("model")
+    if name == "pool":
+        tables = tuple(_cost(table) for table in given["tables"])
+        return PoolCost(tables, tuple(int(number) for number in given["of_server"]))
+    if name == "scaled":
+        return ScaledCost(_cost(given["measured"]), *(float(given[factor]) for factor in _FACTORS))
+    model = {"analytic": AnalyticCost, "table": TableCost}[name]
     given["shape"] = AttentionShape(**given["shape"])
     given["linear"] = None if given["linear"] is None else LinearRate(**given["linear"])
     if model is AnalyticCost:

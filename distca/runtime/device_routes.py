@@ -195,8 +195,17 @@ class StepRoutes:
     @staticmethod
     def of(plan: StepPlan, stage: int, rank: int, device: Destination) -> StepRoutes:
         """Routes of a stage's data-parallel rank."""
+        return StepRoutes._of(plan, plan.options.pool_rank(stage, rank), stage, device)
+
+    @staticmethod
+    def of_server(plan: StepPlan, place: int, device: Destination) -> StepRoutes:
+        """Routes of a server without a model, by its ``place`` in the pool: of all micro-batches without pipeline
+        stages, with them of all phases."""
+        return StepRoutes._of(plan, place, None, device)
+
+    @staticmethod
+    def _of(plan: StepPlan, me: int, stage: int | None, device: Destination) -> StepRoutes:
         options = plan.options
-        me = options.pool_rank(stage, rank)
 
         def of_plans(there: Sequence[Plan], back: Sequence[Plan]) -> LayerRoutes:
             before = [None, *(each.layout for each in there)]
@@ -210,10 +219,16 @@ class StepRoutes:
             return tuple(of_combination[number] for number in options.layer_combinations)
 
         def served(phases: Sequence[Phase]) -> tuple[tuple[LayerRoutes, ...] | None, ...]:
-            return tuple(routes(each, each) if each.micro_batches[stage] is None else None for each in phases)
+            serves = [stage is None or each.micro_batches[stage] is None for each in phases]
+            return tuple(routes(each, each) if idle else None for each, idle in zip(phases, serves, strict=True))
 
+        if stage is None and options.stages > 1:
+            return StepRoutes((), served(plan.forward), served(plan.backward))
+        at = stage or 0
         own = (
-            routes(plan.forward[plan.forward_phase(m, stage)], plan.backward[plan.backward_phase(m, stage)])
+            routes(plan.forward[plan.forward_phase(m, at)], plan.backward[plan.backward_phase(m, at)])
             for m in range(len(plan.layouts))
         )
+        if stage is None:
+            return StepRoutes(tuple(own), (), ())
         return StepRoutes(tuple(own), served(plan.forward), served(plan.backward))

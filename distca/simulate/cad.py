@@ -51,7 +51,7 @@ class Half:
     """One nano-batch of a phase in one direction. Array legend: R ranks of the pool.
 
     Attributes:
-        rows: [R] home rows.
+        rows: [R] home rows, as many times as their linear layers take longer than on other homes.
         attention: [R] seconds of core attention of a layer.
         copies: [R] seconds of putting rows together for it.
         there: rows that servers compute with, in one hop or two.
@@ -77,6 +77,7 @@ def planned(job: Job, workload: Workload) -> StepPlan:
         tolerance=job.tolerance,
         links=job.links,
         non_attention=job.non_attention,
+        servers=job.extra_servers,
     )
     homes = [each.rank_of for each in workload.micro_batches] if workload.whole else None
     room = None
@@ -112,7 +113,8 @@ class Cad:
         ranks = job.servers
         self.attention = np.zeros(ranks)
         last = np.arange(ranks) // job.data_parallel == job.pp - 1
-        self._experts = ExpertLayers(job, streams, np.arange(ranks) // job.data_parallel)
+        self._experts = ExpertLayers(job, streams, np.minimum(np.arange(ranks) // job.data_parallel, job.pp - 1))
+        self._slower = np.append(job.home_factors or np.ones(job.homes), np.ones(job.extra_servers))
         self._head = np.where(last, job.rows.head, 0.0)
 
     def run(self) -> None:
@@ -169,7 +171,7 @@ class Cad:
         # Backward of shared rows: copies, and gradients added up.
         copies = job.copied(kv * copied * (1 if direction == "forward" else 2))
         return Half(
-            plan.layout.q_rows,
+            plan.layout.q_rows * self._slower,
             seconds,
             job.copied(q_rows * (out[0] + home[0]) + kept * (out[1] + home[1])) + copies,
             self._hops(found, out, there=True),
@@ -288,7 +290,7 @@ class Cad:
         source = np.arange(job.servers)
         rows = np.sum([plan.layout.q_rows for plan in phase.plans], axis=0)
         target = source + (ranks if direction == "forward" else -ranks)
-        some = (target >= 0) & (target < job.servers)
+        some = (source < job.homes) & (target >= 0) & (target < job.homes)
         size = rows * job.model.hidden * VALUE / job.tp
         exchange = job.fabric.exchange(source[some], target[some], size[some])
         return self._streams.launch(exchange, "activations" if direction == "forward" else "gradients")

@@ -20,6 +20,8 @@ class Cluster:
         nvlink_latency_us: microseconds from a launch to the first byte inside a node.
         network_latency_us: the same between nodes.
         memory_gib: GiB of memory of a GPU.
+        slow_gpus: the last ones, on nodes with another network; 0 for none.
+        slow_network_gb_s: GB/s between these nodes, and between them and others.
 
     Raises:
         SimulationError: on counts, rates or sizes that no cluster has.
@@ -32,6 +34,8 @@ class Cluster:
     nvlink_latency_us: float = 15.0
     network_latency_us: float = 30.0
     memory_gib: float = 139.8
+    slow_gpus: int = 0
+    slow_network_gb_s: float = 50.0
 
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node"):
@@ -42,7 +46,7 @@ class Cluster:
                 f"`gpus` is {self.gpus}, which nodes of {self.gpus_per_node} do not divide; change `gpus` or "
                 "`gpus_per_node`."
             )
-        for name in ("nvlink_gb_s", "network_gb_s", "memory_gib"):
+        for name in ("nvlink_gb_s", "network_gb_s", "memory_gib", "slow_network_gb_s"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise SimulationError(f"`{name}` is {value:g}; it must be above 0.")

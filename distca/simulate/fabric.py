@@ -24,6 +24,8 @@ class Fabric:
         network: bytes/s of a GPU between nodes, each way.
         nvlink_latency: seconds until the first byte.
         network_latency: the same between nodes.
+        slow: the last servers, on nodes with a network of their own.
+        slow_network: bytes/s of a GPU there.
     """
 
     ranks: int
@@ -32,6 +34,8 @@ class Fabric:
     network: float
     nvlink_latency: float = 0.0
     network_latency: float = 0.0
+    slow: int = 0
+    slow_network: float = 0.0
 
     @staticmethod
     def of(cluster: Cluster, tp: int) -> Fabric:
@@ -43,6 +47,8 @@ class Fabric:
             cluster.network_gb_s * 1e9,
             cluster.nvlink_latency_us * 1e-6,
             cluster.network_latency_us * 1e-6,
+            cluster.slow_gpus // tp,
+            cluster.slow_network_gb_s * 1e9,
         )
 
     @property
@@ -70,7 +76,9 @@ class Fabric:
         source, target, size = source[order], target[order], np.asarray(size, np.float64)[order]
         far = self.node[source] != self.node[target]
         outgoing, incoming = np.zeros(self.ranks), np.zeros(self.ranks)
-        rate = np.where(far, self.network, self.nvlink)
+        slow = np.maximum(source, target) >= self.ranks - self.slow
+        network = np.where(slow, min(self.network, self.slow_network), self.network) if self.slow else self.network
+        rate = np.where(far, network, self.nvlink)
         for kind in (far, ~far):
             seconds = size[kind] / rate[kind]
             # Links of both kinds carry at the same time.

@@ -14,6 +14,7 @@ from distca.models.shape import ModelShape
 from distca.plan import AttentionKind, AttentionShape, CostModel, Links
 from distca.plan.cost.analytic import cost_of_kind
 from distca.plan.cost.linear import LinearRate, NonAttention, between_attentions
+from distca.plan.cost.pool import PoolCost
 from distca.plan.kinds import by_stage, numbered
 from distca.simulate.cluster import Cluster
 from distca.simulate.errors import SimulationError
@@ -56,7 +57,8 @@ class Job:
     Attributes:
         model: its shape.
         cluster: where it runs.
-        cost: seconds per CA-task of layers without a window, for the heads of one tensor-parallel rank.
+        cost: seconds per CA-task of layers without a window, for the heads of one tensor-parallel rank; that of each
+            server where they are not alike.
         window_costs: the same by window, where that was measured; others are modelled.
         tp: tensor-parallel ranks, with sequence parallelism; a server is ``tp`` GPUs.
         pp: pipeline stages.
@@ -78,6 +80,9 @@ class Job:
         nccl: rows travel by NCCL inside a node too, not only between nodes.
         fused_rotation: whether the baselines' rotation is a kernel of its own.
         rates: of the GPU.
+        extra_servers: servers without a model, the cluster's last ones; each is ``tp`` GPUs too.
+        home_factors: how many times as long every home's linear layers take as by ``cost`` and ``rates``; none where
+            all are alike.
 
     Raises:
         SimulationError: on parallelism that the cluster or the model does not fit, widths that FP8 cannot take, or a
@@ -107,6 +112,8 @@ class Job:
     nccl: bool = False
     fused_rotation: bool = True
     rates: Rates = field(default_factory=load_rates)
+    extra_servers: int = 0
+    home_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "tokens_per_rank", "micro_batches"):
@@ -131,11 +138,14 @@ class Job:
                 f"`tp` is {self.tp}, which does not divide the {cluster.gpus_per_node} GPUs of a node; choose one that "
                 "does: tensor parallelism stays inside a node."
             )
-        if cluster.gpus % (self.tp * self.pp):
+        homes = cluster.gpus - self.tp * self.extra_servers
+        if homes < 1 or homes % (self.tp * self.pp) or self.extra_servers < 0:
             raise SimulationError(
-                f"`tp` × `pp` is {self.tp} × {self.pp}, which does not divide the {cluster.gpus} GPUs; change one of "
-                "them."
+                f"`tp` × `pp` is {self.tp} × {self.pp}, which does not divide the {homes} GPUs; change one of them."
             )
+        if len(self.home_factors) not in (0, homes // self.tp):
+            count = len(self.home_factors)
+            raise SimulationError(f"`home_factors` has {count} numbers, and there are {homes // self.tp} homes.")
         if self.model.layers % self.pp:
             raise SimulationError(
                 f"`pp` is {self.pp}, which does not divide the {self.model.layers} layers; stages have equally many."
@@ -151,6 +161,11 @@ class Job:
             raise SimulationError(
                 f"`ep` is {ep}; it must divide the {experts.count} experts and the {ranks} GPUs of a stage, and be a "
                 f"multiple or a divisor of `tp` {self.tp}."
+            )
+        if experts.count and (self.unlike or self.home_factors):
+            raise SimulationError(
+                "The model has experts, and servers are not alike, but experts count as if all GPUs were; leave out "
+                "`extra_servers`, `home_factors` and costs by server, or take a dense model."
             )
         if experts.count and self.fp8 != "none":
             raise SimulationError(f"`fp8` is {self.fp8}, but experts are computed in bfloat16; set it to none.")
@@ -236,7 +251,17 @@ class Job:
     @property
     def data_parallel(self) -> int:
         """Ranks of a stage, context-parallel ones among them."""
-        return self.servers // self.pp
+        return self.homes // self.pp
+
+    @property
+    def homes(self) -> int:
+        """Servers with a model, of all stages; the first of the pool."""
+        return self.servers - self.extra_servers
+
+    @property
+    def unlike(self) -> bool:
+        """Whether servers differ in what they have or in their speed."""
+        return self.extra_servers > 0 or isinstance(self.cost, PoolCost)
 
     @property
     def servers_of_experts(self) -> int:
@@ -316,11 +341,12 @@ class Job:
     def non_attention(self) -> NonAttention | None:
         """The non-attention time that plans of phases level together with attention, as in training; None where they do
         not."""
-        if self.pp == 1 or not self.level_time:
+        if not self.level_time or (self.pp == 1 and not self.unlike):
             return None
         model = self.model
         recomputed = {"none": 0, "mlp": model.mlp_weights, "all": model.layer_weights}[self.recompute]
-        return between_attentions(self.linear, model.layer_weights, recomputed, self.layers, self.tp)
+        each = between_attentions(self.linear, model.layer_weights, recomputed, self.layers, self.tp)
+        return replace(each, factors=self.home_factors)
 
     @property
     def parameters(self) -> int:

@@ -95,7 +95,8 @@ def with_servers(
         in_flight: [R] micro-batches.
     """
     shape, ranks = job.shape, len(rows)
-    last = np.arange(ranks) >= ranks - ranks // job.pp
+    home = np.arange(ranks) < job.homes
+    last = home & (np.arange(ranks) >= job.homes - job.data_parallel)
     layers = _layers(job, disaggregated=True)
     widest = max(layers, key=LayerBytes.mlp_at_work)
     # Where servers keep rows, o is also at home, among what is kept beside attention.
@@ -107,4 +108,5 @@ def with_servers(
     kept = rows * sum(layer.kept_beside_attention() for layer in layers) + job.layers * attention
     # One half is at work in a layer, all of a micro-batch in the loss.
     working = np.maximum(_layer_at_work(widest, rows / 2, rows), _loss_at_work(job, widest, rows, last))
-    return np.asarray(static_bytes(job) + in_flight * kept + np.maximum(working, received))
+    held = np.where(home, static_bytes(job), 0)
+    return np.asarray(held + in_flight * kept + np.where(home, np.maximum(working, received), received))

@@ -15,6 +15,7 @@ from distca.plan.metrics import receive_buffer_gb
 from distca.simulate import memory, one_f_one_b
 from distca.simulate.baseline import BaselineLayers, Dealt, deal_micro_batch, work_of
 from distca.simulate.cad import Cad, planned
+from distca.simulate.errors import SimulationError
 from distca.simulate.job import VALUE, Job
 from distca.simulate.prediction import Prediction
 from distca.simulate.reduction import StepEnd, step_end
@@ -46,9 +47,15 @@ def simulate(
     Raises:
         BaselineError: documents do not fit into the mode's groups, or the mode not to the ranks or the layers.
         PlanError: as :func:`distca.plan.plan_step`.
+        SimulationError: another mode than DistCA on servers that are not alike.
     """
     if mode.method == "distca":
         return _with_servers(job, mode, workload, plan or planned(job, workload), watched)
+    if job.unlike:
+        raise SimulationError(
+            f"`{mode.name}` is simulated on GPUs that are all alike, and this job has others, or servers without a "
+            "model; simulate distca, or leave them out."
+        )
     mode.check(job.data_parallel, job.shape.kv_heads)
     micro_batches = workload.micro_batches
     if mode.method == "packed-dealt":
@@ -74,7 +81,7 @@ def _cad_memory(job: Job, plan: StepPlan) -> np.ndarray:
     shape, ranks, resend = job.shape, job.servers, plan.options.resend
     peak = np.zeros(ranks)
     stage = np.arange(ranks) // job.data_parallel
-    flight = np.minimum(2 * (job.pp - 1 - stage) + 1, len(plan.layouts))
+    flight = np.minimum(np.maximum(2 * (job.pp - 1 - stage) + 1, 1), len(plan.layouts))
     shares = plan.options.shares_of_layers.tolist()
     for forward, backward in zip(plan.forward, plan.backward, strict=True):
         rows = np.sum([each.layout.q_rows for each in forward.plans], axis=0)

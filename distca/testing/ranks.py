@@ -74,7 +74,7 @@ def run_ranks(
             results = _collect(pipes, timeout)
             # A rank that answered ends by itself: cut short, it would leave processes of its own behind.
             for rank, process in enumerate(processes):
-                process.join(10)
+                process.join(60)
                 if process.exitcode:
                     raise RankFailure(f"Rank {rank} gave an answer, then ended with exit code {process.exitcode}.")
             return results
@@ -149,7 +149,7 @@ def _rank_main(
         bind_gloo()
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+            backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=200)
         )
         buffer = io.BytesIO()
         torch.save(function(*arguments), buffer)

@@ -20,7 +20,19 @@ from megatron_patches.experts.dispatch import Dispatch
 class BalancedRouter(TopKRouter):
     """Megatron's router with losses over the micro-batch. :func:`take_halves` turns built ones into it."""
 
-    def route(self, hidden: torch.Tensor, half: Half) -> tuple[torch.Tensor, torch.Tensor]:
+    def _apply(self, function: Any, recurse: bool = True) -> BalancedRouter:
+        """Keeps biases of experts and counts of rows in float32 where weights are cast: bfloat16 ends at 256 rows."""
+        buffers = {name: each for name, each in self.named_buffers(recurse=False) if each.dtype == torch.float32}
+        super()._apply(function, recurse)
+        for name, before in buffers.items():
+            now = getattr(self, name)
+            if now.dtype != torch.float32:
+                setattr(self, name, before.to(now.device))
+        return self
+
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, half: Half
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[rows, experts] probabilities of the experts that each row goes to, and which these are.
 
         Args:
@@ -68,7 +80,7 @@ class HalvesLayer(MoELayer):
 
     def _output(self, hidden: torch.Tensor, half: Half) -> torch.Tensor:
         shared = self.shared_experts(hidden) if self.shared_experts is not None else None
-        probs, chosen = self.router.route(hidden, half)
+        probs, chosen = self.router(hidden, half)
         dispatch = Dispatch.of(chosen, self.router.topk, self.ep_group)
         rows, row_probs = dispatch.send(hidden.flatten(0, -2), probs)
         output, _ = self.experts(rows, dispatch.per_expert, row_probs)

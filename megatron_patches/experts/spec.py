@@ -45,12 +45,12 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
         dense: of a layer with an MLP.
         config: of the model.
     """
+    if not hasattr(moe_utils, "te_general_gemm"):  # which routers of 0.16.1 ask for without Transformer Engine too
+        moe_utils.te_general_gemm = None
     first = get_transformer_layer_offset(config)
     mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
     if not any(mine):
         return [dense] * len(mine)
-    if not hasattr(moe_utils, "te_general_gemm"):  # which routers of 0.16.1 ask for without Transformer Engine too
-        moe_utils.te_general_gemm = None
     mixture = copy(dense)
     mixture.submodules = deepcopy(dense.submodules)
     mixture.submodules.mlp = _experts(config)

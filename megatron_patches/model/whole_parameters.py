@@ -6,18 +6,37 @@ The shares follow megatron's own layout of each parameter.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 
+from megatron_patches.model.recurrences import has_recurrent_layers, recurrence_of
 from megatron_patches.te.fp8_weights import set_values
 
+Divisions = Mapping[str, Sequence[int]]
+"""Relative sizes of the parts of a parameter's rows, by the end of its name; each rank has its share of every part."""
 
-def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int, gated: bool = True) -> torch.Tensor:
+_GATED: Divisions = {"linear_fc1.weight": (1, 1), "linear_fc1.bias": (1, 1)}
+
+
+def divisions_of(config: TransformerConfig) -> Divisions:
+    """Parameters that have several parts: gate and up projection of MLPs, and what gated delta nets project."""
+    found = dict(_GATED) if config.gated_linear_unit else {}
+    if has_recurrent_layers(config):
+        q, k, v = recurrence_of(config).widths
+        heads = recurrence_of(config).heads
+        found |= {"in_proj.weight": (q, k, v, v, heads, heads), "conv1d.weight": (q, k, v)}
+    return found
+
+
+def share_of(
+    name: str, full: torch.Tensor, shape: torch.Size, rank: int, divisions: Divisions = _GATED
+) -> torch.Tensor:
     """This tensor-parallel rank's share of a full parameter.
 
     Args:
@@ -25,23 +44,22 @@ def share_of(name: str, full: torch.Tensor, shape: torch.Size, rank: int, gated:
         full: its value in a model without tensor parallelism.
         shape: its shape on this rank.
         rank: this tensor-parallel rank.
-        gated: the MLPs have a gate.
+        divisions: of the model's parameters.
     """
     if full.shape == shape:
         return full
     dim = next(d for d in range(full.dim()) if full.shape[d] != shape[d])
-    if gated and name.endswith(("linear_fc1.weight", "linear_fc1.bias")):
-        # Each rank's rows are its part of the gate, then its part of the up projection.
-        gate, up = full.chunk(2, dim=0)
-        rows = shape[0] // 2
-        return torch.cat((gate[rank * rows : (rank + 1) * rows], up[rank * rows : (rank + 1) * rows]))
-    return full.narrow(dim, rank * shape[dim], shape[dim])
+    sizes = next((parts for end, parts in divisions.items() if name.endswith(end)), (1,))
+    ranks, unit = full.shape[dim] // shape[dim], full.shape[dim] // sum(sizes)
+    parts = full.split([unit * size for size in sizes], dim)
+    return torch.cat([part.chunk(ranks, dim)[rank] for part in parts], dim)
 
 
-def load_full_weights(model: torch.nn.Module, full: dict[str, torch.Tensor], rank: int, gated: bool = True) -> None:
-    """Copy this rank's shares of full parameters into ``model``; ``gated``: its MLPs have a gate."""
+def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int) -> None:
+    """Copy this rank's shares of full parameters into ``model``."""
+    divisions = divisions_of(model.config)
     for name, parameter in model.named_parameters():
-        set_values(parameter, share_of(name, full[name], parameter.shape, rank, gated))
+        set_values(parameter, share_of(name, full[name], parameter.shape, rank, divisions))
 
 
 def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, str]:
@@ -65,7 +83,7 @@ def names_in_whole(model: GPTModel, first_layer: int, tied: bool) -> dict[str, s
 
 
 def gather_gradients(
-    model: GPTModel, names: Mapping[str, str], weights: Mapping[str, torch.Tensor], gated: bool
+    model: GPTModel, names: Mapping[str, str], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Every parameter's full gradient by its name in the whole model, float64 on the CPU; every rank calls it.
 
@@ -73,16 +91,16 @@ def gather_gradients(
         model: this rank's part, with gradients in ``main_grad``.
         names: from :func:`names_in_whole`.
         weights: of the whole model, for their shapes.
-        gated: the MLPs have a gate.
     """
-    return gather_whole({names[name]: p.main_grad for name, p in model.named_parameters()}, weights, gated)
+    parts = {names[name]: p.main_grad for name, p in model.named_parameters()}
+    return gather_whole(parts, weights, divisions_of(model.config))
 
 
 def gather_whole(
-    parts: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], gated: bool
+    parts: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], divisions: Divisions
 ) -> dict[str, torch.Tensor]:
     """Every parameter as :func:`gather_gradients` gives its gradient; ``parts``: this rank's, by names in the whole."""
-    own = {name: gather_shares(name, part.detach(), weights[name].shape, gated) for name, part in parts.items()}
+    own = {name: gather_shares(name, part.detach(), weights[name].shape, divisions) for name, part in parts.items()}
     groups = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
     for group in groups:
         everyone: list[Any] = [None] * group.size()
@@ -97,7 +115,7 @@ def first_expert(model: GPTModel) -> int:
     return parallel_state.get_expert_model_parallel_rank() * ((model.config.num_moe_experts or 0) // ranks)
 
 
-def gather_shares(name: str, share: torch.Tensor, full: torch.Size, gated: bool = True) -> torch.Tensor:
+def gather_shares(name: str, share: torch.Tensor, full: torch.Size, divisions: Divisions = _GATED) -> torch.Tensor:
     """The full gradient from every tensor-parallel rank's share, float64 on the CPU."""
     if share.shape == full:
         return share.double().cpu()
@@ -108,5 +126,5 @@ def gather_shares(name: str, share: torch.Tensor, full: torch.Size, gated: bool 
     # Where each element of the full tensor went is found by sharding its element numbers.
     numbers = torch.arange(whole.numel()).view(full)
     for rank, part in enumerate(shares):
-        whole.view(-1)[share_of(name, numbers, share.shape, rank, gated).flatten()] = part.double().cpu().flatten()
+        whole.view(-1)[share_of(name, numbers, share.shape, rank, divisions).flatten()] = part.double().cpu().flatten()
     return whole

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,13 @@ from distca.errors import PlanError
 from distca.plan import AttentionKind, AttentionShape, CostModel, PlanOptions, TableCost, analytic_cost, area_cost
 from distca.plan.cost.analytic import cost_of_kind
 from distca.plan.cost.linear import NonAttention, between_attentions, layer_weights
+from distca.plan.cost.pool import at_speeds
 from distca.plan.cost.table_file import find_table, open_table
 from distca.sizes.fp8_shapes import rows_multiple
 from megatron_patches.arguments import CadArguments, How
 from megatron_patches.experts.weights import mlp_weights
 from megatron_patches.model.layer_kinds import LayerKinds
+from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.te.quantization import fp8_of
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ def plan_options(
     device: torch.device,
     given: CadArguments,
     how: How,
+    remote: RemoteServers | None = None,
 ) -> PlanOptions:
     """The same on every rank; every rank calls it together.
 
@@ -44,6 +49,7 @@ def plan_options(
         device: this rank's.
         given: how core attention is to be computed.
         how: what backward does.
+        remote: servers without a model; None without.
 
     Raises:
         PlanError: on an unusable cost table, one of other heads, a level that nothing was measured for, or nodes that
@@ -52,12 +58,21 @@ def plan_options(
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     shares = tp if config.sequence_parallel else 1
+    machines = [] if remote is None else remote.machines
     cost = cost_model(config, kernel, device, given.cost_table)
     costs = tuple(_cost_of(kind, cost, kernel, device) for kind in layer_kinds.kinds)
     non_attention = None
     if given.disaggregate:
-        usual = device.type == "cuda" and stages > 1 and given.ping_pong and given.transport != "nvshmem"
+        unlike = stages > 1 or bool(given.servers or given.speeds)
+        usual = device.type == "cuda" and unlike and given.ping_pong and given.transport != "nvshmem"
         non_attention = _non_attention(config, cost, given.level, usual, given.recompute == "all")
+    if given.speeds:
+        homes = parallel_state.get_data_parallel_world_size() * stages
+        check_speeds(given.speeds, homes + len(machines))
+        costs = tuple(at_speeds(each, given.speeds) for each in costs)
+        if non_attention is not None:
+            slower = tuple(1.0 / speed for speed in given.speeds[:homes])
+            non_attention = replace(non_attention, factors=slower)
     return PlanOptions(
         ranks=parallel_state.get_data_parallel_world_size(),
         cost=costs[0],
@@ -71,9 +86,22 @@ def plan_options(
         resend=given.disaggregate and how == "resend",
         disaggregate=given.disaggregate,
         tolerance=given.tolerance,
-        links=pool_links(tp, given.ranks_per_node),
+        links=pool_links(tp, given.ranks_per_node, machines),
         non_attention=non_attention,
+        servers=len(machines),
     )
+
+
+def check_speeds(speeds: Sequence[float], servers: int) -> None:
+    """Refuse speeds that are not one for each of the pool's ``servers``.
+
+    Raises:
+        PlanError: on another number of speeds, or one that is not above 0.
+    """
+    if len(speeds) != servers or not all(0 < speed < math.inf for speed in speeds):
+        raise PlanError(
+            f"`speeds` is {tuple(speeds)}; give one number above 0 for each of the pool's {servers} servers, or none."
+        )
 
 
 def attention_shape(config: TransformerConfig) -> AttentionShape:

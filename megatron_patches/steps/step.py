@@ -21,6 +21,7 @@ from distca.plan.step_file import StepInputs
 from distca.recurrent import Recurrence
 from distca.runtime.device_routes import LayerRoutes, StepRoutes
 from distca.runtime.recurrent_routes import RecurrentRoutes
+from megatron_patches.ranks.remote_servers import RemoteServers
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 from megatron_patches.steps.failed_plans import reporting_failure
 from megatron_patches.steps.step_documents import StepDocuments
@@ -64,6 +65,7 @@ class Step:
         planning_ms: milliseconds of planning and routing.
         waited_ms: milliseconds that the caller waited for it.
         vocabulary: token ids that its documents were checked for; None where they were not.
+        announced: the number by which servers without a model know it; 0 without, and on ranks that do not tell them.
         queued: called when the step's work is queued on the device, so that the next one is planned from then on.
     """
 
@@ -75,6 +77,7 @@ class Step:
     planning_ms: float
     waited_ms: float = 0.0
     vocabulary: int | None = None
+    announced: int = 0
     queued: Callable[[], None] = lambda: None
 
 
@@ -91,6 +94,7 @@ def make_step(
     recurrences: Sequence[Recurrence | None] = (),
     number: int = 1,
     folder: Path = Path(),
+    remote: RemoteServers | None = None,
 ) -> Step:
     """Plan a step and bring this rank's routes and rows to the device, in one transfer.
 
@@ -107,6 +111,7 @@ def make_step(
         recurrences: by layer, what its core computes, None for attention; empty where all layers have attention.
         number: of the step, for messages.
         folder: where it is written if the planner fails on it.
+        remote: servers without a model, which plan it too; None without.
 
     Raises:
         FailedPlanError: the planner failed.
@@ -119,8 +124,11 @@ def make_step(
     count = len(document_lengths)
     dealt = [room] * count if room and homes is None and count > 1 else None
     inputs = StepInputs(document_lengths, options, homes, dealt)
+    announced = 0 if remote is None else remote.announce(inputs)
     with reporting_failure(inputs, number, folder):
         plan = inputs.plan()
+    if remote is not None:
+        remote.agree(announced, plan)
     documents = _as_drawn(documents, plan.drawn)
     with uploading(device) as upload:
         routes = StepRoutes.of(plan, stage, rank, upload) if options.disaggregate else None
@@ -153,7 +161,7 @@ def make_step(
             )
     with reporting_failure(inputs, number, folder):
         balance = plan.balance()
-    return Step(documents, plan, balance, routes, batches, planning_ms, vocabulary=vocabulary)
+    return Step(documents, plan, balance, routes, batches, planning_ms, vocabulary=vocabulary, announced=announced)
 
 
 def _with_pieces(

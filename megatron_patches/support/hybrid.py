@@ -7,15 +7,17 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
 from distca.errors import SupportError
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.model.recurrences import has_output_gate, has_recurrent_layers, is_recurrent
 from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
-def check_hybrid(config: TransformerConfig, disaggregate: bool, offload: bool) -> None:
+def check_hybrid(config: TransformerConfig, options: ModelOptions, disaggregate: bool, offload: bool) -> None:
     """Refuse to run recurrent layers, or gates on attention's output, where nothing holds them against Megatron-Core.
 
     Args:
         config: Megatron's.
+        options: of the model.
         disaggregate, offload: of :class:`megatron_patches.api.CAD`.
 
     Raises:
@@ -25,22 +27,24 @@ def check_hybrid(config: TransformerConfig, disaggregate: bool, offload: bool) -
     if not recurrent and not has_output_gate(config):
         return
     what = "experimental_attention_variant is 'gated_delta_net'" if recurrent else "attention_output_gate is True"
+    tp = config.tensor_model_parallel_size
     refused = {
-        f"tensor_model_parallel_size is {config.tensor_model_parallel_size}: set it to 1": (
-            config.tensor_model_parallel_size > 1
+        f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
+        f"tensor_model_parallel_size is {tp}, without sequence_parallel: set it to True": (
+            tp > 1 and not config.sequence_parallel
+        ),
+        f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}: set it to 1": (
+            config.pipeline_model_parallel_size > 1
         ),
         "`disaggregate` is False: set it to True": not disaggregate,
+        "`offload` is True: set it to False": offload,
+        "`model_options` are not the defaults: leave them out": options != MEGATRONS,
+        "there is a GPU, on which nothing was held against Megatron-Core: run on CPUs": torch.cuda.is_available(),
         f"num_moe_experts is {config.num_moe_experts}: set it to None": config.num_moe_experts is not None,
     }
     if recurrent:
         is_recurrent(config, 1)
         refused |= {
-            f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
-            f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}: set it to 1": (
-                config.pipeline_model_parallel_size > 1
-            ),
-            "there is a GPU, for which no kernel was proved: run on CPUs": torch.cuda.is_available(),
-            "`offload` is True: set it to False": offload,
             f"normalization is {config.normalization!r}: set it to 'RMSNorm'": config.normalization != "RMSNorm",
             "activation_func is not SiLU, which it is for convolutions too: set it to torch.nn.functional.silu": (
                 config.activation_func is not functional.silu

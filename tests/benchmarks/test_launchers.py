@@ -23,7 +23,7 @@ if [[ $1 == - ]]; then exit 0; fi
 if [[ -n $STAYS && $1 == -m && ( $2 == torch.distributed.run || $2 == distca.cluster.torchrun ) ]]; then
     trap 'echo told; echo told >> "$STAYS"; exit 1' TERM
     echo up > "$STAYS"
-    for _ in {{1..400}}; do sleep 0.05; done
+    for _ in {{1..4000}}; do sleep 0.05; done
 fi
 echo "$@"
 """
@@ -256,7 +256,7 @@ def test_a_signal_ends_the_ranks_and_is_named(tmp_path, number, script, terminal
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 100
         while not (ranks.exists() and ranks.read_text()) and time.monotonic() < end:
             time.sleep(0.05)
         # Ctrl-C reaches tee and all others in the terminal's foreground, too.
@@ -264,7 +264,7 @@ def test_a_signal_ends_the_ranks_and_is_named(tmp_path, number, script, terminal
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        code = process.wait(timeout=30)
+        code = process.wait(timeout=100)
     finally:
         process.kill()
         os.close(writes)

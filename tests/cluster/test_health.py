@@ -51,7 +51,7 @@ def test_a_killed_stage_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
         victim.send_signal(signal.SIGKILL)
         killed = time.monotonic()
         assert started.wait(60) != 0
-        assert time.monotonic() - killed < 30
+        assert time.monotonic() - killed < health._LOST_S, "nobody waited until the rank counted as lost"
     finally:
         started.terminate()
     text = (tmp_path / "log").read_text()
@@ -106,20 +106,20 @@ def _lose_a_node() -> tuple[str, float, int]:
             said.append(record.getMessage())
 
     logging.getLogger().addHandler(Keep())
-    health._LOST_S, board._BEAT_S = 5.0, 0.5
+    health._LOST_S, board._BEAT_S = 12.0, 0.5
     other = dist.get_rank() == 1
     if other:
         process.machine_name = lambda: "another node"
     codes: list[int] = []
     watching = Health(give_up=lambda code: (codes.append(code), ended.set()))
     watching.doing("step 7")
-    assert not ended.wait(7), f"all nodes live: {said}"
+    assert not ended.wait(14), f"all nodes live: {said}"
     lost = time.monotonic()
     if other:
         assert watching._board is not None
         watching._board.stop()
         watching._stop.set()
-        time.sleep(9)
+        time.sleep(16)
         return "", 0.0, 0
     assert ended.wait(60)
     watching.stop()
@@ -129,7 +129,7 @@ def _lose_a_node() -> tuple[str, float, int]:
 def test_a_node_that_vanishes_is_named() -> None:
     said, seconds, code = run_ranks(2, _lose_a_node)[0]
     assert re.match("No sign of life from ranks 1 on .* in step 7: the node or its network is gone", said), said
-    assert seconds < 30 and code == 1  # 5 s of silence, the wait to be heard, and other work on this machine
+    assert code == 1 and seconds < 60
     assert health._LOST_S + health._HEARD_S + 2 * board._BEAT_S < 60
 
 
@@ -152,7 +152,7 @@ def _lose_the_store() -> tuple[str, int]:
 
     assert watching._board is not None
     watching._board._store = Gone()
-    assert ended.wait(20)
+    assert ended.wait(60)
     hangs.set()
     watching.stop()
     return said[0], codes[0]

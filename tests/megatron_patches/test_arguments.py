@@ -72,6 +72,7 @@ def test_what_backward_does_follows_from_stages_and_host_memory() -> None:
     assert CadArguments(tokens_per_rank=5).how(2) == "resend"
     assert CadArguments(tokens_per_rank=5, offload=True, recompute="all").how(1) == "resend"
     assert CadArguments(tokens_per_rank=5, backward="resend").how(1) == "resend"
+    assert CadArguments(tokens_per_rank=5, level="time", speeds=(1.0, 2.0)).how(1) == "keep"
     with pytest.raises(SupportError, match="level is 'time', but there are no pipeline stages"):
         CadArguments(tokens_per_rank=5, level="time").how(1)
     with pytest.raises(SupportError, match="offload is True, but recompute is 'none'"):

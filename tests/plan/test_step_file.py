@@ -18,6 +18,8 @@ from distca.errors import FailedPlanError, OptionError, PlanError
 from distca.plan import AttentionKind, AttentionShape, Layout, Links, Plan, PlanOptions, analytic_cost, area_cost
 from distca.plan.cost.analytic import AnalyticCost, cost_of_kind
 from distca.plan.cost.linear import LinearRate, NonAttention
+from distca.plan.cost.pool import PoolCost
+from distca.plan.cost.scaled import ScaledCost, scaled
 from distca.plan.cost.table import TableCost
 from distca.plan.cost.table_file import TABLES, find_table, load_table
 from distca.plan.step_file import StepInputs, read_step, write_step
@@ -53,6 +55,16 @@ def _inputs() -> dict[str, StepInputs]:
         "analytic, with homes": StepInputs(
             LENGTHS, PlanOptions(2, analytic_cost(8, 2, 64)), [np.array([0, 1, 0, 0]), None]
         ),
+        "unlike servers": StepInputs(
+            LENGTHS,
+            PlanOptions(
+                2,
+                PoolCost((modelled, scaled(modelled, 2.0, 3.0)), (0, 1, 1)),
+                nano_batches=2,
+                servers=1,
+                non_attention=NonAttention(1e-9, 3e-9, (1.0, 2.0)),
+            ),
+        ),
         "at home": StepInputs([[5, 6]], PlanOptions(2, area_cost(), disaggregate=False), [[0, 1]]),
     }
 
@@ -82,13 +94,19 @@ def test_a_steps_file_has_every_option_and_all_that_a_cost_is_made_from(tmp_path
         "kind": {part.name for part in fields(AttentionKind)},
         "shape": {part.name for part in fields(AttentionShape)},
         "linear": {part.name for part in fields(LinearRate)},
+        "pool": {part.name for part in fields(PoolCost)},
+        "scaled": {part.name for part in fields(ScaledCost)},
     }
     for inputs in _inputs().values():
         write_step(tmp_path / "step.json", inputs)
         content = json.loads((tmp_path / "step.json").read_text())
         assert {*content, *content["options"]} >= names["options"]
-        for cost in [content["cost"], *content["costs"]]:
+        costs = [content["cost"], *content["costs"]]
+        for cost in costs:
             assert set(cost) - {"model"} == names[cost["model"]]
+            costs += [*cost.get("tables", ()), *(cost[name] for name in ("measured",) if cost["model"] == "scaled")]
+            if cost["model"] in ("pool", "scaled"):
+                continue
             assert set(cost["shape"]) == names["shape"] and (
                 not cost["linear"] or set(cost["linear"]) == names["linear"]
             )
@@ -112,13 +130,13 @@ def test_a_step_of_a_mixed_stack_shows_and_routes_every_combination(monkeypatch:
     assert step.balance().bytes_moved == pytest.approx(np.mean([one.bytes_moved for one in each]), abs=1)
 
 
-@pytest.mark.parametrize("format", [1, 3, None])
+@pytest.mark.parametrize("format", [1, 2, None])
 def test_a_steps_file_of_another_format_is_refused(format: int | None, tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     write_step(path, _inputs()["measured"])
     path.write_text(json.dumps(json.loads(path.read_text()) | {"distca_step": format}))
     with pytest.raises(
-        PlanError, match=rf"step\.json is of format {format}, and this version of DistCA reads format 2;"
+        PlanError, match=rf"step\.json is of format {format}, and this version of DistCA reads format 3;"
     ):
         read_step(path)
 

@@ -18,8 +18,7 @@ from distca.train.run.memory import predict_memory
 from distca.train.run.memory_fit import GIB, HostMemory, check_memory, resolve
 from tests.train.small_runs import StepByStep, arguments, train_all, write_texts
 
-UNSAVED = {"checkpoint__save_every_minutes": 0, "checkpoint__save_at_end": False}
-SMALL = UNSAVED | {
+SMALL = {
     "model__experts__count": 4,
     "model__experts__ffn": 16,
     "model__experts__dense_layers": 1,
@@ -89,7 +88,8 @@ def _tags(run: Path) -> set[str]:
         ({"model__experts__topk": 5}, 2, "model.experts.topk is 5; it must be at least 1 and at most count"),
         ({"train__precision": "bf16", "train__fp8": "current"}, 2, "train.fp8 is current, but experts are computed in"),
         ({"train__offload": "all", "train__recompute": "all"}, 2, "train.offload is all, but what experts keep"),
-        ({"checkpoint__save_at_end": True}, 2, "checkpoint.save_at_end is true, but checkpoints of models with"),
+        ({"checkpoint__export": "new"}, 2, "checkpoint.export is new, but Hugging Face folders of models with"),
+        ({"model__variant__gated": False}, 2, "model.variant.gated is false, but experts have gates"),
         ({"model__variant__activation": "gelu"}, 2, "model.variant.activation is gelu, but experts are computed with"),
     ],
 )

@@ -27,7 +27,6 @@ _TALKS: dict[str, object] = {
 RUNS: dict[str, dict[str, object]] = {
     "llama3": {"parallel__tp": 2} | _TALKS | {"train__loss": "document"},
     "dynamic": {"parallel__pp": 2},
-    "yarn, two magnitudes": {"parallel__pp": 2, "cad__enabled": False, **_TALKS},
     "qwen2, tied": {"parallel__tp": 2, "parallel__pp": 2} | _TALKS | {"train__loss": "document"},
     "qwen3": {"train__micro_batches": 2, "data__context_length": 2 * LONGEST} | _TALKS,
     "mistral": {"data__source": "jsonl", "data__path": "{root}/texts.jsonl", "data__tokenizer": None},

@@ -13,6 +13,7 @@ import numpy as np
 
 from distca.plan.cost.linear import LinearRate
 from distca.plan.cost.model import AttentionShape, CostModel, Direction
+from distca.plan.cost.pool import PoolCost
 from distca.plan.geometry import causal_pairs, keys_seen, pairs
 from distca.plan.kinds import AttentionKind
 
@@ -120,6 +121,8 @@ def cost_of_kind(kind: AttentionKind, cost: CostModel) -> CostModel:
     table it is scaled to what the table says of a long document."""
     if not kind.window:
         return cost
+    if isinstance(cost, PoolCost):
+        return cost.changed(lambda table: cost_of_kind(kind, table))
     if isinstance(cost, AnalyticCost):
         return replace(cost, window=kind.window)
     shape = cost.shape

@@ -70,10 +70,12 @@ class NonAttention:
     Attributes:
         forward: in a forward phase.
         backward: in a backward phase.
+        factors: [H] how many times as long every home rank takes; none where all are alike.
     """
 
     forward: float
     backward: float
+    factors: tuple[float, ...] = ()
 
 
 def between_attentions(rate: LinearRate, weights: int, recomputed: int, layers: int, tp: int) -> NonAttention:

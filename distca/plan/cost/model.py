@@ -93,6 +93,12 @@ class CostModel(ABC):
             return np.stack((self.forward(q_rows, kv_rows), self.backward(q_rows, kv_rows)))
         return np.asarray(getattr(self, direction)(q_rows, kv_rows))[None]
 
+    def on_servers(
+        self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray, server: np.ndarray
+    ) -> np.ndarray:
+        """[K, N] seconds of ranges on the [N] ``server`` that computes each; the same on all by default."""
+        return self.per_direction(direction, q_rows, kv_rows)
+
     def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
         """[K][N] seconds of a handful of ranges: what the scheduler asks for most. In plain Python that can be had in
         less time than numpy's calls take."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def find_table(
     """
     fitting: list[tuple[float, Path, dict[str, Any]]] = []
     for path in sorted(folder.glob("*.json")):
-        content = _read(path)
+        content = _read_once(path) if folder == TABLES else _read(path)
         same = content.get("device") == device and content.get("kernel") == kernel
         same = same and content.get("window", 0) == window
         if same and content["head_dim"] == head_dim and content["heads"] * kv_heads == content["kv_heads"] * heads:
@@ -118,6 +119,12 @@ def load_table(path: str | Path) -> TableCost:
     """
     content = _read(Path(path))
     return _table(Path(path), content, content["heads"], content["kv_heads"])
+
+
+@cache
+def _read_once(path: Path) -> dict[str, Any]:
+    """A table of this package, which stays as it is while a process runs."""
+    return _read(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -6,11 +6,12 @@ Array legend: K directions (forward, backward, or both), R ranks, C receivers lo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from distca.plan.geometry import cheapest_middle, range_pairs, rows_around
-from distca.plan.scheduler.range_split import Excess, Receivers, Timer, least_of, split_range
+from distca.plan.scheduler.range_split import Excess, RangeSplit, Receivers, Timer, least_of, split_range
 from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
 
 ENOUGH = 1e-9
@@ -20,6 +21,8 @@ _TRIES = 3
 _FAILED = 64
 """Cuts that did not pay after which nobody is brought closer to the mean than the tolerance: only crumbs of room are
 left, and they would take longer than all moves before."""
+_FAILED_UNLIKE = 8
+"""The same where servers are not alike, and other limits are tried soon."""
 _PARTNERS = 8
 """Receivers with which an exchange of pieces is tried."""
 _CRUMB = 64
@@ -42,6 +45,8 @@ class Balancer:
         self.place = np.argsort(state.order)
         self.lately = state.order
         self.failed = 0
+        self.unlike = state.work.slowness is not None
+        self.patience = _FAILED_UNLIKE if self.unlike else _FAILED
 
     def run(self, at_most: float, enough: float) -> None:
         """Moves work until no server is left to relieve.
@@ -61,7 +66,7 @@ class Balancer:
             else:
                 room = state.limit - state.load
                 free = least_of(room / self.unit)
-            if self.failed > _FAILED and state.most_above_target() <= enough:
+            if self.failed > self.patience and (self.unlike or state.most_above_target() <= enough):
                 return
             sender = self._next(free, document)
 
@@ -104,7 +109,9 @@ class Balancer:
                     return _NO_DOCUMENT
             if self._move_part(sender, best, need, room, free):
                 return int(pieces.place[0, best])
-        moved = self._move_one(sender, pieces, need, room, free) or self._exchange(sender, pieces, need, room, free)
+        moved = self._move_one(sender, pieces, need, room, free) or (
+            not self.unlike and self._exchange(sender, pieces, need, room, free)
+        )
         return _NO_DOCUMENT if moved else None
 
     def _price_per_pair(self, pieces: Pieces, work: float) -> np.ndarray:
@@ -140,7 +147,8 @@ class Balancer:
         order = np.argsort(price, kind="stable")
         receiver = self._one_receiver(free, wanted)
         total = np.cumsum(pieces.seconds[:, order], axis=1)
-        fits = (total <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
+        there = np.cumsum(self.state.on(receiver, sender, pieces)[:, order], axis=1)
+        fits = (there <= room[:, receiver][:, None]).all(axis=0) & (total <= need[:, None]).any(axis=0)
         fits &= np.isfinite(price[order])
         chosen = order[: int(np.argmin(np.append(fits, False)))]
         return self._hand_over(sender, pieces, chosen, receiver)
@@ -149,7 +157,7 @@ class Balancer:
         """Hands over one whole piece where no cut pays: the shortest that covers the need, else the
         longest that fits."""
         receiver = self._one_receiver(free, np.inf)
-        fits = (pieces.seconds <= room[:, receiver][:, None]).all(axis=0)
+        fits = (self.state.on(receiver, sender, pieces) <= room[:, receiver][:, None]).all(axis=0)
         covers = fits & (pieces.seconds >= need[:, None]).all(axis=0)
         if not fits.any() or receiver == sender:
             return False
@@ -164,8 +172,10 @@ class Balancer:
         for receiver in self._falling(free)[:_PARTNERS].tolist():
             theirs = self.state.pieces_of(receiver)
             taken = theirs.shortest(_MOST_EXCHANGED)
-            change = pieces.seconds[:, given][:, :, None] - theirs.seconds[:, taken][:, None, :]
-            fits = ((change >= need[:, None, None]) & (change <= room[:, receiver, None, None])).all(axis=0)
+            here = self.state.on(sender, receiver, theirs), self.state.on(receiver, sender, pieces)
+            lost = pieces.seconds[:, given][:, :, None] - here[0][:, taken][:, None, :]
+            gained = here[1][:, given][:, :, None] - theirs.seconds[:, taken][:, None, :]
+            fits = ((lost >= need[:, None, None]) & (gained <= room[:, receiver, None, None])).all(axis=0)
             if fits.any():
                 rows = pieces.rows[given][:, None] + theirs.rows[taken]
                 mine, other = divmod(int(np.where(fits, rows, rows.max() + 1).argmin()), rows.shape[1])
@@ -178,8 +188,9 @@ class Balancer:
             return False
         part = pieces.take(chosen)
         document, start, stop = part.place.tolist()
-        moved = MovedRanges(document, start, stop, [receiver] * len(chosen), part.seconds.tolist())
-        lost = [sum(seconds) for seconds in moved.seconds]
+        there = self.state.on(receiver, sender, part)
+        moved = MovedRanges(document, start, stop, [receiver] * len(chosen), there.tolist())
+        lost = [sum(seconds) for seconds in part.seconds.tolist()]
         self.state.move(sender, chosen.tolist(), part.take(np.zeros(0, np.int64)), lost, moved)
         return True
 
@@ -211,10 +222,10 @@ class Balancer:
         excess = Excess(start, stop, pieces.seconds[:, piece].tolist(), need.tolist())
         may_keep = state.may_keep(document, stop)
         receivers = self._receivers(sender, document, stop, room, np.where(may_keep, free, 0.0))
-        split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
+        split = self._split(sender, excess, receivers)
         if split is None and not may_keep.all():
             receivers = self._receivers(sender, document, stop, room, free)
-            split = split_range(excess, receivers, self.timer) if len(receivers.rank) else None
+            split = self._split(sender, excess, receivers)
         if split is None:
             self.failed += len(receivers.rank) > 0
             return False
@@ -224,6 +235,11 @@ class Balancer:
         lost = [seconds - sum(kept) for seconds, kept in zip(excess.seconds, split.kept, strict=True)]
         state.move(sender, [piece], Pieces(left, np.array(split.kept)), lost, moved)
         return True
+
+    def _split(self, sender: int, excess: Excess, receivers: Receivers) -> RangeSplit | None:
+        if not len(receivers.rank):
+            return None
+        return split_range(excess, receivers, replace(self.timer, sender=sender, receivers=receivers.rank))
 
     def _receivers(self, sender: int, document: int, stop: int, room: np.ndarray, free: np.ndarray) -> Receivers:
         """Ranks with room, cheapest bytes per second of work first: near ones, empty ones, readers of the document."""

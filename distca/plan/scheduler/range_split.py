@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, compress, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from distca.plan.cost.model import CostModel, Direction
+from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import position_of, range_pairs, squared, stop_after
 
 MOST_OVERHEAD = 0.25
@@ -47,28 +47,43 @@ class Timer:
     """Seconds of query ranges in the directions that are balanced.
 
     Attributes:
-        cost, direction: what to count.
+        work: of ranges on every server.
         unit: [K] mean load of a server.
         most_overhead: share of the time it moves that a cut may add.
+        sender: whose rows are looked at.
+        receivers: [C] who may take them.
     """
 
-    cost: CostModel
-    direction: Direction
+    work: ServerWork
     unit: list[float]
     most_overhead: float = MOST_OVERHEAD
+    sender: int = 0
+    receivers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def tile(self) -> int:
+        """Query rows of one kernel tile."""
+        return self.work.costs[0].block
 
     def block(self, per_row: list[float]) -> int:
         """Rows to round cuts to: the kernel's tile, or less where a tile of [K] ``per_row`` seconds is a visible part
         of a server's load."""
-        block = self.cost.block
+        block = self.tile
         fine = _FINEST * min(unit / max(seconds, 1e-300) for unit, seconds in zip(self.unit, per_row, strict=True))
-        while block > fine and block > max(1, self.cost.block // 16):
+        while block > fine and block > max(1, self.tile // 16):
             block //= 2
         return block
 
     def seconds(self, start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
-        """[K][N] seconds of a handful of ranges [start, stop)."""
-        return self.cost.of_few(self.direction, [b - a for a, b in zip(start, stop, strict=True)], stop)
+        """[K][N] seconds of a handful of ranges [start, stop) on the sender."""
+        return self.work.of_few(start, stop, self.sender)
+
+    def seconds_at(self, chosen: Sequence[int], start: Sequence[float], stop: Sequence[float]) -> list[list[float]]:
+        """[K][N] seconds of ranges of which the first and the last stay, and the ``chosen`` receivers, by index, get
+        the others."""
+        if self.work.of_server is None:
+            return self.seconds(start, stop)
+        return self.work.of_few(start, stop, [self.sender, *self.receivers.take(chosen).tolist(), self.sender])
 
 
 class Excess(NamedTuple):
@@ -181,7 +196,7 @@ def _first_sizes(excess: Excess, receivers: Receivers, timer: Timer, whole: floa
     per_pair = [seconds / whole for seconds in excess.seconds]
     size = np.minimum(receivers.room[0] / per_pair[0], receivers.room[-1] / per_pair[-1])
     # Giving more than needed is better than giving nothing.
-    least = min(_LEAST_BLOCKS * timer.cost.block * middle, float(size.max()))
+    least = min(_LEAST_BLOCKS * timer.tile * middle, float(size.max()))
     wanted = min(max(*(need / each for need, each in zip(excess.need, per_pair, strict=True)), least), whole)
     rows = max(1, math.ceil(min(float(size[0]), wanted) / middle))
     start = max(excess.start, int(middle - rows))
@@ -221,7 +236,7 @@ def _place(
     if excess.stop > _LONG_CONTEXT:
         # Two parts left at home read their keys twice: count that time at the price of the work that leaves.
         rows = np.concatenate((low - excess.start, excess.stop - ends[:, -1]))
-        seconds = timer.cost.per_direction(timer.direction, rows, np.append(low, np.full(len(low), float(excess.stop))))
+        seconds = timer.work.on(timer.sender, rows, np.append(low, np.full(len(low), float(excess.stop))))
         kept = (seconds / np.array(timer.unit)[:, None]).sum(axis=0).reshape(2, -1).sum(axis=0)
         least = kept.min()
         whole_piece = sum(own / unit for own, unit in zip(excess.seconds, timer.unit, strict=True))
@@ -258,7 +273,7 @@ def _timed(excess: Excess, chosen: list[int], room: list[list[float]], cuts: lis
     if not all(some):
         chosen, cuts = list(compress(chosen, some)), list(compress(cuts, [*some, True]))
         room = [list(compress(each, some)) for each in room]
-    seconds = timer.seconds([excess.start, *cuts], [*cuts, excess.stop])
+    seconds = timer.seconds_at(chosen, [excess.start, *cuts], [*cuts, excess.stop])
     return RangeSplit(chosen, room, cuts, [each[1:-1] for each in seconds], [[each[0], each[-1]] for each in seconds])
 
 
@@ -272,7 +287,7 @@ def _without_misfits(excess: Excess, split: RangeSplit, timer: Timer, block: int
         over = _over(split)
     while split.chosen:
         bad = over
-        if min(split.rows) < _NEVER_WASTEFUL * timer.cost.block:
+        if min(split.rows) < _NEVER_WASTEFUL * timer.tile:
             bad = [each or wasted for each, wasted in zip(over, _wasteful(excess, split, timer), strict=True)]
         if not any(bad):
             return split
@@ -312,7 +327,8 @@ def _wasteful(excess: Excess, split: RangeSplit, timer: Timer) -> list[bool]:
     wasteful, cuts, most = [True] * len(split.chosen), split.cuts, timer.most_overhead
     # Ranges joined with the rows behind them; last, the first with those before it.
     seconds = timer.seconds([*cuts[:-1], excess.start], [*cuts[2:], excess.stop, cuts[1]])
-    for moved, (before, behind), joined in zip(split.moved, split.kept, seconds, strict=True):
+    alone = split.moved if timer.work.of_server is None else timer.seconds(cuts[:-1], cuts[1:])
+    for moved, (before, behind), joined in zip(alone, split.kept, seconds, strict=True):
         others = [*moved[1:], behind]
         added = [own - both + other for own, both, other in zip(moved, joined[:-1], others, strict=True)]
         added[0] += before + moved[0] - joined[-1]

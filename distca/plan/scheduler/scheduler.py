@@ -15,6 +15,7 @@ import numpy as np
 
 from distca.errors import PlanError
 from distca.plan.cost.model import CostModel, Direction
+from distca.plan.cost.pool import ServerWork
 from distca.plan.layout import Layout
 from distca.plan.metrics import server_seconds
 from distca.plan.network import Links
@@ -22,6 +23,7 @@ from distca.plan.plan import Plan, plan_at_home
 from distca.plan.scheduler.balancer import ENOUGH, Balancer
 from distca.plan.scheduler.range_split import MOST_OVERHEAD, Timer
 from distca.plan.scheduler.state import SchedulerState
+from distca.plan.scheduler.target_load import TargetLoad
 from distca.plan.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ _MORE_OVERHEAD = 1.0
 """Share of the time it moves that a cut may add, tried before more tolerance. Where budgets are small a shard that pays
 for its cut is a quarter of a server's backward: shorter ones add work, but a server that nobody can relieve keeps all
 others waiting for longer."""
+_UNLIKE = (0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3)
+"""Tolerances that are tried where servers are not alike."""
 _LEAST_SLACK = 0.0003
 """A limit so little above what forward and backward disagree about is not tried: a thousand moves would miss it."""
 
@@ -77,7 +81,7 @@ def schedule(
         direction: balance the forward, the backward, or each of them with one common set of tasks.
         resend: whether backward resends q, k, v, o (changes what a moved row costs).
         links: prices of bytes between ranks; None prices all pairs alike.
-        other_seconds: [R] seconds of work other than attention on every server, in the one direction that is planned:
+        other_seconds: seconds of work other than attention on every server, [R] for one direction, [2, R] for both:
             a server with less of it gets more attention, so that all are done at the same time. None means all alike.
 
     Returns:
@@ -88,11 +92,16 @@ def schedule(
     """
     if not tolerance >= 0:
         raise PlanError(f"tolerance is {tolerance}; it must be 0 or more.")
-    if other_seconds is not None and direction == "both":
-        raise PlanError("other_seconds differ in forward and backward: plan each direction by itself, not both.")
     home = plan_at_home(layout)
-    least = _least_imbalance(home, cost, direction) if other_seconds is None else 0.0
-    search = _Search(home, cost, direction, resend, links or Links(), other_seconds)
+    rows, ends = home.tasks.stop - home.tasks.start, home.tasks.stop
+    work = ServerWork.of(cost, direction, rows, ends)
+    mean = work.on(home.tasks.server, rows, ends).sum(axis=1) / layout.ranks
+    target = TargetLoad(layout.ranks, other_seconds, work.slowness, mean)
+    least = _least_imbalance(home, cost, direction) if target.alike else 0.0
+    search = _Search(home, work, target, cost.shape.moved_bytes(direction, resend), links or Links())
+    if work.slowness is not None:
+        search.run_unlike(tolerance)
+        return Plan(layout, search.best)
     while not search.run(tolerance, least) and tolerance > _FINEST_TOLERANCE:
         # One direction lost more than the other gained: a finer plan may be better for both.
         tolerance = max(tolerance / 2, _FINEST_TOLERANCE)
@@ -105,7 +114,10 @@ class _Search:
 
     Attributes:
         home: the plan that computes everything at home.
-        cost, direction, resend, links, other_seconds: as of :func:`schedule`.
+        work: of ranges on every server.
+        target: how much of it each should get.
+        moved_bytes: of a query row and of a key/value row that is computed away from home.
+        links: as of :func:`schedule`.
         best: tasks of the fastest plan so far.
         lowest: its slowest server's load over the mean one.
         before: [K] slowest at home.
@@ -113,11 +125,10 @@ class _Search:
     """
 
     home: Plan
-    cost: CostModel
-    direction: Direction
-    resend: bool
+    work: ServerWork
+    target: TargetLoad
+    moved_bytes: tuple[int, int]
     links: Links
-    other_seconds: Sequence[float] | np.ndarray | None
     best: Tasks = field(init=False)
     lowest: float = np.inf
     before: np.ndarray = field(init=False)
@@ -149,6 +160,13 @@ class _Search:
             return True
         return self.best is not self.home.tasks or self.lowest <= 1 + tolerance
 
+    def run_unlike(self, tolerance: float) -> None:
+        """Try limits for servers that are not alike: much moves, so cuts may add much work, and a limit that leaves no
+        room for it is given up at once."""
+        for aim in (max(tolerance, least) for least in _UNLIKE):
+            if self._at_limit(aim, aim, np.inf, MOST_OVERHEAD, self.grown) <= aim + ENOUGH:
+                break
+
     def _at_limit(
         self, aim: float, tolerance: float, at_most: float, overhead: float, expected: np.ndarray | None
     ) -> float:
@@ -156,30 +174,21 @@ class _Search:
         server that stays ``at_most`` above it ends it. Returns how far above the mean the slowest server then is."""
         start, over = self.home, np.inf
         for _ in range(_JOININGS):
-            state = SchedulerState(
-                start,
-                self.cost,
-                self.direction,
-                tolerance=aim,
-                other_seconds=self.other_seconds,
-                links=self.links,
-                expected=expected,
-            )
+            state = SchedulerState(start, self.work, self.target, tolerance=aim, links=self.links, expected=expected)
             unit = np.maximum(state.mean, 1e-300)
             if start is self.home:
                 self.before = state.slowest
-                self.lowest = min(self.lowest, float((self.before / unit).max()))
-            moved = self.cost.shape.moved_bytes(self.direction, self.resend)
-            timer = Timer(self.cost, self.direction, unit.tolist(), overhead)
-            Balancer(state, timer, *moved).run(at_most, tolerance)
+                self.lowest = min(self.lowest, state.figure(unit))
+            timer = Timer(self.work, unit.tolist(), overhead)
+            Balancer(state, timer, *self.moved_bytes).run(at_most, tolerance)
             tasks = state.joined()
             self.grown = state.mean
-            slowest = float((state.slowest / unit).max())
+            slowest = state.figure(unit)
             # Forward and backward run apart: where they share their tasks, the one must not gain less than the other
             # loses.
             if slowest < self.lowest and state.slowest.sum() <= self.before.sum():
                 self.best, self.lowest = tasks, slowest
-            over = float((state.slowest / np.maximum(state.mean, 1e-300)).max()) - 1
+            over = state.over
             if not state.grew_by_joining or over <= max(aim, tolerance) + ENOUGH:
                 break
             # Ranges that met on a server take longer as one: balance them as they are now.

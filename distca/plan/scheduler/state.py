@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from distca.plan.cost.model import CostModel, Direction
+from distca.plan.cost.pool import ServerWork
 from distca.plan.layout import Shards
 from distca.plan.network import Links
 from distca.plan.plan import Plan
@@ -88,6 +87,9 @@ class HeldRows:
 class SchedulerState:
     """All servers while work moves. Array legend: K directions, R ranks, P pieces.
 
+    Seconds are those of a server of mean speed, which a range takes by the table of the server that it is on; where
+    servers are alike, they are each one's own.
+
     Attributes:
         load: [K, R] seconds.
         mean: [K] seconds of a server if the work, with what cuts added so far, were spread evenly. Limits follow the
@@ -102,23 +104,21 @@ class SchedulerState:
     def __init__(
         self,
         home: Plan,
-        cost: CostModel,
-        direction: Direction,
+        work: ServerWork,
+        target: TargetLoad,
         *,
         tolerance: float,
-        other_seconds: Sequence[float] | np.ndarray | None,
         links: Links,
         expected: np.ndarray | None = None,
     ) -> None:
         layout = self.layout = home.layout
         self.links = links
-        self._cost, self._direction, self.grew_by_joining = cost, direction, False
+        self.work, self._target, self.grew_by_joining = work, target, False
         tasks = self._home = home.tasks
         self._place = np.array((tasks.document, tasks.start, tasks.stop))
         self._bounds = np.searchsorted(tasks.server, np.arange(layout.ranks + 1))
-        self._seconds = cost.per_direction(direction, tasks.stop - tasks.start, tasks.stop)
+        self._seconds = work.on(tasks.server, tasks.stop - tasks.start, tasks.stop)
         self.load = np.stack([np.bincount(tasks.server, s, layout.ranks) for s in self._seconds])
-        self._target = TargetLoad(layout.ranks, other_seconds)
         self._tolerance = tolerance
         self.mean = self.load.sum(axis=1) / layout.ranks
         self._expected = np.zeros_like(self.mean) if expected is None else expected
@@ -127,7 +127,9 @@ class SchedulerState:
         self._held = HeldRows(layout.kv, self.node)
         last = tasks.take(tasks.last_on_server)
         self.kept = np.bincount(last.server, last.stop, layout.ranks)
-        self.most_kept = max(_MOST_KEPT * float(self.kept.mean()), _FEW_KEPT * layout.tokens / layout.ranks)
+        # Servers that are not alike may be without rows of their own, for good: they have the memory for others'.
+        homes = layout.ranks if work.slowness is None else max(int(np.count_nonzero(layout.q_rows)), 1)
+        self.most_kept = max(_MOST_KEPT * float(self.kept.sum() / homes), _FEW_KEPT * layout.tokens / homes)
         self._readers = _readers_of_cut_documents(last)
         self._homes = {document: list(readers) for document, readers in self._readers.items()}
         self._pieces: dict[int, Pieces] = {}
@@ -135,29 +137,52 @@ class SchedulerState:
 
     @property
     def target(self) -> np.ndarray:
-        """[K, R] seconds of attention that each server should have; [K, 1] if all should have as many."""
+        """[K, R] attention that each server should have; [K, 1] if all should have as much."""
         return self._target.of(self.mean)
 
     @property
     def slowest(self) -> np.ndarray:
-        """[K] longest time of a server; where servers have other work, the mean and the longest time above a target."""
-        if self._target.other_seconds is None:
+        """[K] longest time of a server; where targets differ, the mean and the longest time above a target."""
+        if self._target.alike:
             return np.asarray(self.load.max(axis=1))
-        return self.mean + np.asarray((self.load - self.target).max(axis=1))
+        return self.mean + np.asarray(self._above.max(axis=1))
 
     @property
     def limit(self) -> np.ndarray:
         """[K, R] or [K, 1] the most each server may have, of the mean that is expected at last if it is larger."""
         mean = np.maximum(self.mean, self._expected)
-        return self._target.of(mean) + mean[:, None] * self._tolerance
+        return self._target.of(mean) + self._target.work_in(self._target.tolerated(mean)[:, None] * self._tolerance)
+
+    @property
+    def _above(self) -> np.ndarray:
+        """[K, R] seconds of its own that every server is above its target."""
+        return self._target.seconds_of(self.load - self.target)
+
+    @property
+    def _tolerated(self) -> np.ndarray:
+        return np.maximum(self._target.tolerated(self.mean), 1e-300)
+
+    @property
+    def over(self) -> float:
+        """How far above the mean the slowest server is, as part of it, in the worse direction."""
+        if self.work.slowness is None:
+            return float((self.slowest / np.maximum(self.mean, 1e-300)).max()) - 1
+        return float(((self.slowest - self.mean) / self._tolerated).max())
+
+    def figure(self, unit: np.ndarray) -> float:
+        """The number that plans are compared by, over the [K] ``unit``: the worse direction; both together where
+        servers are not alike, as these trade one for the other."""
+        if self.work.slowness is None:
+            return float((self.slowest / unit).max())
+        return float(self.slowest.sum() / unit.sum())
 
     def above_target(self, rank: int) -> float:
         """How far above its target ``rank`` is, as part of the mean, in its worse direction."""
-        return float(((self.load - self.target)[:, rank] / np.maximum(self.mean, 1e-300)).max())
+        return float((self._above[:, rank] / self._tolerated).max())
 
     def most_above_target(self) -> float:
         """The same of the server that is furthest above."""
-        return float(((self.load - self.target) / np.maximum(self.mean, 1e-300)[:, None]).max())
+        return float((self._above / self._tolerated[:, None]).max())
 
     def pieces_of(self, rank: int) -> Pieces:
         """Returns the pieces of its home rows that ``rank`` still computes."""
@@ -165,6 +190,12 @@ class SchedulerState:
             mine = slice(*self._bounds[rank : rank + 2].tolist())
             self._pieces[rank] = Pieces(self._place[:, mine], self._seconds[:, mine])
         return self._pieces[rank]
+
+    def on(self, receiver: int, holder: int, pieces: Pieces) -> np.ndarray:
+        """[K, P] what the ``holder``'s pieces would take on another server."""
+        if self.work.same(receiver, holder):
+            return pieces.seconds
+        return self.work.on(receiver, pieces.rows, pieces.place[2])
 
     def sharers(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """[N] ranks, other than a sole home, that already read rows of ``document``, and [N] how far."""
@@ -237,7 +268,7 @@ class SchedulerState:
         document, start, stop = place
         tasks = Tasks.sorted(document, start, stop, np.concatenate((home.server[untouched], kept_by, receiver)))
         if len(tasks) < len(document):
-            seconds = self._cost.per_direction(self._direction, tasks.stop - tasks.start, tasks.stop)
+            seconds = self.work.on(tasks.server, tasks.stop - tasks.start, tasks.stop)
             load = np.stack([np.bincount(tasks.server, s, self.layout.ranks) for s in seconds])
             self.grew_by_joining = bool((load > self.load * (1 + 1e-9)).any())
             self.load, self.mean = load, load.sum(axis=1) / self.layout.ranks

@@ -35,9 +35,10 @@ def expert_problems(config: RunConfig) -> list[str]:
 
 
 def _not_served(config: RunConfig) -> list[str]:
-    """What dense models can do, and models with experts cannot."""
+    """Sentences on what dense models can do, and models with experts cannot."""
     found: dict[str, tuple[object, object, str]] = {
         "model.variant.activation": (config.model.variant.activation, "silu", "experts are computed with silu"),
+        "model.variant.gated": (config.model.variant.gated, True, "experts have gates"),
         "train.fp8": (config.train.fp8, "none", "experts are computed in the type of their weights"),
         "train.offload": (
             "none" if config.train.offload == "auto" else config.train.offload,
@@ -47,16 +48,9 @@ def _not_served(config: RunConfig) -> list[str]:
     }
     return [
         f"{setting} is {_said(value)}, but {why}; set it to {_said(served)}, or model.experts.count to 0."
-        for setting, (value, served, why) in (found | _files(config)).items()
+        for setting, (value, served, why) in found.items()
         if value != served
     ]
-
-
-def _files(config: RunConfig) -> dict[str, tuple[object, object, str]]:
-    """Settings that would write or read checkpoints."""
-    checkpoint, unsaved = config.checkpoint, "checkpoints of models with experts are not served yet"
-    names = {"save_every": 0, "save_every_minutes": 0.0, "save_at_end": False, "resume": None}
-    return {f"checkpoint.{name}": (getattr(checkpoint, name), unset, unsaved) for name, unset in names.items()}
 
 
 def _said(value: object) -> str:

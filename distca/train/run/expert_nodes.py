@@ -10,7 +10,7 @@ from distca.train.config.schema import RunConfig
 NETWORK_BYTES_PER_S = 50e9
 """Bytes per second of a GPU between machines that the prediction counts with: 400 Gbit/s each way."""
 _EXCHANGES = {"none": 4, "mlp": 6, "all": 6}
-"""Exchanges of a layer in a step: there and back, forward and backward, and forward again where experts are recomputed."""
+"""Exchanges of a layer in a step: there and back, forward and backward, and again where experts are recomputed."""
 
 
 def nodes_warning(config: RunConfig, machines: list[str]) -> str | None:

@@ -23,11 +23,28 @@ def _differences(worlds):
 def _on_two_ranks(worlds, router, steps):
     """Differences, also after steps of the optimizer, and weights as drawn on one rank and on two."""
     from distca.parity.expert_steps import step_differences
-    from distca.parity.experts import expert_case
+    from distca.parity.experts import expert_case, expert_differences
 
-    found, cases = _differences(worlds), [expert_case(router, ep=2)]
-    found += zip(cases, step_differences(cases, torch.device("cpu"), distributed=True, steps=steps), strict=True)
-    return found, [_drawn(ep) for ep in (1, 2)]
+    found, cases, cpu = _differences(worlds), [expert_case(router, ep=2)], torch.device("cpu")
+    found += zip(cases, expert_differences(cases, cpu, disaggregate=False), strict=True)
+    found += zip(cases, step_differences(cases, cpu, distributed=True, steps=steps), strict=True)
+    return found, [_drawn(ep) for ep in (1, 2)], _evaluated(cases[0])
+
+
+def _evaluated(case):
+    """Losses without and with backward; loads and biases that are left by the former."""
+    from distca.parity import disaggregated, experts, unmodified
+    from distca.parity.cases import case_documents
+    from megatron_patches.training.training_step import summed_loss_step
+
+    weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
+    cad, model = disaggregated.attached(case, torch.float32, torch.device("cpu"), "reference", weights)
+    ddp = cad.data_parallel(model)
+    step, before = cad.plan_step(case_documents(case)), experts.biases_of(model)
+    evaluated = cad.forward_backward(step, summed_loss_step, ddp, forward_only=True)
+    left = cad.expert_loads(ddp), experts.worst(experts.biases_of(model), before)
+    trained = cad.forward_backward(cad.plan_step(case_documents(case)), summed_loss_step, ddp)
+    return evaluated, trained, left, [load.rows_E for load in cad.expert_loads(ddp).values()]
 
 
 def _drawn(ep):
@@ -56,6 +73,10 @@ def test_losses_gradients_and_steps_are_unmodified_megatrons_and_every_expert_is
     spread = answers[0][1][1] | answers[1][1][1]
     assert whole.keys() == spread.keys() > answers[0][1][1].keys()
     assert all(torch.equal(weight, spread[name]) for name, weight in whole.items())
+    for *_, (evaluated, trained, left, loads) in answers:
+        assert torch.equal(torch.stack(evaluated), torch.stack(trained))
+        assert left == ({}, 0.0), "evaluation counts nothing"
+        assert len(loads) == 2 and {float(rows.sum()) for rows in loads} == {2.0 * 105}
 
 
 def test_losses_and_gradients_with_tensor_parallelism_and_stages_are_unmodified_megatrons():

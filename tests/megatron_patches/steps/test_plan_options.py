@@ -16,6 +16,7 @@ from distca.errors import PlanError
 from distca.plan import AttentionShape, CostModel, TableCost, analytic_cost
 from distca.plan.cost.analytic import AnalyticCost
 from distca.plan.cost.linear import LinearRate
+from distca.plan.cost.pool import at_speeds
 from distca.plan.cost.table_file import find_table
 from distca.testing.ranks import run_ranks
 from tests.megatron_patches import small_cases
@@ -101,6 +102,7 @@ def test_pipelines_level_attention_with_linear_layers_in_fp8(
     config: Any = SimpleNamespace(
         num_attention_heads=32, num_query_groups=8, kv_channels=128, hidden_size=4096, ffn_hidden_size=14336,
         num_layers=8, recompute_granularity=None, fp8=None, fp8_recipe="tensorwise", gated_linear_unit=True,
+        num_moe_experts=None,
     )  # fmt: skip
     cost = find_table("NVIDIA H200", "flash4", 16, 4, 128)
     assert cost is not None and cost.linear is not None
@@ -151,3 +153,15 @@ def test_a_run_plans_with_the_table_that_it_names(tmp_path: Path) -> None:
     expected = float(analytic_cost(8, 4, 8).forward(q, kv)) / 2
     assert float(cost.forward(q, kv)) == pytest.approx(expected, rel=1e-5)
     assert thrice == pytest.approx(3 * once, rel=1e-5)
+
+
+def test_a_slower_server_is_planned_as_one_that_takes_longer() -> None:
+    from megatron_patches.steps.plan_options import check_speeds
+
+    cost, speeds, rows = analytic_cost(8, 2, 64), (1.0, 0.5, 1.0, 4.0), np.array([512] * 4)
+    check_speeds(speeds, 4)
+    seconds = at_speeds(cost, speeds).on_servers("both", rows, 2 * rows, np.arange(4))
+    np.testing.assert_allclose(seconds * speeds, cost.per_direction("both", rows, 2 * rows))
+    for wrong in ((1.0,), (1.0, 1.0, 1.0, 0.0), (1.0, 1.0, 1.0, float("nan"))):
+        with pytest.raises(PlanError, match="give one number above 0 for each of the pool's 4 servers"):
+            check_speeds(wrong, 4)

@@ -44,7 +44,7 @@ def test_the_next_step_is_made_from_when_one_is_queued_and_the_steps_end() -> No
         if len(notes) == 1:
             assert not started.wait(0.2), "nothing is made before the step is queued"
             step.queued()
-            assert started.wait(10)
+            assert started.wait(60)
     assert notes == [1, 2, 3] and [number for number, _ in made] == [0, 1, 2]
     assert all(name.startswith("distca-planning") for _, name in made)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.support.hybrid import check_hybrid
 from tests.megatron_patches.support.cases import refusal
 
@@ -18,11 +19,13 @@ NET = {
     "num_layers": 4,
     "attention_output_gate": True,
     "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
     "pipeline_model_parallel_size": 1,
     "normalization": "RMSNorm",
     "activation_func": functional.silu,
     "num_moe_experts": None,
 }
+_TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 GATE = {**NET, "experimental_attention_variant": None}
 
 
@@ -32,11 +35,13 @@ def _cpu_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_patches.support.hybrid.has_gated_delta_net", lambda: True)
 
 
-def _said(fields: dict[str, Any], *, disaggregate: bool = True, offload: bool = False) -> str | None:
-    return refusal(lambda config: check_hybrid(config, disaggregate, offload), SimpleNamespace(**fields))
+def _said(
+    fields: dict[str, Any], *, options: ModelOptions = MEGATRONS, disaggregate: bool = True, offload: bool = False
+) -> str | None:
+    return refusal(check_hybrid, SimpleNamespace(**fields), options, disaggregate, offload)
 
 
-@pytest.mark.parametrize("fields", [NET, GATE, {**GATE, "pipeline_model_parallel_size": 2}])
+@pytest.mark.parametrize("fields", [NET, GATE, {**NET, **_TENSOR_PARALLEL}])
 def test_what_is_served(fields: dict[str, Any]) -> None:
     assert _said(fields) is None
 
@@ -48,25 +53,26 @@ def test_models_without_either_are_not_looked_at() -> None:
 @pytest.mark.parametrize(
     ("changed", "how", "said"),
     [
-        ({"tensor_model_parallel_size": 2}, {}, "tensor_model_parallel_size is 2: set it to 1"),
+        ({"tensor_model_parallel_size": 2}, {}, "tensor_model_parallel_size is 2, without sequence_parallel: set it"),
         ({"num_moe_experts": 8}, {}, "num_moe_experts is 8: set it to None"),
         ({"pipeline_model_parallel_size": 2}, {}, "pipeline_model_parallel_size is 2: set it to 1"),
         ({"normalization": "LayerNorm"}, {}, "normalization is 'LayerNorm': set it to 'RMSNorm'"),
         ({"activation_func": functional.gelu}, {}, "activation_func is not SiLU"),
         ({"linear_attention_freq": 1}, {}, "linear_attention_freq is 1, but"),
         ({"linear_attention_freq": [1, 1, 1, 1]}, {}, "of which some must have softmax attention"),
+        ({}, {"options": ModelOptions(norms="post")}, "`model_options` are not the defaults"),
         ({}, {"disaggregate": False}, "`disaggregate` is False: set it to True"),
         ({}, {"offload": True}, "`offload` is True: set it to False"),
     ],
 )
-def test_what_is_not(changed: dict[str, Any], how: dict[str, bool], said: str) -> None:
+def test_what_is_not(changed: dict[str, Any], how: dict[str, Any], said: str) -> None:
     refused = _said({**NET, **changed}, **how)
     assert refused is not None and said in refused
 
 
 def test_gpus_and_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_patches.support.hybrid.has_gated_delta_net", lambda: False)
-    assert "install 0.19" in str(_said(NET))
+    assert all("install 0.19" in str(_said(fields)) for fields in (NET, GATE))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("megatron_patches.support.hybrid.has_gated_delta_net", lambda: True)
-    assert "for which no kernel was proved" in str(_said(NET))
+    assert "on which nothing was held against Megatron-Core" in str(_said(GATE))

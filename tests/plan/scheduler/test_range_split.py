@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.plan import analytic_cost, area_cost
+from distca.plan.cost.pool import ServerWork
 from distca.plan.geometry import range_pairs
 from distca.plan.scheduler.range_split import Excess, Receivers, Timer, split_range
 
@@ -19,7 +20,7 @@ def offered(start: int, stop: int, share: float, rooms: list[float], cost=LLAMA_
         np.zeros(count),
         lambda low, ends, chosen: 4.0 * (ends[:, -1] - low) + ends.sum(axis=1),
     )
-    timer = Timer(cost, "both", seconds.tolist())
+    timer = Timer(ServerWork("both", (cost,)), seconds.tolist())
     return Excess(start, stop, seconds.tolist(), (share * seconds).tolist()), receivers, timer
 
 

@@ -1,8 +1,10 @@
 import numpy as np
 
 from distca.plan import Plan, TableCost, analytic_cost, lay_out, plan_at_home, server_seconds
+from distca.plan.cost.pool import ServerWork
 from distca.plan.network import Links
 from distca.plan.scheduler.state import MovedRanges, Pieces, SchedulerState
+from distca.plan.scheduler.target_load import TargetLoad
 
 Q_ROWS, KV_ROWS = np.array([64, 128, 256, 512, 1024]), np.array([1024, 4096])
 
@@ -19,7 +21,7 @@ def test_loads_count_ranges_that_met_on_a_server_as_one() -> None:
     cost = dear_when_long()
     (layout,) = lay_out([1024, 512], 2, rank_of=[0, 1])
     home = plan_at_home(layout)
-    state = SchedulerState(home, cost, "both", tolerance=0.02, other_seconds=None, links=Links())
+    state = SchedulerState(home, ServerWork("both", (cost,)), TargetLoad(2, None), tolerance=0.02, links=Links())
     for start, stop in ((256, 512), (512, 768)):
         pieces = state.pieces_of(0)
         piece = int(np.flatnonzero((pieces.place[1] <= start) & (pieces.place[2] >= stop))[0])

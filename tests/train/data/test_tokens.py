@@ -198,17 +198,17 @@ def test_ranks_wait_for_rank_0_and_hear_its_error(root, monkeypatch):
     def broadcast(values):
         if threading.current_thread().name == "rank 0":
             said[0] = values[0]
-        words.wait(20)
+        words.wait(60)
         values[0] = said[0]
         heard.append(values[0])
-        words.wait(20)
+        words.wait(60)
 
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(tokens, "_BEAT_S", 0.05)
     release, results = threading.Event(), {}
 
     def make(_):
-        release.wait(20)
+        release.wait(60)
         raise DataError("no")
 
     def rank(number):
@@ -225,7 +225,7 @@ def test_ranks_wait_for_rank_0_and_hear_its_error(root, monkeypatch):
         threading.Event().wait(0.01)
     release.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert results == {0: "no", 1: "no"}
     assert heard[:6] == [None] * 6, "a word now and then while it works"
 

@@ -13,7 +13,7 @@ from tests.train.launch.machine import SCRIPT, Machine
 STAYS = """#!/bin/bash
 trap 'echo told >> "$RECORD"; exit 1' TERM
 echo up > "$RECORD"
-for _ in {1..400}; do sleep 0.05; done
+for _ in {1..4000}; do sleep 0.05; done
 """
 
 
@@ -35,11 +35,11 @@ def test_a_signal_ends_the_ranks_and_is_named(machine: Machine, number: int, nam
     machine.tool("torchrun", STAYS)
     script = _started(machine, number)
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 100
         while not (machine.record.exists() and machine.record.read_text()) and time.monotonic() < end:
             time.sleep(0.05)
         script.send_signal(number)
-        said = script.communicate(timeout=30)[1].splitlines()
+        said = script.communicate(timeout=100)[1].splitlines()
     finally:
         script.kill()
     assert machine.record.read_text().split() == ["up", "told"]
@@ -53,7 +53,7 @@ def test_ranks_end_when_the_launcher_is_killed(machine: Machine) -> None:
     machine.tool("torchrun", STAYS)
     script = _started(machine, signal.SIGTERM)
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 100
         while not (machine.record.exists() and machine.record.read_text()) and time.monotonic() < end:
             time.sleep(0.05)
         script.kill()
@@ -77,7 +77,7 @@ signal.signal(signal.SIGTERM, save)
 print("up", file=record, flush=True)
 time.sleep(1)
 signal.signal(signal.SIGUSR1, save)
-time.sleep(20)' &
+time.sleep(90)' &
 trap 'echo the starter was told >> "$RECORD"' TERM
 wait
 """
@@ -102,11 +102,11 @@ def test_ranks_are_told_to_save_and_a_job_whose_time_is_over_is_requeued(
         machine.tool("python", python.replace("#!/bin/bash", f"#!/bin/bash\n{slow}"))
     script = _started(machine, number)
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 100
         while not (checking if early else machine.record).exists() and time.monotonic() < end:
             time.sleep(0.05)
         script.send_signal(number)
-        said = script.communicate(timeout=30)[1]
+        said = script.communicate(timeout=100)[1]
     finally:
         script.kill()
     assert script.returncode == 0, said

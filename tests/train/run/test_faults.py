@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from distca.cluster import health
 from distca.testing.ranks import run_ranks
 from distca.train.run.run_folder import RunFolder
 from tests.train.faults import run_with_fault
 from tests.train.small_runs import arguments, steps_of, train_all, write_texts
 
 pytestmark = pytest.mark.slow
-
-LOST_S = 40.0
-"""Seconds without a sign of life after which ranks count one as lost; what a rank says of itself ends all in ten."""
 
 ENDED = {
     "exception": ("Rank 1 failed in step 3 on ", "RuntimeError: the fault of the test", 'faults.py", line'),
@@ -30,7 +28,7 @@ def test_a_fault_of_one_rank_ends_all_with_its_words(tmp_path: Path, fault: str)
     line = arguments(output=tmp_path, data__path=tmp_path / "texts", train__steps=1000)
     ended = run_with_fault(tmp_path, fault, *line)
     assert ended.code != 0
-    assert 0 < ended.seconds < LOST_S, "others would end by themselves once they count the rank as lost"
+    assert 0 < ended.seconds < health._LOST_S, "others would end by themselves once they count the rank as lost"
     first, *others = ENDED[fault]
     for said in ended.said:
         assert said.count(first) == 1, said

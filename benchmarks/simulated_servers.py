@@ -1,0 +1,141 @@
+"""Servers without a model beside homes, simulated: what A100 or H20 GPUs bring to 64 H100 that train the 8B shape.
+
+    python -m benchmarks.simulated_servers --output benchmarks/results/simulated_servers.json
+
+Every home is one H100 with 64K tokens of a micro-batch; nodes have 8 GPUs and 50 GB/s per GPU between them, those of
+A100 25. Homes recompute all but core attention. Nothing was measured on A100 or H20: their cost tables are those of the
+H100, which was measured, times the ratio of peak FLOP/s, and never faster than memory bandwidth allows
+(``distca.simulate.gpus``). All other constants are the simulator's, fitted to H200s. Each comparison is of the same
+batches with the homes alone; H100 servers are there to compare with. Servers keep rows for backward, or homes resend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+from benchmarks.throughput.batches import draw_batches
+from benchmarks.throughput.settings import Cell
+from distca.baselines import parse_mode
+from distca.data.mixes import Mix
+from distca.plan import TableCost
+from distca.plan.cost.pool import PoolCost
+from distca.plan.cost.table_file import find_table
+from distca.simulate import MODELS, Cluster, Job, Prediction, Workload, simulate
+from distca.simulate.cad import planned
+from distca.simulate.gpus import GPUS, derived
+from distca.simulate.job import Backward
+from distca.versions import command_line, versions, write_report
+
+HOMES, TOKENS, SEED = 64, 65_536, 1234
+MODEL = MODELS["8b"]
+DISTCA = parse_mode("distca")
+WAYS: tuple[Backward, ...] = ("keep", "resend")
+
+
+def job_of(servers: int, gpu: str) -> Job:
+    """Homes, and so many servers of a kind of GPU."""
+    table = find_table("NVIDIA H100 80GB HBM3", "flash4", MODEL.heads, MODEL.kv_heads, MODEL.resolved_head_dim)
+    assert isinstance(table, TableCost)
+    kind, home = GPUS[gpu], GPUS["H100"]
+    cluster = Cluster(
+        HOMES + servers, memory_gib=home.memory_gib, slow_gpus=servers, slow_network_gb_s=kind.network_gb_s
+    )
+    cost = PoolCost((table, derived(table, home, kind)), (0,) * HOMES + (1,) * servers) if servers else table
+    return Job(
+        MODEL,
+        cluster,
+        cost,
+        tokens_per_rank=TOKENS,
+        recompute="all",
+        gradients="bfloat16",
+        moments="bfloat16",
+        extra_servers=servers,
+        tolerance=0.02,
+    )
+
+
+def workloads(mix: Mix, context: int, steps: int) -> list[Workload]:
+    """Global batches of one micro-batch, drawn and packed as the throughput benchmark does."""
+    cell = Cell(mix, context * 1024)
+    drawn = draw_batches(cell, steps, ranks=HOMES, tokens_per_rank=TOKENS, micro_batches=1, vocabulary=256, seed=SEED)
+    return [Workload(each, drawn.bins) for each in drawn.global_batches]
+
+
+def figures(job: Job, drawn: list[Workload]) -> dict[str, Any]:
+    """Means over batches."""
+    found: list[Prediction] = []
+    levels, moved, ms = [], [], []
+    for workload in drawn:
+        began = time.perf_counter()
+        plan = planned(job, workload)
+        ms.append((time.perf_counter() - began) * 1e3)
+        balance = plan.balance()
+        levels.append(balance.seconds_after + balance.other_seconds)
+        moved.append(balance.bytes_moved)
+        found.append(simulate(job, DISTCA, workload, plan=plan))
+    homes, servers = slice(0, HOMES), slice(HOMES, None)
+    times = np.sum(levels, axis=(0, 1)) / len(drawn)
+    return {
+        "step_s": float(np.mean([each.step_s for each in found])),
+        "gb_moved_per_layer": float(np.mean(moved)) / 1e9,
+        "gb_sent_by_the_busiest_per_layer": float(
+            np.mean([each.sent_bytes.max() for each in found]) / MODEL.layers / 1e9
+        ),
+        "attention_share_of_servers": float(
+            np.mean([each.attention_s[servers].sum() / each.attention_s.sum() for each in found])
+        ),
+        "planned_layer_ms_slowest_home": float(times[homes].max() * 1e3),
+        "planned_layer_ms_slowest_server": float(times[servers].max(initial=0.0) * 1e3),
+        "busy_share_of_homes": float(np.mean([each.busy_s[homes].mean() / each.step_s for each in found])),
+        "exposed_share_of_homes": float(np.mean([each.exposed_s[homes].mean() / each.step_s for each in found])),
+        "memory_gib_home": float(max(each.memory_bytes[homes].max() for each in found) / 2**30),
+        "memory_gib_server": float(max(each.memory_bytes[servers].max(initial=0.0) for each in found) / 2**30),
+        "planning_ms": float(np.mean(ms)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
+    parser.add_argument("--steps", type=int, default=2, help="global batches of a cell")
+    parser.add_argument("--servers", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--gpus", nargs="+", default=["A100", "H20", "H100"], choices=list(GPUS))
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512], help="in K tokens")
+    given = parser.parse_args()
+    logging.getLogger("distca").setLevel(logging.ERROR)
+    report: dict[str, Any] = {
+        "command": command_line("python -m benchmarks.simulated_servers"),
+        "versions": versions(),
+        "simulated": True,
+        "model": "8b",
+        "homes": f"{HOMES} x H100, {TOKENS} tokens each",
+        "tables": "A100 and H20 derived from the H100's by peak FLOP/s and memory bandwidth; none was measured",
+        "gpus": {name: vars(GPUS[name]) for name in sorted({"H100", *given.gpus})},
+        "steps": given.steps,
+        "cells": [],
+    }
+    mixes: tuple[Mix, ...] = ("pretrain", "prolong")
+    for mix, context in track(list(product(mixes, given.contexts)), description="Simulating"):
+        drawn = workloads(mix, context, given.steps)
+        alone = {way: figures(replace(job_of(0, "H100"), backward=way), drawn) for way in WAYS}
+        base = min(each["step_s"] for each in alone.values())
+        for way, found in alone.items():
+            report["cells"].append({"mix": mix, "context_k": context, "servers": 0, "backward": way} | found)
+        for gpu, servers, way in product(given.gpus, given.servers, WAYS):
+            found = figures(replace(job_of(servers, gpu), backward=way), drawn)
+            cell = {"mix": mix, "context_k": context, "servers": servers, "gpu": gpu, "backward": way}
+            report["cells"].append(cell | found | {"speed_up_over_homes_alone": base / found["step_s"]})
+            write_report(given.output, report)
+
+
+if __name__ == "__main__":
+    main()

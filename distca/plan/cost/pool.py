@@ -1,0 +1,165 @@
+"""Costs of CA-tasks on the servers of a pool that are not alike: each server has the table of its GPU and kernel.
+
+Array legend: K directions, N tasks, R servers, C tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.cost.model import CostModel, Direction
+from distca.plan.cost.scaled import scaled
+
+
+@dataclass(frozen=True)
+class PoolCost(CostModel):
+    """Seconds of CA-tasks by server. Asked without a server, it says what the first table does.
+
+    Attributes:
+        tables: of the kinds of servers, all for the same heads; the first is that of home ranks.
+        of_server: [R] number of every server's table.
+        shape, block, linear: the first table's.
+
+    Raises:
+        PlanError: on no table, tables of other heads or other tiles, or a server without a table.
+    """
+
+    tables: tuple[CostModel, ...]
+    of_server: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.tables or set(self.of_server) - set(range(len(self.tables))):
+            raise PlanError(f"Servers have tables {sorted(set(self.of_server))}, and there are {len(self.tables)}.")
+        first = self.tables[0]
+        for table in self.tables[1:]:
+            if (table.shape, table.block) != (first.shape, first.block):
+                raise PlanError(
+                    f"Servers of one pool have cost tables of {first.shape} in tiles of {first.block} and of "
+                    f"{table.shape} in tiles of {table.block}; measure the same heads on all with `distca profile`."
+                )
+        for name in ("shape", "block", "linear"):
+            object.__setattr__(self, name, getattr(first, name))
+
+    @property
+    def window(self) -> int:
+        """Keys that a query sees at most; 0 for all."""
+        return int(getattr(self.tables[0], "window", 0))
+
+    def changed(self, change: Callable[[CostModel], CostModel]) -> PoolCost:
+        """The same pool with every table as ``change`` has it."""
+        return PoolCost(tuple(change(table) for table in self.tables), self.of_server)
+
+    def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.tables[0].forward(q_rows, kv_rows)
+
+    def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.tables[0].backward(q_rows, kv_rows)
+
+    def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.tables[0].per_direction(direction, q_rows, kv_rows)
+
+    def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.tables[0].least(direction, q_rows, kv_rows)
+
+    def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
+        return self.tables[0].of_few(direction, q_rows, kv_rows)
+
+    def on_servers(
+        self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray, server: np.ndarray
+    ) -> np.ndarray:
+        return seconds_on(self.tables, self._table[server], direction, q_rows, kv_rows)
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        return np.array(self.of_server, np.int64)
+
+    def work(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
+        """Work of ranges on every server, where these are the ranges to be computed.
+
+        A server's slowness in a direction is what all of them take by its table over what they take by others': its
+        harmonic mean over servers is 1. So servers that share the ranges by speed all take the same seconds, which are
+        the mean of the ranges' work.
+        """
+        seconds = np.stack([table.per_direction(direction, q_rows, kv_rows).sum(axis=1) for table in self.tables])
+        ratio = np.divide(seconds, seconds[:1], out=np.ones_like(seconds), where=seconds[:1] > 0)
+        speeds = 1.0 / ratio[self._table]
+        of_table = ratio * speeds.mean(axis=0)  # [C, K]
+        both = (1.0 / np.repeat(of_table, 3 - of_table.shape[1], axis=1)).tolist()
+        costs = tuple(scaled(table, *factors) for table, factors in zip(self.tables, both, strict=True))
+        return ServerWork(direction, costs, self._table, of_table[self._table].T.copy())
+
+
+def at_speeds(cost: CostModel, speeds: Sequence[float]) -> PoolCost:
+    """Costs of a pool whose servers are [R] ``speeds`` times as fast as ``cost`` says, forward and backward."""
+    unlike = list(dict.fromkeys((1.0, *map(float, speeds))))
+    tables = tuple(scaled(cost, 1.0 / speed, 1.0 / speed) for speed in unlike)
+    return PoolCost(tables, tuple(unlike.index(float(speed)) for speed in speeds))
+
+
+@dataclass(frozen=True)
+class ServerWork:
+    """Work of ranges on every server, in seconds of a server of mean speed; where all are alike, in their own.
+
+    Attributes:
+        direction: which are counted.
+        costs: by table.
+        of_server: [R] number of every server's table; None where all are alike.
+        slowness: [K, R] a server's own seconds per second of work; None where all are alike.
+    """
+
+    direction: Direction
+    costs: tuple[CostModel, ...]
+    of_server: np.ndarray | None = None
+    slowness: np.ndarray | None = None
+
+    @staticmethod
+    def of(cost: CostModel, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> ServerWork:
+        """The work of these ranges [N] by ``cost``."""
+        if isinstance(cost, PoolCost):
+            return cost.work(direction, q_rows, kv_rows)
+        return ServerWork(direction, (cost,))
+
+    def same(self, server: int, other: int) -> bool:
+        """Whether two servers have the same table."""
+        return self.of_server is None or bool(self.of_server[server] == self.of_server[other])
+
+    def on(self, server: int | np.ndarray, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        """[K, N] work of ranges on one server, or on the [N] given."""
+        if self.of_server is None:
+            return self.costs[0].per_direction(self.direction, q_rows, kv_rows)
+        if isinstance(server, np.ndarray):
+            return seconds_on(self.costs, self.of_server[server], self.direction, q_rows, kv_rows)
+        return self.costs[self.of_server[server]].per_direction(self.direction, q_rows, kv_rows)
+
+    def of_few(self, start: Sequence[float], stop: Sequence[float], servers: int | Sequence[int]) -> list[list[float]]:
+        """[K][N] work of a handful of ranges [start, stop) on one server, or each on its own."""
+        rows = [b - a for a, b in zip(start, stop, strict=True)]
+        if self.of_server is None:
+            return self.costs[0].of_few(self.direction, rows, stop)
+        if isinstance(servers, int):
+            return self.costs[self.of_server[servers]].of_few(self.direction, rows, stop)
+        found = [[0.0] * len(rows) for _ in range(2 if self.direction == "both" else 1)]
+        tables = self.of_server[list(servers)].tolist()
+        for number in dict.fromkeys(tables):
+            some = [at for at, table in enumerate(tables) if table == number]
+            seconds = self.costs[number].of_few(self.direction, [rows[at] for at in some], [stop[at] for at in some])
+            for into, own in zip(found, seconds, strict=True):
+                for at, one in zip(some, own, strict=True):
+                    into[at] = one
+        return found
+
+
+def seconds_on(
+    tables: Sequence[CostModel], number: np.ndarray, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray
+) -> np.ndarray:
+    """[K, N] seconds of ranges, each by the table whose [N] ``number`` it has."""
+    found = np.zeros((2 if direction == "both" else 1, len(q_rows)))
+    for each in np.unique(number).tolist():
+        some = number == each
+        found[:, some] = tables[each].per_direction(direction, q_rows[some], kv_rows[some])
+    return found

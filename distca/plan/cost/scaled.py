@@ -1,0 +1,87 @@
+"""Costs of a kernel that is faster or slower than another one, evenly at all lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.errors import PlanError
+from distca.plan.cost.linear import LinearRate
+from distca.plan.cost.model import CostModel, Direction
+
+
+@dataclass(frozen=True)
+class ScaledCost(CostModel):
+    """Another model's seconds, times a factor for each direction; not of its linear layers.
+
+    Attributes:
+        measured: the other model.
+        forward_factor, backward_factor: above 0.
+        shape, block, linear: the other model's.
+
+    Raises:
+        PlanError: on a factor that is not above 0.
+    """
+
+    measured: CostModel
+    forward_factor: float
+    backward_factor: float
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "block", "linear"):
+            object.__setattr__(self, name, getattr(self.measured, name))
+        for factor in (self.forward_factor, self.backward_factor):
+            if not 0 < factor < math.inf:
+                raise PlanError(f"A server is {factor:g} times as slow as another; the factor must be above 0.")
+
+    @property
+    def window(self) -> int:
+        """Keys that a query sees at most; 0 for all."""
+        return int(getattr(self.measured, "window", 0))
+
+    def factors(self, direction: Direction) -> list[float]:
+        """[K] by direction."""
+        both = [self.forward_factor, self.backward_factor]
+        return {"both": both, "forward": both[:1], "backward": both[1:]}[direction]
+
+    def forward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.forward_factor * self.measured.forward(q_rows, kv_rows)
+
+    def backward(self, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        return self.backward_factor * self.measured.backward(q_rows, kv_rows)
+
+    def per_direction(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        seconds = self.measured.per_direction(direction, q_rows, kv_rows)
+        return np.asarray(self._column(direction, seconds.ndim) * seconds)
+
+    def least(self, direction: Direction, q_rows: np.ndarray, kv_rows: np.ndarray) -> np.ndarray:
+        seconds = self.measured.least(direction, q_rows, kv_rows)
+        return np.asarray(self._column(direction, seconds.ndim) * seconds)
+
+    def of_few(self, direction: Direction, q_rows: Sequence[float], kv_rows: Sequence[float]) -> list[list[float]]:
+        seconds = self.measured.of_few(direction, q_rows, kv_rows)
+        return [[factor * own for own in each] for factor, each in zip(self.factors(direction), seconds, strict=True)]
+
+    def _column(self, direction: Direction, dimensions: int) -> np.ndarray:
+        return np.array(self.factors(direction)).reshape(-1, *[1] * (dimensions - 1))
+
+
+def scaled(cost: CostModel, forward: float, backward: float) -> CostModel:
+    """``cost`` with seconds times a factor for each direction; itself where both are 1."""
+    if forward == backward == 1.0:
+        return cost
+    if isinstance(cost, ScaledCost):
+        return replace(
+            cost,
+            forward_factor=cost.forward_factor * forward,
+            backward_factor=cost.backward_factor * backward,
+        )
+    return ScaledCost(cost, forward, backward)
+
+
+def slower_linears(rate: LinearRate | None, factor: float) -> LinearRate | None:
+    """Linear layers that take ``factor`` times as long."""
+    return rate and LinearRate(rate.forward * factor, rate.backward * factor, rate.fp8)

@@ -1,0 +1,195 @@
+"""A server without a model: it plans as homes do, from documents' lengths, and serves core attention, both ways.
+
+It has no parameters, no optimizer and no data. What it must know of the model (heads, kinds of layers, how steps are
+planned) the homes' first rank leaves in the pool's store, as it does with each step's lengths. A server walks the same
+layers as a home without tokens: its layers do nothing, and autograd gives backward the order that it has at home.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.attention import AttentionSpec, choose_kernel
+from distca.cluster.health import TIMEOUT
+from distca.cluster.hostname import machine_name
+from distca.cluster.interface import bind_gloo
+from distca.cluster.pool_store import PoolStore
+from distca.device.host_to_device import uploading
+from distca.errors import DistcaError, SupportError
+from distca.plan import PlanOptions
+from distca.plan.step import StepPlan
+from distca.plan.step_file import StepInputs
+from distca.runtime.device_routes import LayerRoutes, StepRoutes
+from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
+from distca.runtime.ping_pong import run_layers
+from distca.runtime.server import AttentionPool
+from distca.runtime.timeline import Timeline
+from distca.transport.collective import CollectiveTransport
+
+logger = logging.getLogger(__name__)
+
+_PLANNED_AHEAD = 3
+"""Plans that are kept: of the step that runs, the next one, and one of another loop."""
+HOMES_QUIET = timedelta(days=7)
+"""In which homes may say nothing: they evaluate, save, or wait for data."""
+
+
+@dataclass(frozen=True)
+class PoolTerms:
+    """Facts that a server must know of the homes' model.
+
+    Attributes:
+        options: how steps are planned.
+        spec: of core attention on one tensor-parallel rank; its device is the homes'.
+        kernel: that homes asked for by name.
+        backward: what it does.
+    """
+
+    options: PlanOptions
+    spec: AttentionSpec
+    kernel: str
+    backward: Any
+
+
+def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta = TIMEOUT) -> int:
+    """Serve core attention to homes until they let their servers go; returns how many steps were served.
+
+    Args:
+        store: that of the homes' world: a TCPStore at their MASTER_ADDR and MASTER_PORT.
+        number: of this server, from 0; numbers are given by whoever starts servers.
+        pool: which of the homes' pools, from 0: each of their ``distca.CAD`` with servers makes the next one.
+        patience: in which homes must come.
+
+    Raises:
+        LaunchError: no homes come.
+        SupportError: this process has a GPU, with which servers without a model have not been shown to work.
+    """
+    if torch.cuda.is_available():
+        raise SupportError(NOT_ON_GPUS)
+    bind_gloo()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    meeting = PoolStore(store, pool)
+    meeting.put(f"server/{number}", machine_name())
+    tp, homes, ranks = meeting.take("sizes", patience, "No homes have come that ask for servers without a model.")
+    place = homes + number // tp
+    group = meeting.group(f"part/{number % tp}", place, ranks)
+    terms: PoolTerms = meeting.take("terms", patience)
+    device = torch.device("cpu")
+    kernel = choose_kernel(terms.kernel, replace(terms.spec, device=device))
+    attention = AttentionPool(CollectiveTransport(group), kernel, Timeline(device), terms.backward)
+    logger.info("Server %d of the pool serves core attention of %d homes.", number, terms.options.homes)
+    return _Server(meeting, attention, terms, number, place, device).run()
+
+
+NOT_ON_GPUS = (
+    "Servers without a model have been shown to work between CPU ranks only, and this process has a GPU: leave "
+    "`servers` at 0."
+)
+
+
+class _Server:
+    def __init__(
+        self, store: PoolStore, pool: AttentionPool, terms: PoolTerms, number: int, place: int, device: torch.device
+    ) -> None:
+        self._store, self._pool, self._terms = store, pool, terms
+        self._number, self._place, self._device = number, place, device
+        spec = terms.spec
+        self._layer = EmptyLayer(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, device)
+        self._planned: dict[int, Future[tuple[StepPlan, StepRoutes]]] = {}
+
+    def run(self) -> int:
+        served = 0
+        with ThreadPoolExecutor(1, "distca-plan") as thread:
+            while True:
+                kind, content = self._store.hear(HOMES_QUIET)
+                if kind == "end":
+                    return served
+                if kind == "plan":
+                    step, lengths = content
+                    self._planned[step] = thread.submit(self._plan, step, lengths)
+                    for old in list(self._planned)[:-_PLANNED_AHEAD]:
+                        del self._planned[old]
+                    continue
+                step, lengths, forward_only = content
+                found = self._planned.pop(step, None) or thread.submit(self._plan, step, lengths)
+                self._serve(*found.result(), forward_only)
+                served += 1
+
+    def _plan(self, step: int, lengths: tuple[Any, ...]) -> tuple[StepPlan, StepRoutes]:
+        """The plan of a step, whose fingerprint, or what went wrong, the homes are told."""
+        try:
+            plan = StepInputs(lengths[0], self._terms.options, *lengths[1:]).plan()
+            with uploading(self._device) as upload:
+                routes = StepRoutes.of_server(plan, self._place, upload)
+        except Exception as error:
+            said = str(error) if isinstance(error, DistcaError) else repr(error)
+            self._store.put(f"planned/{step}/{self._number}", said)
+            raise
+        self._store.put(f"planned/{step}/{self._number}", plan.fingerprint)
+        return plan, routes
+
+    def _serve(self, plan: StepPlan, routes: StepRoutes, forward_only: bool) -> None:
+        if plan.options.stages == 1:
+            for of_layers in routes.own:
+                self._serve_micro_batch(of_layers, forward_only)
+            return
+        for direction, number in plan.order():
+            of_phase = (routes.served_forward if direction == "forward" else routes.served_backward)[number]
+            assert of_phase is not None
+            if direction == "forward":
+                serve_forward(self._pool, of_phase, self._layer)
+            elif not forward_only:
+                serve_backward(self._pool, of_phase, self._layer)
+
+    def _serve_micro_batch(self, routes: Sequence[LayerRoutes], forward_only: bool) -> None:
+        """Forward and backward of all layers, as on a home without tokens."""
+        options = self._terms.options
+        kinds = options.layer_kinds[0] if options.layer_kinds else (0,) * len(routes)
+        layers = [_TracedLayer(self._layer, options.kinds[kind].sink) for kind in kinds]
+        with torch.set_grad_enabled(not forward_only):
+            hidden = [layers[0].hidden() for _ in routes[0]]
+            ends = run_layers(layers, hidden, routes, self._pool)
+            if not forward_only:
+                torch.cat(ends).sum().backward()
+
+
+class _TracedLayer:
+    """A layer without tokens whose nodes are part of autograd's graph, which gives backward its order.
+
+    Args:
+        empty: says which rows it would have.
+        has_sink: whether the homes' layer has sinks, which they add themselves.
+    """
+
+    def __init__(self, empty: EmptyLayer, has_sink: bool) -> None:
+        self._empty = empty
+        self.sink = torch.zeros(empty.heads, device=empty.device) if has_sink else None
+
+    def hidden(self) -> torch.Tensor:
+        """[0, width] what goes into the first layer: q, k and v of no tokens."""
+        each = self._empty
+        width = each.head_dim * (each.heads + 2 * each.kv_heads)
+        return torch.empty(0, width, dtype=each.dtype, device=each.device, requires_grad=True)
+
+    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        each = self._empty
+        q, kv = hidden.split((each.heads * each.head_dim, 2 * each.kv_heads * each.head_dim), dim=1)
+        return (
+            hidden,
+            q.reshape(0, each.heads, each.head_dim),
+            kv.reshape(0, 2, each.kv_heads, each.head_dim),
+        )
+
+    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
+        (hidden,) = residual
+        o = o_NHD.reshape(0, self._empty.heads * self._empty.head_dim)
+        return torch.cat((o, hidden[:, o.shape[1] :]), dim=1)

@@ -1,0 +1,144 @@
+"""Servers without a model beside homes, on gloo ranks, against the same homes alone: float32."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.cluster.pool_store import PoolStore
+from distca.errors import LaunchError, PlanError, SupportError
+from distca.testing.ranks import run_ranks
+from megatron_patches.arguments import CadArguments
+from megatron_patches.ranks.remote_servers import RemoteServers, check_planned, check_with_servers
+from tests.megatron_patches.small_cases import on_cpu
+
+HOMES, SERVERS = 4, 2
+MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2))
+KINDS = {"window_size": (15, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
+CASES: tuple[dict[str, Any], ...] = (
+    {"speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0)},
+    {"backward": "resend", "ping_pong": False, "recompute": "mlp"},
+    {"ranks_per_node": 2, "recompute": "all", "config": KINDS},
+    {"micro_batches": ((1,), (2, 1))},
+    {"pp": 2, "config": KINDS},
+    {"tp": 2},
+)
+IDLE = 3
+"""The case that has too little attention for servers to get any."""
+
+
+def _in_two_worlds(folder: str) -> list[Any]:
+    """Of every case: on homes, how far its outcome is from theirs alone, and tasks of servers in the plans of all
+    phases; on servers, how many steps they served."""
+    on_cpu()
+    rank = dist.get_rank()
+    dist.barrier()  # all are connected
+    dist.destroy_process_group()
+    if rank >= HOMES:
+        from distca import serve
+
+        store = dist.FileStore(f"{folder}/homes")
+        return [serve(store, rank - HOMES, pool=pool) for pool in range(len(CASES))]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/homes", rank=rank, world_size=HOMES)
+    from distca.parity.cases import ParityCase, ParityShape
+
+    found = []
+    for settings in CASES:
+        case = ParityCase(**{"micro_batches": MICRO_BATCHES, "shape": ParityShape(layers=2)} | settings)
+        found.append(_compared(case))
+        gc.collect()  # servers go when their CAD does
+    return found
+
+
+def _compared(case: Any) -> tuple[float, float, int]:
+    from dataclasses import replace
+
+    from distca.parity import disaggregated, outcome, unmodified
+    from distca.parity.cases import case_documents
+    from megatron_patches.training.training_step import summed_loss_step
+
+    cpu = torch.device("cpu")
+    made = unmodified.unmodified_model(case, torch.float32)
+    weights = {name: parameter.detach() for name, parameter in made.named_parameters()}
+    alone = disaggregated.run_disaggregated(replace(case, speeds=()), torch.float32, cpu, "reference", weights)
+    cad, model = disaggregated.attached(replace(case, servers=SERVERS), torch.float32, cpu, "reference", weights)
+    ddp = cad.data_parallel(model, distributed_optimizer=False)
+    # The second step is planned before the first one runs, and both are of the same documents.
+    first, second = (cad.plan_step(case_documents(case)) for _ in range(2))
+    cad.forward_backward(first, summed_loss_step, ddp, forward_only=True)
+    reports = cad.forward_backward(second, summed_loss_step, ddp)
+    together = disaggregated.outcome_of(case, cad, model, reports, weights)
+    away = [
+        np.count_nonzero(plan.tasks.server >= cad.options.homes)
+        for _, phase in second.plan.phases
+        for plans in phase.by_combination
+        for plan in plans
+    ]
+    difference = outcome.difference(together, alone)
+    return difference.loss, difference.gradient, sum(away)
+
+
+@pytest.mark.slow
+def test_loss_and_every_gradient_are_those_of_homes_alone(tmp_path: Path) -> None:
+    *homes, first, second = run_ranks(HOMES + SERVERS, _in_two_worlds, str(tmp_path))
+    assert first == second == [2] * len(CASES)
+    for number, (loss, gradient, away) in enumerate(homes[0]):
+        assert max(loss, gradient) <= 1e-6, (CASES[number], loss, gradient)
+        assert (away > 0) == (number != IDLE)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"servers": -1}, "`servers` is -1; it must be at least 0"),
+        ({"servers": 1.5}, "`servers` is 1.5; it must be a whole number"),
+    ],
+)
+def test_a_number_of_servers_that_means_nothing_is_a_sentence(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SupportError, match=words):
+        CadArguments(tokens_per_rank=1, **options).check()
+
+
+def test_what_does_not_go_together_is_a_sentence() -> None:
+    with pytest.raises(SupportError, match="servers is 2, but disaggregate is False"):
+        CadArguments(tokens_per_rank=1, servers=2, disaggregate=False).how(1)
+    with pytest.raises(SupportError, match="`servers` is 3, which 2 tensor-parallel ranks do not divide"):
+        RemoteServers(3, 2, "auto")
+    with pytest.raises(SupportError, match="`transport` is 'nvshmem'"):
+        RemoteServers(2, 2, "nvshmem")
+    with pytest.raises(SupportError, match="speeds are given, but disaggregate is False"):
+        CadArguments(tokens_per_rank=1, speeds=(1.0,), disaggregate=False).how(1)
+    dense, mixture = SimpleNamespace(num_moe_experts=None), SimpleNamespace(num_moe_experts=4)
+    check_with_servers(dense, False, False)
+    for config, recurrent, offload in ((mixture, False, False), (dense, True, False), (dense, False, True)):
+        with pytest.raises(SupportError, match="have not been shown beside"):
+            check_with_servers(config, recurrent, offload)
+
+
+def test_servers_that_do_not_come_or_plan_otherwise_are_sentences() -> None:
+    store = PoolStore(dist.HashStore())
+    with pytest.raises(LaunchError, match=r"Nothing came under server/0 of the pool's store in 0 s"):
+        store.take("server/0", timedelta(0))
+    for number, found in ((1, 7), (2, 8), (3, "no memory")):
+        store.put(f"planned/{number}/0", found)
+    check_planned(store, 1, 1, 7)
+    with pytest.raises(PlanError, match="Server 0 of the pool planned a step differently"):
+        check_planned(store, 1, 2, 7)
+    with pytest.raises(PlanError, match="Server 0 of the pool could not plan a step: no memory"):
+        check_planned(store, 1, 3, 7)
+
+
+def test_messages_are_heard_in_order() -> None:
+    store = dist.HashStore()
+    homes, server = PoolStore(store), PoolStore(store)
+    for number in range(300):
+        homes.tell("plan", number)
+        assert server.hear(timedelta(seconds=40)) == ("plan", number)
