@@ -32,9 +32,9 @@ def hybrid_cases() -> list[ParityCase]:
         "linear_num_value_heads": 4,
     }
     gate = {"attention_output_gate": True, "qk_layernorm": True}
-    last = {**net, **gate, "linear_attention_freq": 4, "layernorm_zero_centered_gamma": False}
-    kinds = {"window_size": (6, 0), "window_attn_skip_freq": [1, 0, 0, 0], "softmax_type": "learnable"}
-    between = {**net, **kinds, "linear_attention_freq": [0, 1, 1, 0], "linear_conv_kernel_dim": 2}
+    last = {**net, **gate, "linear_attention_freq": 3, "layernorm_zero_centered_gamma": False}
+    kinds = {"window_size": (6, 0), "window_attn_skip_freq": [1, 0, 0], "softmax_type": "learnable"}
+    between = {**net, **kinds, "linear_attention_freq": [0, 1, 0], "linear_conv_kernel_dim": 2}
     return [
         ParityCase(micro_batches=_LENGTHS, tp=2, recompute="mlp", config=last, rotary_percent=0.5, shape=_SHAPE),
         ParityCase(micro_batches=_LENGTHS[::-1], recompute="all", backward="resend", config=between, shape=_SHAPE),
@@ -43,8 +43,8 @@ def hybrid_cases() -> list[ParityCase]:
     ]
 
 
-_SHAPE = ParityShape(layers=4)
-_LENGTHS = ((13, 7, 1, 29, 3), (50, 2))
+_SHAPE = ParityShape(layers=3)
+_LENGTHS = ((13, 1, 29), (25,))
 
 
 def unmodified_layers(layer: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
