@@ -130,7 +130,26 @@ def _theirs(model: Any) -> Trained:
             adam = _torch_adam(list(weights.values()))
         torch.nn.utils.clip_grad_norm_(weights.values(), _ADAM.clip_grad)
         adam.step()
-    return Trained(gradients, losses, {name: weight.detach() for name, weight in weights.items()})
+    trained = {name: weight.detach() for name, weight in weights.items()}
+    return Trained(_apart(gradients, model.config), losses, _apart(trained, model.config))
+
+
+def _apart(tensors: Tensors, config: Any) -> Tensors:
+    """Tensors as folders have them: one for each expert, where transformers holds those of a layer in one."""
+    from distca.models.families import FAMILIES
+
+    family, found = FAMILIES.get(config.model_type), Tensors()
+    for name, tensor in tensors.items():
+        if family is None or ".mlp.experts." not in name:
+            found[name.replace(".mlp.gate.", f".{family.weights.experts.router}.") if family else name] = tensor
+            continue
+        layer, part = name.split("mlp.experts.")
+        experts = family.weights.experts
+        names = experts.gate_up if part == "gate_up_proj" else (experts.down,)
+        for number, own in enumerate(tensor):
+            parts = zip(names, own.chunk(len(names)), strict=True)
+            found |= {f"{layer}{experts.of(number, name)}.weight": each for name, each in parts}
+    return found
 
 
 def _torch_adam(weights: Sequence[torch.Tensor]) -> torch.optim.AdamW:
@@ -156,7 +175,7 @@ def _ours(folder: Path) -> Trained:
     from distca.models.tensors import TensorFiles
     from distca.train.config.initial import model_config
     from megatron_patches.api import CAD
-    from megatron_patches.hugging_face.weights import load_weights, slots
+    from megatron_patches.hugging_face.weights import group_of, load_weights, slots
     from megatron_patches.model.gpt import build_gpt, transformer_config
     from megatron_patches.model.model_variant import model_options
     from megatron_patches.ranks.groups import initialize_model_parallel
@@ -164,8 +183,8 @@ def _ours(folder: Path) -> Trained:
     from megatron_patches.training.optimizer import build_optimizer
     from megatron_patches.training.training_step import sum_over_ranks, summed_loss_step
 
-    initialize_model_parallel(1, 1, 1)
     described = describe_folder(folder)
+    initialize_model_parallel(1, 1, 1, RANKS if described.experts.count else 1)
     shape = model_config(described)
     config = transformer_config(shape, torch.float32, cpu_initialization=True)
     cad = CAD(
@@ -181,11 +200,13 @@ def _ours(folder: Path) -> Trained:
     optimizer = build_optimizer(ddp, _ADAM, STEPS, 0, torch.float32)
 
     def stored(values: Callable[[Any], torch.Tensor]) -> Tensors:
-        return {
-            name: tensor.clone()
-            for parameter, slot in slots(model, described)
-            for name, tensor in zip(slot.names, slot.tensors([values(parameter)]), strict=True)
-        }
+        found = Tensors()
+        for parameter, slot in slots(model, described):
+            own, group = values(parameter).contiguous(), group_of(slot)
+            shares = [torch.empty_like(own) for _ in range(group.size())]
+            torch.distributed.all_gather(shares, own, group=group)
+            found |= zip(slot.names, (tensor.clone() for tensor in slot.tensors(shares)), strict=True)
+        return found
 
     gradients, losses = Tensors(), []
     for documents in _steps():

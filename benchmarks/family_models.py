@@ -126,6 +126,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_GEMMA, "num_hidden_layers": 6, "rope_parameters": _kinds("linear", factor=8.0)},
     ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **{"num_hidden_layers": 3, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 1}),
     "gpt_oss, dense": (
         "GptOss",
         {

@@ -129,6 +129,9 @@ def bases() -> dict[str, dict[str, Any]]:
         "phi3": {"original_max_position_embeddings": 16},
         "ernie4_5": {"head_dim": 16},
         "hunyuan_v1_dense": {"head_dim": 8},
+        "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "mixtral": {"num_local_experts": 4},
+        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
         "gpt_oss": {"num_local_experts": 0, "head_dim": 16, "sliding_window": 9, "rope_parameters": _ROPE},
     }
     found = {name: small | {"model_type": name} | own.get(name, {}) for name in FAMILIES}

@@ -472,8 +472,27 @@ PUBLIC: dict[str, Public] = {
         ),
         "mixtures of experts",
     ),
-    "Qwen3-30B-A3B": Public(_other("qwen3_moe", "Qwen3MoeForCausalLM", num_experts=128), "mixtures of experts"),
-    "Mixtral-8x7B": Public(_other("mixtral", "MixtralForCausalLM", num_local_experts=8), "mixtures of experts"),
+    "Qwen3-30B-A3B": Public(
+        _of(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _sizes(2048, 48, 6144, 32, 4, 151936, 40960, 1e6),
+            **{"attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "rms_norm_eps": 1e-6},
+            **{"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001},
+            **{"max_window_layers": 48, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None},
+            output_router_logits=False,
+        )
+    ),
+    "Mixtral-8x7B": Public(
+        _of(
+            "mixtral",
+            "MixtralForCausalLM",
+            _sizes(4096, 32, 14336, 32, 8, 32000, 32768, 1e6),
+            **{"attention_dropout": 0.0, "num_experts_per_tok": 2, "num_local_experts": 8, "sliding_window": None},
+            **{"output_router_logits": False, "router_aux_loss_coef": 0.02},
+        )
+    ),
     "DeepSeek-V3": Public(
         _other("deepseek_v3", "DeepseekV3ForCausalLM", auto_map={"AutoModel": "code.Model"}, kv_lora_rank=512),
         "multi-head latent attention",

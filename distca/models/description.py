@@ -11,6 +11,7 @@ from typing import Any
 
 from distca.errors import ModelError, system_words
 from distca.json_file import read_json
+from distca.models.experts import Experts
 from distca.models.families import COMPOSITES, FAMILIES, known_fields
 from distca.models.families.common import COMMON, ELSEWHERE
 from distca.models.families.family import Composite, Family
@@ -203,6 +204,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         qkv_bias=bool(said[family.qkv_bias]) if isinstance(family.qkv_bias, str) else family.qkv_bias,
         qk_norm=family.qk_norm,
         sinks=family.sinks,
+        experts=_experts(family, said, where),
         positions=said["max_position_embeddings"],
         layer_types=layer_types,
         window=window,
@@ -210,6 +212,17 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         dtype=_dtype(values, where),
         warnings=(*values.warnings, *rope.warnings),
     )
+
+
+def _experts(family: Family, said: Mapping[str, Any], where: str) -> Experts:
+    """The experts of a family's layers; none in dense ones."""
+    try:
+        experts = family.experts(said)
+    except ModelError as error:
+        raise ModelError(f"In {where} {error}") from None
+    for problem in experts.problems(said["num_hidden_layers"]):
+        raise ModelError(f"In {where} the experts cannot work: their {problem}")
+    return experts
 
 
 def _variant(

@@ -20,7 +20,9 @@ _LARGEST = 2**31 - 1
 _LONGEST_SHOWN = 60
 """Characters of a value in a message."""
 
-Kind = Literal["count", "index", "number", "switch", "switches", "numbers", "pattern", "text", "texts", "fields"]
+Kind = Literal[
+    "count", "index", "indices", "number", "switch", "switches", "numbers", "pattern", "text", "texts", "fields"
+]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ Field = Read | Inert | LeftOut | Only
 _WORDS: dict[Kind, str] = {
     "count": f"a whole number of at least 1 and at most {_LARGEST}",
     "index": f"a whole number of at least 0 and at most {_LARGEST}",
+    "indices": "a list of whole numbers of at least 0",
     "number": "a finite number above 0",
     "switch": "true or false",
     "switches": "a list of 0 and 1",
@@ -106,6 +109,7 @@ def _is_texts(value: Any) -> bool:
 _FITS: dict[Kind, Callable[[Any], bool]] = {
     "count": lambda value: _is_whole(value) and value >= 1,
     "index": lambda value: _is_whole(value) and value >= 0,
+    "indices": lambda value: isinstance(value, list) and all(_is_whole(each) and each >= 0 for each in value),
     "number": lambda value: is_number(value) and value > 0,
     "switch": lambda value: isinstance(value, bool),
     "switches": lambda value: isinstance(value, list) and all(_is_whole(each) and each in (0, 1) for each in value),

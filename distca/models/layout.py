@@ -20,31 +20,26 @@ def expected_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.vocabulary, model.hidden), FINAL_NORM: (model.hidden,)}
     if not model.tie_embeddings:
         shapes[OUTPUT] = (model.vocabulary, model.hidden)
-    layer = _layer_shapes(model)
-    return shapes | {
-        layer_prefix(number) + name: shape for number in range(model.layers) for name, shape in layer.items()
-    }
+    around, dense, mixture = _around_mlp(model), _mlp(model), _experts(model)
+    for number, kind in enumerate(model.layer_kinds):
+        layer = around | (mixture if kind.mlp.experts.count else dense)
+        shapes |= {layer_prefix(number) + name: shape for name, shape in layer.items()}
+    return shapes
 
 
-def _layer_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
+def _around_mlp(model: ModelDescription) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's tensors, but for those of its MLP or its experts."""
     q, kv, names = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.weights
     shapes: dict[str, tuple[int, ...]] = {
         f"{names.attention_output}.weight": (model.hidden, q),
-        f"{names.down}.weight": (model.hidden, model.ffn),
     }
     variant = model.variant
     shapes |= {f"{name}.weight": (model.hidden,) for name in names.norms(variant.norms, variant.parallel_mlp)}
-    if variant.mlp_bias:
-        shapes[f"{names.down}.bias"] = (model.hidden,)
     if variant.attention_output_bias:
         shapes[f"{names.attention_output}.bias"] = (model.hidden,)
     for name, rows in stored_rows(names.query_key_value, (q, kv, kv)).items():
         shapes[f"{name}.weight"] = (rows, model.hidden)
         if model.qkv_bias:
-            shapes[f"{name}.bias"] = (rows,)
-    for name, rows in stored_rows(names.gate_up, (model.ffn,) * (1 + variant.gated)).items():
-        shapes[f"{name}.weight"] = (rows, model.hidden)
-        if variant.mlp_bias:
             shapes[f"{name}.bias"] = (rows,)
     if model.sinks:
         shapes[names.sinks] = (model.heads,)
@@ -52,6 +47,26 @@ def _layer_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
         wide = variant.query_key_norm == "width"
         shapes[f"{names.query_norm}.weight"] = (q if wide else model.head_dim,)
         shapes[f"{names.key_norm}.weight"] = (kv if wide else model.head_dim,)
+    return shapes
+
+
+def _mlp(model: ModelDescription) -> dict[str, tuple[int, ...]]:
+    names, variant = model.weights, model.variant
+    shapes: dict[str, tuple[int, ...]] = {f"{names.down}.weight": (model.hidden, model.ffn)}
+    for name, rows in stored_rows(names.gate_up, (model.ffn,) * (1 + variant.gated)).items():
+        shapes[f"{name}.weight"] = (rows, model.hidden)
+        if variant.mlp_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    return shapes | ({f"{names.down}.bias": (model.hidden,)} if variant.mlp_bias else {})
+
+
+def _experts(model: ModelDescription) -> dict[str, tuple[int, ...]]:
+    experts, names = model.experts, model.weights.experts
+    shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (experts.count, model.hidden)}
+    for number in range(experts.count):
+        for part in names.gate_up:
+            shapes[f"{names.of(number, part)}.weight"] = (experts.ffn, model.hidden)
+        shapes[f"{names.of(number, names.down)}.weight"] = (model.hidden, experts.ffn)
     return shapes
 
 

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertMap:
+    """Names of the tensors of a layer's experts, without the layer's prefix and without .weight.
+
+    Attributes:
+        router: which experts a row goes to.
+        experts: what the names of experts begin with, before their number.
+        gate_up: an expert's gate and up projections, behind its number.
+        down: its last projection, behind its number.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+    def of(self, number: int, part: str) -> str:
+        """The name of a part of an expert."""
+        return f"{self.experts}.{number}.{part}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +43,7 @@ class WeightMap:
             where the MLP has no gate.
         down: the MLP's last projection.
         mlp_post_norm: norm behind that, where the family has one.
+        experts: what layers with experts have in place of the MLP.
     """
 
     attention_norm: str = "input_layernorm"
@@ -35,6 +57,7 @@ class WeightMap:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
+    experts: ExpertMap = field(default_factory=ExpertMap)
 
     def norms(self, norms: str, parallel_mlp: bool) -> tuple[str, ...]:
         """The norms of the residual stream that a layer has, by where they are; with a parallel MLP it is one."""

@@ -19,7 +19,8 @@ from distca.errors import ModelError
 from distca.models.description import ModelDescription
 from megatron_patches.checkpoint.unpickling import check_small_files, readable
 from megatron_patches.checkpoint.writer import TorchWriter
-from megatron_patches.hugging_face.weights import Slot, slot_of
+from megatron_patches.hugging_face.slots import Slot
+from megatron_patches.hugging_face.weights import slot_of
 
 _LAYER = (
     "input_layernorm.weight",
@@ -36,6 +37,7 @@ _LAYER = (
     "mlp.linear_fc1.bias",
     "mlp.linear_fc2.weight",
     "mlp.linear_fc2.bias",
+    "mlp.router.weight",
     "post_mlp_layernorm.weight",
 )
 _SAVED_AS = {
@@ -45,15 +47,22 @@ _SAVED_AS = {
 """megatron's checkpoints name these as Transformer Engine does."""
 
 
-def _has(model: ModelDescription, part: str) -> bool:
-    """Whether a model's layers have a parameter of those of :data:`_LAYER`."""
+_EXPERTS = ("mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight")
+"""The names under which megatron's checkpoints stack the weights of a layer's experts."""
+
+
+def _has(model: ModelDescription, part: str, mixture: bool) -> bool:
+    """Whether a layer has a parameter of those of :data:`_LAYER`; ``mixture``: it has experts."""
     variant = model.variant
     absent = {
         "self_attention.linear_qkv.bias": not model.qkv_bias,
         "self_attention.core_attention.softmax_offset": not model.sinks,
         "self_attention.linear_proj.bias": not variant.attention_output_bias,
-        "mlp.linear_fc1.bias": not variant.mlp_bias,
-        "mlp.linear_fc2.bias": not variant.mlp_bias,
+        "mlp.linear_fc1.weight": mixture,
+        "mlp.linear_fc1.bias": mixture or not variant.mlp_bias,
+        "mlp.linear_fc2.weight": mixture,
+        "mlp.linear_fc2.bias": mixture or not variant.mlp_bias,
+        "mlp.router.weight": not mixture,
         "self_attention.q_layernorm.weight": not model.qk_norm,
         "self_attention.k_layernorm.weight": not model.qk_norm,
         "input_layernorm.weight": variant.norms == "post",
@@ -106,34 +115,40 @@ class SavedWeights:
             ModelError: one is missing.
             UnreadableError: one cannot be read.
         """
-        for key, layer, slot in self._parts():
-            yield from zip(slot.names, slot.tensors([self._read(key, layer)]), strict=True)
+        for key, number, slot in self._parts():
+            yield from zip(slot.names, slot.tensors([self._read(key, number)]), strict=True)
 
     def _parts(self) -> Iterator[tuple[str, int | None, Slot]]:
-        """Key in the checkpoint, layer of what is stacked there, and what it is in the folder."""
+        """Key in the checkpoint, layer or expert of what is stacked there, and what it is in the folder."""
         model, name = self._model, "embedding.word_embeddings.weight"
         yield name, None, slot_of(name, -1, model)
-        for layer in range(model.layers):
+        for layer, kind in enumerate(model.layer_kinds):
+            mixture = kind.mlp.experts.count > 0
+            # Layers with experts are unlike those without, so that megatron stacks none of such a model.
+            stack, number = ("decoder.layers", layer) if not model.experts.count else (f"decoder.layers.{layer}", None)
             for part in _LAYER:
-                if not _has(model, part):
-                    continue
-                slot = slot_of(f"decoder.layers.{layer}.{part}", layer, model)
-                yield f"decoder.layers.{_SAVED_AS.get(part, part)}", layer, slot
+                if _has(model, part, mixture):
+                    slot = slot_of(f"decoder.layers.{layer}.{part}", layer, model)
+                    yield f"{stack}.{_SAVED_AS.get(part, part)}", number, slot
+            for expert in range(kind.mlp.experts.count):
+                for part in _EXPERTS:
+                    name = part.replace("experts.experts", f"experts.local_experts.{expert}")
+                    yield f"{stack}.{part}", expert, slot_of(f"decoder.layers.{layer}.{name}", layer, model)
         for name in ("decoder.final_layernorm.weight", *(() if model.tie_embeddings else ("output_layer.weight",))):
             yield name, None, slot_of(name, -1, model)
 
-    def _read(self, key: str, layer: int | None) -> torch.Tensor:
+    def _read(self, key: str, number: int | None) -> torch.Tensor:
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise ModelError(f"{self._path} has no {key}, which its model has.")
-        size = list(stored.size) if layer is None else [1, *stored.size[1:]]
+        size = list(stored.size) if number is None else [1, *stored.size[1:]]
         tensor = torch.empty(size, dtype=stored.properties.dtype)
-        begin = [0] * len(size) if layer is None else [layer, *[0] * (len(size) - 1)]
+        begin = [0] * len(size) if number is None else [number, *[0] * (len(size) - 1)]
         planner = _PartPlanner(key, stored, begin)
         reader = checkpoint.FileSystemReader(self._path)
         with readable():
             checkpoint.load({key: tensor}, storage_reader=reader, planner=planner, no_dist=True)
-        return tensor if layer is None else tensor[0]
+        return tensor if number is None else tensor[0]
 
 
 class _PartPlanner(checkpoint.DefaultLoadPlanner):

@@ -16,7 +16,8 @@ from megatron.core.utils import unwrap_model
 from distca.errors import CheckpointError
 from distca.models.description import ModelDescription
 from distca.models.folder import ExportedModel, ShardWriter, begin, clear, count_shards, finish
-from megatron_patches.hugging_face.weights import Slot, slots
+from megatron_patches.hugging_face.slots import Slot
+from megatron_patches.hugging_face.weights import group_of, slots
 
 Values = Callable[[torch.Tensor], torch.Tensor]
 
@@ -43,7 +44,7 @@ def export_weights(
     problem = _on_first_rank(lambda: begin(folder))
     if problem is not None:
         raise CheckpointError(f"{folder} could not be written ({problem}).")
-    if parallel_state.get_data_parallel_rank() == 0:
+    if _has_shares(by_expert=False) or _has_shares(by_expert=True):
         problem, file_of = _write_stage(unwrap_model(model), exported, folder, values)
     else:
         for weight, _ in _own_slots(unwrap_model(model), exported.model):
@@ -84,7 +85,7 @@ def _write_stage(
     mine = count_shards(exported, [name for _, slot in own for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
     writer = ShardWriter(folder, 1 + sum(counts[: group.rank()]), sum(counts), exported.stored)
-    writes = parallel_state.get_tensor_model_parallel_rank() == 0
+    writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
     problem: str | None = None
     for slot, tensors in _whole_tensors(own, values, getattr(torch, exported.dtype), writes):
         if writes and problem is None:
@@ -103,6 +104,13 @@ def _write_stage(
     return problem, writer.file_of
 
 
+def _has_shares(by_expert: bool) -> bool:
+    """Whether this rank has its share for the rank that writes, which is the stage's first one; others have copies."""
+    if by_expert:
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    return parallel_state.get_data_parallel_rank() == 0
+
+
 def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.Tensor, Slot]]:
     """This stage's parameters; of tied weights the first stage's only."""
     copied = described.tie_embeddings and not parallel_state.is_pipeline_first_stage()
@@ -114,11 +122,10 @@ def _whole_tensors(
     own: Sequence[tuple[torch.Tensor, Slot]], values: Values, dtype: torch.dtype, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
     """A parameter's tensors on the host of the rank that writes, one parameter after the other."""
-    group = parallel_state.get_tensor_model_parallel_group()
     for weight, slot in own:
-        parameter = values(weight)
+        parameter, group = values(weight), group_of(slot)
         shares = [parameter]
-        if group.size() > 1:
+        if group.size() > 1 and _has_shares(slot.by_expert):
             shares = [torch.empty_like(parameter) for _ in range(group.size())]
             dist.all_gather(shares, parameter.contiguous(), group=group)
         yield slot, tuple(tensor.to("cpu", dtype, copy=True) for tensor in slot.tensors(shares)) if writes else ()

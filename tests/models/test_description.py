@@ -128,7 +128,7 @@ def test_the_window_of_layers_that_have_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "changed", "said"),
     [
-        (LLAMA, {"model_type": "mixtral"}, "has model_type 'mixtral', but served are llama, mistral, qwen2, qwen3"),
+        (LLAMA, {"model_type": "qwen2_moe"}, "has model_type 'qwen2_moe', but served are llama, mistral, qwen2, qwen3"),
         (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM is served"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
         (QWEN3, {"num_experts": 8}, "has num_experts 8, but mixtures of experts"),

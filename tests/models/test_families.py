@@ -105,6 +105,20 @@ def test_a_sample_of_fields_and_of_public_configurations() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"mlp_only_layers": [1]}, r"layers \[1\] have an MLP in place of experts .* only the first layers"),
+        ({"decoder_sparse_step": 3}, "the experts cannot work: their dense_layers is 2, but the model has 2 layers"),
+        ({"num_experts_per_tok": 9}, "the experts cannot work: their topk is 9; it must be at least 1 and at most"),
+        ({"use_sliding_window": True}, "has use_sliding_window, but Qwen3-MoE is served without windows"),
+    ],
+)
+def test_experts_that_are_not_served_are_a_sentence(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        describe(bases()["qwen3_moe"] | changed, "config.json")
+
+
 def test_gpt_oss_without_a_word_on_experts_has_them() -> None:
     fields = {name: value for name, value in bases()["gpt_oss"].items() if name != "num_local_experts"}
     with pytest.raises(ModelError, match="has no num_local_experts, which then is 128, but mixtures of experts are"):

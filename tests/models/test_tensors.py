@@ -32,6 +32,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "mixtral"
+    write_folder("mixtral", folder, shard="5GB")
+    return folder
+
+
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
     """A copy that a test may break."""
@@ -45,6 +52,18 @@ def folder(made: Path, tmp_path: Path) -> Path:
 def _check(folder: Path) -> None:
     for framework in ("numpy", "pt"):
         TensorFiles(folder, framework).check(describe_folder(folder))
+
+
+def test_an_expert_that_is_missing_is_a_sentence(mixture: Path, tmp_path: Path) -> None:
+    _check(mixture)
+    stored = load_file(mixture / SINGLE)
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == expected_shapes(describe_folder(mixture))
+    missing = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    del stored[missing]
+    (tmp_path / "config.json").write_bytes((mixture / "config.json").read_bytes())
+    save_file(stored, tmp_path / SINGLE)
+    with pytest.raises(ModelError, match=f"has no tensor {missing}, which a model of its config.json has"):
+        _check(tmp_path)
 
 
 def test_shapes_are_those_of_transformers(made: Path) -> None:

@@ -20,6 +20,7 @@ from distca.models.families.gpt_oss import GPT_OSS
 from distca.models.families.granite import GRANITE
 from distca.models.families.hunyuan import HUNYUAN
 from distca.models.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SEED_OSS
+from distca.models.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from distca.models.families.olmo import OLMO2, OLMO3
 from distca.models.families.phi import PHI3
 from distca.models.families.qwen import QWEN2, QWEN3
@@ -47,6 +48,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "hunyuan_v1_dense": HUNYUAN,
     "gpt_oss": GPT_OSS,
     "arcee": ARCEE,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
 }
 COMPOSITES: Final[Mapping[str, Composite]] = {"mistral3": MISTRAL3, "gemma3": GEMMA3_IMAGES}
 

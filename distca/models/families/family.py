@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from distca.models.experts import Experts
 from distca.models.fields import Field
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
@@ -50,6 +51,7 @@ class Family:
         variant: what its layers do differently from LLaMA's, by the values of its fields.
         qkv_bias: projections of q, k and v have a bias; or the field that says whether they do.
         qk_norm: query and key heads are normed before the rotation.
+        experts: those of its layers, by the values of its fields.
         sinks: every query head has a learned score without a value.
         weights: names of its tensors.
     """
@@ -71,6 +73,7 @@ class Family:
     qkv_bias: bool | str = False
     qk_norm: bool = False
     sinks: bool = False
+    experts: Callable[[Mapping[str, Any]], Experts] = lambda said: Experts()
     weights: WeightMap = field(default_factory=WeightMap)
 
 

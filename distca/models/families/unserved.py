@@ -11,10 +11,7 @@ _RECURRENT = "layers that are no attention"
 _OWN_POSITIONS = "positions that are not rotary, and LayerNorm"
 
 UNSERVED: Final[dict[str, str]] = {
-    "mixtral": _EXPERTS,
     "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "olmoe": _EXPERTS,
     "granitemoe": _EXPERTS,
     "phimoe": _EXPERTS,
     "dbrx": _EXPERTS,

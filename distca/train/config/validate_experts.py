@@ -48,16 +48,9 @@ def _not_served(config: RunConfig) -> list[str]:
     }
     return [
         f"{setting} is {_said(value)}, but {why}; set it to {_said(served)}, or model.experts.count to 0."
-        for setting, (value, served, why) in (found | _folders(config)).items()
+        for setting, (value, served, why) in found.items()
         if value != served
     ]
-
-
-def _folders(config: RunConfig) -> dict[str, tuple[object, object, str]]:
-    """Settings that would read or write weights of other programs."""
-    unserved = "Hugging Face folders of models with experts are not served yet"
-    names = ("init_from", "export")
-    return {f"checkpoint.{name}": (getattr(config.checkpoint, name), None, unserved) for name in names}
 
 
 def _said(value: object) -> str:

@@ -76,8 +76,9 @@ def test_a_gemma_3_trains_resumes_without_its_folder_and_is_exported(tmp_path: P
         parse_run_config(_line(tmp_path, model__variant__norms="post"))
 
 
-def test_sinks_and_biases_go_through_a_checkpoint(tmp_path: Path) -> None:
-    names, commands = ("gpt_oss, dense", "arcee, biases"), []
+def test_sinks_biases_and_experts_go_through_a_checkpoint(tmp_path: Path) -> None:
+    names = ("gpt_oss, dense", "arcee, biases", "qwen3_moe")
+    commands = []
     for name in names:
         family_models.write_folder(name, tmp_path / name / "first")
         first, imported, back = (str(tmp_path / name / each) for each in ("first", "imported", "back"))
@@ -87,6 +88,25 @@ def test_sinks_and_biases_go_through_a_checkpoint(tmp_path: Path) -> None:
     for name in names:
         expected, got = _tensors(tmp_path / name / "first"), _tensors(tmp_path / name / "back")
         assert expected.keys() == got.keys() and all(torch.equal(expected[each], got[each]) for each in expected)
+
+
+def test_a_mixture_trains_from_its_folder_and_is_exported(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(family_models.SIZES, "vocab_size", VOCABULARY)
+        family_models.write_folder("qwen3_moe", tmp_path / "first", torch.bfloat16)
+    run_ranks(2, _train_mixture, tmp_path)
+    losses = {}
+    for name in ("first", "exported"):
+        model = family_models.loaded(tmp_path / name)
+        text = torch.tensor([list((tmp_path / "texts" / "000.txt").read_bytes())])
+        losses[name] = model(text, labels=text).loss.item()
+    assert losses["exported"] < losses["first"] - 0.1
+
+
+def _train_mixture(root: Path) -> None:
+    more = {"parallel__tp": 1, "parallel__ep": 2, "model__experts__balance": 0.01}
+    train_all([_line(root, name="whole", train__steps=2, checkpoint__export=root / "exported", **more)])
 
 
 def test_other_positions_of_a_gemma_3_are_written_by_kind_of_layer(tmp_path: Path) -> None:

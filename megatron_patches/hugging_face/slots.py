@@ -1,0 +1,181 @@
+"""Links between the parameters of a GPTModel and the tensors of a folder that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from distca.models.tensors import TensorFiles
+
+
+class Slot(Protocol):
+    """The link between a parameter and the tensors of a folder that it is made of.
+
+    Attributes:
+        names: of the folder's tensors.
+        by_expert: its shares are those of expert-parallel ranks; else of tensor-parallel ones.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def by_expert(self) -> bool: ...
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        """The parameter on one of ``ranks`` ranks, in the files' type."""
+        ...
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The folder's tensors, by ``names``, from all ranks' shares."""
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A norm's weight, or a bias behind all ranks' sum, alike on all ranks."""
+
+    names: tuple[str, ...]
+    by_expert = False
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        return files.read(self.names[0])
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (shares[0],)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Rows by token id, with rows of zeros up to a multiple of the ranks."""
+
+    names: tuple[str, ...]
+    vocabulary: int
+    by_expert = False
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        rows = -(-self.vocabulary // ranks)
+        first, last = (min((rank + more) * rows, self.vocabulary) for more in (0, 1))
+        real = files.read(self.names[0], slice(first, last))
+        return real if len(real) == rows else torch.nn.functional.pad(real, (0, 0, 0, rows - len(real)))
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(list(shares))[: self.vocabulary],)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A number for each query head, which are cut."""
+
+    names: tuple[str, ...]
+    heads: int
+    by_expert = False
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        own = self.heads // ranks
+        return files.read(self.names[0], slice(rank * own, (rank + 1) * own))
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(list(shares)),)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A projection whose input is cut."""
+
+    names: tuple[str, ...]
+    columns: int
+    by_expert = False
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        own = self.columns // ranks
+        return files.read(self.names[0], slice(None), slice(rank * own, (rank + 1) * own))
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(list(shares), dim=1),)
+
+
+def _rows(files: TensorFiles, names: Sequence[str], sizes: Sequence[int], part: int, rows: slice) -> torch.Tensor:
+    """Rows of a part. It is a tensor of its own, or lies behind the parts before it in a single one."""
+    if len(names) == len(sizes):
+        return files.read(names[part], rows)
+    skipped = sum(sizes[:part])
+    return files.read(names[0], slice(skipped + rows.start, skipped + rows.stop))
+
+
+def _stored(names: Sequence[str], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold these parts: one each, or a single one."""
+    return tuple(parts) if len(names) == len(parts) else (torch.cat(list(parts)),)
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """On each rank its rows of the gate, where there is one, then those of the up projection; weights or biases."""
+
+    names: tuple[str, ...]
+    rows: int
+    gated: bool
+    by_expert = False
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        own, sizes = self.rows // ranks, [self.rows] * (1 + self.gated)
+        rows = slice(rank * own, (rank + 1) * own)
+        return torch.cat([_rows(files, self.names, sizes, part, rows) for part in range(len(sizes))])
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        parts = [torch.cat(cut) for cut in zip(*(share.chunk(1 + self.gated) for share in shares), strict=True)]
+        return _stored(self.names, parts)
+
+
+@dataclass(frozen=True)
+class QueryKeyValue:
+    """For each of the rank's groups its query heads, its key and its value; weights or biases."""
+
+    names: tuple[str, ...]
+    queries: int
+    groups: int
+    head_dim: int
+    by_expert = False
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        own, widths = self.groups // ranks, self._widths()
+        sizes, parts = [self.groups * width for width in widths], []
+        for number, width in enumerate(widths):
+            rows = slice(rank * own * width, (rank + 1) * own * width)
+            parts.append(_rows(files, self.names, sizes, number, rows).unflatten(0, (own, width)))
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        widths = self._widths()
+        groups = torch.cat([share.unflatten(0, (-1, sum(widths))) for share in shares])
+        return _stored(self.names, [part.flatten(0, 1) for part in groups.split(widths, dim=1)])
+
+    def _widths(self) -> list[int]:
+        """Rows of a group in q, in k and in v."""
+        return [heads * self.head_dim for heads in (self.queries, 1, 1)]
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """A weight of the experts that have the same place on every expert-parallel rank, each of which has whole ones.
+
+    Attributes:
+        each: by expert-parallel rank, the slot of its expert's weight.
+    """
+
+    each: tuple[Slot, ...]
+    by_expert = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for slot in self.each for name in slot.names)
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        return self.each[rank].share(files, 0, 1)
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        each = zip(self.each, shares, strict=True)
+        return tuple(tensor for slot, share in each for tensor in slot.tensors([share]))
