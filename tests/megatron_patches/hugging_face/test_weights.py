@@ -233,7 +233,7 @@ ROUND_TRIPS = (
     [
         (1, [(1, 1)], ROUND_TRIPS),
         (2, [(1, 1)], ("qwen3_moe",)),
-        pytest.param(4, [(2, 2)], ROUND_TRIPS, marks=pytest.mark.slow),
+        pytest.param(4, [(2, 2)], [name for name in ROUND_TRIPS if name != "qwen3_moe"], marks=pytest.mark.slow),
         pytest.param(4, [(2, 1)], ("mixtral",), marks=pytest.mark.slow),
     ],
 )
