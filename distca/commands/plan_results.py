@@ -188,6 +188,7 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
         lengths: the mix or file that the documents are from, for the title.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     ranks = made.nano_batches[0].layout.ranks
     matrix = seconds_by_home(made) * 1e3
@@ -213,6 +214,8 @@ def draw(made: MicroBatchPlan, path: str, lengths: str) -> None:
         before.legend(frameon=False, loc="upper right", reverse=True)
     image = who.imshow(np.where(matrix > 0, matrix, np.nan), origin="upper", aspect="auto", vmin=0)
     who.set(title="who computes for whom", xlabel="server", ylabel="home rank")
+    for axis in (before.xaxis, after.xaxis, who.xaxis, who.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))  # places of ranks, of which there are no halves
     figure.colorbar(image, ax=who, label="forward ms")
     figure.savefig(path, dpi=120)
 

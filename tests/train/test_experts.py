@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distca.errors import ConfigError
+from distca.errors import ConfigError, ModelError
 from distca.testing.ranks import run_ranks
 from distca.train.config.cli import parse_run_config
+from distca.train.config.initial import description_of
 from distca.train.config.validate import validate
 from distca.train.run.expert_nodes import nodes_warning
 from distca.train.run.memory import predict_memory
@@ -95,7 +96,6 @@ def _tags(run: Path) -> set[str]:
         ({"model__experts__topk": 5}, 2, "model.experts.topk is 5; it must be at least 1 and at most count"),
         ({"train__precision": "bf16", "train__fp8": "current"}, 2, "train.fp8 is current, but experts are computed in"),
         ({"train__offload": "all", "train__recompute": "all"}, 2, "train.offload is all, but what experts keep"),
-        ({"checkpoint__export": "new"}, 2, "checkpoint.export is new, but Hugging Face folders of models with"),
         ({"model__variant__gated": False}, 2, "model.variant.gated is false, but experts have gates"),
         ({"model__variant__activation": "gelu"}, 2, "model.variant.activation is gelu, but experts are computed with"),
     ],
@@ -108,6 +108,12 @@ def test_what_cannot_work_is_refused(settings: dict[str, object], world: int, sa
         validate(parse_run_config(arguments(data__source="stdlib", **own)), world)
     assert said in str(refused.value)
     assert "settings cannot work" not in str(refused.value), "and nothing else"
+
+
+def test_an_export_without_a_folder_of_a_family_with_experts_is_refused() -> None:
+    config = parse_run_config(arguments(data__source="stdlib", checkpoint__export="new", **SMALL))
+    with pytest.raises(ModelError, match=r"experts or a variant, and no folder of a family .* or leave out"):
+        description_of(config, 256)
 
 
 def test_experts_that_do_not_fit_are_refused_with_what_would() -> None:
