@@ -28,7 +28,7 @@ _MODULES_OF_EXTRA = {
     "dev": [
         *("pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "scipy"),
         *("tokenizers", "safetensors", "pyarrow", "zstandard", "transformers", "wheel"),
-        "mkdocs",
+        "material",  # of mkdocs-material, which brings mkdocs
     ],
 }
 _HAS_MODULES = """
