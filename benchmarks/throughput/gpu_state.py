@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -32,20 +33,26 @@ class GpuState:
     def summaries(self, gpus: int) -> list[dict[str, Any]]:
         """Per GPU the 10th, 50th and 90th percentile of each reading, while it drew most of its highest power."""
         self._log.seek(0)
-        return [_summary(rows) for rows in _readings(self._log.read(), gpus)]
+        return [_summary(rows) for rows in _readings(self._log.read(), _visible(gpus))]
 
 
-def _readings(log: str, gpus: int) -> list[np.ndarray]:
+def _visible(gpus: int) -> list[int]:
+    """nvidia-smi's numbers of the GPUs that this process sees: it counts all of the machine."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [int(each) for each in named] if all(map(str.isdigit, named)) else list(range(gpus))
+
+
+def _readings(log: str, gpus: list[int]) -> list[np.ndarray]:
     """[readings, fields] of every GPU; lines that are cut off or say "N/A" are left out."""
-    rows: list[list[list[float]]] = [[] for _ in range(gpus)]
+    rows: dict[int, list[list[float]]] = {each: [] for each in gpus}
     for line in log.splitlines():
         try:
             index, *values = (float(value) for value in line.split(","))
         except ValueError:
             continue
-        if len(values) == len(_FIELDS) - 1 and index < gpus:
+        if len(values) == len(_FIELDS) - 1 and index in rows:
             rows[int(index)].append(values)
-    return [np.array(each).reshape(-1, len(_FIELDS) - 1) for each in rows]
+    return [np.array(each).reshape(-1, len(_FIELDS) - 1) for each in rows.values()]
 
 
 def _summary(readings: np.ndarray) -> dict[str, Any]:
