@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from distca.ops.grouped_linear import Groups
+
 
 @dataclass(frozen=True)
 class Dispatch:
@@ -28,7 +30,7 @@ class Dispatch:
         received: pairs that come from each rank.
         by_expert: [received pairs] int64 the pairs that came, by expert of this rank.
         by_source: its inverse.
-        per_expert: [experts of this rank] int64 pairs of each, on the host.
+        groups: pairs of each expert of this rank.
     """
 
     group: dist.ProcessGroup
@@ -40,7 +42,7 @@ class Dispatch:
     received: list[int]
     by_expert: torch.Tensor
     by_source: torch.Tensor
-    per_expert: torch.Tensor
+    groups: Groups
 
     @classmethod
     def of(cls, chosen_NE: torch.Tensor, topk: int, group: dist.ProcessGroup) -> Dispatch:
@@ -69,7 +71,9 @@ class Dispatch:
         by_source = torch.empty_like(by_expert)
         by_source[by_expert] = torch.arange(len(by_expert))
         order = torch.stack((by_expert, by_source)).to(device, non_blocking=True)
-        return cls(group, topk, row_P, expert_P, pair_NK, sent, received, order[0], order[1], to_me.sum(0))
+        ends = everyone[:, me * here : (me + 1) * here].sum(0).cumsum(0).int()
+        groups = Groups(to_me.sum(0).tolist(), ends)
+        return cls(group, topk, row_P, expert_P, pair_NK, sent, received, order[0], order[1], groups)
 
     def send(self, hidden_NH: torch.Tensor, probs_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[received pairs, hidden] rows and [received pairs] probabilities, by expert of this rank."""

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_patches.experts.balance import Half, balanced, coefficient, with_loss
 from megatron_patches.experts.dispatch import Dispatch
+from megatron_patches.experts.grouped import computed
 
 
 class BalancedRouter(TopKRouter):
@@ -83,7 +84,7 @@ class HalvesLayer(MoELayer):
         probs, chosen = self.router(hidden, half)
         dispatch = Dispatch.of(chosen, self.router.topk, self.ep_group)
         rows, row_probs = dispatch.send(hidden.flatten(0, -2), probs)
-        output, _ = self.experts(rows, dispatch.per_expert, row_probs)
+        output = computed(self.experts, rows, dispatch.groups, row_probs)
         summed = dispatch.bring_back(output).view_as(hidden)
         return summed if shared is None else summed + shared
 

@@ -91,8 +91,8 @@ def warn_of_gpus(config: TransformerConfig, device: torch.device) -> None:
     """Say that experts are not proved on GPUs, where a model has some; rank 0 speaks."""
     if config.num_moe_experts and device.type == "cuda" and dist.get_rank() == 0:
         logger.warning(
-            "num_moe_experts is %d: models with experts were held against Megatron-Core's on CPU ranks only. On GPUs "
-            "experts are computed one after the other, which is slow; compare the first losses with Megatron-Core's.",
+            "num_moe_experts is %d: models with experts were held against Megatron-Core's on CPU ranks only; "
+            "compare the first losses with Megatron-Core's.",
             config.num_moe_experts,
         )
 

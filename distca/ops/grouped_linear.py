@@ -1,0 +1,115 @@
+"""Linear layers of many experts at once, each for the rows that are its own.
+
+Array legend: P rows, of one expert after the other; E experts; I and O columns of the input and of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from distca.ops.output_loss import add_product
+
+_HOPPER = (9, 0)
+_ALIGNED = 8
+"""Columns of operands in bfloat16 are a multiple of it: torch's grouped product wants strides of 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rows of each expert.
+
+    Attributes:
+        rows: of each expert, on the host.
+        ends_E: [experts] int32 where its rows end, on the rows' device.
+    """
+
+    rows: list[int]
+    ends_E: torch.Tensor
+
+
+def grouped_linear(
+    x_PI: torch.Tensor, weights: Sequence[torch.Tensor], groups: Groups, into_main_grad: bool = False
+) -> torch.Tensor:
+    """Returns [P, O], each row times its expert's weight transposed; can be differentiated once.
+
+    Args:
+        x_PI: rows, contiguous.
+        weights: [O, I] of each expert.
+        groups: of the rows.
+        into_main_grad: gradients of weights are added to their ``main_grad``, as Megatron-Core's linear layers do with
+            ``gradient_accumulation_fusion``.
+    """
+    out: torch.Tensor = _GroupedLinear.apply(x_PI, groups, into_main_grad, *weights)
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_PI: torch.Tensor, groups: Groups, into_main_grad: bool, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_PI)
+        ctx.groups, ctx.into_main_grad, ctx.weights = groups, into_main_grad, weights
+        return _products(x_PI, weights, groups, transposed=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_PO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (x_PI,) = ctx.saved_tensors
+        d_PO, groups = d_PO.contiguous(), ctx.groups
+        d_x = _products(d_PO, ctx.weights, groups, transposed=False) if ctx.needs_input_grad[0] else None
+        parts = zip(
+            ctx.weights, ctx.needs_input_grad[3:], d_PO.split(groups.rows), x_PI.split(groups.rows), strict=True
+        )
+        gradient = _into_main_grads(ctx.weights) if ctx.into_main_grad else _product
+        return d_x, None, None, *(gradient(w, d, x) if needed else None for w, needed, d, x in parts)
+
+
+def _product(_: torch.Tensor, d_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return d_out.t() @ rows
+
+
+def _into_main_grads(weights: Sequence[torch.Tensor]) -> Any:
+    """A function that adds a weight's gradient to its ``main_grad``, and returns what autograd gets in its place:
+    Megatron reduces a gradient when autograd brings one, and does not read it."""
+    unread = torch.empty_like(weights[0])
+
+    def add(weight: Any, d_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows):
+            add_product(weight.main_grad, d_out.t(), rows)
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+        return unread.view_as(weight)
+
+    return add
+
+
+def _products(x_PI: torch.Tensor, weights: Sequence[torch.Tensor], groups: Groups, *, transposed: bool) -> torch.Tensor:
+    """Each row times its expert's weight, or its transpose."""
+    columns = weights[0].shape[0 if transposed else 1]
+    if not len(x_PI):
+        return x_PI.new_zeros(0, columns)
+    if is_grouped(x_PI, weights[0]):
+        weight_EOI = torch.stack(tuple(weights))
+        operand = weight_EOI.transpose(1, 2) if transposed else weight_EOI
+        grouped: torch.Tensor = torch.nn.functional.grouped_mm(x_PI, operand, offs=groups.ends_E)
+        return grouped
+    out = x_PI.new_empty(len(x_PI), columns)
+    for weight, rows, into in zip(weights, x_PI.split(groups.rows), out.split(groups.rows), strict=True):
+        torch.mm(rows, weight.t() if transposed else weight, out=into)
+    return out
+
+
+def is_grouped(x_PI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether torch's grouped product computes all experts at once; otherwise they come one after the other."""
+    if not hasattr(torch.nn.functional, "grouped_mm") or any(size % _ALIGNED for size in weight_OI.shape):
+        return False
+    if x_PI.is_cuda:
+        # Of Blackwell's, experts without rows had gradients of what memory held before.
+        return x_PI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_PI.device) == _HOPPER
+    return x_PI.dtype == torch.float32  # so that tests on CPUs call it as GPUs do

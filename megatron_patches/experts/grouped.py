@@ -1,0 +1,56 @@
+"""Megatron's experts, all of a rank at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from distca.ops.grouped_linear import Groups, grouped_linear
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def computed(experts: SequentialMLP, rows_PH: torch.Tensor, groups: Groups, probs_P: torch.Tensor) -> torch.Tensor:
+    """[P, hidden] what experts put out for their rows, times the rows' probabilities. The modules and their weights are
+    those of Megatron's sequential experts; where something listens to one of their layers or stands in for it, and
+    where they have biases, they are computed one after the other.
+
+    Args:
+        experts: of this rank.
+        rows_PH: by expert.
+        groups: of the rows.
+        probs_P: the rows' probabilities.
+    """
+    pairs = [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]
+    if not all(map(_is_bare, (linear for pair in pairs for linear in pair))):
+        output: torch.Tensor = experts(rows_PH, torch.tensor(groups.rows), probs_P)[0]
+        return output
+    fused = bool(experts.config.gradient_accumulation_fusion)
+    inner = grouped_linear(rows_PH, [first.weight for first, _ in pairs], groups, fused)
+    activated = _activated(experts.config, inner, probs_P[:, None])
+    return grouped_linear(activated, [second.weight for _, second in pairs], groups, fused)
+
+
+def _is_bare(linear: Any) -> bool:
+    """Whether a layer is nothing but a product with its weight."""
+    served = type(linear) in (ColumnParallelLinear, RowParallelLinear) and linear.bias is None
+    return served and not any(getattr(linear, kind) for kind in _HOOKS)
+
+
+def _activated(config: TransformerConfig, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """The output of the operations that Megatron's MLP has between its products."""
+    function = config.activation_func
+    if config.bias_activation_fusion and config.gated_linear_unit and function == torch.nn.functional.silu:
+        fused: torch.Tensor = weighted_bias_swiglu_impl(x, None, probs, config.activation_func_fp8_input_store)
+        return fused
+    if not config.gated_linear_unit:
+        return (function(x) * probs).to(x.dtype)
+    gate, up = x.chunk(2, dim=-1)
+    if (most := config.activation_func_clamp_value) is not None:
+        gate, up = gate.clamp(max=most), up.clamp(-most, most)
+    return (function(gate) * (up + config.glu_linear_offset) * probs).to(x.dtype)

@@ -1,0 +1,61 @@
+"""Megatron's experts all at once, held against the same modules one after the other."""
+
+from itertools import product
+
+import torch
+
+from distca.testing.ranks import run_ranks
+from tests.megatron_patches.small_cases import on_cpu
+
+ROWS = ([5, 0, 1, 18, 0, 0, 2, 3], [0, 0, 24, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0], [0] * 8)
+
+
+def _experts(dtype):
+    from distca.parity import unmodified
+    from distca.parity.experts import expert_case
+
+    return unmodified.unmodified_model(expert_case("softmax behind the choice"), dtype).decoder.layers[0].mlp.experts
+
+
+def _found(experts, rows, compute):
+    """The output, and gradients of rows, probabilities and weights."""
+    generator = torch.Generator().manual_seed(0)
+    dtype, hidden, count = next(experts.parameters()).dtype, experts.config.hidden_size, sum(rows)
+    x, probs, d_out = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((count, hidden), (count,), (count, hidden))
+    )
+    inputs = [x.requires_grad_(), probs.requires_grad_(), *experts.parameters()]
+    out = compute(x, probs)
+    return [out, *torch.autograd.grad(out, inputs, d_out)]
+
+
+def _both(experts, rows):
+    """What is found all at once and one after the other."""
+    from megatron_patches.experts.grouped import Groups, computed
+
+    counts = torch.tensor(rows)
+    groups = Groups(rows, counts.cumsum(0).int())
+    at_once = _found(experts, rows, lambda x, probs: computed(experts, x, groups, probs))
+    return at_once, _found(experts, rows, lambda x, probs: experts(x, counts, probs)[0])
+
+
+def _differences():
+    """How far off anything is by type, and how often a layer is called that something listens to."""
+    on_cpu()
+    worst, calls = {}, []
+    for dtype, fused in product((torch.float32, torch.float64), (True, False)):
+        experts = _experts(dtype)
+        experts.config.bias_activation_fusion = fused
+        for rows in ROWS:
+            pairs = zip(*_both(experts, rows), strict=True)
+            off = max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+            worst[dtype] = max(worst.get(dtype, 0.0), off)
+    experts.local_experts[3].linear_fc2.register_forward_hook(lambda *_: calls.append(1))
+    _both(experts, ROWS[0])
+    return worst, len(calls)
+
+
+def test_experts_at_once_are_experts_one_after_the_other():
+    [(worst, calls)] = run_ranks(1, _differences)
+    assert worst[torch.float32] <= 1e-6 and worst[torch.float64] <= 1e-14
+    assert calls == 2, "hooks are called"

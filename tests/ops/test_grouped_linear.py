@@ -1,0 +1,79 @@
+"""Products of many experts' weights at once, held against one product after the other in float64."""
+
+import pytest
+import torch
+
+from distca.ops import grouped_linear as ops
+from distca.ops.grouped_linear import Groups, grouped_linear, is_grouped
+
+ROWS = ([5, 0, 1, 18], [0, 0, 24, 0], [1, 0, 0, 0], [0, 0, 0, 0], [7, 3, 2, 12])
+
+
+def drawn(rows, columns, outputs, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(sum(rows), columns), *[(outputs, columns)] * len(rows), (sum(rows), outputs)]
+    x, *weights, d_out = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
+    ends = torch.tensor(rows).cumsum(0).int()
+    return x.requires_grad_(), [each.requires_grad_() for each in weights], d_out, Groups(rows, ends)
+
+
+def one_after_the_other(x, weights, d_out, rows):
+    """Output and gradients of rows and weights in float64."""
+    x, *weights = (each.detach().double().requires_grad_() for each in (x, *weights))
+    out = torch.cat([part @ weight.t() for part, weight in zip(x.split(rows), weights, strict=True)])
+    out.backward(d_out.double())
+    return [out, x.grad, *[torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]]
+
+
+def error(found, expected):
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    "dtype, columns, outputs, most",
+    [(torch.float32, 16, 24, 3e-7), (torch.float32, 15, 23, 3e-7), (torch.float64, 16, 24, 1e-15)],
+)
+def test_products_and_all_gradients(rows, dtype, columns, outputs, most):
+    x, weights, d_out, groups = drawn(rows, columns, outputs, dtype)
+    if hasattr(torch.nn.functional, "grouped_mm"):
+        assert is_grouped(x, weights[0]) == (dtype == torch.float32 and columns == 16)
+    out = grouped_linear(x, weights, groups)
+    out.backward(d_out)
+    found = [out, x.grad, *[weight.grad for weight in weights]]
+    expected = one_after_the_other(x, weights, d_out, rows)
+    assert [each.shape for each in found] == [each.shape for each in expected]
+    assert all(each.dtype == dtype for each in found)
+    assert max(map(error, found, expected)) <= most
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_gradients_are_added_to_main_gradients(rows):
+    x, weights, d_out, groups = drawn(rows, 16, 24, torch.float32)
+    for weight in weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones(24, 16), False
+    grouped_linear(x, weights, groups, into_main_grad=True).backward(d_out)
+    expected = one_after_the_other(x, weights, d_out, rows)[2:]
+    assert all(weight.grad.shape == weight.shape and weight.grad_added_to_main_grad for weight in weights)
+    assert max(error(w.main_grad, 1 + each) for w, each in zip(weights, expected, strict=True)) <= 3e-7
+
+
+def test_frozen_weights_and_inputs_get_no_gradient():
+    x, weights, d_out, groups = drawn([3, 2], 16, 24, torch.float32)
+    weights[0].requires_grad_(False)
+    grouped_linear(x.detach(), weights, groups).backward(d_out)
+    assert x.grad is None and weights[0].grad is None and weights[1].grad is not None
+
+
+def test_hosts_are_asked_nothing(monkeypatch):
+    """The grouped product takes its groups from the device."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    x, weights, d_out, groups = drawn([3, 2], 16, 24, torch.float32)
+    seen = []
+    product = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        ops.torch.nn.functional, "grouped_mm", lambda *a, offs: seen.append(offs) or product(*a, offs=offs)
+    )
+    grouped_linear(x, weights, groups).backward(d_out)
+    assert [offs is groups.ends_E for offs in seen] == [True, True]
