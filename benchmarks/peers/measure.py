@@ -211,7 +211,10 @@ class _Run:
         documents = self._batches.documents.choose(micro_batch.documents[np.flatnonzero(group_of == group)])
         rank = parallel_state.get_context_parallel_rank()
         if not self._on_gpu:  # Megatron's local layers take no packed documents
-            return [packed_rows([each], 1, 0, self._align) for each in documents]
+            rows = [packed_rows([each], 1, 0, self._align) for each in documents]
+            # Ranks that share experts take equally many steps.
+            most = int(np.bincount(group_of).max()) if self._settings.config.parallel.ep > 1 else 0
+            return rows + [packed_rows([], 1, 0, self._align)] * (most - len(rows))
         return [packed_rows(documents, mode.degree, rank, self._align)]
 
     def _on_device(self, rows: Rows) -> Batch:

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -27,6 +28,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from benchmarks.peers.experts import draw_experts, expert_fields
 from benchmarks.peers.served import check_served
 from distca.baselines import BaselineError, Mode
 from distca.train.config.schema import RunConfig
@@ -83,6 +85,8 @@ def build_peer(run: RunConfig, mode: Mode, on_gpu: bool) -> Peer:
     model = _gpt(run, config, on_gpu)
     if on_gpu:
         model.cuda()
+        if run.model.experts.count:
+            draw_experts(model, seed)
     wrapped = DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(
@@ -141,9 +145,18 @@ def transformer_config(run: RunConfig, mode: Mode, on_gpu: bool) -> TransformerC
         moe_token_dispatcher_type="alltoall",  # without experts it is nothing but what variable lengths ask for
         batch_p2p_sync=False,
         use_cpu_initialization=not on_gpu,
-        **_RECOMPUTE[run.train.recompute],
+        **expert_fields(run, on_gpu),
+        **_recompute(run),
         **_FP8[run.train.fp8],
     )
+
+
+def _recompute(run: RunConfig) -> dict[str, Any]:
+    """The fields of what is computed again in backward."""
+    fields = dict(_RECOMPUTE[run.train.recompute])
+    if run.model.experts.count and "recompute_modules" in fields:
+        fields["recompute_modules"] = ["mlp", "moe"]
+    return fields
 
 
 def _groups(run: RunConfig, degree: int) -> None:
@@ -154,6 +167,8 @@ def _groups(run: RunConfig, degree: int) -> None:
         tensor_model_parallel_size=run.parallel.tp,
         pipeline_model_parallel_size=run.parallel.pp,
         context_parallel_size=degree,
+        expert_model_parallel_size=run.parallel.ep,
+        expert_tensor_parallel_size=1,
     )
     if run.parallel.pp > 1:
         # NCCL lets some ranks of a group talk to each other only after all of them did once.
@@ -163,7 +178,10 @@ def _groups(run: RunConfig, degree: int) -> None:
 
 def _gpt(run: RunConfig, config: TransformerConfig, on_gpu: bool) -> GPTModel:
     shape, tp = run.model, run.parallel.tp
-    if on_gpu:
+    spec: Any
+    if shape.experts.count:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=on_gpu, normalization="RMSNorm")
+    elif on_gpu:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")

@@ -72,6 +72,18 @@ def test_unmodified_megatron_trains_the_same_batches_from_the_same_weights(tmp_p
     assert "| megatron-te |" in (tmp_path / "out" / "table.md").read_text()
 
 
+EXPERTS = ["--model.experts.count", "8", "--model.experts.ffn", "16", "--model.experts.balance", "0.001"]
+EXPERTS += ["--model.qk_norm", "true", "--parallel.ep", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
+def test_all_modes_train_the_same_experts(tmp_path):
+    start(tmp_path, "distca", *EXPERTS)
+    compared = start(tmp_path, "megatron-te", *EXPERTS)["cells"]["prolong 128"]["compared"]
+    assert compared["loss_difference"]["megatron-te"] < 1e-6 and not compared["apart"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU rehearsal")
 def test_stages_run_by_1f1b(tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -27,13 +28,22 @@ def expert_values(loads: Mapping[int, LayerLoad]) -> dict[str, float | list[floa
         ``expert_load_max_layer_N``; ``router_entropy_layer_N``; over all layers ``expert_load_max``,
         ``experts_without_rows`` and ``router_entropy``. Empty in models without experts.
     """
-    mine = {number: (load.rows_E.cpu().double().numpy(), float(load.entropy)) for number, load in loads.items()}
+    mine = _on_host(loads)
     group = parallel_state.get_pipeline_model_parallel_group()
     stages = [mine]
     if group.size() > 1:
         stages = [{} for _ in range(group.size())]
         dist.all_gather_object(stages, mine, group=group)
     return _figures({number: layer for stage in stages for number, layer in stage.items()})
+
+
+def _on_host(loads: Mapping[int, LayerLoad]) -> dict[int, tuple[np.ndarray, float]]:
+    """Rows of every expert and the entropy, by number of the layer; fetched from the device all at once."""
+    if not loads:
+        return {}
+    table = torch.stack([torch.cat((load.rows_E, load.entropy[None])) for load in loads.values()])
+    rows = table.cpu().double().numpy()
+    return {number: (row[:-1], float(row[-1])) for number, row in zip(loads, rows, strict=True)}
 
 
 def _figures(layers: Mapping[int, tuple[np.ndarray, float]]) -> dict[str, float | list[float]]:
