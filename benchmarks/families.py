@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def _theirs(model: Any) -> Trained:
         if adam is None:  # parts for images have no gradients
             weights = {name: weight for name, weight in weights.items() if weight.grad is not None}
             gradients = {name: weight.grad.clone() for name, weight in weights.items()}
-            adam = _torch_adam(list(weights.values()))
+            adam = _torch_adam(weights)
         torch.nn.utils.clip_grad_norm_(weights.values(), _ADAM.clip_grad)
         adam.step()
     trained = {name: weight.detach() for name, weight in weights.items()}
@@ -144,18 +144,26 @@ def _apart(tensors: Tensors, config: Any) -> Tensors:
             found[name.replace(".mlp.gate.", f".{family.weights.experts.router}.") if family else name] = tensor
             continue
         layer, part = name.split("mlp.experts.")
-        experts = family.weights.experts
-        names = experts.gate_up if part == "gate_up_proj" else (experts.down,)
+        experts, bias = family.weights.experts, part.endswith("_bias")
+        names = experts.gate_up if part.startswith("gate_up_proj") else (experts.down,)
         for number, own in enumerate(tensor):
             parts = zip(names, own.chunk(len(names)), strict=True)
-            found |= {f"{layer}{experts.of(number, name)}.weight": each for name, each in parts}
+            found |= {layer + experts.of(number, name, "bias" if bias else "weight"): each for name, each in parts}
     return found
 
 
-def _torch_adam(weights: Sequence[torch.Tensor]) -> torch.optim.AdamW:
+def _decays(name: str, weight: torch.Tensor) -> bool:
+    """Whether a weight decays, which biases do not, not those of all experts in one tensor either."""
+    return weight.dim() > 1 and not name.endswith("bias")
+
+
+def _torch_adam(weights: Tensors) -> torch.optim.AdamW:
     """The same optimizer in torch; norms and biases do not decay."""
     groups = [
-        {"params": [weight for weight in weights if (weight.dim() > 1) == decays], "weight_decay": decay}
+        {
+            "params": [weight for name, weight in weights.items() if _decays(name, weight) == decays],
+            "weight_decay": decay,
+        }
         for decays, decay in ((True, _ADAM.weight_decay), (False, 0.0))
     ]
     return torch.optim.AdamW(groups, lr=_ADAM.lr, betas=(_ADAM.beta1, _ADAM.beta2), eps=_ADAM.epsilon)
@@ -222,8 +230,11 @@ def main() -> None:
     """Write the report; exit code 1 where something differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--only", nargs="+", default=(), help="cases that are trained; others stay as in the file")
     asked = parser.parse_args()
-    found: Mapping[str, Errors] = compare(list(family_models.CASES))
+    kept = json.loads(asked.output.read_text(encoding="utf-8"))["families"] if asked.only else {}
+    trained = compare(asked.only or list(family_models.CASES))
+    found = {name: trained[name] if name in trained else Errors(**kept[name]) for name in family_models.CASES}
     different = [name for name, errors in found.items() if not errors.equal]
     report = {
         **header(command_line("python -m benchmarks.families"), RANKS),

@@ -142,6 +142,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_rope("yarn", 1000.0, **_YARN | {"factor": 32.0}, truncate=False),
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7},
+            **{
+                "intermediate_size": 64,
+                "swiglu_limit": 1.5,
+                **_rope("yarn", 1000.0, **_YARN | {"factor": 32.0}, truncate=False),
+            },
+        },
+    ),
 }
 VISION = {
     "model_type": "pixtral",

@@ -132,7 +132,10 @@ def bases() -> dict[str, dict[str, Any]]:
         "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         "mixtral": {"num_local_experts": 4},
         "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-        "gpt_oss": {"num_local_experts": 0, "head_dim": 16, "sliding_window": 9, "rope_parameters": _ROPE},
+        "gpt_oss": {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
+            "rope_parameters": _ROPE,
+        },
     }
     found = {name: small | {"model_type": name} | own.get(name, {}) for name in FAMILIES}
     found["cohere2"]["layer_norm_eps"] = found["cohere2"].pop("rms_norm_eps")

@@ -470,7 +470,6 @@ PUBLIC: dict[str, Public] = {
                 "original_max_position_embeddings": 4096,
             },
         ),
-        "mixtures of experts",
     ),
     "Qwen3-30B-A3B": Public(
         _of(

@@ -16,7 +16,8 @@ from distca.models.families import COMPOSITES, FAMILIES, known_fields
 from distca.models.families.common import COMMON, ELSEWHERE
 from distca.models.families.family import Composite, Family
 from distca.models.families.unserved import UNSERVED
-from distca.models.fields import Values, read_fields
+from distca.models.fields import Read, Values, read_fields
+from distca.models.quantised import FP8_BLOCK
 from distca.models.rope_fields import Rope, read_rope, split_rope
 from distca.models.shape import LayerType, ModelShape
 from distca.models.stored import has_tensor
@@ -38,12 +39,14 @@ class ModelDescription(ModelShape):
         family: its model_type, such as llama.
         positions: max_position_embeddings.
         dtype: of the weights, as config.json has it; None where it does not say.
+        quantised: kind of quantised weights in its files, mxfp4 or fp8; None where they are not.
         warnings: sentences on what config.json has and is left out.
     """
 
     family: str
     positions: int
     dtype: str | None = None
+    quantised: str | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -163,6 +166,8 @@ def _unserved(kind: Any, where: str) -> ModelError:
 def _values(family: Family | Composite, kind: str, config: Mapping[str, Any], where: str) -> Values:
     """The fields of a family's config.json, checked by its table."""
     table = {**COMMON, **family.fields}
+    if isinstance(family, Family) and family.quantised:
+        table["quantization_config"] = Read("fields", None, optional=True)
     values = read_fields(config, table, where, f"a {kind}", known_fields(), ELSEWHERE)
     for name in values.read["architectures"] or ():
         if name != family.architecture:
@@ -188,6 +193,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
     if (rope.scaling.kind == "dynamic" or rope.alpha is not None) and rotated == 2:
         raise ModelError(f"{where} has heads of 2, for which dynamic scaling has no base; it needs 4 at least.")
     layer_types, window = read_window(family, said, where)
+    quantised = _quantised(family, said, where)
     return ModelDescription(
         family=kind,
         layers=layers,
@@ -210,8 +216,28 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         window=window,
         variant=_variant(family, said, rope, layer_types, window_base if window else 0.0),
         dtype=_dtype(values, where),
-        warnings=(*values.warnings, *rope.warnings),
+        quantised=quantised,
+        warnings=(*values.warnings, *rope.warnings, *_on_quantised(quantised, where)),
     )
+
+
+def _quantised(family: Family, said: Mapping[str, Any], where: str) -> str | None:
+    """The kind of quantised weights that a folder says it has."""
+    fields = said.get("quantization_config")
+    if not fields:
+        return None
+    method, block = fields.get("quant_method"), fields.get("weight_block_size", [FP8_BLOCK] * 2)
+    if method != family.quantised or block != [FP8_BLOCK] * 2:
+        raise ModelError(
+            f"{where} has quantization_config with quant_method {method!r} and weight_block_size {block!r}, but "
+            f"quantised weights are read as {family.quantised} only, in blocks of {FP8_BLOCK} where that has some; use "
+            "the folder that they were made from."
+        )
+    return family.quantised
+
+
+def _on_quantised(kind: str | None, where: str) -> list[str]:
+    return [f"{where} says that weights are in {kind}; they are trained, and exported, as bfloat16."] if kind else []
 
 
 def _experts(family: Family, said: Mapping[str, Any], where: str) -> Experts:

@@ -13,6 +13,10 @@ from distca.models.experts import Experts
 _INDICES = 7 * 8
 """Bytes of where a pair lies, by row, by expert and in the order in which it came, in 64-bit numbers."""
 
+_CLAMPED = 8
+"""Widths inside an expert whose activation is clamped: both projections with their biases, the clamped gate, its
+sigmoid, their product, the clamped up projection, and what is put out before and behind its score."""
+
 _PROBABILITIES = 9
 """Bytes at work for the score of a pair, its gradient and where they belong."""
 
@@ -40,7 +44,8 @@ class ExpertBytes:
 
     def kept(self) -> int:
         """Bytes until backward: what experts read, and inside them what SwiGLU and the last product read."""
-        inside = self.pairs * (self.value * (self.hidden + 3 * self.experts.ffn) + _INDICES)
+        widths = _CLAMPED if self.experts.clamp else 3
+        inside = self.pairs * (self.value * (self.hidden + widths * self.experts.ffn) + _INDICES)
         # The shared expert's input is the router's, and that of its SwiGLU is counted with dense MLPs.
         return int(inside + self._scores()) + self.input() + self.value * self.experts.shared_ffn // self.tp
 

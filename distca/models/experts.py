@@ -30,6 +30,9 @@ class Experts:
         balance: coefficient of the loss that balances experts over a micro-batch; 0 for none.
         document_balance: the same over each document.
         z_loss: coefficient of the loss on the size of the router's logits; 0 for none.
+        biases: the router and the projections of experts have biases; those of attention have them too.
+        clamp: limit of an expert's gate g, from above, and of its up projection u, both ways; it then puts out
+            g · sigmoid(1.702 g) · (u + 1) (gpt-oss). 0 for none, and silu(g) · u.
     """
 
     count: int = 0
@@ -48,12 +51,14 @@ class Experts:
     balance: float = 0.0
     document_balance: float = 0.0
     z_loss: float = 0.0
+    biases: bool = False
+    clamp: float = 0.0
 
     def problems(self, layers: int) -> list[str]:
         """Sentences on what cannot work in a model of so many layers, each beginning with the field's name."""
         if not self.count:
             return self._without_effect()
-        return self._sizes(layers) + self._router() + self._groups()
+        return self._sizes(layers) + self._router() + self._groups() + self._inside()
 
     def _without_effect(self) -> list[str]:
         """Settings of experts in a dense model."""
@@ -93,6 +98,18 @@ class Experts:
             )
         if self.bias and self.score != "sigmoid":
             found.append(f"bias is true, but score is {self.score}, which has none; set score to sigmoid, or no bias.")
+        return found
+
+    def _inside(self) -> list[str]:
+        found = []
+        if not (math.isfinite(self.clamp) and self.clamp >= 0):
+            found.append(f"clamp is {self.clamp:g}; it must be a number from 0 on.")
+        for name in ("shared_ffn", "dense_layers"):
+            if (self.biases or self.clamp) and getattr(self, name):
+                found.append(
+                    f"{name} is {getattr(self, name)}, but with biases or clamp all layers have experts, and no shared "
+                    "one; set it to 0."
+                )
         return found
 
     def _groups(self) -> list[str]:

@@ -29,6 +29,8 @@ def config_fields(model: ModelDescription, dtype: str, first: Mapping[str, Any])
         return _new(model, dtype)
     began, fields = describe(first, "config.json"), copy.deepcopy(dict(first))
     text: Any = text_fields(fields)
+    if began.quantised:
+        del fields["quantization_config"]
     for part in (fields, text):
         part |= {name: dtype for name in ("dtype", "torch_dtype") if part.get(name) is not None}
     if not {"dtype", "torch_dtype"} & fields.keys():

@@ -15,6 +15,7 @@ from distca.errors import ConfigError, VersionError, system_words
 from distca.models.description import CONFIG, ModelDescription
 from distca.models.exported_config import config_fields
 from distca.models.layout import EMBEDDING, expected_shapes
+from distca.models.pieces import tensor_and_piece
 from distca.models.stored import INDEX, SINGLE
 from distca.models.tensors import TensorFiles
 
@@ -148,17 +149,30 @@ class ShardWriter:
         first: number of the first file.
         files: how many there are in all, by all writers.
         stored: the names of tensors in the files, where they differ.
+        pieces: of a tensor that comes in pieces, one for each expert.
     """
 
-    def __init__(self, folder: Path, first: int, files: int, stored: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, first: int, files: int, stored: Mapping[str, str] | None = None, pieces: int = 0
+    ) -> None:
         self._folder, self._number, self._files = folder / PARTIAL, first, files
-        self._stored = stored or {}
+        self._stored, self._pieces = stored or {}, pieces
+        self._begun: dict[str, tuple[torch.Tensor, set[int]]] = {}
         self._held: dict[str, torch.Tensor] = {}
         self._bytes = 0
         self.file_of: dict[str, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor, of the type in which it is written; OSError where that cannot be done."""
+        """Take one tensor, of the type in which it is written, or a piece of one, which is held until it has all;
+        OSError where that cannot be done."""
+        name, number = tensor_and_piece(name)
+        if number is not None:
+            whole, there = self._begun.setdefault(name, (tensor.new_empty(self._pieces, *tensor.shape), set()))
+            whole[number] = tensor
+            there.add(number)
+            if len(there) < self._pieces:
+                return
+            tensor = self._begun.pop(name)[0]
         name, size = self._stored.get(name, name), tensor.numel() * tensor.element_size()
         if self._held and self._bytes + size > SHARD_BYTES:
             self.flush()
@@ -194,9 +208,11 @@ class ShardWriter:
 
 
 def count_shards(exported: ExportedModel, names: Iterable[str], others: bool = False) -> int:
-    """Files that a writer makes of tensors of these names, in this order, and then of those of other parts."""
+    """Files that a writer makes of tensors of these names, in this order, and then of those of other parts. A tensor is
+    written with its last piece."""
     shapes, value_bytes = expected_shapes(exported.model), VALUE_BYTES[exported.dtype]
-    sizes = [math.prod(shapes[name]) * value_bytes for name in names]
+    last = {tensor_and_piece(name)[0]: place for place, name in enumerate(names)}
+    sizes = [math.prod(shapes[name]) * value_bytes for name in sorted(last, key=last.__getitem__)]
     files = held = 0
     for size in sizes + (list(exported.others.values()) if others else []):
         if not files or held + size > SHARD_BYTES:

@@ -63,10 +63,19 @@ def _mlp(model: ModelDescription) -> dict[str, tuple[int, ...]]:
 def _experts(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     experts, names = model.experts, model.weights.experts
     shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (experts.count, model.hidden)}
+    if experts.biases:
+        shapes[f"{names.router}.bias"] = (experts.count,)
+    if names.stacked:
+        (gate_up,), inner = names.gate_up, 2 * experts.ffn
+        for part, widths in ((gate_up, (model.hidden, inner)), (names.down, (experts.ffn, model.hidden))):
+            shapes[f"{names.experts}.{part}"] = (experts.count, *widths)
+            if experts.biases:
+                shapes[f"{names.experts}.{part}_bias"] = (experts.count, widths[1])
+        return shapes
     for number in range(experts.count):
         for part in names.gate_up:
-            shapes[f"{names.of(number, part)}.weight"] = (experts.ffn, model.hidden)
-        shapes[f"{names.of(number, names.down)}.weight"] = (model.hidden, experts.ffn)
+            shapes[names.of(number, part)] = (experts.ffn, model.hidden)
+        shapes[names.of(number, names.down)] = (model.hidden, experts.ffn)
     return shapes
 
 

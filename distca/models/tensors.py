@@ -12,6 +12,8 @@ from distca.errors import ModelError, VersionError, system_words
 from distca.json_file import inside, open_regular, read_object
 from distca.models.description import ModelDescription
 from distca.models.layout import EMBEDDING, OUTPUT, expected_shapes
+from distca.models.pieces import tensor_and_piece
+from distca.models.quantised import BLOCKS, FACTORS, FP8_BLOCK, SCALES, fp8_values, mxfp4_shape, mxfp4_values
 from distca.models.stored import INDEX, SINGLE, plain_name, same_bytes
 from distca.words import count
 
@@ -60,6 +62,9 @@ class TensorFiles:
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
         self.stored = self._plain_names()
+        packed = {name.removesuffix(BLOCKS) for name in self.stored if name.endswith(BLOCKS)}
+        scaled = {name.removesuffix(FACTORS) for name in self.stored if name.endswith(FACTORS)}
+        self._quantised = dict.fromkeys(packed, "mxfp4") | dict.fromkeys(scaled, "fp8")
 
     def check(self, model: ModelDescription) -> None:
         """Refuse tensors that are not those of a model.
@@ -69,7 +74,10 @@ class TensorFiles:
                 cut short.
         """
         for name, shape in expected_shapes(model).items():
-            found = tuple(self._slice(name).get_shape())
+            kind = self._quantised.get(name)
+            if kind is not None and kind != model.quantised:
+                raise ModelError(f"{self.folder} has {name} in {kind}, but config.json does not say so.")
+            found = self._shape(name)
             if found != shape:
                 raise ModelError(
                     f"{self.folder} has {name} of shape {list(found)}, but by config.json it must be {list(shape)}."
@@ -95,12 +103,34 @@ class TensorFiles:
 
     def size(self, name: str) -> int:
         """Bytes of a tensor, by its name in the files."""
+        if name in self._quantised:
+            return math.prod(self._shape(name)) * _BYTES["BF16"]
         part = self._slice(name)
         return math.prod(part.get_shape()) * _BYTES[part.get_dtype()]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor as it is read.
+
+        Raises:
+            ModelError: it is missing, or quantised and does not fit its scales.
+        """
+        kind = self._quantised.get(name)
+        found = tuple(self._slice(name + BLOCKS if kind == "mxfp4" else name).get_shape())
+        if kind is None:
+            return found
+        scales = name + (SCALES if kind == "mxfp4" else FACTORS)
+        needed = found[:-1] if kind == "mxfp4" else tuple(-(-size // FP8_BLOCK) for size in found)
+        if (given := tuple(self._slice(scales).get_shape())) != needed or (kind == "mxfp4" and found[-1:] != (16,)):
+            raise ModelError(
+                f"{self.folder} has {scales} of shape {list(given)}, but for {name} of {kind} it must be "
+                f"{list(needed)}."
+            )
+        return mxfp4_shape(found) if kind == "mxfp4" else found
 
     def _refuse_others(self, model: ModelDescription) -> None:
         """Refuse tensors that the model does not have, without which another one would be trained."""
         known = {*expected_shapes(model), OUTPUT}  # which a folder may hold though it is the embedding
+        known |= {name + end for name in known & self._quantised.keys() for end in (BLOCKS, SCALES, FACTORS)}
         theirs = {*self.of_other_parts(model)}
         others = [
             stored
@@ -118,12 +148,15 @@ class TensorFiles:
             )
 
     def dtype(self, name: str) -> str:
-        """Type of a tensor, as torch calls it.
+        """Type of a tensor as it is read, as torch calls it.
 
         Raises:
             ModelError: it is missing, or of a type that is not trained with.
         """
-        kind = self._slice(name).get_dtype()
+        quantised = {"mxfp4": ("U8", name + BLOCKS), "fp8": ("F8_E4M3", name)}.get(self._quantised.get(name, ""))
+        kind = self._slice(quantised[1] if quantised else name).get_dtype()
+        if quantised is not None and kind == quantised[0]:
+            return "bfloat16"
         if kind not in DTYPES:
             raise ModelError(
                 f"{self.folder} has {name} of type {kind}, but quantised weights cannot be trained; use the folder "
@@ -132,16 +165,24 @@ class TensorFiles:
         return DTYPES[kind]
 
     def read(self, name: str, *ranges: slice) -> torch.Tensor:
-        """A part of a tensor, as it is in the file.
+        """A part of a tensor, as it is in the file; in bfloat16 where it is quantised there.
 
         Args:
-            name: of the tensor.
+            name: of the tensor or of a piece.
             ranges: by dimension; those that are left out are whole.
 
         Raises:
             ModelError: it is missing, or a file is cut short.
         """
-        tensor: torch.Tensor = self._slice(name)[ranges or slice(None)]
+        name, number = tensor_and_piece(name)
+        kind = self._quantised.get(name)
+        piece = slice(None) if number is None else number
+        if kind == "mxfp4":
+            packed = (self._slice(name + end)[piece] for end in (BLOCKS, SCALES))
+            return mxfp4_values(*packed)[ranges]
+        if kind == "fp8":
+            return fp8_values(self._slice(name), self._slice(name + FACTORS), ranges)
+        tensor: torch.Tensor = self._slice(name)[ranges or slice(None) if number is None else (number, *ranges)]
         return tensor
 
     def _slice(self, name: str) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from distca.models.pieces import piece_name
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMap:
@@ -14,16 +16,21 @@ class ExpertMap:
         experts: what the names of experts begin with, before their number.
         gate_up: an expert's gate and up projections, behind its number.
         down: its last projection, behind its number.
+        stacked: the tensors of all experts of a layer lie in one (gpt-oss), rows by their input, gate and up in turn,
+            whose biases end with _bias.
     """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    stacked: bool = False
 
-    def of(self, number: int, part: str) -> str:
-        """The name of a part of an expert."""
-        return f"{self.experts}.{number}.{part}"
+    def of(self, number: int, part: str, kind: str = "weight") -> str:
+        """The name of the weight or of the bias of a part of an expert."""
+        if self.stacked:
+            return piece_name(f"{self.experts}.{part}{'' if kind == 'weight' else '_bias'}", number)
+        return f"{self.experts}.{number}.{part}.{kind}"
 
 
 @dataclass(frozen=True, kw_only=True)

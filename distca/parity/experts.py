@@ -55,6 +55,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
     "auxiliary loss, shared expert": {**AUXILIARY, "moe_shared_expert_intermediate_size": 16},
     "a loss for each document": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0},
+    "biases, clamped": {
+        "add_bias_linear": True,
+        "activation_func": partial(torch.nn.functional.gelu, approximate="tanh"),
+        "activation_func_clamp_value": 0.02,
+        "glu_linear_offset": 1.0,
+        "bias_activation_fusion": False,
+    },
     "experts without rows": {**AUXILIARY, "num_moe_experts": 64, "moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
 

@@ -26,6 +26,7 @@ from distca.parity.cases import ParityCase, case_documents, config_of
 from distca.parity.outcome import Outcome, sums_per_document
 from distca.parity.plain_model import PlainModel
 from distca.plan import lay_out
+from megatron_patches.experts.layer import add_biases
 from megatron_patches.experts.spec import has_experts
 from megatron_patches.layers.block import block_spec
 from megatron_patches.model.gpt import build_gpt
@@ -113,6 +114,8 @@ def unmodified_model(case: ParityCase, dtype: torch.dtype) -> GPTModel:
     if case.config or case.beyond_megatron:
         _draw_vectors(model)
     use_position_rotary(model)
+    if model.config.num_moe_experts and model.config.add_bias_linear:  # which fails on one rank otherwise
+        add_biases(model)
     return model
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import (
     compute_routing_scores_for_aux_loss,
@@ -89,6 +90,14 @@ class HalvesLayer(MoELayer):
         return summed if shared is None else summed + shared
 
 
+def add_biases(model: torch.nn.Module) -> None:
+    """Let the experts of one rank add their biases. Megatron does it in place, in what autograd takes for a view there
+    unless layers of experts are said to leave their exchange to others, as they do."""
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert:
+            module.explicit_expert_comm = True
+
+
 def take_halves(model: torch.nn.Module) -> list[int]:
     """Let the layers with experts of a built model take rows in halves.
 
@@ -96,6 +105,7 @@ def take_halves(model: torch.nn.Module) -> list[int]:
         Their numbers in the whole model, from 1.
     """
     layers: list[Any] = [module for module in model.modules() if type(module) is MoELayer]
+    add_biases(model)
     for layer in layers:
         layer.__class__ = HalvesLayer
         layer.router.__class__ = BalancedRouter
@@ -103,4 +113,6 @@ def take_halves(model: torch.nn.Module) -> list[int]:
             # Megatron marks them where there are several expert-parallel ranks; with tensor parallelism their
             # gradients have to be added up over those ranks too, as each has rows of its own.
             parameter.allreduce = False
+            # A bias that Megatron marks for that sum as well would be counted twice, or with other experts' biases.
+            parameter.sequence_parallel = False
     return [layer.layer_number for layer in layers]

@@ -84,7 +84,9 @@ def _write_stage(
     first = parallel_state.is_pipeline_first_stage()  # its files hold the tensors of other parts, too
     mine = count_shards(exported, [name for _, slot in own for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
-    writer = ShardWriter(folder, 1 + sum(counts[: group.rank()]), sum(counts), exported.stored)
+    writer = ShardWriter(
+        folder, 1 + sum(counts[: group.rank()]), sum(counts), exported.stored, exported.model.experts.count
+    )
     writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
     problem: str | None = None
     for slot, tensors in _whole_tensors(own, values, getattr(torch, exported.dtype), writes):

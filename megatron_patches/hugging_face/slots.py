@@ -159,6 +159,29 @@ class QueryKeyValue:
 
 
 @dataclass(frozen=True)
+class InputFirst:
+    """A projection of an expert whose first dimension in the folder is its input's, or its bias.
+
+    Attributes:
+        in_turn: outputs are those of the gate and of the up projection in turn, which here follow each other.
+    """
+
+    names: tuple[str, ...]
+    in_turn: bool
+    by_expert = False
+
+    def share(self, files: TensorFiles, rank: int, ranks: int) -> torch.Tensor:
+        rows = files.read(self.names[0])
+        rows = rows.t() if rows.dim() == 2 else rows
+        return torch.cat((rows[::2], rows[1::2])) if self.in_turn else rows
+
+    def tensors(self, shares: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        (rows,) = shares
+        rows = torch.stack(rows.chunk(2), dim=1).flatten(0, 1) if self.in_turn else rows
+        return (rows.t() if rows.dim() == 2 else rows,)
+
+
+@dataclass(frozen=True)
 class InPlace:
     """A weight of the experts that have the same place on every expert-parallel rank, each of which has whole ones.
 

@@ -22,6 +22,7 @@ from megatron_patches.hugging_face.slots import (
     GateUp,
     Heads,
     InPlace,
+    InputFirst,
     QueryKeyValue,
     Slot,
     Vocabulary,
@@ -58,8 +59,8 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return Whole((f"{place}{stored.attention_output}.bias",))
     if name == "self_attention.linear_proj.weight":
         return Columns((f"{place}{stored.attention_output}.weight",), model.heads * model.head_dim)
-    if name == "mlp.router.weight":
-        return Whole((f"{place}{stored.experts.router}.weight",))
+    if name.startswith("mlp.router."):
+        return Whole((f"{place}{stored.experts.router}.{kind}",))
     if name.startswith("mlp.experts."):
         own, number = model.experts.count // expert_ranks, int(name.split(".")[3])
         experts = range(number, model.experts.count, own)
@@ -75,10 +76,13 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
 def _of_expert(name: str, place: str, number: int, model: ModelDescription) -> Slot:
     """Returns the slot of a weight of one expert."""
     stored, ffn = model.weights.experts, model.experts.ffn
-    if name.endswith(".linear_fc1.weight"):
-        return GateUp(tuple(f"{place}{stored.of(number, part)}.weight" for part in stored.gate_up), ffn, gated=True)
-    assert name.endswith(".linear_fc2.weight"), f"{name} is no parameter of an expert that is served"
-    return Columns((f"{place}{stored.of(number, stored.down)}.weight",), ffn)
+    linear, kind = name.split(".")[-2:]
+    parts = stored.gate_up if linear == "linear_fc1" else (stored.down,)
+    names = tuple(place + stored.of(number, part, kind) for part in parts)
+    if stored.stacked:
+        return InputFirst(names, in_turn=linear == "linear_fc1")
+    assert kind == "weight", f"{name} is no parameter of an expert that is served"
+    return GateUp(names, ffn, gated=True) if linear == "linear_fc1" else Columns(names, ffn)
 
 
 def _norms(stored: WeightMap) -> dict[str, str]:

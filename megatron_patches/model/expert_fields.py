@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 
 from distca.models.shape import ModelShape
@@ -37,4 +38,19 @@ def expert_fields(shape: ModelShape) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": 1,
+        "add_bias_linear": experts.biases,
+    } | (_clamped(experts.clamp) if experts.clamp else {})
+
+
+def _clamped(limit: float) -> dict[str, Any]:
+    """The fields of gpt-oss's activation. Megatron's fused one adds biases behind its limit, and is not taken."""
+    return {
+        "activation_func": _sigmoid_gelu,
+        "activation_func_clamp_value": limit,
+        "glu_linear_offset": 1.0,
+        "bias_activation_fusion": False,
     }
+
+
+def _sigmoid_gelu(gate: torch.Tensor) -> torch.Tensor:
+    return gate * torch.sigmoid(1.702 * gate)

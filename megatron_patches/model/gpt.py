@@ -55,7 +55,6 @@ def transformer_config(
         kv_channels=shape.resolved_head_dim,
         layernorm_epsilon=shape.norm_epsilon,
         init_method_std=init_std,
-        add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         **_windows(shape),
@@ -80,8 +79,7 @@ def transformer_config(
         recompute_granularity="selective" if recompute_mlp else None,
         # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
         recompute_modules=(["mlp", "moe"] if shape.experts.count else ["mlp"]) if recompute_mlp else None,
-        **expert_fields(shape),
-        **variant_fields(shape),
+        **{"add_bias_linear": False, **variant_fields(shape), **expert_fields(shape)},
         **config_fields(fp8, fp8_weights),
     )
 

@@ -45,7 +45,8 @@ def model_options(shape: ModelShape) -> ModelOptions:
         norms=variant.norms,
         query_key_norm=variant.query_key_norm,
         norm_after_rotation=variant.norm_after_rotation,
-        attention_output_bias=variant.attention_output_bias,
+        # With biases of experts Megatron gives all projections theirs.
+        attention_output_bias=variant.attention_output_bias and not shape.experts.biases,
         mlp_bias=variant.mlp_bias,
         norm_bias=variant.normalization == "RMSNorm",  # whose norms have none in any case
         parallel_mlp=variant.parallel_mlp,

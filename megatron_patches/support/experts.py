@@ -55,7 +55,6 @@ LIMITS = {
     "moe_apply_probs_on_input": Limit("what experts put out is scaled, not what they read", (False,)),
     "moe_router_padding_for_quantization": Limit(_FP8, (False, None)),
     "moe_router_padding_for_fp8": Limit(_FP8, (False, None)),
-    "add_bias_linear": Limit("experts have no biases", (False,)),
     "fp8": Limit(_FP8, (None,)),
 }
 """In models with experts."""
@@ -64,7 +63,7 @@ EXPERT_FIELDS = {
     *" ".join(_SERVED_BY.values()).split(),
     *" ".join(limit.inert for limit in LIMITS.values()).split(),
     *LIMITS,
-} - {"add_bias_linear", "fp8"}
+} - {"fp8"}
 """Fields that models without experts do not read."""
 
 _LOSSES = ("none", "aux_loss", "seq_aux_loss")
@@ -131,6 +130,11 @@ def check_experts(config: TransformerConfig) -> None:
     for name, limit in LIMITS.items():
         if hasattr(config, name):
             check_limit(name, getattr(config, name), limit)
+    if config.add_bias_linear and config.moe_shared_expert_intermediate_size:
+        raise SupportError(
+            "add_bias_linear is True, but a shared expert has no biases: set it to False, or "
+            "moe_shared_expert_intermediate_size to None."
+        )
     if experts % config.expert_model_parallel_size:
         raise SupportError(
             f"num_moe_experts is {experts}, which expert_model_parallel_size {config.expert_model_parallel_size} does "

@@ -92,7 +92,7 @@ def _norms(options: ModelOptions, config: TransformerConfig) -> Iterator[str]:
         if getattr(options, name) and config.add_bias_linear:
             yield f"`{name}` is True, but add_bias_linear gives all linear layers biases: leave one of them out."
     if options.mlp_bias and config.num_moe_experts:
-        yield "`mlp_bias` is True, but experts have no biases: leave it out, or set num_moe_experts to None."
+        yield "`mlp_bias` is True, but experts have biases by add_bias_linear alone: leave it out, or set that to True."
     if getattr(config, "use_mup", False) and options.final_softcap:
         yield "`final_softcap` is set and use_mup too, whose factor on logits has no place beside it: leave one out."
 

@@ -28,6 +28,8 @@ SOME = Experts(count=8, topk=2, ffn=8)
         ({"bias": True}, "bias is true, but score is softmax, which has none"),
         ({"groups": 4}, "chosen_groups is 0 and groups is 4; give 1 to groups of them"),
         ({"groups": 3, "chosen_groups": 1}, "groups is 3, which does not divide count 8"),
+        ({"clamp": -1.0}, "clamp is -1; it must be a number from 0 on."),
+        ({"biases": True, "dense_layers": 1}, "dense_layers is 1, but with biases or clamp all layers have experts"),
         ({"groups": 4, "chosen_groups": 2}, "chosen_groups is 2, but topk is 3"),
         ({"groups": 4, "chosen_groups": 1}, "at most the 2 that it has"),
     ],

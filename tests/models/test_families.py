@@ -77,7 +77,7 @@ _SAMPLE = (
     *("qwen2, max_window_layers 0", "qwen3, use_sliding_window true", "qwen3, head_dim null"),
     *("phi3, num_key_value_heads 1", "phi3, partial_rotary_factor 0.5", "phi3, resid_pdrop 0.5"),
     *("seed_oss, attention_bias false", "seed_oss, attention_out_bias true", "seed_oss, attention_dropout 0.65"),
-    *("arcee, mlp_bias true", "gpt_oss, attention_bias false", "gpt_oss, num_local_experts 129"),
+    *("arcee, mlp_bias true", "gpt_oss, attention_bias false", "gpt_oss, swiglu_limit 11.0"),
     *("ministral, sliding_window 8", "mistral3, tie_word_embeddings true", "mistral3, text_config.is_causal false"),
 )
 _PUBLIC = ("Llama-3.2-1B", "phi-4", "Mistral-Small-3.2-24B", "Seed-OSS-36B", "Qwen2.5-7B-Instruct-1M")
@@ -101,7 +101,7 @@ def test_a_sample_of_fields_and_of_public_configurations() -> None:
         ),
         *("seed_oss, attention_dropout 0.65", "mistral3, tie_word_embeddings true", "llama, attention_bias true"),
         *("seed_oss, attention_bias false", "seed_oss, attention_out_bias true"),
-        *("arcee, mlp_bias true", "gpt_oss, attention_bias false"),
+        *("arcee, mlp_bias true", "gpt_oss, swiglu_limit 11.0"),
     }
 
 
@@ -121,8 +121,7 @@ def test_experts_that_are_not_served_are_a_sentence(changed: dict[str, Any], sai
 
 def test_gpt_oss_without_a_word_on_experts_has_them() -> None:
     fields = {name: value for name, value in bases()["gpt_oss"].items() if name != "num_local_experts"}
-    with pytest.raises(ModelError, match="has no num_local_experts, which then is 128, but mixtures of experts are"):
-        describe(fields, "config.json")
+    assert describe(fields, "config.json").experts.count == 128
     model = describe(fields | {"num_local_experts": 0}, "config.json")
     assert (model.sinks, model.layer_types, model.variant.attention_output_bias) == (True, ["window", "full"], True)
 

@@ -66,6 +66,35 @@ def test_an_expert_that_is_missing_is_a_sentence(mixture: Path, tmp_path: Path) 
         _check(tmp_path)
 
 
+def test_experts_in_one_tensor_are_as_many_as_config_json_says(tmp_path: Path) -> None:
+    write_folder("gpt_oss", tmp_path, shard="5GB")
+    _check(tmp_path)
+    stored = load_file(tmp_path / SINGLE)
+    stored["model.layers.1.mlp.experts.down_proj"] = stored["model.layers.1.mlp.experts.down_proj"][:3].contiguous()
+    save_file(stored, tmp_path / SINGLE)
+    with pytest.raises(ModelError, match=r"experts.down_proj of shape \[3, 64, 32\], but .* must be \[4, 64, 32\]"):
+        _check(tmp_path)
+
+
+def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """All bytes and scales of numbers that bfloat16 has, expert by expert."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, 10, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(1, 250, (3, 10, 2), generator=generator, dtype=torch.uint8)
+    save_file(
+        {"x_blocks": blocks, "x_scales": scales, "y_blocks": blocks + 0, "y_scales": scales[:2] + 0}, tmp_path / SINGLE
+    )
+    files, expected = TensorFiles(tmp_path), convert_moe_packed_tensors(blocks, scales)
+    assert (files.dtype("x"), files.size("x")) == ("bfloat16", 3 * 10 * 64 * 2)
+    for number, theirs in enumerate(expected):
+        assert torch.equal(files.read(f"x#{number}"), theirs)
+        assert torch.equal(files.read(f"x#{number}", slice(5, 9), slice(3)), theirs[5:9, :3])
+    with pytest.raises(ModelError, match=r"y_scales of shape \[2, 10, 2\], but .* must be \[3, 10, 2\]"):
+        files.size("y")
+
+
 def test_shapes_are_those_of_transformers(made: Path) -> None:
     _check(made)
     stored: dict[str, torch.Tensor] = {}

@@ -11,6 +11,7 @@ from distca.models.fields import Field
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 
+Quantised = Literal["mxfp4", "fp8"]
 Windows = Literal["none", "every", "typed", "switched", "periodic", "unrotated"]
 
 
@@ -53,6 +54,7 @@ class Family:
         qk_norm: query and key heads are normed before the rotation.
         experts: those of its layers, by the values of its fields.
         sinks: every query head has a learned score without a value.
+        quantised: a kind of quantised weights that its folders may have, which are read as numbers in bfloat16.
         weights: names of its tensors.
     """
 
@@ -74,6 +76,7 @@ class Family:
     qk_norm: bool = False
     sinks: bool = False
     experts: Callable[[Mapping[str, Any]], Experts] = lambda said: Experts()
+    quantised: Quantised | None = None
     weights: WeightMap = field(default_factory=WeightMap)
 
 

@@ -13,13 +13,14 @@ from distca.models.fields import OFF, Field, Inert, LeftOut, Only, Read
 from distca.models.variant import Variant
 from distca.models.weight_map import ExpertMap, WeightMap
 
-_BALANCE: Final[dict[str, Field]] = {
+BALANCE: Final[dict[str, Field]] = {
     "router_aux_loss_coef": Inert("How experts are balanced is a setting of the run: model.experts.balance."),
     "output_router_logits": LeftOut(
         "with which transformers adds a loss that balances experts; set model.experts.balance for one",
         default=False,
     ),
 }
+"""The fields of losses that balance experts."""
 _OTHER_NAME = Only((None,), "the field of this class has another name; rename it")
 
 
@@ -39,7 +40,7 @@ def _dense_layers(said: Mapping[str, Any]) -> int:
 QWEN3_MOE: Final = Family(
     architecture="Qwen3MoeForCausalLM",
     fields=SHAPE
-    | _BALANCE
+    | BALANCE
     | {
         "num_key_value_heads": Read("count", 4, optional=True),
         "max_position_embeddings": Read("count", 32768),
@@ -71,7 +72,7 @@ QWEN3_MOE: Final = Family(
 MIXTRAL: Final = Family(
     architecture="MixtralForCausalLM",
     fields=SHAPE
-    | _BALANCE
+    | BALANCE
     | {
         "num_key_value_heads": Read("count", 8, optional=True),
         "max_position_embeddings": Read("count", 4096 * 32),
@@ -97,7 +98,7 @@ MIXTRAL: Final = Family(
 OLMOE: Final = Family(
     architecture="OlmoeForCausalLM",
     fields=SHAPE
-    | _BALANCE
+    | BALANCE
     | {
         "num_key_value_heads": Read("count", None, optional=True),
         "max_position_embeddings": Read("count", 4096),

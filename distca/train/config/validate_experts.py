@@ -26,6 +26,11 @@ def expert_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"model.experts.shared_ffn {experts.shared_ffn} is not divisible by parallel.tp {parallel.tp}; change one."
         )
+    if experts.biases and not (config.model.qkv_bias and config.model.variant.attention_output_bias):
+        problems.append(
+            "model.experts.biases is true, but the projections of attention have none; set model.qkv_bias and "
+            "model.variant.attention_output_bias to true."
+        )
     if parallel.tp > 1 and not parallel.sequence_parallel:
         problems.append(
             f"parallel.sequence_parallel is false with parallel.tp {parallel.tp}, but each rank sends rows of its own "

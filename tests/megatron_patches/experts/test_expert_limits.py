@@ -47,7 +47,10 @@ def test_a_model_with_experts_is_served():
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn', but losses go"),
         ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "moe_router_load_balancing_type is 'gl"),
         ({"fp8": "hybrid"}, "fp8 is 'hybrid', but experts are computed in the type of their weights"),
-        ({"add_bias_linear": True}, "add_bias_linear is True, but experts have no biases"),
+        (
+            {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
+            "add_bias_linear is True, but a shared expert has no biases",
+        ),
         ({"expert_model_parallel_size": 3}, "num_moe_experts is 8, which expert_model_parallel_size 3 does not divide"),
         ({"num_moe_experts": None, "expert_model_parallel_size": 2}, "expert_model_parallel_size is 2, but the model"),
         ({**STAGE, "sequence_parallel": False}, "sequence_parallel is False with tensor_model_parallel_size 2, but"),

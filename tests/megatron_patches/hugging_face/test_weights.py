@@ -224,7 +224,7 @@ ROUND_TRIPS = (
     *("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "seed_oss"),
     *("mistral3", "mistral, windows", "gemma2", "gemma3", "olmo3", "smollm3", "granite"),
     *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
-    *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe"),
+    *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"),
 )
 
 
@@ -232,9 +232,9 @@ ROUND_TRIPS = (
     "ranks,layouts,names",
     [
         (1, [(1, 1)], ROUND_TRIPS),
-        (2, [(1, 1)], ("qwen3_moe",)),
+        (2, [(1, 1)], ("qwen3_moe", "gpt_oss")),
         pytest.param(4, [(2, 2)], [name for name in ROUND_TRIPS if name != "qwen3_moe"], marks=pytest.mark.slow),
-        pytest.param(4, [(2, 1)], ("mixtral",), marks=pytest.mark.slow),
+        pytest.param(4, [(2, 1)], ("mixtral", "gpt_oss"), marks=pytest.mark.slow),
     ],
 )
 def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, names, tmp_path):
@@ -256,6 +256,38 @@ def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, names
         assert type(ours) is type(theirs)
         for expected, got in zip(family_models.logits(theirs), family_models.logits(ours), strict=True):
             assert torch.equal(expected, got)
+
+
+def test_quantised_experts_are_trained_and_exported_as_bfloat16(tmp_path):
+    """What transformers makes of the export is what it makes of the same numbers in bfloat16."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    plain, source, target = tmp_path / "plain", tmp_path / "from" / "gpt_oss", tmp_path / "to"
+    family_models.write_folder("gpt_oss", plain, torch.bfloat16, shard="5GB")
+    source.mkdir(parents=True)
+    target.mkdir()
+    stored = load_file(plain / "model.safetensors")
+    packed, generator = dict(stored), torch.Generator().manual_seed(1)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = packed.pop(name).shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        stored[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(packed, source / "model.safetensors")
+    save_file(stored, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (source / "config.json").write_text(json.dumps(config | quantised))
+    run_ranks(2, _round_trips, str(tmp_path / "from"), str(target), [(1, 1)], timeout=100)
+    (folder,) = target.iterdir()
+    assert json.loads((folder / "config.json").read_text()) == config
+    after = _tensors(folder)
+    assert after.keys() == stored.keys() and all(torch.equal(after[name], stored[name]) for name in after)
+    theirs, ours = family_models.loaded(plain), family_models.loaded(folder)
+    for expected, got in zip(family_models.logits(theirs), family_models.logits(ours), strict=True):
+        assert torch.equal(expected, got)
 
 
 def _unwritable(root, target):
