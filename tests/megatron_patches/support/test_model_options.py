@@ -58,7 +58,11 @@ def test_options_that_go_together(options, fields):
             "`attention_output_bias` is True, but add_bias_linear gives",
         ),
         (ModelOptions(mlp_bias=True), {"add_bias_linear": True}, "`mlp_bias` is True, but add_bias_linear gives"),
-        (ModelOptions(mlp_bias=True), {"num_moe_experts": 2}, "`mlp_bias` is True, but experts have biases by add_bias_linear"),
+        (
+            ModelOptions(mlp_bias=True),
+            {"num_moe_experts": 2},
+            "`mlp_bias` is True, but experts have biases by add_bias_linear",
+        ),
         (ModelOptions(rotations=(None,)), {}, "`rotations` has 1 entries, but the model has 2 layers"),
         (
             ModelOptions(rotations=(None, ROTARY)),
