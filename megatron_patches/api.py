@@ -17,11 +17,12 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -81,6 +82,8 @@ from megatron_patches.training.training_step import (
 )
 from megatron_patches.versions import check_version, drop_log_lines
 
+Model = TypeVar("Model", bound=LanguageModule)
+
 
 class CAD:
     """Core attention disaggregation for one model on this rank. Every rank makes one together, after
@@ -110,7 +113,7 @@ class CAD:
         check_groups(config)
         check_config(config)
         check_types(config)
-        check_hybrid(config, given.model_options, given.disaggregate, given.offload)
+        check_hybrid(config, given.hybrid_layer_pattern, given.model_options, given.disaggregate, given.offload)
         check_model_options(given.model_options, config)
         given.check()
         check_same_on_ranks(config, given.alike)
@@ -128,7 +131,7 @@ class CAD:
         if given.keep_outputs:
             check_keep_outputs(given.recompute, config)
         self._te = use_te(given.linears, config, self.device)
-        self._kinds = LayerKinds.of(config, given.model_options.score_softcap)
+        self._kinds = self._kinds_of(config)
         check_layers(config, self.device, self._te)
         self._remote = None
         if given.servers:
@@ -173,6 +176,23 @@ class CAD:
         """This rank in the server pool."""
         return self.options.pool_rank(self._stage, self._rank)
 
+    def _kinds_of(self, config: TransformerConfig) -> LayerKinds:
+        return LayerKinds.of(config, self._given.model_options.score_softcap, self._given.hybrid_layer_pattern)
+
+    def hybrid_stack_spec(self) -> ModuleSpec:
+        """The spec to build a HybridModel with.
+
+        Raises:
+            SupportError: CAD was made without ``hybrid_layer_pattern``.
+        """
+        if not self._given.hybrid_layer_pattern:
+            raise SupportError(
+                "CAD was made without hybrid_layer_pattern, for a GPTModel: give it the pattern of the HybridModel."
+            )
+        from megatron_patches.layers.hybrid_stack import hybrid_stack_spec
+
+        return hybrid_stack_spec(self.config, te=self._te)
+
     def block_spec(self, layer: ModuleSpec | None = None) -> TransformerBlockSubmodules:
         """The spec to build a GPTModel with.
 
@@ -183,6 +203,10 @@ class CAD:
         Raises:
             SupportError: a spec of other layers, or Transformer Engine's where ``linears`` chose Megatron's own.
         """
+        if self._given.hybrid_layer_pattern:
+            raise SupportError(
+                "CAD was made with hybrid_layer_pattern, for a HybridModel: build one with its hybrid_stack_spec."
+            )
         if layer is not None:
             check_layer_spec(layer)
             if has_te_linears(layer) and not self._te:
@@ -190,19 +214,24 @@ class CAD:
         options = self._given.model_options
         return block_spec(self.config, layer, options=options, disaggregate=self._given.disaggregate, te=self._te)
 
-    def attach(self, model: GPTModel) -> GPTModel:
-        """Let a model that was built with :meth:`block_spec` run disaggregated; returns it. A subclass of GPTModel
-        stays one.
+    def attach(self, model: Model) -> Model:
+        """Let a model that was built with :meth:`block_spec` or :meth:`hybrid_stack_spec` run disaggregated; returns
+        it. A subclass of GPTModel or HybridModel stays one.
 
         Raises:
-            SupportError: no GPTModel, or a part of the model that is not served.
+            SupportError: another model, or a part of it that is not served.
         """
-        check_bare(model)
-        options = self._given.model_options
-        check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
+        options, pattern = self._given.model_options, self._given.hybrid_layer_pattern
+        check_bare(model, pattern)
+        if pattern:
+            from megatron_patches.support.hybrid_model import check_hybrid_model
+
+            check_hybrid_model(model, pattern)
+        else:
+            check_model(model, SplitTransformerLayer if self._own_layers else TransformerLayer, options)
+            check_own_rotary(model, options)
         check_same_config(model, self.config)
-        check_own_rotary(model, options)
-        if LayerKinds.of(model.config, options.score_softcap) != self._kinds:
+        if self._kinds_of(model.config) != self._kinds:
             raise SupportError(
                 "Windows, sinks or softmax_scale of the model's configuration are not what CAD was made with, which "
                 "plans by them: set them before CAD is made, and do not change them."
@@ -211,6 +240,7 @@ class CAD:
         if self._own_layers:
             layers = [layer.layer_number for layer in model.decoder.layers]
             model.rotary_pos_emb = LayerRotary(own, self.config, options, layers)
+            model.position_embedding_type = "rope"  # with which a HybridModel asks for the rotations, if of no layer
         # Of several models, steps serve all.
         self._lengths |= model.rotary_pos_emb.needs_lengths
         self._vocabulary = min(self._vocabulary or known_ids(model), known_ids(model))

@@ -60,6 +60,7 @@ class CadArguments(CadOptions):
         speeds: of every server of the pool, how many times as fast as the cost table says it computes attention and
             linear layers: a GPU that is found to be slower, or another kind. Homes come first, stage by stage, then
             servers without a model; empty where all are alike. Plans are the same in every run.
+        hybrid_layer_pattern: of a HybridModel's layers, as it is built with it; empty for a GPTModel.
         model_options: what the model does beside core attention that Megatron's configuration has no field for. The
             defaults are a model that is all in the configuration.
     """
@@ -72,6 +73,7 @@ class CadArguments(CadOptions):
     linears: Linears = "auto"
     servers: int = 0
     speeds: tuple[float, ...] = ()
+    hybrid_layer_pattern: str = ""
     model_options: ModelOptions = MEGATRONS
 
     def check(self) -> None:

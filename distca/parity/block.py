@@ -159,7 +159,7 @@ def _share(
     real = mine > 0
     (output[real] * weight[mine[real] - 1]).sum().backward()
     assert hidden.grad is not None
-    gradients, divisions = {}, divisions_of(model.config)
+    gradients, divisions = {}, divisions_of(model)
     for name, part in model.decoder.named_parameters():
         # As in training: halves and ranks are added up in float32.
         gradient = torch.zeros_like(part, dtype=torch.promote_types(dtype, torch.float32))

@@ -60,6 +60,7 @@ class ParityCase:
         config: fields of megatron's configuration that differ from those of a LLaMA, with their values.
         options: what the model does that megatron's configuration has no field for.
         rotary_percent: how much of each head is rotated.
+        pattern: of a HybridModel's layers; empty for a GPTModel.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -82,6 +83,7 @@ class ParityCase:
     config: Mapping[str, Any] = field(default_factory=dict)
     options: ModelOptions = MEGATRONS
     rotary_percent: float = 1.0
+    pattern: str = ""
 
     @property
     def model(self) -> ParityShape:
@@ -98,7 +100,7 @@ class ParityCase:
         """The reference computes each document by itself."""
         kinds = self.config.get("moe_router_load_balancing_type", ())
         own_sequences = {"window_size", "experimental_attention_variant"} & self.config.keys()
-        return bool(own_sequences) or "seq_aux_loss" in kinds
+        return bool(own_sequences) or "seq_aux_loss" in kinds or bool(self.pattern)
 
 
 def case_documents(case: ParityCase) -> list[list[np.ndarray]]:

@@ -20,7 +20,7 @@ from distca.parity.outcome import Outcome, sums_per_document
 from distca.plan import Direction, Layout, Plan
 from distca.testing.plans import random_plan
 from megatron_patches.api import CAD
-from megatron_patches.model.gpt import build_gpt
+from megatron_patches.model.gpt import build_gpt, build_hybrid
 from megatron_patches.model.whole_parameters import (
     divisions_of,
     gather_gradients,
@@ -94,7 +94,7 @@ def whole_weights(
     ``weights``: others of the whole model, for their shapes."""
     names = _names(case, cad, model)
     parts = {names[name]: weight for name, weight in model.named_parameters()}
-    return gather_whole(parts, weights, divisions_of(model.config))
+    return gather_whole(parts, weights, divisions_of(model))
 
 
 def document_losses(
@@ -156,11 +156,16 @@ def attached(
         servers=case.servers if disaggregate else 0,
         speeds=case.speeds if disaggregate else (),
         model_options=case.options,
+        hybrid_layer_pattern=case.pattern,
     )
     if case.scheduler == "random":
         cad.options = replace(cad.options, scheduler=partial(_random_plan, case))
     config.gradient_accumulation_fusion = reduced
-    built = build_gpt(case.model, case.shape.vocabulary, config, cad.block_spec(), case.rotary_percent)
+    if case.pattern:
+        spec = cad.hybrid_stack_spec()
+        built = build_hybrid(case.shape.vocabulary, config, spec, case.pattern, rotary_percent=case.rotary_percent)
+    else:
+        built = build_gpt(case.model, case.shape.vocabulary, config, cad.block_spec(), case.rotary_percent)
     model = cad.attach(built).to(device=device, dtype=dtype)
     load_weights(case, cad, model, weights)
     return cad, model

@@ -14,11 +14,18 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch.nn import functional
 
 from distca.parity.cases import ParityCase, ParityShape
+from distca.recurrent import CoreParameters
+from distca.testing.reference_recurrence import recurrent_core
+from megatron_patches.model.gpt import build_hybrid
 from megatron_patches.model.recurrences import is_recurrent
 
 
@@ -43,12 +50,46 @@ def hybrid_cases() -> list[ParityCase]:
     ]
 
 
+def hybrid_model_cases() -> list[ParityCase]:
+    """Stacks of HybridModel: Qwen3.5's order, several MLPs in a row or none, and one before the first mixer."""
+    net = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    gate = {"attention_output_gate": True, "qk_layernorm": True}
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6}
+    experts: dict[str, Any] = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+    experts |= {
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    qwen = ParityShape(layers=4)
+    odd = ParityShape(layers=7)
+    return [
+        ParityCase(micro_batches=_LENGTHS, tp=2, config=net | gate, rotary_percent=0.5, shape=qwen, pattern="G-*-"),
+        ParityCase(micro_batches=_LENGTHS[::-1], recompute="all", config=net, shape=odd, pattern="-G*--G-"),
+        ParityCase(micro_batches=((2,), (1,)), ping_pong=False, config=net, shape=qwen, pattern="*G-G"),
+        ParityCase(micro_batches=_LENGTHS, tp=2, recompute="mlp", config=mamba, shape=qwen, pattern="MM*-"),
+        ParityCase(micro_batches=_LENGTHS, config=mamba | experts, shape=qwen, pattern="ME*E"),
+        ParityCase(micro_batches=_LENGTHS, tp=2, shape=qwen, pattern="*-*-"),
+    ]
+
+
 _SHAPE = ParityShape(layers=3)
 _LENGTHS = ((13, 1, 29), (25,))
 
 
 def unmodified_layers(layer: ModuleSpec, config: TransformerConfig) -> list[ModuleSpec]:
     """Megatron's specs of all layers, of which ``layer`` is that of those with attention."""
+    recurrent = _delta_net_layer(layer)
+    return [recurrent if is_recurrent(config, number) else layer for number in range(1, config.num_layers + 1)]
+
+
+def _delta_net_layer(layer: ModuleSpec) -> ModuleSpec:
+    """Megatron's spec of a layer with a gated delta net, from that of one with attention."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common
 
     common.HAVE_FLA, common.l2norm = True, _unit_heads
@@ -59,7 +100,76 @@ def unmodified_layers(layer: ModuleSpec, config: TransformerConfig) -> list[Modu
             in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
         ),
     )
-    return [recurrent if is_recurrent(config, number) else layer for number in range(1, config.num_layers + 1)]
+    return recurrent
+
+
+def unmodified_hybrid_model(case: ParityCase, config: TransformerConfig) -> Any:
+    """Megatron's own HybridModel on a CPU: a stack of Megatron's layers, but for its final norm, which asks for
+    Transformer Engine."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+    class Stack(HybridStack):
+        """Has torch's norm behind its layers."""
+
+        def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
+            super().__init__(config, *arguments, **named, post_layer_norm=False)
+            self.final_norm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+        def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
+            hidden: torch.Tensor = self.final_norm(super().forward(*arguments, **named))
+            return hidden
+
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    attention, mlp = deepcopy(layer), deepcopy(layer)
+    attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
+    attention.submodules.mlp_bda = IdentityFuncOp
+    mlp.module = MLPLayer
+    mlp.submodules.input_layernorm = mlp.submodules.self_attention = IdentityOp
+    mlp.submodules.self_attn_bda = IdentityFuncOp
+    mixer = ModuleSpec(
+        module=_written_mixer(),
+        submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+    )
+    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
+    parts = {"mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba)}
+    parts |= {"attention_layer": attention, "mlp_layer": mlp, "gdn_layer": _delta_net_layer(attention)}
+    if config.num_moe_experts:
+        experts = get_gpt_layer_local_spec(
+            normalization=config.normalization, num_experts=config.num_moe_experts, moe_grouped_gemm=False
+        )
+        experts.module = MoETransformerLayer
+        experts.submodules.input_layernorm = experts.submodules.self_attention = IdentityOp
+        experts.submodules.self_attn_bda = IdentityFuncOp
+        parts["moe_layer"] = experts
+    spec = ModuleSpec(module=Stack, submodules=HybridStackSubmodules(**parts))
+    percent = case.rotary_percent
+    return build_hybrid(case.shape.vocabulary, by_torch(config), spec, case.pattern, rotary_percent=percent)
+
+
+def _written_mixer() -> type:
+    """Megatron's Mamba-2 mixer, whose kernels ask for a GPU, with the formula written out, one row after the other."""
+    from megatron_patches.layers.mamba import OwnMambaMixer
+    from megatron_patches.model.recurrences import mamba_recurrence
+
+    class Mixer(OwnMambaMixer):
+        """Takes one document."""
+
+        def forward(self, hidden: torch.Tensor, **_: Any) -> Any:  # type: ignore[override]
+            what = mamba_recurrence(self.config)
+            projected = self.in_proj(hidden)[0].squeeze(1)
+            gate, mixed, steps = projected.split((what.heads * what.value_dim, what.channels, what.heads), 1)
+            beta = functional.softplus(steps + self.dt_bias)
+            parameters = CoreParameters(self.conv1d_weight.squeeze(1), self.conv1d_bias, self.D)
+            o = recurrent_core(mixed, -self.A_log.exp() * beta, beta, parameters, [len(mixed)], what)
+            gated = (o.flatten(1) * gate * gate.sigmoid()).unflatten(1, (what.key_heads, -1))
+            normed = gated / (gated.square().mean(2, keepdim=True) + self.norm.eps).sqrt()
+            return self.out_proj((normed.flatten(1) * self.norm.weight).unsqueeze(1))
+
+    return Mixer
 
 
 def by_torch(config: TransformerConfig) -> TransformerConfig:

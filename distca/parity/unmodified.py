@@ -100,6 +100,11 @@ def unmodified_model(case: ParityCase, dtype: torch.dtype) -> GPTModel:
     is beyond Megatron ours, which holds the reference's weights."""
     initialize_model_parallel(1, 1, case.seed)
     config = config_of(replace(case, recompute="none", ep=1), dtype)
+    if case.pattern:
+        model = hybrid.unmodified_hybrid_model(case, config)
+        _draw_vectors(model)
+        use_position_rotary(model)
+        return model
     if case.beyond_megatron:
         spec = block_spec(config, options=case.options)
     else:

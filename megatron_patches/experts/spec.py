@@ -45,19 +45,20 @@ def with_experts(dense: ModuleSpec, config: TransformerConfig) -> list[ModuleSpe
         dense: of a layer with an MLP.
         config: of the model.
     """
-    if not hasattr(moe_utils, "te_general_gemm"):  # which routers of 0.16.1 ask for without Transformer Engine too
-        moe_utils.te_general_gemm = None
     first = get_transformer_layer_offset(config)
     mine = has_experts(config)[first : first + get_num_layers_to_build(config)]
     if not any(mine):
         return [dense] * len(mine)
     mixture = copy(dense)
     mixture.submodules = deepcopy(dense.submodules)
-    mixture.submodules.mlp = _experts(config)
+    mixture.submodules.mlp = experts_spec(config)
     return [mixture if each else dense for each in mine]
 
 
-def _experts(config: TransformerConfig) -> Any:
+def experts_spec(config: TransformerConfig) -> Any:
+    """The spec of experts in place of an MLP."""
+    if not hasattr(moe_utils, "te_general_gemm"):  # which routers of 0.16.1 ask for without Transformer Engine too
+        moe_utils.te_general_gemm = None
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     if isinstance(spec, ModuleSpec):  # of older versions
         experts = spec.submodules.experts

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,6 +12,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
@@ -22,16 +21,15 @@ from megatron.core.utils import make_viewless_tensor
 
 from distca.device.offload import Offload
 from distca.errors import SupportError
-from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel
 from distca.runtime import AttentionPool, run_layers
-from megatron_patches.experts.balance import MicroBatchBalance
 from megatron_patches.experts.spec import with_experts
 from megatron_patches.layers.full_recompute import differentiable
-from megatron_patches.layers.hybrid_layers import GatedAttentionLayer, SplitRecurrentLayer
-from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.layers.hybrid_layers import GatedAttentionLayer
+from megatron_patches.layers.layer import SplitLayerParts, SplitTransformerLayer
 from megatron_patches.layers.linear_bias import with_bias
 from megatron_patches.layers.packed_attention import PackedAttention
 from megatron_patches.layers.rotations import RowRotations
+from megatron_patches.layers.units import bound_units
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
 from megatron_patches.model.recurrences import has_output_gate, has_recurrent_layers, is_recurrent
 from megatron_patches.patches.norms import KeyWidthNorm, QueryWidthNorm, norm_class
@@ -40,65 +38,20 @@ from megatron_patches.support.config_fields import check_config, check_recomputa
 from megatron_patches.support.layer_spec import check_layer_spec, mlp_submodules
 
 
-@dataclass(frozen=True)
-class _BoundLayer:
-    """A split layer with the rotations of the micro-batch's halves, and what its router counts if it has one."""
-
-    layer: SplitTransformerLayer
-    rotations: Sequence[RowRotations]
-    balance: MicroBatchBalance | None
-
-    @property
-    def sink(self) -> torch.Tensor | None:
-        return self.layer.self_attention.core_attention.softmax_offset
-
-    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        return self.layer.pre(hidden, self.rotations[nano].of(self.layer.layer_number))
-
-    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        return self.layer.post(o_NHD, *residual, half=None if self.balance is None else self.balance.half(nano))
-
-
-@dataclass(frozen=True)
-class _BoundRecurrentLayer:
-    """A split layer with a recurrent core, which has no rotations."""
-
-    layer: SplitRecurrentLayer
-
-    @property
-    def recurrence(self) -> Recurrence:
-        return self.layer.recurrence
-
-    @property
-    def core_kernel(self) -> RecurrentKernel:
-        return self.layer.core_kernel
-
-    @property
-    def core_parameters(self) -> CoreParameters:
-        return self.layer.core_parameters
-
-    def pre(self, hidden: torch.Tensor, nano: int) -> tuple[torch.Tensor, ...]:
-        return self.layer.pre(hidden)
-
-    def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, nano: int) -> torch.Tensor:
-        return self.layer.post(o_NHV, *residual)
-
-
-def _bound(
-    layer: SplitTransformerLayer, rotations: Sequence[RowRotations], balance: MicroBatchBalance | None
-) -> _BoundLayer | _BoundRecurrentLayer:
-    if isinstance(layer, SplitRecurrentLayer):
-        return _BoundRecurrentLayer(layer)
-    return _BoundLayer(layer, rotations, balance)
-
-
-class DisaggregatedBlock(TransformerBlock):
-    """megatron's block with another forward. GPTModel builds its own block, so :func:`disaggregate_block` turns that
-    one into this class after construction."""
+class DisaggregatedForward(MegatronModule):
+    """The forward of a stack of layers that are cut at their cores."""
 
     pool: AttentionPool
+    pre_process: bool
+    input_tensor: torch.Tensor
+    layers: Any
     recompute_segments: bool
     in_phases = False
+
+    @property
+    def last_norm(self) -> torch.nn.Module | None:
+        """The norm behind the last layer, on the stage that has it."""
+        raise NotImplementedError
 
     def forward(  # type: ignore[override]
         self,
@@ -127,16 +80,26 @@ class DisaggregatedBlock(TransformerBlock):
         rotations = rotary_pos_emb.halves(micro_batch.nano_rows, micro_batch.chunks)
         halves = hidden_states.split([rows // micro_batch.chunks for rows in micro_batch.nano_rows])
         outputs = run_layers(
-            [_bound(layer, rotations, micro_batch.balance) for layer in self.layers],
+            bound_units(self.layers, rotations, micro_batch.balance),
             halves,
             micro_batch.routes,
             self.pool,
             partial(_checkpoint, self.pool.offload) if recompute else None,
         )
         hidden_states = torch.cat(outputs)
-        if self.final_layernorm is not None:
-            hidden_states = self.final_layernorm(hidden_states)
+        if self.last_norm is not None:
+            hidden_states = self.last_norm(hidden_states)
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+
+
+class DisaggregatedBlock(DisaggregatedForward, TransformerBlock):
+    """megatron's block with another forward. GPTModel builds its own block, so :func:`disaggregate_block` turns that
+    one into this class after construction."""
+
+    @property
+    def last_norm(self) -> torch.nn.Module | None:
+        norm: torch.nn.Module | None = self.final_layernorm
+        return norm
 
 
 def refuse_other_schedule() -> NoReturn:
@@ -157,11 +120,12 @@ def _checkpoint(offload: Offload | None, function: Any, *tensors: torch.Tensor) 
         return tensor_parallel.checkpoint(function, False, *tensors)
 
 
-def disaggregate_block(block: TransformerBlock, pool: AttentionPool, recompute_segments: bool = False) -> None:
-    """Turn a block of :class:`SplitTransformerLayer` into a :class:`DisaggregatedBlock`, in place.
+def disaggregate_block(block: Any, pool: AttentionPool, recompute_segments: bool = False) -> None:
+    """Turn a block of :class:`SplitTransformerLayer` into a :class:`DisaggregatedBlock`, in place; the stack of a
+    HybridModel is one that runs disaggregated already.
 
     Args:
-        block: the block of a GPTModel.
+        block: the block of a GPTModel, or a HybridModel's stack.
         pool: the server pool.
         recompute_segments: recompute post(i)+pre(i+1) in backward, never core attention.
 
@@ -170,9 +134,10 @@ def disaggregate_block(block: TransformerBlock, pool: AttentionPool, recompute_s
     """
     check_config(block.config)
     check_recomputation(block.config, recompute_segments)
-    assert all(isinstance(layer, SplitTransformerLayer) for layer in block.layers)
-    block.__class__ = DisaggregatedBlock
-    block.pool, block.recompute_segments = pool, recompute_segments  # type: ignore[attr-defined]
+    assert all(isinstance(layer, SplitLayerParts) for layer in block.layers)
+    if not isinstance(block, DisaggregatedForward):
+        block.__class__ = DisaggregatedBlock
+    block.pool, block.recompute_segments = pool, recompute_segments
 
 
 def block_spec(
@@ -197,6 +162,26 @@ def block_spec(
     Raises:
         SupportError: a spec of other layers.
     """
+    norm = norm_class(config, options.norm_bias)
+    layer = layer_spec(config, layer, options=options, disaggregate=disaggregate, te=te)
+    if has_recurrent_layers(config):
+        from megatron_patches.layers.gated_delta_net import recurrent_layer_spec
+
+        recurrent, numbers = recurrent_layer_spec(layer, *linear_classes(te), norm), range(1, config.num_layers + 1)
+        layers = [recurrent if is_recurrent(config, number) else layer for number in numbers]
+        return TransformerBlockSubmodules(layers, norm)
+    return TransformerBlockSubmodules(with_experts(layer, config), norm)
+
+
+def layer_spec(
+    config: TransformerConfig,
+    layer: ModuleSpec | None = None,
+    *,
+    options: ModelOptions = MEGATRONS,
+    disaggregate: bool = True,
+    te: bool = False,
+) -> ModuleSpec:
+    """The spec of a layer with attention and an MLP; arguments and what it raises as of :func:`block_spec`."""
     local = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = layer or local
     check_layer_spec(layer)
@@ -215,21 +200,15 @@ def block_spec(
     if config.qk_layernorm:
         both = (QueryWidthNorm, KeyWidthNorm) if options.query_key_norm == "width" else (norm, norm)
         attention.q_layernorm, attention.k_layernorm = both
-    column, row = _linears(te)
+    column, row = linear_classes(te)
     mlp = mlp_submodules(parts.mlp)
     attention.linear_qkv = column
     attention.linear_proj = with_bias(row) if options.attention_output_bias else row
     mlp.linear_fc1, mlp.linear_fc2 = (with_bias(each) if options.mlp_bias else each for each in (column, row))
-    if has_recurrent_layers(config):
-        from megatron_patches.layers.gated_delta_net import recurrent_layer_spec
-
-        recurrent, numbers = recurrent_layer_spec(layer, column, row, norm), range(1, config.num_layers + 1)
-        layers = [recurrent if is_recurrent(config, number) else layer for number in numbers]
-        return TransformerBlockSubmodules(layers, norm)
-    return TransformerBlockSubmodules(with_experts(layer, config), norm)
+    return layer
 
 
-def _linears(te: bool) -> tuple[type, type]:
+def linear_classes(te: bool) -> tuple[type, type]:
     """Linear layers that are split over tensor-parallel ranks by outputs, and by inputs."""
     if te:
         from megatron_patches.te.linears import ColumnLinear, RowLinear

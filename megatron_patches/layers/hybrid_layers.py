@@ -9,8 +9,7 @@ from megatron.core.transformer import TransformerConfig
 
 from distca.ops.rotary import Rotation
 from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel, choose_recurrent_kernel
-from megatron_patches.experts.balance import Half
-from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.layers.layer import Branch, SplitTransformerLayer
 from megatron_patches.model.recurrences import has_output_gate, is_recurrent, recurrence_of
 
 
@@ -48,11 +47,11 @@ class SplitRecurrentLayer(SplitTransformerLayer):
         g_NH, beta_NH = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha_NH, beta_NH)
         return hidden, gate, mixed_NC, g_NH, beta_NH
 
-    def post(self, o_NHV: torch.Tensor, *residual: torch.Tensor, half: Half | None = None) -> torch.Tensor:
-        """Gated norm of each head, output projection, residual and MLP; ``residual`` as :meth:`pre` returned it."""
+    def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
+        """Gated norm of each head and output projection of o_NHV."""
         net, (hidden, gate) = self.self_attention, residual
-        normed = net._apply_gated_norm(o_NHV, gate.unflatten(1, o_NHV.shape[1:]))
-        return self._behind_mixer(net.out_proj(normed.view(len(o_NHV), 1, gate.shape[1])), hidden, half)
+        normed = net._apply_gated_norm(o, gate.unflatten(1, o.shape[1:]))
+        return net.out_proj(normed.view(len(o), 1, gate.shape[1])), hidden
 
 
 class GatedAttentionLayer(SplitTransformerLayer):
@@ -69,10 +68,10 @@ class GatedAttentionLayer(SplitTransformerLayer):
         q, gate, kv = heads.split((queries, queries, 2), dim=2)
         return hidden, gate.flatten(1), *self._heads(torch.cat((q, kv), dim=2).flatten(1), rotation)
 
-    def post(self, o_NHD: torch.Tensor, *residual: torch.Tensor, half: Half | None = None) -> torch.Tensor:
+    def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
         """Applies the gate, in float32 as megatron does, before the output projection."""
         hidden, gate = residual
-        return super().post(self.self_attention._apply_output_gate(o_NHD, gate), hidden, half=half)
+        return super().mixed(self.self_attention._apply_output_gate(o, gate), hidden)
 
 
 def layer_class(config: TransformerConfig, layer_number: int) -> type[SplitTransformerLayer]:

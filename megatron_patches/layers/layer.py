@@ -22,15 +22,61 @@ from megatron_patches.patches.norms import RMSNorm, norm_class
 from megatron_patches.steps.batch_context import PackedMicroBatch
 from megatron_patches.te.quantization import keeps_inputs
 
+Branch = tuple[torch.Tensor, torch.Tensor | None]
+"""The output of a mixer or an MLP, not added to the residual yet, and its bias where it has one."""
 
-class SplitTransformerLayer(TransformerLayer):
+
+class SplitLayerParts:
+    """The steps around a mixer, for Megatron's layers with attention and those without."""
+
+    options = MEGATRONS
+    keeps_outputs = False
+    config: TransformerConfig
+    training: bool
+    hidden_dropout: float
+    input_layernorm: Any
+
+    def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
+        """The output projection of what the core put out, and the residual to which it is to be added.
+
+        Args:
+            o: the core's output for all rows and this rank's heads.
+            residual: what the layer's ``pre`` returned first.
+        """
+        raise NotImplementedError
+
+    def _projected(self, hidden: torch.Tensor, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` for the residual, and the [rows of all shares, ...] outputs of the mixer's projection."""
+        hidden, normed = _beside(self.input_layernorm, hidden)
+        mixed, _ = linear(normed)
+        if keeps_inputs(linear):
+            self._forget_norm(self.input_layernorm, hidden, normed, mixed)
+        return hidden, mixed.squeeze(1)
+
+    def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
+        if normed is not hidden and not self.keeps_outputs:  # or there is no norm
+            forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
+
+    def _add(self, branch: Branch, residual: torch.Tensor, combine: Any, norm: Any) -> torch.Tensor:
+        """Returns the residual plus the output of attention or the MLP, with its bias, norm and multiplier."""
+        multiplier = self.options.residual_multiplier
+        if norm is not None or multiplier != 1.0:
+            output, bias = branch
+            output = output if bias is None else output + bias
+            output = output if norm is None else norm(output)
+            branch = output if multiplier == 1.0 else output * multiplier, None
+        added: torch.Tensor = combine(self.training, self.config.bias_dropout_fusion)(
+            branch, residual, self.hidden_dropout
+        )
+        return added
+
+
+class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
     """megatron's layer in two parts, before and after core attention, with what :class:`ModelOptions` add to it.
 
     With core attention at home :meth:`forward` is ``post(core_attention(pre(x)), x)``. Unless it ``keeps_outputs``,
     what norms put out is computed again in backward.
     """
-
-    keeps_outputs = False
 
     def __init__(
         self, config: TransformerConfig, *arguments: Any, options: ModelOptions = MEGATRONS, **named: Any
@@ -56,14 +102,6 @@ class SplitTransformerLayer(TransformerLayer):
         """
         hidden, mixed_NF = self._projected(hidden, self.self_attention.linear_qkv)
         return hidden, *self._heads(mixed_NF, rotation)
-
-    def _projected(self, hidden: torch.Tensor, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """``hidden`` for the residual, and the [rows of all shares, ...] outputs of the mixer's projection."""
-        hidden, normed = _beside(self.input_layernorm, hidden)
-        mixed, _ = linear(normed)
-        if keeps_inputs(linear):
-            self._forget_norm(self.input_layernorm, hidden, normed, mixed)
-        return hidden, mixed.squeeze(1)
 
     def _heads(self, mixed_NF: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """q_NHD and kv_N2GD of the projection's rows."""
@@ -98,38 +136,55 @@ class SplitTransformerLayer(TransformerLayer):
         Returns:
             [rows, 1, hidden], the layer's output.
         """
+        return self.added(*self.behind(*self.mixed(o_NHD, *residual), half))
+
+    def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
         (hidden,) = residual
-        return self._behind_mixer(self.self_attention.linear_proj(o_NHD.flatten(1).unsqueeze(1)), hidden, half)
+        return self.self_attention.linear_proj(o.flatten(1).unsqueeze(1)), hidden
 
-    def _behind_mixer(
-        self, projected: tuple[torch.Tensor, torch.Tensor | None], hidden: torch.Tensor, half: Half | None
-    ) -> torch.Tensor:
-        """Residual and MLP behind what the mixer put out, with its bias."""
+    def behind(self, branch: Branch | None, hidden: torch.Tensor, half: Half | None) -> tuple[Branch, torch.Tensor]:
+        """The MLP or the experts behind a mixer, this layer's or that of a layer before.
+
+        Args:
+            branch: what the mixer put out; None where nothing is to be added before the norm.
+            hidden: the residual to which that is to be added.
+            half: the rows' half, in models with experts.
+
+        Returns:
+            What the MLP put out, and the residual for :meth:`added`.
+        """
+        if branch is None:
+            hidden, normed = _beside(self.pre_mlp_layernorm, hidden)
+            return self._transformed(hidden, hidden, normed, self.pre_mlp_layernorm, half)
         if self.options.parallel_mlp:
-            added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
-            return self._mlp_and_residual(hidden, self.input_layernorm(hidden), added, self.input_layernorm, half)
+            added = self._add(branch, hidden, self.self_attn_bda, self.post_attention_layernorm)
+            return self._transformed(hidden, added, self.input_layernorm(hidden), self.input_layernorm, half)
         norm = self.pre_mlp_layernorm
-        if self._adds_plainly(projected, hidden) and isinstance(norm, RMSNorm):
-            added, normed = norm.beside(hidden, projected[0])
+        if self._adds_plainly(branch, hidden) and isinstance(norm, RMSNorm):
+            added, normed = norm.beside(hidden, branch[0])
         else:
-            added = self._add(projected, hidden, self.self_attn_bda, self.post_attention_layernorm)
+            added = self._add(branch, hidden, self.self_attn_bda, self.post_attention_layernorm)
             added, normed = _beside(norm, added)
-        return self._mlp_and_residual(added, normed, added, norm, half)
+        return self._transformed(added, added, normed, norm, half)
 
-    def _adds_plainly(self, branch: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor) -> bool:
+    def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
+        """The layer's output: the residual with what its last part put out."""
+        return self._add(branch, residual, self.mlp_bda, self.post_mlp_layernorm)
+
+    def _adds_plainly(self, branch: Branch, residual: torch.Tensor) -> bool:
         """Whether attention's output is added to the residual as it is."""
         output, bias = branch
         plain = bias is None and self.post_attention_layernorm is None and self.options.residual_multiplier == 1.0
         return plain and not (self.hidden_dropout and self.training) and output.dtype == residual.dtype
 
-    def _mlp_and_residual(
-        self, hidden: torch.Tensor, normed: torch.Tensor, residual: torch.Tensor, norm: Any, half: Half | None
-    ) -> torch.Tensor:
+    def _transformed(
+        self, hidden: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, norm: Any, half: Half | None
+    ) -> tuple[Branch, torch.Tensor]:
         """megatron's ``_forward_mlp`` of what the norm made of ``hidden``, which is kept for backward only where
-        outputs are."""
+        outputs are; and the residual."""
         if isinstance(self.mlp, HalvesLayer):
             assert half is not None
-            return self._add(self.mlp(normed, half), residual, self.mlp_bda, self.post_mlp_layernorm)
+            return self.mlp(normed, half), residual
         if self.recompute_mlp:
             # The bias is a parameter, which a checkpointed function must not return.
             has_bias = self.config.add_bias_linear or self.options.mlp_bias
@@ -139,26 +194,7 @@ class SplitTransformerLayer(TransformerLayer):
             transformed = self.mlp(normed)
         if self.recompute_mlp or keeps_inputs(self.mlp.linear_fc1):
             self._forget_norm(norm, hidden, normed, transformed[0])
-        return self._add(transformed, residual, self.mlp_bda, self.post_mlp_layernorm)
-
-    def _forget_norm(self, norm: Any, hidden: torch.Tensor, normed: torch.Tensor, used: torch.Tensor) -> None:
-        if normed is not hidden and not self.keeps_outputs:  # or there is no norm
-            forget_until_backward(normed, partial(norm.fill, hidden.detach()), used)
-
-    def _add(
-        self, branch: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, combine: Any, norm: Any
-    ) -> torch.Tensor:
-        """Returns the residual plus the output of attention or the MLP, with its bias, norm and multiplier."""
-        multiplier = self.options.residual_multiplier
-        if norm is not None or multiplier != 1.0:
-            output, bias = branch
-            output = output if bias is None else output + bias
-            output = output if norm is None else norm(output)
-            branch = output if multiplier == 1.0 else output * multiplier, None
-        added: torch.Tensor = combine(self.training, self.config.bias_dropout_fusion)(
-            branch, residual, self.hidden_dropout
-        )
-        return added
+        return transformed, residual
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: PackedMicroBatch, rotary_pos_emb: RowRotations, **_: Any
@@ -189,7 +225,7 @@ def keep_outputs_of(model: torch.nn.Module, keep: bool) -> None:
     """Let layers keep the outputs of their norms for backward, and MLPs that of SwiGLU, or neither; MLPs that are
     recomputed need theirs right away and keep it in any case."""
     for module in model.modules():
-        if isinstance(module, SplitTransformerLayer):
+        if isinstance(module, SplitLayerParts):
             module.keeps_outputs = keep
         elif isinstance(module, SwigluMLP):
             module.keeps_output = keep or module.config.recompute_granularity is not None

@@ -52,14 +52,14 @@ class LayerRotary(torch.nn.Module):
     """Stands in for a GPTModel's rotary embedding where our layers run, and hands them :class:`RowRotations`.
 
     Args:
-        own: the rotary embedding that GPTModel was built with, by position.
+        own: the rotary embedding that the model was built with, by position; None for one without positions.
         config: Megatron's.
         options: of the model.
         layers: Megatron's numbers of this stage's layers.
     """
 
     def __init__(
-        self, own: PositionRotary, config: TransformerConfig, options: ModelOptions, layers: Iterable[int]
+        self, own: PositionRotary | None, config: TransformerConfig, options: ModelOptions, layers: Iterable[int]
     ) -> None:
         super().__init__()
         assert config.kv_channels is not None
@@ -75,7 +75,7 @@ class LayerRotary(torch.nn.Module):
         self._embeddings = [made[every.index(kind)] for kind in kinds]
         self._positions: torch.Tensor | None = None
 
-    def _embedding(self, rotary: Any, own: PositionRotary) -> tuple[PositionRotary | None, float]:
+    def _embedding(self, rotary: Any, own: PositionRotary | None) -> tuple[PositionRotary | None, float]:
         """The angles of a rotation, None for none at all, and the factor on its cosines and sines."""
         if rotary is _NONE:
             return None, 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -131,6 +131,52 @@ def build_gpt(
         model.rotary_pos_emb = PositionRotary.of(
             dims, shape.rope_base, shape.rope_scaling, interleaved=config.rotary_interleaved
         )
+    if rows > vocabulary:
+        leave_out_padding(model, vocabulary)
+    return model
+
+
+def build_hybrid(
+    vocabulary: int,
+    config: TransformerConfig,
+    spec: ModuleSpec,
+    pattern: str,
+    *,
+    rotary_base: float = 10000.0,
+    rotary_percent: float = 1.0,
+    positions: Literal["rope", "none"] = "rope",
+    tied: bool = False,
+) -> Any:
+    """Megatron's HybridModel on the current device.
+
+    Args:
+        vocabulary: token ids, padded as in :func:`build_gpt`.
+        config: from :func:`transformer_config`.
+        spec: of its stack, such as CAD.hybrid_stack_spec gives.
+        pattern: of its layers.
+        rotary_base: of the frequencies.
+        rotary_percent: how much of each head is rotated.
+        positions: whether queries and keys are rotated at all.
+        tied: the output layer's weights are the embedding's.
+    """
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rows = -(-vocabulary // tp) * tp
+    model = HybridModel(
+        config=config,
+        hybrid_stack_spec=spec,
+        vocab_size=rows,
+        max_sequence_length=0,
+        hybrid_layer_pattern=pattern,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type=positions,
+        rotary_percent=rotary_percent,
+        rotary_base=rotary_base,  # type: ignore[arg-type]
+        share_embeddings_and_output_weights=tied,
+        parallel_output=True,
+    )
     if rows > vocabulary:
         leave_out_padding(model, vocabulary)
     return model

@@ -14,7 +14,10 @@ from megatron.core.transformer import TransformerConfig
 from distca.errors import SupportError
 from distca.plan.kinds import AttentionKind, by_stage, numbered, usual_scale
 from distca.recurrent import Recurrence
-from megatron_patches.model.recurrences import is_recurrent, recurrence_of
+from megatron_patches.model.pattern import ATTENTION, DELTA_NET, MAMBA, RECURRENT, units_of
+from megatron_patches.model.recurrences import mamba_recurrence, recurrence_of
+
+_RECURRENCES = {DELTA_NET: recurrence_of, MAMBA: mamba_recurrence}
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,9 @@ class LayerKinds:
 
     Attributes:
         kinds: each once, those that see most keys first.
-        of_layer: by layer of the whole model that has attention, the number of its kind.
-        recurrences: by layer of the whole model, what its core computes; None for a layer with attention. Empty where
-            all have attention.
+        of_layer: by unit of the whole model that has attention, the number of its kind.
+        recurrences: by unit of the whole model, what its core computes; None for one with attention. Empty where all
+            have attention. A GPTModel's layers are its units.
     """
 
     kinds: tuple[AttentionKind, ...]
@@ -33,20 +36,21 @@ class LayerKinds:
     recurrences: tuple[Recurrence | None, ...] = ()
 
     @staticmethod
-    def of(config: TransformerConfig, softcap: float = 0.0) -> LayerKinds:
+    def of(config: TransformerConfig, softcap: float = 0.0, pattern: str = "") -> LayerKinds:
         """The kinds of a configuration's layers.
 
         Args:
             config: Megatron's.
             softcap: limit of the scores in all layers, which Megatron does not know; 0 for none.
+            pattern: of a HybridModel's layers; empty for a GPTModel.
 
         Raises:
             SupportError: a window or a list of layers that is none.
         """
-        recurrent = [is_recurrent(config, number) for number in range(1, config.num_layers + 1)]
-        numbers = [number for number, other in enumerate(recurrent, 1) if not other]
-        recurrences = tuple(recurrence_of(config) if each else None for each in recurrent) if any(recurrent) else ()
-        return LayerKinds(*numbered([kind_of_layer(config, number, softcap) for number in numbers]), recurrences)
+        units = units_of(config, pattern)
+        kinds = [kind_of_layer(config, unit.layer_number, softcap) for unit in units if unit.symbol == ATTENTION]
+        recurrences = tuple(_RECURRENCES[each.symbol](config) if each.symbol in RECURRENT else None for each in units)
+        return LayerKinds(*numbered(kinds), recurrences if any(recurrences) else ())
 
     def of_stages(self, stages: int) -> tuple[tuple[int, ...], ...]:
         """Returns the number of each layer's kind, one tuple for each pipeline stage."""

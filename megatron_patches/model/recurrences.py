@@ -55,3 +55,12 @@ def recurrence_of(config: TransformerConfig) -> Recurrence:
         config.linear_value_head_dim,
         config.linear_conv_kernel_dim,
     )
+
+
+def mamba_recurrence(config: TransformerConfig) -> Recurrence:
+    """Returns what the core of a layer of Mamba-2 computes, for the heads of one tensor-parallel rank."""
+    tp, heads = parallel_state.get_tensor_model_parallel_world_size(), config.mamba_num_heads
+    if heads is None:
+        heads = 2 * config.hidden_size // config.mamba_head_dim  # Megatron's mixer expands by 2
+    groups, state = config.mamba_num_groups, config.mamba_state_dim
+    return Recurrence.mamba2(groups // tp, heads // tp, state, config.mamba_head_dim)

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
 
-from megatron_patches.model.recurrences import has_recurrent_layers, recurrence_of
+from megatron_patches.model.recurrences import mamba_recurrence, recurrence_of
 from megatron_patches.te.fp8_weights import set_values
 
 Divisions = Mapping[str, Sequence[int]]
@@ -24,13 +23,24 @@ Divisions = Mapping[str, Sequence[int]]
 _GATED: Divisions = {"linear_fc1.weight": (1, 1), "linear_fc1.bias": (1, 1)}
 
 
-def divisions_of(config: TransformerConfig) -> Divisions:
-    """Parameters that have several parts: gate and up projection of MLPs, and what gated delta nets project."""
+def divisions_of(model: torch.nn.Module) -> Divisions:
+    """Parameters of a model that have several parts: gate and up projection of MLPs, and what recurrent layers
+    project."""
+    config: Any = model.config
     found = dict(_GATED) if config.gated_linear_unit else {}
-    if has_recurrent_layers(config):
-        q, k, v = recurrence_of(config).widths
-        heads = recurrence_of(config).heads
-        found |= {"in_proj.weight": (q, k, v, v, heads, heads), "conv1d.weight": (q, k, v)}
+    ends = {".".join(name.split(".")[-3:]) for name, _ in model.named_parameters()}
+    if "self_attention.in_proj.weight" in ends:
+        what = recurrence_of(config)
+        q, k, v = what.widths
+        found |= {
+            "self_attention.in_proj.weight": (q, k, v, v, what.heads, what.heads),
+            "conv1d.weight": (q, k, v),
+        }
+    if "mixer.in_proj.weight" in ends:
+        what = mamba_recurrence(config)
+        x, b, c = what.widths
+        found |= {"mixer.in_proj.weight": (x, x, b, c, what.heads)}
+        found |= dict.fromkeys(("conv1d_weight", "conv1d_bias"), (x, b, c))
     return found
 
 
@@ -57,7 +67,7 @@ def share_of(
 
 def load_full_weights(model: GPTModel, full: dict[str, torch.Tensor], rank: int) -> None:
     """Copy this rank's shares of full parameters into ``model``."""
-    divisions = divisions_of(model.config)
+    divisions = divisions_of(model)
     for name, parameter in model.named_parameters():
         set_values(parameter, share_of(name, full[name], parameter.shape, rank, divisions))
 
@@ -93,7 +103,7 @@ def gather_gradients(
         weights: of the whole model, for their shapes.
     """
     parts = {names[name]: p.main_grad for name, p in model.named_parameters()}
-    return gather_whole(parts, weights, divisions_of(model.config))
+    return gather_whole(parts, weights, divisions_of(model))
 
 
 def gather_whole(

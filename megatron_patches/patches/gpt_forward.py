@@ -1,5 +1,5 @@
-"""GPTModel's forward with positions from the caller, and by name the loss summed with the output layer, or the log-
-probabilities of the labels."""
+"""The forward of GPTModel and HybridModel with positions from the caller, and by name the loss summed with the output
+layer, or the log-probabilities of the labels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 
 from distca.errors import SupportError
@@ -17,10 +18,11 @@ from megatron_patches.experts.balance import ExpertLoad, MicroBatchBalance
 from megatron_patches.steps.batch_context import DisaggregatedMicroBatch, PackedMicroBatch
 
 
-class PatchedForward(GPTModel):
-    """Mixed into a built model's own class by :func:`patch_forward`, so that a subclass of GPTModel stays what it is.
+class PatchedForward(LanguageModule):
+    """Mixed into a built model's own class by :func:`patch_forward`, so that a subclass of GPTModel or HybridModel
+    stays what it is.
 
-    Called as GPTModel is, ``position_ids`` are the rows' positions in their documents, and rotary angles follow them.
+    Called as these are, ``position_ids`` are the rows' positions in their documents, and rotary angles follow them.
     With labels it returns Megatron's loss of every token, [1, rows]. ``summed_loss=True`` returns their sum over
     ``loss_mask`` as one scalar instead, computed together with the output layer without ever holding all logits.
     ``log_probabilities=True`` returns the logarithm of every label's probability, [1, rows], likewise; its backward
@@ -70,7 +72,7 @@ class PatchedForward(GPTModel):
         attention_mask = self._with_balance(attention_mask)
         self._returns = "summed_loss" if summed_loss else "log_probabilities" if log_probabilities else ""
         try:
-            output: torch.Tensor = super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
+            output = self._megatrons(input_ids, position_ids, attention_mask, *args, **kwargs)
         finally:
             self._returns = ""
         if attention_mask.balance is not None and attention_mask.balance.training:
@@ -85,9 +87,12 @@ class PatchedForward(GPTModel):
         rows = micro_batch.documents, micro_batch.nano_rows, micro_batch.document_count
         return replace(micro_batch, balance=MicroBatchBalance.of(self.config, layers, *rows))
 
-    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self._returns or not self.post_process:
-            return super()._postprocess(hidden_states, *args, **kwargs)
+    def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Megatron's forward, with what was asked for in place of its losses."""
+        raise NotImplementedError
+
+    def _output(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Returns what was asked for by name."""
         layer = self.output_layer
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else layer.weight
         shards = VocabularyShards(layer.tp_group, layer.sequence_parallel, self.vocabulary)
@@ -100,7 +105,41 @@ class PatchedForward(GPTModel):
         return output_loss(hidden, weight, labels, kwargs["loss_mask"].flatten(), shards, transform=transform)
 
 
-def patch_forward(model: GPTModel, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
+class PatchedGPT(PatchedForward, GPTModel):
+    """:class:`PatchedForward` of a GPTModel."""
+
+    def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
+        return output
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._returns or not self.post_process:
+            return super()._postprocess(hidden_states, *args, **kwargs)
+        return self._output(hidden_states, **kwargs)
+
+
+class PatchedHybrid(PatchedForward):
+    """:class:`PatchedForward` of a HybridModel."""
+
+    post_process: bool
+
+    def _megatrons(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ours = bool(self._returns) and self.post_process
+        if not ours:
+            return self._forward(*args, **kwargs)
+        self.post_process = False  # then Megatron returns what comes before the output layer
+        try:
+            hidden_states = self._forward(*args, **kwargs)
+        finally:
+            self.post_process = True
+        return self._output(hidden_states, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = super(PatchedForward, self).forward(*args, **kwargs)
+        return output
+
+
+def patch_forward(model: LanguageModule, takes: type[DisaggregatedMicroBatch] | type[PackedMicroBatch]) -> None:
     """Give ``model`` this forward, keeping its class's name and everything else of it.
 
     Args:
@@ -108,21 +147,30 @@ def patch_forward(model: GPTModel, takes: type[DisaggregatedMicroBatch] | type[P
         takes: what its layers read in place of the attention mask.
     """
     own = type(model)
-    model.__class__ = type(own.__name__, (PatchedForward, own), {"__module__": own.__module__})
+    patched = PatchedGPT if isinstance(model, GPTModel) else PatchedHybrid
+    model.__class__ = type(own.__name__, (patched, own), {"__module__": own.__module__})
     model.takes = takes
 
 
 def _own_output(model: PatchedForward) -> str:
     """Returns, in words, the step that a user's model adds to GPTModel between hidden states and losses; empty if it
     adds none."""
+    classes = type(model).__mro__
+    base, own = megatrons_class(model), classes[classes.index(PatchedForward) + 1]  # which is the user's
     for name in ("_postprocess", "compute_language_model_loss"):
-        # The class after this one is the user's.
-        if getattr(super(PatchedForward, model), name).__func__ is not getattr(GPTModel, name):
+        if getattr(own, name, None) is not getattr(base, name, None):
             return f"a {name} of its own"
     layer = model.output_layer if model.post_process else None
     hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()] if layer is not None else []
     foreign = [hook for hook in hooks if getattr(hook, "func", None) not in (_mask_padding, _transform_logits)]
     return "hooks on its output layer" if foreign else ""
+
+
+def megatrons_class(model: Any) -> type[LanguageModule]:
+    """GPTModel or HybridModel, of which the model is one."""
+    names = ("GPTModel", "HybridModel")
+    classes = reversed(type(model).__mro__)  # what patch_forward makes has the name of what it patches
+    return next(each for each in classes if each.__name__ in names and each.__module__.startswith("megatron.core"))
 
 
 def check_attached(model: Any) -> None:
@@ -133,8 +181,8 @@ def check_attached(model: Any) -> None:
     """
     if not isinstance(model, PatchedForward):
         raise SupportError(
-            f"The model is a {type(model).__module__}.{type(model).__name__} that was not attached: take the GPTModel "
-            "that CAD.attach returned."
+            f"The model is a {type(model).__module__}.{type(model).__name__} that was not attached: take what "
+            "CAD.attach returned."
         )
 
 
@@ -150,7 +198,7 @@ def check_unwrapped(model: PatchedForward) -> None:
         )
 
 
-def leave_out_padding(model: GPTModel, vocabulary: int) -> None:
+def leave_out_padding(model: LanguageModule, vocabulary: int) -> None:
     """Keep rows of the output layer from ever being predicted.
 
     Args:
@@ -167,7 +215,7 @@ def _mask_padding(vocabulary: int, layer: Any, _: Any, output: tuple[torch.Tenso
     VocabularyShards(layer.tp_group, layer.sequence_parallel, vocabulary).mask_padding_(logits)
 
 
-def transform_logits(model: GPTModel, transform: LogitTransform) -> None:
+def transform_logits(model: LanguageModule, transform: LogitTransform) -> None:
     """Let logits become others before the softmax, of padding too, which is left out afterwards.
 
     Args:
@@ -185,7 +233,7 @@ def _transform_logits(
     return transform(output[0]), output[1]
 
 
-def scale_embeddings(model: GPTModel, scale: float) -> None:
+def scale_embeddings(model: LanguageModule, scale: float) -> None:
     """Multiply what the embedding returns by ``scale``, rounded to its type."""
     if model.pre_process and scale != 1.0:
         model.embedding.register_forward_hook(partial(_scaled, scale))

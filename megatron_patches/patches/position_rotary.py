@@ -91,9 +91,11 @@ class PositionRotary(torch.nn.Module):
         return self._angles
 
 
-def use_position_rotary(model: torch.nn.Module) -> PositionRotary:
-    """Replace a GPTModel's rotary embedding, unless that is one by position already."""
-    rotary: Any = model.rotary_pos_emb
+def use_position_rotary(model: torch.nn.Module) -> PositionRotary | None:
+    """Replace a model's rotary embedding, unless that is one by position already; a HybridModel may have none."""
+    rotary: Any = getattr(model, "rotary_pos_emb", None)
+    if rotary is None:
+        return None
     if isinstance(rotary, RotaryEmbedding):  # frequencies are scaled already where megatron scales RoPE
         rotary = PositionRotary(
             rotary.inv_freq, rotary.seq_len_interpolation_factor, interleaved=rotary.rotary_interleaved

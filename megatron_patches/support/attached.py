@@ -24,7 +24,7 @@ _MAY_CHANGE = {
     "barrier_with_L1_time",
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d")
+_NEVER_CALLED = ("", "self_attention", "self_attention.core_attention", "self_attention.conv1d", "mixer")
 """Parts of a disaggregated layer whose own parts are called one by one."""
 
 

@@ -55,16 +55,29 @@ ARGUMENTS = {
 }
 
 
-def check_bare(model: Any) -> None:
-    """Refuse what is no GPTModel as it was built.
+def check_bare(model: Any, pattern: str = "") -> None:
+    """Refuse what is no GPTModel as it was built, or no HybridModel.
+
+    Args:
+        model: that was given.
+        pattern: that its CAD was made with, for a HybridModel; empty for a GPTModel.
 
     Raises:
         SupportError: naming what was given.
     """
-    if not isinstance(model, GPTModel):
+    if pattern:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        if not isinstance(model, HybridModel):
+            raise SupportError(
+                f"The model is a {type(model).__module__}.{type(model).__name__}, but CAD was made with "
+                f"hybrid_layer_pattern {pattern!r}: attach a HybridModel, or leave the pattern out."
+            )
+    elif not isinstance(model, GPTModel):
         raise SupportError(
-            f"The model is a {type(model).__module__}.{type(model).__name__}, but only a GPTModel is served: attach it "
-            "as it was built, before CAD.data_parallel, torch.compile or anything else wraps it."
+            f"The model is a {type(model).__module__}.{type(model).__name__}, but only a GPTModel is served, or a "
+            "HybridModel with a CAD that was given its hybrid_layer_pattern: attach it as it was built, before "
+            "CAD.data_parallel, torch.compile or anything else wraps it."
         )
     if isinstance(model, PatchedForward):
         raise SupportError("The model is attached already: call CAD.attach once.")
@@ -85,23 +98,23 @@ def check_model(
     """
     check_config(model.config)
     for name, limit in ARGUMENTS.items():
-        check_limit(name, _argument(model, name), limit)
-    _check_groups(model)
+        check_limit(name, argument_of(model, name), limit)
+    check_model_groups(model)
     if not isinstance(model.rotary_pos_emb, PositionRotary):
-        _expect("rotary_pos_emb", type(model.rotary_pos_emb), RotaryEmbedding)
-    _expect("decoder", type(model.decoder), TransformerBlock)
+        expect("rotary_pos_emb", type(model.rotary_pos_emb), RotaryEmbedding)
+    expect("decoder", type(model.decoder), TransformerBlock)
     if model.decoder.final_layernorm is not None:
         norm = norm_class(model.config, options.norm_bias)
-        _expect("decoder.final_layernorm", type(model.decoder.final_layernorm), norm)
+        expect("decoder.final_layernorm", type(model.decoder.final_layernorm), norm)
     for number, each in enumerate(model.decoder.layers):
         expected = layer_class(model.config, each.layer_number) if layer is SplitTransformerLayer else layer
-        _expect(f"decoder.layers.{number}", type(each), expected)
+        expect(f"decoder.layers.{number}", type(each), expected)
         _check_layer(f"decoder.layers.{number}", each, model.config, options)
     if model.post_process:
-        _expect("output_layer", type(model.output_layer), ColumnParallelLinear)
+        expect("output_layer", type(model.output_layer), ColumnParallelLinear)
 
 
-def _argument(model: GPTModel, name: str) -> Any:
+def argument_of(model: Any, name: str) -> Any:
     """Returns the argument that ``model`` was built with, as far as its modules tell."""
     embedding = model.embedding if model.pre_process else None
     if name == "scatter_embedding_sequence_parallel":
@@ -111,7 +124,12 @@ def _argument(model: GPTModel, name: str) -> Any:
     return getattr(model, name)
 
 
-def _check_groups(model: GPTModel) -> None:
+def check_model_groups(model: Any) -> None:
+    """Refuse a model with process groups of its own.
+
+    Raises:
+        SupportError: so it is.
+    """
     ours = {
         "tp": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
         "pp": parallel_state.get_pipeline_model_parallel_group(check_initialized=False),
@@ -134,7 +152,7 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
         "pre_mlp_layernorm": IdentityOp if options.norms == "post" or options.parallel_mlp else norm,
     }
     recurrent = isinstance(layer, SplitRecurrentLayer)
-    column, row = _linears_like(attention.in_proj if recurrent else attention.linear_qkv)
+    column, row = linears_like(attention.in_proj if recurrent else attention.linear_qkv)
     projection = with_bias(row) if options.attention_output_bias else row
     if recurrent:
         mixer = {"in_proj": column, "out_norm": norm, "out_proj": row}
@@ -151,21 +169,26 @@ def _check_layer(path: str, layer: Any, config: TransformerConfig, options: Mode
     else:
         expected |= {"mlp": MLP, "mlp.linear_fc1": column, "mlp.linear_fc2": row}
     for name, served in expected.items():
-        _expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
+        expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
     if not recurrent:
-        _check_head_norms(path, attention, config, options)
+        check_head_norms(path, attention, config, options)
     if isinstance(layer, SplitTransformerLayer) and layer.options != options:
         raise SupportError(
             f"{path} was built with other model options than CAD has: build the model with this CAD's block_spec."
         )
     for name in ("self_attn_bda", "mlp_bda"):
-        _expect(f"{path}.{name}", getattr(layer, name), get_bias_dropout_add)
+        expect(f"{path}.{name}", getattr(layer, name), get_bias_dropout_add)
     check_limit(f"{path}.hidden_dropout", layer.hidden_dropout, LIMITS["hidden_dropout"])
     if any(part.config is not config for part in (layer, attention, mlp)):
         raise SupportError(f"{path} has a configuration of its own, but {LIMITS['heterogeneous_block_specs'].because}.")
 
 
-def _check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
+def check_head_norms(path: str, attention: Any, config: TransformerConfig, options: ModelOptions) -> None:
+    """Refuse norms of queries and keys that are not those of the configuration.
+
+    Raises:
+        SupportError: so it is.
+    """
     norm = norm_class(config, options.norm_bias)
     head_norms = (norm, norm) if options.query_key_norm == "head" else (QueryWidthNorm, KeyWidthNorm)
     for name, served in zip(("q_layernorm", "k_layernorm"), head_norms, strict=True):
@@ -177,7 +200,7 @@ def _check_head_norms(path: str, attention: Any, config: TransformerConfig, opti
             )
 
 
-def _linears_like(linear: Any) -> tuple[type, type]:
+def linears_like(linear: Any) -> tuple[type, type]:
     """A layer has linear layers of one kind, Megatron's own or Transformer Engine's: split by outputs, by inputs."""
     if type(linear).__module__ == "megatron_patches.te.linears":
         from megatron_patches.te.linears import ColumnLinear, RowLinear
@@ -186,7 +209,12 @@ def _linears_like(linear: Any) -> tuple[type, type]:
     return ColumnParallelLinear, RowParallelLinear
 
 
-def _expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
+def expect(path: str, found: Any, served: type | Callable[..., Any]) -> None:
+    """Refuse a module of another class.
+
+    Raises:
+        SupportError: so it is.
+    """
     if found is not served:
         raise SupportError(
             f"{path} is a {found.__module__}.{name_of(found)}, but only {served.__module__}.{name_of(served)} is "

@@ -23,13 +23,13 @@ _SERVED_BY = {
         init_method_std embedding_init_method embedding_init_method_std perform_initialization use_cpu_initialization
         gradient_accumulation_fusion async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding
         tensor_model_parallel_size sequence_parallel disable_bf16_reduced_precision_matmul bf16
-        hetereogenous_dist_checkpoint""",
+        hetereogenous_dist_checkpoint is_hybrid_model""",
     "our layers and the core-attention servers": """
         softmax_scale window_size window_attn_skip_freq qk_layernorm layernorm_epsilon layernorm_zero_centered_gamma
         no_rope_freq rotary_interleaved attention_output_gate""",
     "the cores of recurrent layers, or nobody where there are none": """
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-        linear_num_value_heads""",
+        linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads""",
     "megatron's embedding, initialization and configuration, and our loss": """
         use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
         mup_attn_scale_power""",
@@ -37,7 +37,7 @@ _SERVED_BY = {
     "a replacement, which has its own way of computing the same": """
         attention_backend flash_attention_version attention_softmax_in_fp32 masked_softmax_fusion apply_rope_fusion
         fused_single_qkv_rope persist_layer_norm memory_efficient_layer_norm cross_entropy_loss_fusion
-        cross_entropy_fusion_impl""",
+        cross_entropy_fusion_impl use_mamba_mem_eff_path mamba_training_ssm_states_dtype""",
     "megatron's schedules, optimizer and checkpoints, or ours in their place": """
         pipeline_model_parallel_size pipeline_model_parallel_comm_backend pipeline_dtype variable_seq_lengths
         overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync
@@ -83,12 +83,6 @@ LIMITS = {
         dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
         dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
         dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
-    ),
-    "is_hybrid_model": Limit(
-        "only transformer layers are served",
-        (False,),
-        """mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
-        mamba_training_ssm_states_dtype""",
     ),
     "context_parallel_size": Limit(
         "core attention disaggregation itself spreads sequences over data-parallel ranks",

@@ -8,25 +8,32 @@ from torch.nn import functional
 
 from distca.errors import SupportError
 from megatron_patches.model.model_options import MEGATRONS, ModelOptions
+from megatron_patches.model.pattern import DELTA_NET, RECURRENT, check_pattern
 from megatron_patches.model.recurrences import has_output_gate, has_recurrent_layers, is_recurrent
 from megatron_patches.versions import has_gated_delta_net, installed_version
 
 
-def check_hybrid(config: TransformerConfig, options: ModelOptions, disaggregate: bool, offload: bool) -> None:
+def check_hybrid(
+    config: TransformerConfig, pattern: str, options: ModelOptions, disaggregate: bool, offload: bool
+) -> None:
     """Refuse to run recurrent layers, or gates on attention's output, where nothing holds them against Megatron-Core.
 
     Args:
         config: Megatron's.
+        pattern: of a HybridModel's layers; empty for a GPTModel.
         options: of the model.
         disaggregate, offload: of :class:`megatron_patches.api.CAD`.
 
     Raises:
         SupportError: what is not served with them.
     """
-    recurrent = has_recurrent_layers(config)
-    if not recurrent and not has_output_gate(config):
+    delta_nets = has_recurrent_layers(config)
+    if not pattern and not delta_nets and not has_output_gate(config):
         return
-    what = "experimental_attention_variant is 'gated_delta_net'" if recurrent else "attention_output_gate is True"
+    what = "experimental_attention_variant is 'gated_delta_net'" if delta_nets else "attention_output_gate is True"
+    if pattern:
+        what = f"hybrid_layer_pattern is {pattern!r}"
+    recurrent = delta_nets or any(symbol in RECURRENT for symbol in pattern)
     tp = config.tensor_model_parallel_size
     refused = {
         f"megatron-core is {installed_version()}: install 0.19": not has_gated_delta_net(),
@@ -40,16 +47,20 @@ def check_hybrid(config: TransformerConfig, options: ModelOptions, disaggregate:
         "`offload` is True: set it to False": offload,
         "`model_options` are not the defaults: leave them out": options != MEGATRONS,
         "there is a GPU, on which nothing was held against Megatron-Core: run on CPUs": torch.cuda.is_available(),
-        f"num_moe_experts is {config.num_moe_experts}: set it to None": config.num_moe_experts is not None,
+        f"num_moe_experts is {config.num_moe_experts}: set it to None": bool(config.num_moe_experts) and not pattern,
     }
-    if recurrent:
+    if delta_nets:
         is_recurrent(config, 1)
+        refused["experimental_attention_variant is 'gated_delta_net': set it to None"] = bool(pattern)
+    if recurrent:
         refused |= {
             f"normalization is {config.normalization!r}: set it to 'RMSNorm'": config.normalization != "RMSNorm",
             "activation_func is not SiLU, which it is for convolutions too: set it to torch.nn.functional.silu": (
-                config.activation_func is not functional.silu
+                config.activation_func is not functional.silu and DELTA_NET in (pattern or DELTA_NET)
             ),
         }
     for other, found in refused.items():
         if found:
             raise SupportError(f"{what}, which is not served where {other}, or do without.")
+    if pattern:
+        check_pattern(config, pattern)

@@ -1,5 +1,5 @@
-"""Stacks of gated delta nets and attention against unmodified Megatron-Core, one document at a time: blocks in float64,
-losses, every gradient and five optimizer steps in float32, all in one start of ranks."""
+"""Stacks of recurrent layers and attention against unmodified Megatron-Core, one document at a time: GPTModel and
+HybridModel. Blocks in float64, losses, gradients and five optimizer steps in float32, in one start of ranks."""
 
 from __future__ import annotations
 
@@ -29,29 +29,53 @@ def _all() -> list[tuple[Any, dict[str, float], float]]:
     suite = _suite()
     from distca.parity import block, expert_steps, hybrid
 
-    cases, results = hybrid.hybrid_cases(), []
+    cases, stacks, results = hybrid.hybrid_cases(), hybrid.hybrid_model_cases(), []
+    with_experts = [case for case in stacks if case.config.get("num_moe_experts")]  # whose routers count in the model
     with hybrid.float32_casts_lifted():
-        for case in cases:
+        for case in [*cases, *(case for case in stacks if case not in with_experts)]:
             full = block.rounded_weights(case, torch.float32)
             reference = block.block_unmodified(case, torch.float64, CPU, full)
             found = block.block_disaggregated(case, torch.float64, CPU, "reference", full)
             results.append((case, found.error(reference), suite.FLOAT64_TOLERANCE))
-    trained, compared = replace(cases[0], micro_batches=((13, 1, 9),)), cases[1]
-    (found,) = suite.float32_differences([compared], CPU)
-    results.append((compared, found, suite.FLOAT32_TOLERANCE))
-    (found,) = expert_steps.step_differences([trained], CPU, distributed=True)
-    results.append((trained, found, suite.FLOAT32_TOLERANCE))
-    return results
+    compared = [cases[1], *with_experts]
+    trained = [replace(stacks[0], micro_batches=((13, 1, 9),))]
+    found = suite.float32_differences(compared, CPU)
+    found += expert_steps.step_differences(trained, CPU, distributed=True)
+    return results + [(*each, suite.FLOAT32_TOLERANCE) for each in zip([*compared, *trained], found, strict=True)]
 
 
-def _loaded_from_a_checkpoint(path: Path) -> float:
+def _llama_as_both() -> float:
+    """How far losses and gradients of a LLaMA as HybridModel are from those of the same as GPTModel."""
+    from distca.parity import cases, disaggregated, unmodified
+
+    gpt = cases.ParityCase(micro_batches=((13, 1, 29), (25,)), tp=2)
+    stack = replace(gpt, shape=replace(gpt.shape, layers=4), pattern="*-*-")
+    weights = {name: p.detach() for name, p in unmodified.unmodified_model(gpt, torch.float32).named_parameters()}
+    renamed = {name: _name_in_stack(name) for name in weights}
+    one = disaggregated.run_disaggregated(gpt, torch.float32, CPU, "reference", weights)
+    held = {renamed[name]: weight for name, weight in weights.items()}
+    other = disaggregated.run_disaggregated(stack, torch.float32, CPU, "reference", held)
+    assert other.gradients.keys() == held.keys()
+    apart = [(other.gradients[renamed[name]] - each).norm() / each.norm() for name, each in one.gradients.items()]
+    return max(abs(one.loss - other.loss), *map(float, apart))
+
+
+def _name_in_stack(name: str) -> str:
+    """A GPTModel's parameter in the HybridModel with its MLPs as layers of their own."""
+    parts = name.replace("final_layernorm", "final_norm").split(".")
+    if "layers" in parts:
+        parts[2] = str(2 * int(parts[2]) + (parts[3] in ("mlp", "pre_mlp_layernorm")))
+    return ".".join(parts)
+
+
+def _loaded_from_a_checkpoint(case: Any, path: Path) -> float:
     """The largest difference of weights that were saved by two tensor-parallel ranks and loaded by one."""
     from megatron.core import dist_checkpointing
 
-    from distca.parity import disaggregated, hybrid, unmodified
+    from distca.parity import disaggregated, unmodified
     from megatron_patches.checkpoint.whole_weights import save_weights
 
-    case = hybrid.hybrid_cases()[0]
+    path.mkdir(exist_ok=True)
     weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
     _, saved = disaggregated.attached(case, torch.float32, CPU, "reference", weights)
     save_weights(saved, path)
@@ -62,12 +86,18 @@ def _loaded_from_a_checkpoint(path: Path) -> float:
     return max((found[name] - weight).abs().max().item() for name, weight in weights.items())
 
 
-def _in_one_start(path: Path) -> tuple[list[tuple[Any, dict[str, float], float]], float]:
-    return _all(), _loaded_from_a_checkpoint(path)
+def _in_one_start(path: Path) -> tuple[list[tuple[Any, dict[str, float], float]], list[float], float]:
+    results, llama = _all(), _llama_as_both()
+    from distca.parity import hybrid
+
+    saved = [hybrid.hybrid_cases()[0], *(hybrid.hybrid_model_cases()[number] for number in (0, 3))]
+    differences = [_loaded_from_a_checkpoint(case, path / str(number)) for number, case in enumerate(saved)]
+    return results, differences, llama
 
 
-def test_blocks_in_float64_whole_models_in_float32_and_a_checkpoint(tmp_path: Path) -> None:
-    results, difference = run_ranks(4, _in_one_start, tmp_path)[0]
-    assert len(results) == 6
+def test_blocks_in_float64_whole_models_in_float32_and_checkpoints(tmp_path: Path) -> None:
+    results, differences, llama = run_ranks(4, _in_one_start, tmp_path)[0]
+    assert len(results) == 12
     _check(results)
-    assert difference == 0.0
+    assert differences == [0.0] * 3
+    assert llama <= 1e-6

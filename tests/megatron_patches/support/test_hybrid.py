@@ -36,9 +36,14 @@ def _cpu_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _said(
-    fields: dict[str, Any], *, options: ModelOptions = MEGATRONS, disaggregate: bool = True, offload: bool = False
+    fields: dict[str, Any],
+    *,
+    pattern: str = "",
+    options: ModelOptions = MEGATRONS,
+    disaggregate: bool = True,
+    offload: bool = False,
 ) -> str | None:
-    return refusal(check_hybrid, SimpleNamespace(**fields), options, disaggregate, offload)
+    return refusal(check_hybrid, SimpleNamespace(**fields), pattern, options, disaggregate, offload)
 
 
 @pytest.mark.parametrize("fields", [NET, GATE, {**NET, **_TENSOR_PARALLEL}])
@@ -76,3 +81,31 @@ def test_gpus_and_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("megatron_patches.support.hybrid.has_gated_delta_net", lambda: True)
     assert "on which nothing was held against Megatron-Core" in str(_said(GATE))
+
+
+STACK = {**GATE, "attention_output_gate": False, "num_layers": 4, "mamba_num_groups": 2, "mamba_num_heads": 4}
+
+
+@pytest.mark.parametrize("pattern", ["G-*-", "*-*-", "-*GG", "M-*M"])
+def test_patterns_that_are_served(pattern: str) -> None:
+    assert _said(STACK, pattern=pattern) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changed", "said"),
+    [
+        ("G-|*", {}, "has '|', but pipeline stages are not served with it"),
+        ("G-*/*", {}, "has '/', but only the next token is predicted"),
+        ("G-+-", {}, "has '+', but latent attention is not served"),
+        ("D-*-", {}, "has 'D', but sparse attention is not served"),
+        ("G-X-", {}, "has 'X', but symbols are * G M - E"),
+        ("G-G-", {}, "has no '*'"),
+        ("G-*-G-", {}, "num_layers is 4, but hybrid_layer_pattern 'G-*-G-' has 6 layers: set num_layers to 6"),
+        ("G-*E", {}, "num_moe_experts is None, but hybrid_layer_pattern is 'G-*E'"),
+        ("G-*-", {"experimental_attention_variant": "gated_delta_net"}, "'gated_delta_net': set it to None"),
+        ("M-*-", {**_TENSOR_PARALLEL, "tensor_model_parallel_size": 4}, "mamba_num_groups is 2"),
+        ("M-*-", {"mamba_num_heads": 3}, "mamba_num_heads is 3"),
+    ],
+)
+def test_patterns_that_are_refused(pattern: str, changed: dict[str, Any], said: str) -> None:
+    assert said in (_said({**STACK, **changed}, pattern=pattern) or "")

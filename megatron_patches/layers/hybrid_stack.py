@@ -1,0 +1,73 @@
+"""The stack of Megatron-Core's HybridModel, run with disaggregated cores, and its spec."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+
+from megatron_patches.experts.spec import experts_spec
+from megatron_patches.layers.block import DisaggregatedForward, layer_spec, linear_classes
+from megatron_patches.layers.gated_delta_net import recurrent_layer_spec
+from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.layers.mamba import OwnMambaMixer, SplitMambaLayer
+from megatron_patches.patches.norms import norm_class
+
+
+class DisaggregatedStack(DisaggregatedForward, HybridStack):
+    """megatron's stack with another forward, and with our norm behind it: Megatron's asks for Transformer Engine."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
+        super().__init__(config, *arguments, **{**named, "post_layer_norm": False})
+        if self.post_process:
+            self.final_norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
+
+    @property
+    def last_norm(self) -> torch.nn.Module | None:
+        norm: torch.nn.Module | None = self.final_norm if self.post_process else None
+        return norm
+
+
+def hybrid_stack_spec(config: TransformerConfig, *, te: bool) -> ModuleSpec:
+    """The spec of a HybridModel's stack.
+
+    Args:
+        config: of the model.
+        te: Transformer Engine's linear layers in place of Megatron's.
+    """
+    norm, (column, row) = norm_class(config), linear_classes(te)
+    layer = layer_spec(config, te=te)
+    # Layers with an MLP alone add what the mixer before them put out, so they are given how, too.
+    attention, mlp = deepcopy(layer), deepcopy(layer)
+    attention.submodules.pre_mlp_layernorm = attention.submodules.mlp = IdentityOp
+    mlp.module = SplitTransformerLayer
+    mlp.submodules.input_layernorm = mlp.submodules.self_attention = IdentityOp
+    experts = deepcopy(mlp)
+    if config.num_moe_experts:
+        experts.submodules.mlp = experts_spec(config)
+    mamba = ModuleSpec(
+        module=SplitMambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=norm,
+            mixer=ModuleSpec(module=OwnMambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row)),
+            mamba_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+        ),
+    )
+    return ModuleSpec(
+        module=DisaggregatedStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=mamba,
+            gdn_layer=recurrent_layer_spec(attention, column, row, norm),
+            attention_layer=attention,
+            mlp_layer=mlp,
+            moe_layer=experts,
+        ),
+    )

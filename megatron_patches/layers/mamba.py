@@ -1,0 +1,136 @@
+"""A layer of Mamba-2 cut at its core, with Megatron's parameters and projections.
+
+Megatron's mixer asks for packages with CUDA kernels when it is built. None of them is called: the convolution and the
+scan are the core's, and the gated norm is written here.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.nn import functional
+
+from distca.errors import SupportError
+from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel, choose_recurrent_kernel
+from distca.recurrent.kernel import wide
+from megatron_patches.layers.layer import Branch, SplitLayerParts
+from megatron_patches.model.recurrences import mamba_recurrence
+
+
+class GroupedGatedNorm(torch.nn.Module):
+    """RMSNorm of x · SiLU(gate) over each group of channels by itself, in float32 at least.
+
+    Args:
+        width: channels of this tensor-parallel rank.
+        eps: added to the mean square.
+        group_size: channels of a group.
+        named: what Megatron's norm takes beside; ``norm_before_gate`` is False.
+    """
+
+    def __init__(self, width: int, eps: float, group_size: int, **named: Any) -> None:
+        super().__init__()
+        assert not named["norm_before_gate"]
+        self.weight = torch.nn.Parameter(torch.ones(width, device=named["device"], dtype=named["dtype"]))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """[rows, channels] of the same type."""
+        dtype = wide(x.dtype)
+        gated = (x.to(dtype) * functional.silu(gate.to(dtype))).unflatten(1, (-1, self.group_size))
+        normed = gated * torch.rsqrt(gated.square().mean(2, keepdim=True) + self.eps)
+        return (normed.flatten(1) * self.weight.to(dtype)).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """The weight, whose channels are split over tensor-parallel ranks."""
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets
+        )
+        return found
+
+
+class OwnMambaMixer(MambaMixer):
+    """megatron's module, of which the layer uses the parameters and the projections."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        with (
+            patch.object(mamba_mixer, "HAVE_MAMBA_SSM", True),
+            patch.object(mamba_mixer, "HAVE_EINOPS", True),
+            patch.object(mamba_context_parallel, "HAVE_EINOPS", True),
+            patch.object(mamba_mixer, "ExtendedRMSNorm", GroupedGatedNorm),
+        ):
+            super().__init__(*arguments, **named)
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuses to run.
+
+        Raises:
+            SupportError: always.
+        """
+        raise SupportError("A Mamba mixer was called by itself: run its layer in a model that CAD attached.")
+
+
+class SplitMambaLayer(SplitLayerParts, MambaLayer):
+    """A layer with Megatron's Mamba-2 mixer, cut at its convolution: what is behind it up to the skip of x is the core
+    (distca/runtime/recurrent_call.py)."""
+
+    @property
+    def input_layernorm(self) -> Any:  # type: ignore[override]
+        """The norm before the mixer, by the name that other layers have for it."""
+        return self.norm
+
+    @cached_property
+    def recurrence(self) -> Recurrence:
+        """The formula and the shape of the core."""
+        return mamba_recurrence(self.config)
+
+    @cached_property
+    def core_kernel(self) -> RecurrentKernel:
+        """The kernel that computes the core."""
+        return choose_recurrent_kernel(self.recurrence, self.mixer.conv1d_weight.device)
+
+    @property
+    def core_parameters(self) -> CoreParameters:
+        """The convolution's weights and biases, and how much of x is added to the output."""
+        return CoreParameters(self.mixer.conv1d_weight.squeeze(1), self.mixer.conv1d_bias, self.mixer.D)
+
+    def pre(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Norm and projection.
+
+        Args:
+            hidden: [rows, 1, hidden].
+
+        Returns:
+            ``hidden`` and the gate z for :meth:`mixed`; then mixed_NC, g_NH and beta_NH of the core, which are the
+            logarithm of the decay and the step size.
+        """
+        mixer, what = self.mixer, self.recurrence
+        hidden, projected_NF = self._projected(hidden, mixer.in_proj)
+        gate, mixed_NC, steps_NH = projected_NF.split((what.heads * what.value_dim, what.channels, what.heads), dim=1)
+        dtype = wide(steps_NH.dtype)
+        beta_NH = functional.softplus(steps_NH.to(dtype) + mixer.dt_bias.to(dtype))
+        g_NH = -mixer.A_log.to(dtype).exp() * beta_NH
+        return hidden, gate, mixed_NC, g_NH, beta_NH
+
+    def mixed(self, o: torch.Tensor, *residual: torch.Tensor) -> tuple[Branch, torch.Tensor]:
+        """Gated norm and output projection of o_NHV."""
+        hidden, gate = residual
+        return self.mixer.out_proj(self.mixer.norm(o.flatten(1), gate).unsqueeze(1)), hidden
+
+    def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
+        """The layer's output, where a mixer follows."""
+        return self._add(branch, residual, self.mamba_bda, None)
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+        """Refuses to run.
+
+        Raises:
+            SupportError: always.
+        """
+        raise SupportError("A Mamba layer was called by itself: run it in a model that CAD attached.")

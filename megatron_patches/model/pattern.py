@@ -1,0 +1,94 @@
+"""The layers of a model as CAD counts them: units of a mixer and what follows it up to the next mixer.
+
+A GPTModel's layer is a unit by itself. Megatron-Core's HybridModel has a pattern with one symbol for each layer, which
+is one mixer, one MLP or one layer with experts: Qwen3.5's is ``G-G-G-*-``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.transformer import TransformerConfig
+
+from distca.errors import SupportError
+from megatron_patches.model.recurrences import is_recurrent
+
+ATTENTION, DELTA_NET, MAMBA, MLP, EXPERTS = "*", "G", "M", "-", "E"
+RECURRENT = DELTA_NET + MAMBA
+_MIXERS = ATTENTION + RECURRENT
+_SERVED = _MIXERS + MLP + EXPERTS
+_REFUSED = {
+    "|": "pipeline stages are not served with it: leave it out",
+    "/": "only the next token is predicted: leave it out with what follows",
+    "D": "sparse attention is not served: take '*'",
+    "+": "latent attention is not served: take '*'",
+}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A mixer.
+
+    Attributes:
+        symbol: of the mixer.
+        layer_number: of the mixer among Megatron's layers, from 1.
+    """
+
+    symbol: str
+    layer_number: int
+
+
+def units_of(config: TransformerConfig, pattern: str) -> list[Unit]:
+    """Returns the mixers of a model's units, in their order.
+
+    Args:
+        config: Megatron's.
+        pattern: of a HybridModel's layers; empty for a GPTModel.
+    """
+    if pattern:
+        return [Unit(symbol, number) for number, symbol in enumerate(pattern, 1) if symbol in _MIXERS]
+    numbers = range(1, config.num_layers + 1)
+    return [Unit(DELTA_NET if is_recurrent(config, number) else ATTENTION, number) for number in numbers]
+
+
+def check_pattern(config: TransformerConfig, pattern: str) -> None:
+    """Refuse a pattern that is none, or has layers that are not served.
+
+    Raises:
+        SupportError: naming the first symbol.
+    """
+    for symbol in pattern:
+        if symbol not in _SERVED:
+            why = _REFUSED.get(symbol, f"symbols are {' '.join(_SERVED)}")
+            raise SupportError(f"hybrid_layer_pattern {pattern!r} has {symbol!r}, but {why}.")
+    if ATTENTION not in pattern:
+        raise SupportError(
+            f"hybrid_layer_pattern {pattern!r} has no '*', but some layers must have softmax attention: add one."
+        )
+    if config.num_layers != len(pattern):
+        raise SupportError(
+            f"num_layers is {config.num_layers}, but hybrid_layer_pattern {pattern!r} has {len(pattern)} layers: set "
+            f"num_layers to {len(pattern)}."
+        )
+    if (EXPERTS in pattern) != bool(config.num_moe_experts):
+        raise SupportError(
+            f"num_moe_experts is {config.num_moe_experts}, but hybrid_layer_pattern is {pattern!r}: give a number of "
+            "experts where the pattern has 'E', and None where it has not."
+        )
+    if MAMBA in pattern:
+        _check_mamba(config)
+
+
+def _check_mamba(config: TransformerConfig) -> None:
+    """Each tensor-parallel rank has whole groups, and each group equally many heads."""
+    tp, groups = config.tensor_model_parallel_size, config.mamba_num_groups
+    if groups % tp:
+        raise SupportError(
+            f"mamba_num_groups is {groups}, which tensor_model_parallel_size {tp} does not divide, but a rank has "
+            "whole groups: set one of them to match."
+        )
+    if config.mamba_num_heads is not None and config.mamba_num_heads % groups:
+        raise SupportError(
+            f"mamba_num_heads is {config.mamba_num_heads}, which is no multiple of mamba_num_groups {groups}: set it "
+            "to one."
+        )

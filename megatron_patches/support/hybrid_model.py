@@ -1,0 +1,133 @@
+"""Checks of a HybridModel beyond its configuration: its arguments, groups, and every module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+from distca.errors import SupportError
+from megatron_patches.experts.spec import DrawnExperts
+from megatron_patches.layers.gated_delta_net import OwnGatedDeltaNet
+from megatron_patches.layers.hybrid_layers import GatedAttentionLayer, SplitRecurrentLayer
+from megatron_patches.layers.hybrid_stack import DisaggregatedStack
+from megatron_patches.layers.layer import SplitTransformerLayer
+from megatron_patches.layers.mamba import GroupedGatedNorm, OwnMambaMixer, SplitMambaLayer
+from megatron_patches.layers.packed_attention import PackedAttention
+from megatron_patches.model.pattern import ATTENTION, DELTA_NET, EXPERTS, MAMBA
+from megatron_patches.model.pattern import MLP as MLP_ALONE
+from megatron_patches.model.recurrences import has_output_gate
+from megatron_patches.patches.norms import norm_class
+from megatron_patches.patches.position_rotary import PositionRotary
+from megatron_patches.support.built_model import (
+    ARGUMENTS,
+    argument_of,
+    check_head_norms,
+    check_model_groups,
+    expect,
+    linears_like,
+)
+from megatron_patches.support.config_fields import LIMITS, check_config
+from megatron_patches.support.limits import Limit, check_limit
+
+_ARGUMENTS = {name: limit for name, limit in ARGUMENTS.items() if name != "mtp_block_spec"} | {
+    "position_embedding_type": Limit("RoPE is all that is served, or no positions", ("rope", "none")),
+}
+
+
+def check_hybrid_model(model: Any, pattern: str) -> None:
+    """Refuse what a HybridModel was built with, beyond its configuration, and would not get.
+
+    Args:
+        model: as built: nothing of it replaced yet.
+        pattern: that its CAD was made with.
+
+    Raises:
+        SupportError: the first argument or module that is not served.
+    """
+    if model.hybrid_layer_pattern != pattern:
+        raise SupportError(
+            f"The model was built with hybrid_layer_pattern {model.hybrid_layer_pattern!r}, but the CAD was made with "
+            f"{pattern!r}, which it plans by: give both the same."
+        )
+    check_config(model.config)
+    for name, limit in _ARGUMENTS.items():
+        check_limit(name, argument_of(model, name), limit)
+    check_model_groups(model)
+    if model.position_embedding_type == "rope" and not isinstance(model.rotary_pos_emb, PositionRotary):
+        expect("rotary_pos_emb", type(model.rotary_pos_emb), RotaryEmbedding)
+    expect("decoder", type(model.decoder), DisaggregatedStack)
+    if model.post_process:
+        expect("decoder.final_norm", type(model.decoder.final_norm), norm_class(model.config))
+        expect("output_layer", type(model.output_layer), ColumnParallelLinear)
+    for number, (symbol, layer) in enumerate(zip(pattern, model.decoder.layers, strict=True)):
+        _check_layer(f"decoder.layers.{number}", symbol, layer, model.config)
+
+
+def _check_layer(path: str, symbol: str, layer: Any, config: Any) -> None:
+    norm = norm_class(config)
+    attention = GatedAttentionLayer if has_output_gate(config) else SplitTransformerLayer
+    classes = {ATTENTION: attention, DELTA_NET: SplitRecurrentLayer, MAMBA: SplitMambaLayer}
+    expect(path, type(layer), classes.get(symbol, SplitTransformerLayer))
+    first = {
+        ATTENTION: "self_attention.linear_qkv",
+        DELTA_NET: "self_attention.in_proj",
+        MAMBA: "mixer.in_proj",
+        MLP_ALONE: "mlp.linear_fc1",
+    }
+    column, row = linears_like(layer.get_submodule(first[symbol]) if symbol in first else None)
+    of_symbol: dict[str, dict[str, Any]] = {
+        ATTENTION: {
+            "input_layernorm": norm,
+            "self_attention": SelfAttention,
+            "self_attention.core_attention": PackedAttention,
+            "self_attention.linear_qkv": column,
+            "self_attention.linear_proj": row,
+            "mlp": IdentityOp,
+        },
+        DELTA_NET: {
+            "input_layernorm": norm,
+            "self_attention": OwnGatedDeltaNet,
+            "self_attention.in_proj": column,
+            "self_attention.out_norm": norm,
+            "self_attention.out_proj": row,
+            "mlp": IdentityOp,
+        },
+        MAMBA: {
+            "norm": norm,
+            "mixer": OwnMambaMixer,
+            "mixer.in_proj": column,
+            "mixer.norm": GroupedGatedNorm,
+            "mixer.out_proj": row,
+        },
+        MLP_ALONE: {
+            "self_attention": IdentityOp,
+            "pre_mlp_layernorm": norm,
+            "mlp": MLP,
+            "mlp.linear_fc1": column,
+            "mlp.linear_fc2": row,
+        },
+        EXPERTS: {
+            "self_attention": IdentityOp,
+            "pre_mlp_layernorm": norm,
+            "mlp": MoELayer,
+            "mlp.router": TopKRouter,
+            "mlp.experts": DrawnExperts,
+        },
+    }
+    expected = of_symbol[symbol]
+    if symbol == EXPERTS and config.moe_shared_expert_intermediate_size is not None:
+        expected = expected | {"mlp.shared_experts": SharedExpertMLP}
+    for name, served in expected.items():
+        expect(f"{path}.{name}", type(layer.get_submodule(name)), served)
+    if symbol == ATTENTION:
+        check_head_norms(path, layer.self_attention, config, layer.options)
+    if any(getattr(part, "config", config) is not config for part in (layer, *layer.children())):
+        raise SupportError(f"{path} has a configuration of its own, but {LIMITS['heterogeneous_block_specs'].because}.")
