@@ -15,7 +15,7 @@ from tests.testing import programs
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-LENGTHS = ((700, 13, 1, 90, 41), (333, 333, 2))
+LENGTHS = ((170, 13, 1, 40, 41), (83, 83, 2))
 
 
 def _differences(layouts):

@@ -25,11 +25,10 @@ MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2))
 KINDS = {"window_size": (15, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
 CASES: tuple[dict[str, Any], ...] = (
     {"speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0)},
-    {"backward": "resend", "ping_pong": False, "recompute": "mlp"},
+    {"tp": 2, "backward": "resend", "ping_pong": False, "recompute": "mlp"},
     {"ranks_per_node": 2, "recompute": "all", "config": KINDS},
     {"micro_batches": ((1,), (2, 1))},
     {"pp": 2, "config": KINDS},
-    {"tp": 2},
 )
 IDLE = 3
 """The case that has too little attention for servers to get any."""

@@ -7,7 +7,6 @@ torchrun is the real one, with forked ranks. What a program imports, and how Pyt
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import runpy
 import signal
@@ -25,7 +24,7 @@ from typing import IO, Any
 
 import torch
 
-from distca.testing.ranks import forked
+from distca.testing.ranks import collect_seldom, forked
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("torch.distributed.run", "distca.cluster.torchrun")
@@ -136,7 +135,7 @@ def _run(words: list[str], environment: dict[str, str], folder: str, stdout: Con
     if PIDS in environment and "RANK" in environment:
         Path(environment[PIDS], environment["RANK"]).write_text(str(os.getpid()))
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
-    gc.freeze()
+    collect_seldom()
     code = 0
     try:
         _interpret(words)

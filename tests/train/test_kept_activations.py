@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.testing.ranks import run_ranks
+from distca.testing.ranks import run_cases
 from distca.train.config.cli import parse_run_config
 from distca.train.run.memory import predict_memory
 from tests.train.live_memory import LeanNorm, LiveBytes
@@ -94,8 +94,10 @@ VARIANTS = (
 @pytest.mark.parametrize(("qk_norm", "variant"), VARIANTS)
 def test_bytes_that_one_more_layer_keeps_of_a_token(qk_norm, variant):
     cases = [(attention, recompute) for attention, levels in CASES.items() for recompute in levels]
-    cases = [("packed", "none"), ("keep", "mlp"), ("keep", OUTPUTS), ("resend", "all")] if variant else cases
-    (few,), (many,) = (run_ranks(1, _counted, cases, layers, qk_norm, variant) for layers in (2, 3))
+    if qk_norm or variant:
+        cases = [("packed", "none"), ("keep", "mlp"), ("keep", OUTPUTS), ("resend", "all"), ("offload", "all")]
+    starts = {layers: (cases, layers, qk_norm, variant) for layers in (2, 3)}
+    (few,), (many,) = run_cases(1, _counted, starts).values()
     for (attention, recompute), before, after in zip(cases, few, many, strict=True):
         (less,), (more,) = (
             predict_memory(_config(attention, recompute, layers, qk_norm, variant), 1, 512) for layers in (2, 3)

@@ -78,9 +78,6 @@ def root(first: Path) -> Path:
     """The same with runs in runs/ and exports beside it."""
     root = first
     runs = [
-        _line(
-            root, name="still", train__steps=1, optimizer__lr=1e-30, optimizer__min_lr=0, checkpoint__export=root / "e0"
-        ),
         _line(root, name="whole", train__steps=4, checkpoint__export=root / "e1"),
         _line(root, name="half", train__steps=2),
         _line(
@@ -89,7 +86,7 @@ def root(first: Path) -> Path:
             train__steps=1,
             optimizer__lr=1e-30,
             optimizer__min_lr=0,
-            checkpoint__export=root / "e2",
+            checkpoint__export=root / "e0",
             checkpoint__resume="auto",
         ),
     ]
@@ -103,7 +100,8 @@ def root(first: Path) -> Path:
     return root
 
 
-def test_a_run_begins_with_the_weights_and_writes_them_in_their_type(root: Path) -> None:
+def test_a_run_with_nothing_to_resume_begins_with_the_weights_and_writes_them_in_their_type(root: Path) -> None:
+    """Its learning rate changes nothing; that training begins with them is in tests/train/test_fine_tuning.py."""
     before, after = _tensors(root / "first"), _tensors(root / "e0")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
@@ -113,11 +111,6 @@ def test_a_run_begins_with_the_weights_and_writes_them_in_their_type(root: Path)
     assert {name: ours[name] for name in fields} | {"max_position_embeddings": 64, "rope_parameters": None} == (
         fields | {"rope_parameters": None}
     )
-
-
-def test_a_run_with_nothing_to_resume_begins_with_the_weights(root: Path) -> None:
-    before, after = _tensors(root / "first"), _tensors(root / "e2")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_finished_run_writes_the_folder_that_it_lacks(root: Path) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -83,8 +81,8 @@ def test_sinks_biases_and_experts_go_through_a_checkpoint(tmp_path: Path) -> Non
         family_models.write_folder(name, tmp_path / name / "first")
         first, imported, back = (str(tmp_path / name / each) for each in ("first", "imported", "back"))
         commands += [["import", first, "--output", imported], ["export", imported, "--output", back]]
-    code = f"from distca.commands.main import main\nfor command in {commands}: main(['checkpoint', *command])"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
+    for command in commands:
+        distca(["checkpoint", *command])
     for name in names:
         expected, got = _tensors(tmp_path / name / "first"), _tensors(tmp_path / name / "back")
         assert expected.keys() == got.keys() and all(torch.equal(expected[each], got[each]) for each in expected)

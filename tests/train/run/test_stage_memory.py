@@ -117,7 +117,7 @@ def _take_servers_of(routes: StepRoutes) -> None:
 
 @pytest.mark.parametrize(
     "stages, cases",
-    [(1, [OFFLOAD, MIXED, OUTPUTS, *MIXTURES]), (2, [*CASES, MIXED, OUTPUTS | AT_HOME]), (4, CASES[1:2])],
+    [(1, [OFFLOAD, MIXED, OUTPUTS, *MIXTURES]), (2, [*CASES, MIXED, OUTPUTS | AT_HOME]), (3, CASES[1:2])],
 )
 def test_live_bytes(stages: int, cases: list[dict[str, str]]) -> None:
     by_rank = run_ranks(stages, _live, stages, 2 * stages, cases)
