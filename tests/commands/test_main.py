@@ -7,6 +7,7 @@ import pytest
 from distca.commands import main as module
 from distca.commands.main import COMMANDS, components, main
 from distca.errors import DistcaError
+from tests.testing import programs
 
 
 class OurError(DistcaError):
@@ -40,8 +41,7 @@ def test_doctor_runs_and_names_what_it_found(capsys: pytest.CaptureFixture[str])
 
 
 def test_help_lists_the_commands() -> None:
-    command = [sys.executable, "-m", "distca.commands.main", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = programs.run("-m", "distca.commands.main", "--help")
     assert result.returncode == 0
     assert [name for name in components(None) if name not in result.stdout] == []
 

@@ -131,7 +131,8 @@ def pip_install(project: Project, command: str) -> None:
 
 
 def first_run(project: Project, command: str) -> None:
-    project.run(f"{command} --train.validate_batches 1", STEPS="2", **SMALL)
+    said = project.run(f"{command} --train.validate_batches 1 2>&1", STEPS="2", **SMALL)
+    assert "Warning" not in said, "warnings that a user can do nothing about"
     written = {path.name for path in (project.folder / "runs" / "llama-tiny").iterdir()}
     assert {"config.yaml", "metrics.jsonl", "balance.png", "tensorboard", "checkpoints"} <= written
 

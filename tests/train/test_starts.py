@@ -1,6 +1,6 @@
 """Runs from the command line: what they leave behind, how they go on, and what ends them once they have started.
 
-The first start is a real one; the others are forked, as tests/testing/programs.py says.
+They are forked, as tests/testing/programs.py says; tests/docs/test_commands.py really starts one, by README's command.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 
 from distca.train.run.run_folder import RunFolder
 from tests.testing.programs import torchrun
-from tests.train.small_runs import ROOT, arguments, steps_of, write_texts
+from tests.train.small_runs import arguments, steps_of, write_texts
 
 pytestmark = pytest.mark.slow
 
@@ -51,17 +50,7 @@ def started(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
         "--log.memory",
         "true",
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "pretrain_llama.py"]
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *line],
-        env=os.environ | environment,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = start(*line)
     assert done.returncode == 0, done.stderr
     return folder / "started", done
 

@@ -101,7 +101,7 @@ class _Runs:
             shutil.copytree(self._folder / source, self._folder / name)
             shutil.rmtree(self._folder / name / "checkpoints" / f"step_{STEPS:06d}")
         dist.barrier()
-        self._run(name, checkpoint__resume=self._folder / name, **settings)
+        self._run(name, checkpoint__resume=self._folder / name, checkpoint__save_at_end=False, **settings)
 
     def _run(self, name: str, fp8_weights: bool = True, **settings: Any) -> None:
         from tests.train.small_runs import arguments, train_all
