@@ -38,12 +38,15 @@ def read_model(name: str) -> ModelShape:
         sizes |= {key: content[key] for key in ("head_dim", "vocabulary") if content.get(key)}
         more = {key: content.get(key, unset) for key, unset in _MORE.items()}
         experts = dict(content.get("experts") or {})
+        hybrid = bool(content.get("hybrid"))
     except OSError:
         raise OptionError(
             f"--model is {name!r}; give {', '.join(MODELS)} or a configuration file, such as configs/llama-8b.yaml."
         ) from None
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise OptionError(f"--model {name} has no model with {', '.join(wanted)}; give another file.") from None
+    if hybrid:
+        raise OptionError(f"--model {name} has recurrent layers, which are not simulated yet; give another file.")
     for key, value in sizes.items():
         if type(value) is not int or not 1 <= value <= _MOST_SIZE:
             raise OptionError(f"--model {name} has {key} {value!r}; it must be a whole number from 1 to {_MOST_SIZE}.")

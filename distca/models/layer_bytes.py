@@ -87,7 +87,24 @@ class LayerBytes:
     def weights(self) -> int:
         """Parameters of the layer's linear layers on this rank, but for those of experts."""
         mlp, hidden = self.kind.mlp, self.shape.hidden
-        return (sum(self.shape.attention_weights) + mlp.dense(hidden)) // self.tp + mlp.router(hidden)
+        return (self.shape.mixer_weights(self.kind) + mlp.dense(hidden)) // self.tp + mlp.router(hidden)
+
+    @property
+    def _has_mlp(self) -> bool:
+        return self.kind.mlp.projected > 0 or self._mixes
+
+    @cached_property
+    def _mixed(self) -> int:
+        """Elements of what the mixer's core puts out."""
+        return self.shape.hybrid.values // self.tp if self.kind.recurrent else self.q
+
+    def kept_by_core(self) -> int:
+        """Bytes that a recurrent core and the gated norm behind it keep at home: the rows before the convolution, its
+        gates, o and its gate. Of attention nothing: where its tensors are is the caller's to say."""
+        hybrid = self.shape.hybrid
+        if not self.kind.recurrent:
+            return self.value * self.q if hybrid.output_gate else 0
+        return (self.value * (hybrid.channels + 2 * hybrid.values) + 8 * hybrid.value_heads) // self.tp
 
     @cached_property
     def expert_weights(self) -> int:
@@ -107,7 +124,7 @@ class LayerBytes:
     def norms(self) -> int:
         """Norms of the residual stream and of what is added to it, each with a weight per element of it."""
         variant = self.shape.variant
-        return {"pre": 2, "post": 2, "both": 4}[variant.norms] - variant.parallel_mlp
+        return {"pre": 2, "post": 2, "both": 4}[variant.norms] - variant.parallel_mlp - (not self._has_mlp)
 
     @property
     def recomputed_whole(self) -> bool:
@@ -126,11 +143,12 @@ class LayerBytes:
         """Beside q, k, v, o and log-sum-exp of the attention kernel; where servers keep these, with o at home."""
         if self.recomputed_whole:
             return self.value * self.hidden
-        o = self.q if self.disaggregated and self.keep else 0
+        o = self._mixed if self.disaggregated and self.keep else 0
         if self.recompute == "all":
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
-            return self.value * (self.hidden + o)
-        return self.segment() + self._head_norms() - self.recomputed_mlp() + self.kept_by_experts()
+            return self.value * (self.hidden + o) + self.kept_by_core()
+        kept = self.segment() + self._head_norms() - self.recomputed_mlp() + self.kept_by_experts()
+        return kept + self.kept_by_core()
 
     def segment(self) -> int:
         """Bytes that the rest of a layer keeps beside the attention kernel's tensors; where servers keep these, with o
@@ -140,7 +158,7 @@ class LayerBytes:
         the inputs of matrix products are computed again. megatron's own layers, where attention is at home, keep the
         norms' outputs too. Norms behind attention and MLP keep their outputs."""
         variant = self.shape.variant
-        kept = (1 if variant.parallel_mlp else 2) + (0 if variant.norms == "pre" else 2)
+        kept = (1 if variant.parallel_mlp or not self._has_mlp else 2) + (0 if variant.norms == "pre" else 2)
         elements, copies = kept * self.hidden + self.projected, 0
         if self.fp8 != "none":
             # Linear layers keep FP8 copies of what they are given, but of o only where scales come from earlier steps.
@@ -150,7 +168,7 @@ class LayerBytes:
         if self.keep_outputs:
             elements += (0 if self._mixes else self.ffn) + self._normed_inputs
         if self.disaggregated and self.keep:
-            elements += self.q  # o at home
+            elements += self._mixed if not self.kind.recurrent else 0  # o at home
         return self.value * elements + copies + self.norms * 4
 
     def kept_by_experts(self) -> int:
@@ -167,7 +185,7 @@ class LayerBytes:
     def _head_norms(self) -> int:
         """Norms of query and key heads keep the projection, and what each head was multiplied by. megatron's own layers
         copy queries out of it first, keep values as a part of it, and cosines and sines of their own."""
-        if not self.shape.qk_norm:
+        if not self.shape.qk_norm or self.kind.recurrent:
             return 0
         head_dim = self.shape.resolved_head_dim
         elements = self.q + self.kv

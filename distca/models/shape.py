@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distca.models.experts import Experts
+from distca.models.hybrid import ATTENTION, EXPERTS, MLP, RECURRENT, Hybrid
 from distca.models.mlp import Mlp
 from distca.models.rope import RopeScaling
 from distca.models.variant import Variant
@@ -26,12 +27,14 @@ class LayerKind:
     """The kind of one layer.
 
     Attributes:
-        attention: which keys its queries see, and how scores become weights.
+        attention: which keys its queries see, and how scores become weights; None for a recurrent layer.
         mlp: what it computes behind attention.
+        recurrent: the symbol of a recurrent layer; empty for attention.
     """
 
-    attention: AttentionKind
+    attention: AttentionKind | None
     mlp: Mlp
+    recurrent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ class ModelShape:
         rope_scaling: how rotary positions are stretched.
         variant: what its layers do differently from LLaMA's.
         experts: that layers have in place of the MLP.
+        hybrid: recurrent layers beside those with attention.
     """
 
     layers: int
@@ -79,11 +83,19 @@ class ModelShape:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     variant: Variant = field(default_factory=Variant)
     experts: Experts = field(default_factory=Experts)
+    hybrid: Hybrid = field(default_factory=Hybrid)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
+        """The kind of each layer; in a hybrid stack of each mixer with the MLP that follows it."""
         scale, softcap = self.softmax_scale, self.variant.score_softcap
+        if self.hybrid.pattern:
+            full = AttentionKind(scale, 0, softcap, self.sinks)
+            return tuple(
+                LayerKind(None if recurrent else full, self._mlp(unit.mlp), recurrent)
+                for unit in self.hybrid.units(self.layers)
+                for recurrent in (unit.mixer if unit.mixer in RECURRENT else "",)
+            )
         return tuple(
             LayerKind(AttentionKind(scale, window, softcap, self.sinks), mlp)
             for window, mlp in zip(self.windows, self._mlps, strict=True)
@@ -93,17 +105,24 @@ class ModelShape:
     def _mlps(self) -> list[Mlp]:
         """The MLP of each layer."""
         dense = min(self.experts.dense_layers, self.layers) if self.experts.count else self.layers
-        mixture = Mlp(self.experts.shared_ffn, experts=self.experts)
-        return [Mlp(self.ffn, self.variant.gated)] * dense + [mixture] * (self.layers - dense)
+        return [self._mlp(MLP)] * dense + [self._mlp(EXPERTS)] * (self.layers - dense)
+
+    def _mlp(self, symbol: str) -> Mlp:
+        if symbol == EXPERTS:
+            return Mlp(self.experts.shared_ffn, experts=self.experts)
+        return Mlp(self.ffn if symbol else 0, self.variant.gated)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """The kind of attention of each layer."""
-        return tuple(kind.attention for kind in self.layer_kinds)
+        """The kind of attention of each layer that has it."""
+        return tuple(kind.attention for kind in self.layer_kinds if kind.attention is not None)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The number of tokens that a token attends to in each layer; 0 for its whole document up to itself."""
+        """The number of tokens that a token attends to in each layer with attention; 0 for its whole document up to
+        itself."""
+        if self.hybrid.pattern:
+            return (0,) * self.hybrid.symbols(self.layers).count(ATTENTION)
         return windows_of(self.layer_types or ["full"], self.window, self.layers)
 
     @property
@@ -126,19 +145,23 @@ class ModelShape:
     def attention_weights(self) -> tuple[int, int]:
         """Weights of a layer's product before core attention (q, k, v) and of the one behind it (output)."""
         output = self.hidden * self.heads * self.resolved_head_dim
-        return layer_weights(self.hidden, 0, self.heads, self.kv_heads, self.resolved_head_dim) - output, output
+        inner = layer_weights(self.hidden, 0, self.heads, self.kv_heads, self.resolved_head_dim) - output
+        return inner + output * self.hybrid.output_gate, output
+
+    def mixer_weights(self, kind: LayerKind) -> int:
+        """Weights of the products of a layer's attention or recurrent part."""
+        return self.hybrid.weights(kind.recurrent, self.hidden) if kind.recurrent else sum(self.attention_weights)
 
     @property
     def matmul_weights(self) -> int:
         """Weights of all layers that a token is multiplied by, of experts only its own; no embedding and no output
         layer."""
-        mlps = sum(kind.mlp.weights(self.hidden) for kind in self.layer_kinds)
-        return self.layers * sum(self.attention_weights) + mlps
+        return sum(self.mixer_weights(kind) + kind.mlp.weights(self.hidden) for kind in self.layer_kinds)
 
     @property
     def held_weights(self) -> int:
         """Weights of all layers, of all experts; no embedding and no output layer."""
-        return self.layers * sum(self.attention_weights) + sum(kind.mlp.held(self.hidden) for kind in self.layer_kinds)
+        return sum(self.mixer_weights(kind) + kind.mlp.held(self.hidden) for kind in self.layer_kinds)
 
     @property
     def mlp_weights(self) -> int:

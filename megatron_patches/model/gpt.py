@@ -14,6 +14,7 @@ from distca.errors import SupportError
 from distca.models.shape import ModelShape
 from distca.sizes.fp8_shapes import Fp8
 from megatron_patches.model.expert_fields import expert_fields
+from megatron_patches.model.hybrid_fields import hybrid_fields
 from megatron_patches.model.model_variant import variant_fields
 from megatron_patches.patches.gpt_forward import leave_out_padding
 from megatron_patches.patches.position_rotary import PositionRotary
@@ -79,7 +80,7 @@ def transformer_config(
         recompute_granularity="selective" if recompute_mlp else None,
         # Without Transformer Engine megatron-core 0.16.1 fails to recompute norms.
         recompute_modules=(["mlp", "moe"] if shape.experts.count else ["mlp"]) if recompute_mlp else None,
-        **{"add_bias_linear": False, **variant_fields(shape), **expert_fields(shape)},
+        **{"add_bias_linear": False, **variant_fields(shape), **expert_fields(shape), **hybrid_fields(shape)},
         **config_fields(fp8, fp8_weights),
     )
 

@@ -18,7 +18,7 @@ _LOSSES = tuple(f"model.experts.{name}" for name in ("balance", "document_balanc
 _MAY_DIFFER = ("model.rope_base", "model.rope_scaling.", "data.", *_LOSSES)
 """Positions are stretched for longer contexts, data may come with a tokenizer of their own, and how experts are
 balanced is a matter of training."""
-_GROUPS = ("rope_scaling", "variant", "experts")
+_GROUPS = ("rope_scaling", "variant", "experts", "hybrid")
 """Settings of the model that have settings of their own."""
 
 

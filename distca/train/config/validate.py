@@ -17,6 +17,7 @@ from distca.train.config.names import with_settings
 from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
 from distca.train.config.validate_data import data_problems
 from distca.train.config.validate_experts import expert_problems, expert_ranks_problems
+from distca.train.config.validate_hybrid import hybrid_problems
 from distca.words import count
 
 _AT_LEAST_ONE = (
@@ -74,6 +75,7 @@ def validate(config: RunConfig, world_size: int, vocabulary: int | None = None, 
             list(needing.values())
             + _model(config, vocabulary)
             + expert_problems(config)
+            + hybrid_problems(config)
             + _kernel(config)
             + _fp8(config)
             + _fewer_bytes(config)

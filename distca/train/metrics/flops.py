@@ -37,15 +37,17 @@ class ModelFlops:
         linear: of the projections and the MLPs, 6 per weight and token.
         logits: of the output layer.
         attention: of QKᵀ and PV.
+        recurrent: of recurrent cores, one row after the other.
     """
 
     linear: int
     logits: int
     attention: int
+    recurrent: int = 0
 
     @property
     def total(self) -> int:
-        return self.linear + self.logits + self.attention
+        return self.linear + self.logits + self.attention + self.recurrent
 
 
 def model_flops(model: ModelShape, vocabulary: int, lengths: Sequence[int] | np.ndarray) -> ModelFlops:
@@ -64,6 +66,9 @@ def model_flops(model: ModelShape, vocabulary: int, lengths: Sequence[int] | np.
         logits=6 * model.hidden * vocabulary * tokens,
         # QKᵀ and PV: 2 operations per pair and element each; the backward pass does twice the work of the forward pass.
         attention=3 * 4 * model.heads * model.resolved_head_dim * seen,
+        recurrent=3
+        * sum(model.hybrid.operations(kind.recurrent) for kind in model.layer_kinds if kind.recurrent)
+        * tokens,
     )
 
 
@@ -88,7 +93,7 @@ def peak_seconds(flops: ModelFlops, device_name: str, precision: str, fp8: str) 
     for name, bfloat16, float8 in _PEAKS:
         if name in device_name:
             linear = float8 if fp8 != "none" else bfloat16
-            return flops.linear / linear + (flops.logits + flops.attention) / bfloat16 if linear else None
+            return flops.linear / linear + (flops.total - flops.linear) / bfloat16 if linear else None
     return None
 
 

@@ -103,7 +103,7 @@ class _Stage:
         self._config, self._stage, self._stages = config, stage, parallel.pp
         self._data_parallel = max(parallel.data_parallel(world_size), 1)
         self._layers = config.model.layers // parallel.pp
-        kinds = model.layer_kinds[stage * self._layers : (stage + 1) * self._layers]
+        kinds = model.layer_kinds[stage * self._layers : (stage + 1) * self._layers]  # hybrids have one stage
         each = {
             kind: LayerBytes(
                 shape=model,
@@ -152,7 +152,7 @@ class _Stage:
         by_layer = [layer.kept_beside_attention() for layer in self._by_layer]
         if not self._layer.recomputed_whole:
             by_layer = [
-                kept + self._attention(layer.kind.attention.window)
+                kept + (self._attention(layer.kind.attention.window) if layer.kind.attention else 0)
                 for kept, layer in zip(by_layer, self._by_layer, strict=True)
             ]
         kept, host = sum(by_layer), 0

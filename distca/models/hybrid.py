@@ -1,0 +1,122 @@
+"""The layers of a hybrid stack, as data: attention, recurrent layers and MLPs by a pattern; needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+ATTENTION, DELTA_NET, MAMBA, MLP, EXPERTS = "*", "G", "M", "-", "E"
+RECURRENT = DELTA_NET + MAMBA
+_MIXERS = ATTENTION + RECURRENT
+_ALL = _MIXERS + MLP + EXPERTS
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A mixer and what follows it.
+
+    Attributes:
+        mixer: its symbol.
+        mlp: the symbol of what follows; empty for nothing.
+    """
+
+    mixer: str
+    mlp: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrid:
+    """Recurrent layers beside attention, in the stack of Megatron-Core's HybridModel: each layer is a mixer or an MLP.
+
+    Attributes:
+        pattern: a symbol for each layer, from the first on again where there are more layers: * attention, G gated
+            delta net, M Mamba-2, - MLP, E experts (Qwen3.5 is G-G-G-*-). Empty for a stack without recurrent layers.
+        key_heads: heads of keys and queries of recurrent layers; of Mamba-2 its groups.
+        value_heads: their heads of values, a multiple of key_heads.
+        key_dim: width of a head of keys; of Mamba-2 the size of its state.
+        value_dim: width of a head of values.
+        output_gate: what attention puts out is multiplied by the sigmoid of a gate.
+        rotate: positions turn queries and keys of attention.
+    """
+
+    pattern: str = ""
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 128
+    value_dim: int = 128
+    output_gate: bool = False
+    rotate: bool = True
+
+    def symbols(self, layers: int) -> str:
+        """One symbol for each layer."""
+        return (self.pattern * -(-layers // len(self.pattern)))[:layers] if self.pattern else ""
+
+    def units(self, layers: int) -> list[Unit]:
+        """Returns the mixers with what follows them."""
+        symbols = [*self.symbols(layers), ATTENTION]
+        pairs = pairwise(symbols)
+        return [Unit(one, "" if after in _MIXERS else after) for one, after in pairs if one in _MIXERS]
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, or of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.keys + self.values
+
+    def weights(self, mixer: str, hidden: int) -> int:
+        """Weights of a recurrent layer's two projections."""
+        gates = self.value_heads * (2 if mixer == DELTA_NET else 1)
+        return hidden * (self.channels + self.values + gates) + hidden * self.values
+
+    def operations(self, mixer: str) -> int:
+        """Operations of a recurrent core's forward for one token: a row reads the state, adds to it, and with the delta
+        rule looks up what it holds for its key."""
+        return (6 if mixer == DELTA_NET else 4) * self.value_heads * self.key_dim * self.value_dim
+
+    def problems(self, layers: int) -> list[str]:
+        """Sentences on what cannot work in a model of so many layers, each beginning with the field's name."""
+        if not self.pattern:
+            unset = asdict(Hybrid())
+            return [
+                f"{name} is {str(value).lower()}, but pattern is empty, for a model without recurrent layers; leave "
+                f"{name} out, or give a pattern."
+                for name, value in asdict(self).items()
+                if value != unset[name]
+            ]
+        wrong = self._of_pattern(layers)
+        return wrong or self._of_widths()
+
+    def _of_pattern(self, layers: int) -> list[str]:
+        said = f"pattern is {self.pattern!r}"
+        if strange := [symbol for symbol in self.pattern if symbol not in _ALL]:
+            return [f"{said}, with {strange[0]!r}, which is not served; take {' '.join(_ALL)}."]
+        if layers % len(self.pattern):
+            return [f"{said}, of {len(self.pattern)} layers, of which the {layers} layers are no multiple; change one."]
+        if ATTENTION not in self.pattern:
+            return [f"{said}, without attention; some layers must have it: add *."]
+        if DELTA_NET in self.pattern and MAMBA in self.pattern:
+            return [f"{said}, with G and M, which would share their widths; take one of them."]
+        if self.pattern[0] not in _MIXERS or any(not {*pair} & {*_MIXERS} for pair in pairwise(self.pattern)):
+            return [f"{said}, but each MLP or layer with experts follows a mixer (* G M); change it."]
+        return []
+
+    def _of_widths(self) -> list[str]:
+        if not {*RECURRENT} & {*self.pattern}:
+            return []
+        found = [
+            f"{name} is {getattr(self, name)}, but pattern has recurrent layers; set it to 1 or more."
+            for name in ("key_heads", "value_heads", "key_dim", "value_dim")
+            if getattr(self, name) < 1
+        ]
+        if not found and self.value_heads % self.key_heads:
+            found.append(f"value_heads is {self.value_heads}, no multiple of key_heads {self.key_heads}; change one.")
+        return found
