@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **{"num_hidden_layers": 3, "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_group": 3},
+            **{"topk_group": 2, "n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 24},
+            **{"n_shared_experts": 2, "routed_scaling_factor": 1.7, "pad_token_id": 0, "eos_token_id": 1},
+        },
+    ),
 }
 VISION = {
     "model_type": "pixtral",
@@ -187,7 +196,26 @@ def write_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32, sh
     _fill_padding(model)
     disturb(model)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    if kind == "Glm4Moe":
+        _add_further_layer(folder, made["num_hidden_layers"], dtype)
     return model
+
+
+def _add_further_layer(folder: Path, number: int, dtype: torch.dtype) -> None:
+    """Add what published folders have, and transformers does not write: a layer that predicts further tokens, and
+    biases of routers in float32."""
+    from safetensors.torch import load_file, save_file
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    weights = index["weight_map"]
+    further = {f"model.layers.{number}.eh_proj.weight": torch.randn(4, 8).to(dtype)}
+    for file in sorted({*weights.values()}):
+        tensors = load_file(folder / file)
+        tensors |= {name: each.float() for name, each in tensors.items() if name.endswith("e_score_correction_bias")}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    save_file(further, folder / "further.safetensors", metadata={"format": "pt"})
+    weights |= dict.fromkeys(further, "further.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def _fill_padding(model: Any) -> None:
@@ -206,6 +234,9 @@ def disturb(model: Any) -> None:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.3 * torch.randn_like(buffer)
 
 
 def documents(seed: int = 1) -> list[list[int]]:

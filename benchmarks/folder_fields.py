@@ -132,6 +132,10 @@ def bases() -> dict[str, dict[str, Any]]:
         "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         "mixtral": {"num_local_experts": 4},
         "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+        "glm4_moe": {
+            **{"head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16},
+            "use_qk_norm": True,
+        },
         "gpt_oss": {
             **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
             "rope_parameters": _ROPE,

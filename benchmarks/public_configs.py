@@ -471,6 +471,17 @@ PUBLIC: dict[str, Public] = {
             },
         ),
     ),
+    "GLM-4.5-Air": Public(
+        _of(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            _sizes(4096, 46, 10944, 96, 8, 151552, 131072, 1e6),
+            **{"attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "partial_rotary_factor": 0.5},
+            **{"moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1, "n_routed_experts": 128},
+            **{"n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+            **{"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "use_qk_norm": False, "rope_scaling": None},
+        )
+    ),
     "Qwen3-30B-A3B": Public(
         _of(
             "qwen3_moe",
@@ -540,6 +551,6 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
             name: _LONGROPE[name][: int(8 * small.get("partial_rotary_factor", 1)) // 2]
             for name in ("short_factor", "long_factor")
         }
-    if small["model_type"] in ("phi3", "smollm3", "glm4"):
+    if small["model_type"] in ("phi3", "smollm3", "glm4", "glm4_moe"):
         small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return small

@@ -20,7 +20,7 @@ from distca.models.fields import Read, Values, read_fields
 from distca.models.quantised import FP8_BLOCK
 from distca.models.rope_fields import Rope, read_rope, split_rope
 from distca.models.shape import LayerType, ModelShape
-from distca.models.stored import has_tensor
+from distca.models.stored import has_tensor, layer_prefix
 from distca.models.variant import Variant
 from distca.models.weight_map import WeightMap
 from distca.models.window_fields import read_window
@@ -40,6 +40,7 @@ class ModelDescription(ModelShape):
         positions: max_position_embeddings.
         dtype: of the weights, as config.json has it; None where it does not say.
         quantised: kind of quantised weights in its files, mxfp4 or fp8; None where they are not.
+        further_layers: layers behind the last one, which predict further tokens and are not trained.
         warnings: sentences on what config.json has and is left out.
     """
 
@@ -47,6 +48,7 @@ class ModelDescription(ModelShape):
     positions: int
     dtype: str | None = None
     quantised: str | None = None
+    further_layers: int = 0
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -56,8 +58,16 @@ class ModelDescription(ModelShape):
 
     @property
     def other_parts(self) -> tuple[str, ...]:
-        """The first words of the names of tensors that belong to other parts of the model, such as one for images."""
-        return COMPOSITES[self.family].others if self.family in COMPOSITES else ()
+        """The first words of the names of tensors that belong to other parts of the model, such as one for images, or
+        layers that predict further tokens."""
+        further = range(self.layers, self.layers + self.further_layers)
+        others = COMPOSITES[self.family].others if self.family in COMPOSITES else ()
+        return (*others, *(layer_prefix(number) for number in further))
+
+    @property
+    def composite(self) -> bool:
+        """Whether the text is one part of several, whose tensors' names say so."""
+        return self.family in COMPOSITES
 
 
 def text_family(family: str) -> str:
@@ -208,7 +218,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         norm_epsilon=said[family.epsilon],
         tie_embeddings=bool(said["tie_word_embeddings"]),
         qkv_bias=bool(said[family.qkv_bias]) if isinstance(family.qkv_bias, str) else family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=bool(said[family.qk_norm]) if isinstance(family.qk_norm, str) else family.qk_norm,
         sinks=family.sinks,
         experts=_experts(family, said, where),
         positions=said["max_position_embeddings"],
@@ -217,6 +227,7 @@ def _described(family: Family, kind: str, config: Mapping[str, Any], where: str)
         variant=_variant(family, said, rope, layer_types, window_base if window else 0.0),
         dtype=_dtype(values, where),
         quantised=quantised,
+        further_layers=next((said[name] for name in family.further_layers if said[name] is not None), 0),
         warnings=(*values.warnings, *rope.warnings, *_on_quantised(quantised, where)),
     )
 
@@ -281,8 +292,8 @@ def _dtype(values: Values, where: str) -> str | None:
 
 def _rotated(head_dim: int, rope: Rope, where: str) -> int:
     """Dimensions of a head that positions turn."""
-    rotated = int(head_dim * rope.percent)
-    if not 0 < rope.percent <= 1 or rotated < 2 or rotated % 2:
+    rotated = int(head_dim * rope.percent) if 0 < rope.percent <= 1 else 0
+    if rotated < 2 or rotated % 2:
         raise ModelError(
             f"{where} has partial_rotary_factor {rope.percent:g}; of heads of {head_dim} it must leave an even number, "
             "at least 2."

@@ -110,6 +110,7 @@ class ExportedModel:
         model: what it describes.
         fields: content of its config.json.
         dtype: of its tensors, such as "bfloat16".
+        types: of those that have another one, by name.
         source: the folder that training began with, for tokenizer, chat template, generation settings and tensors of
             other parts; None where there was none.
         stored: its tensors' names in the files, by those that a model of text alone would have; by default the same.
@@ -122,6 +123,17 @@ class ExportedModel:
     source: Path | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, int] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+
+    def dtype_of(self, name: str) -> str:
+        """The type of a tensor, or of a piece of one."""
+        return self.types.get(tensor_and_piece(name)[0], self.dtype)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every tensor of the model, by name."""
+        shapes = expected_shapes(self.model)
+        return {name: math.prod(shape) * VALUE_BYTES[self.dtype_of(name)] for name, shape in shapes.items()}
 
     @classmethod
     def after(cls, model: ModelDescription, first: Mapping[str, Any], source: Path) -> ExportedModel:
@@ -138,7 +150,8 @@ class ExportedModel:
         files = TensorFiles(source, "numpy")
         dtype = files.dtype(EMBEDDING)
         others = {name: files.size(name) for name in files.of_other_parts(model)}
-        return cls(model, config_fields(model, dtype, first), dtype, source, files.stored, others)
+        types = {name: kind for name in expected_shapes(model) if (kind := files.dtype(name)) != dtype}
+        return cls(model, config_fields(model, dtype, first), dtype, source, files.stored, others, types)
 
 
 class ShardWriter:
@@ -210,9 +223,9 @@ class ShardWriter:
 def count_shards(exported: ExportedModel, names: Iterable[str], others: bool = False) -> int:
     """Files that a writer makes of tensors of these names, in this order, and then of those of other parts. A tensor is
     written with its last piece."""
-    shapes, value_bytes = expected_shapes(exported.model), VALUE_BYTES[exported.dtype]
+    of = exported.sizes
     last = {tensor_and_piece(name)[0]: place for place, name in enumerate(names)}
-    sizes = [math.prod(shapes[name]) * value_bytes for name in sorted(last, key=last.__getitem__)]
+    sizes = [of[name] for name in sorted(last, key=last.__getitem__)]
     files = held = 0
     for size in sizes + (list(exported.others.values()) if others else []):
         if not files or held + size > SHARD_BYTES:
@@ -231,9 +244,8 @@ def finish(folder: Path, file_of: Mapping[str, str], exported: ExportedModel) ->
     """
     partial, names = folder / PARTIAL, sorted(set(file_of.values()))
     if names != [SINGLE]:
-        values = sum(math.prod(shape) for shape in expected_shapes(exported.model).values())
         index = {
-            "metadata": {"total_size": values * VALUE_BYTES[exported.dtype] + sum(exported.others.values())},
+            "metadata": {"total_size": sum(exported.sizes.values()) + sum(exported.others.values())},
             "weight_map": dict(sorted(file_of.items())),
         }
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distca.models.description import ModelDescription
+from distca.models.stored import BODY, layer_prefix
 
-_BODY = "model"
-EMBEDDING, OUTPUT, FINAL_NORM = f"{_BODY}.embed_tokens.weight", "lm_head.weight", f"{_BODY}.norm.weight"
-
-
-def layer_prefix(number: int) -> str:
-    """Returns the beginning of the names of a layer's tensors, dot included."""
-    return f"{_BODY}.layers.{number}."
+EMBEDDING, OUTPUT, FINAL_NORM = f"{BODY}.embed_tokens.weight", "lm_head.weight", f"{BODY}.norm.weight"
 
 
 def expected_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
@@ -65,6 +60,11 @@ def _experts(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (experts.count, model.hidden)}
     if experts.biases:
         shapes[f"{names.router}.bias"] = (experts.count,)
+    if experts.bias:
+        shapes[names.choice_bias] = (experts.count,)
+    if experts.shared_ffn:
+        shapes |= {f"{names.shared}.{part}.weight": (experts.shared_ffn, model.hidden) for part in names.gate_up}
+        shapes[f"{names.shared}.{names.down}.weight"] = (model.hidden, experts.shared_ffn)
     if names.stacked:
         (gate_up,), inner = names.gate_up, 2 * experts.ffn
         for part, widths in ((gate_up, (model.hidden, inner)), (names.down, (experts.ffn, model.hidden))):

@@ -154,7 +154,7 @@ def read_rope(config: Mapping[str, Any], positions: int, family: Family, where: 
     if percent is None:
         percent = next(
             each
-            for each in (said["partial_rotary_factor"], config.get("partial_rotary_factor"), 1.0)
+            for each in (said["partial_rotary_factor"], config.get("partial_rotary_factor"), family.rotary_default)
             if each is not None
         )
     return Rope(float(base), scaling, values.warnings, float(percent), alpha, beta, length)

@@ -11,6 +11,8 @@ from typing import Any
 from distca.errors import ModelError, system_words
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+BODY = "model"
+"""The first word of the names of all tensors but the output layer's."""
 _WRAPPED = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -21,6 +23,11 @@ _HEADER_BYTES = 100 << 20
 """A header is never longer."""
 _CHUNK = 1 << 24
 """Bytes that are compared at a time."""
+
+
+def layer_prefix(number: int) -> str:
+    """Returns the beginning of the names of a layer's tensors, dot included."""
+    return f"{BODY}.layers.{number}."
 
 
 def plain_name(stored: str) -> str:

@@ -99,7 +99,8 @@ class TensorFiles:
 
     def of_other_parts(self, model: ModelDescription) -> tuple[str, ...]:
         """Names, in the files, of tensors that belong to other parts of the model, such as one for images."""
-        return tuple(sorted(name for name in self._file_of if name.startswith(model.other_parts)))
+        scales = {name + end for name in self._quantised for end in (BLOCKS, SCALES, FACTORS)}
+        return tuple(sorted(name for name in {*self._file_of} - scales if name.startswith(model.other_parts)))
 
     def size(self, name: str) -> int:
         """Bytes of a tensor, by its name in the files."""
@@ -131,13 +132,13 @@ class TensorFiles:
         """Refuse tensors that the model does not have, without which another one would be trained."""
         known = {*expected_shapes(model), OUTPUT}  # which a folder may hold though it is the embedding
         known |= {name + end for name in known & self._quantised.keys() for end in (BLOCKS, SCALES, FACTORS)}
-        theirs = {*self.of_other_parts(model)}
+        theirs = {name for name in self._file_of if name.startswith(model.other_parts)}
         others = [
             stored
             for plain, stored in self.stored.items()
             if stored not in theirs
             and not stored.endswith(_COMPUTED)
-            and (plain not in known or (plain != OUTPUT and (plain != stored) != bool(model.other_parts)))
+            and (plain not in known or (plain != OUTPUT and (plain != stored) != model.composite))
         ]
         if others:
             left = len(others) - _NAMED

@@ -13,6 +13,8 @@ class ExpertMap:
 
     Attributes:
         router: which experts a row goes to.
+        choice_bias: what is added to its scores before the choice; the whole name.
+        shared: what the names of the shared expert begin with.
         experts: what the names of experts begin with, before their number.
         gate_up: an expert's gate and up projections, behind its number.
         down: its last projection, behind its number.
@@ -21,6 +23,8 @@ class ExpertMap:
     """
 
     router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "mlp.shared_experts"
     experts: str = "mlp.experts"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from distca.errors import CheckpointError
 from distca.models.description import ModelDescription
 from distca.models.folder import ExportedModel, ShardWriter, begin, clear, count_shards, finish
 from megatron_patches.hugging_face.slots import Slot
-from megatron_patches.hugging_face.weights import group_of, slots
+from megatron_patches.hugging_face.weights import biases_of_choice, group_of, slots
 
 Values = Callable[[torch.Tensor], torch.Tensor]
 
@@ -79,17 +80,19 @@ def _write_stage(
 ) -> tuple[str | None, dict[str, str]]:
     """Returns the problem, if there was one, and the file of every tensor that this rank wrote."""
     own = _own_slots(gpt, exported.model)
+    biases = list(biases_of_choice(gpt, exported.model))
     group = parallel_state.get_pipeline_model_parallel_group()
     counts: list[Any] = [None] * group.size()
     first = parallel_state.is_pipeline_first_stage()  # its files hold the tensors of other parts, too
-    mine = count_shards(exported, [name for _, slot in own for name in slot.names], others=first)
+    mine = count_shards(exported, [name for _, slot in own + biases for name in slot.names], others=first)
     dist.all_gather_object(counts, mine, group=group)
     writer = ShardWriter(
         folder, 1 + sum(counts[: group.rank()]), sum(counts), exported.stored, exported.model.experts.count
     )
     writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
     problem: str | None = None
-    for slot, tensors in _whole_tensors(own, values, getattr(torch, exported.dtype), writes):
+    whole = chain(_whole_tensors(own, values, exported, writes), _whole_tensors(biases, _as_is, exported, writes))
+    for slot, tensors in whole:
         if writes and problem is None:
             try:
                 for name, tensor in zip(slot.names, tensors, strict=True):
@@ -121,7 +124,7 @@ def _own_slots(gpt: GPTModel, described: ModelDescription) -> list[tuple[torch.T
 
 
 def _whole_tensors(
-    own: Sequence[tuple[torch.Tensor, Slot]], values: Values, dtype: torch.dtype, writes: bool
+    own: Sequence[tuple[torch.Tensor, Slot]], values: Values, exported: ExportedModel, writes: bool
 ) -> Iterator[tuple[Slot, tuple[torch.Tensor, ...]]]:
     """A parameter's tensors on the host of the rank that writes, one parameter after the other."""
     for weight, slot in own:
@@ -130,4 +133,12 @@ def _whole_tensors(
         if group.size() > 1 and _has_shares(slot.by_expert):
             shares = [torch.empty_like(parameter) for _ in range(group.size())]
             dist.all_gather(shares, parameter.contiguous(), group=group)
-        yield slot, tuple(tensor.to("cpu", dtype, copy=True) for tensor in slot.tensors(shares)) if writes else ()
+        whole = zip(slot.names, slot.tensors(shares), strict=True) if writes else ()
+        yield (
+            slot,
+            tuple(tensor.to("cpu", getattr(torch, exported.dtype_of(name)), copy=True) for name, tensor in whole),
+        )
+
+
+def _as_is(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer

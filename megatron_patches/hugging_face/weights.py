@@ -14,7 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from distca.models.description import ModelDescription
-from distca.models.layout import EMBEDDING, FINAL_NORM, OUTPUT, layer_prefix
+from distca.models.layout import EMBEDDING, FINAL_NORM, OUTPUT
+from distca.models.stored import layer_prefix
 from distca.models.tensors import TensorFiles
 from distca.models.weight_map import WeightMap
 from megatron_patches.hugging_face.slots import (
@@ -29,6 +30,9 @@ from megatron_patches.hugging_face.slots import (
     Whole,
 )
 from megatron_patches.te.fp8_weights import set_values
+
+_CHOICE_BIAS = "mlp.router.expert_bias"
+"""The end of the name of the only tensor of a folder that is no parameter: the optimizer does not know it."""
 
 
 def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: int = 1) -> Slot:
@@ -59,6 +63,15 @@ def slot_of(parameter: str, layer: int, model: ModelDescription, expert_ranks: i
         return Whole((f"{place}{stored.attention_output}.bias",))
     if name == "self_attention.linear_proj.weight":
         return Columns((f"{place}{stored.attention_output}.weight",), model.heads * model.head_dim)
+    if name == _CHOICE_BIAS:
+        return Whole((f"{place}{stored.experts.choice_bias}",))
+    if name.startswith("mlp.shared_experts."):
+        parts, shared = stored.experts, model.experts.shared_ffn
+        if name == "mlp.shared_experts.linear_fc1.weight":
+            names = tuple(f"{place}{parts.shared}.{part}.weight" for part in parts.gate_up)
+            return GateUp(names, shared, gated=True)
+        assert name == "mlp.shared_experts.linear_fc2.weight", f"{parameter} is of no shared expert that is served"
+        return Columns((f"{place}{parts.shared}.{parts.down}.weight",), shared)
     if name.startswith("mlp.router."):
         return Whole((f"{place}{stored.experts.router}.{kind}",))
     if name.startswith("mlp.experts."):
@@ -104,6 +117,14 @@ def slots(gpt: GPTModel, model: ModelDescription) -> Iterator[tuple[torch.nn.Par
         yield parameter, slot_of(name, layer, model, parallel_state.get_expert_model_parallel_world_size())
 
 
+def biases_of_choice(gpt: GPTModel, model: ModelDescription) -> Iterator[tuple[torch.Tensor, Slot]]:
+    """The biases that this rank's routers add to scores before the choice, and what each is made of."""
+    for name, buffer in gpt.named_buffers():
+        if name.endswith(_CHOICE_BIAS):
+            layer = gpt.decoder.layers[int(name.split(".")[2])].layer_number - 1
+            yield buffer, slot_of(name, layer, model)
+
+
 def group_of(slot: Slot) -> torch.distributed.ProcessGroup:
     """The ranks that have the shares of a parameter."""
     if slot.by_expert:
@@ -131,3 +152,5 @@ def load_weights(
         assert share.shape == parameter.shape, f"{slot.names}: {share.shape} for {parameter.shape}"
         set_values(parameter, share)
         advance(share.numel() * share.element_size())
+    for buffer, slot in biases_of_choice(gpt, model):
+        buffer.copy_(slot.share(files, 0, 1))

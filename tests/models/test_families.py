@@ -119,6 +119,23 @@ def test_experts_that_are_not_served_are_a_sentence(changed: dict[str, Any], sai
         describe(bases()["qwen3_moe"] | changed, "config.json")
 
 
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        (
+            {"n_group": 2, "topk_group": 1},
+            "groups are chosen by as many scores as each gives experts here, and by 2",
+        ),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1, but the score of one expert alone is not normalised"),
+        ({"norm_topk_prob": False}, "has norm_topk_prob false, but scores of a row's experts are normalised here"),
+        ({"first_k_dense_replace": 2}, "their dense_layers is 2, but the model has 2 layers"),
+    ],
+)
+def test_sigmoid_experts_that_are_not_served_are_a_sentence(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        describe(bases()["glm4_moe"] | changed, "config.json")
+
+
 def test_gpt_oss_without_a_word_on_experts_has_them() -> None:
     fields = {name: value for name, value in bases()["gpt_oss"].items() if name != "num_local_experts"}
     assert describe(fields, "config.json").experts.count == 128

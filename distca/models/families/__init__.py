@@ -15,7 +15,7 @@ from distca.models.families.ernie import ERNIE4_5
 from distca.models.families.exaone import EXAONE4
 from distca.models.families.family import Composite, Family
 from distca.models.families.gemma import GEMMA2, GEMMA3
-from distca.models.families.glm import GLM4
+from distca.models.families.glm import GLM4, GLM4_MOE
 from distca.models.families.gpt_oss import GPT_OSS
 from distca.models.families.granite import GRANITE
 from distca.models.families.hunyuan import HUNYUAN
@@ -51,6 +51,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
+    "glm4_moe": GLM4_MOE,
 }
 COMPOSITES: Final[Mapping[str, Composite]] = {"mistral3": MISTRAL3, "gemma3": GEMMA3_IMAGES}
 

@@ -44,6 +44,7 @@ class Family:
         turns_windows_only: with sliding_window, layers without windows have no rotary positions.
         epsilon: the field with that of norms.
         rotary_percent: the part of each head that positions turn; None where partial_rotary_factor says it.
+        rotary_default: that part, where nothing says it.
         alpha: a dynamic scaling with alpha is a base that is stretched once and for all.
         scales_queries: queries grow with their position, as llama_4_scaling_beta says.
         rope_base: of rotary positions, where nothing says one.
@@ -51,9 +52,11 @@ class Family:
         window_rope: what rotary positions are in layers with windows, where these differ.
         variant: what its layers do differently from LLaMA's, by the values of its fields.
         qkv_bias: projections of q, k and v have a bias; or the field that says whether they do.
-        qk_norm: query and key heads are normed before the rotation.
+        qk_norm: query and key heads are normed before the rotation; or the field that says whether they are.
         experts: those of its layers, by the values of its fields.
         sinks: every query head has a learned score without a value.
+        further_layers: fields of which the first that is there says how many layers behind the last predict further
+            tokens, which are carried along as they are.
         quantised: a kind of quantised weights that its folders may have, which are read as numbers in bfloat16.
         weights: names of its tensors.
     """
@@ -66,6 +69,7 @@ class Family:
     turns_windows_only: bool = False
     epsilon: str = "rms_norm_eps"
     rotary_percent: float | None = 1.0
+    rotary_default: float = 1.0
     alpha: bool = False
     scales_queries: bool = False
     rope_base: float = 10000.0
@@ -73,9 +77,10 @@ class Family:
     window_rope: WindowRope | None = None
     variant: Callable[[Mapping[str, Any]], Variant] = lambda said: Variant()
     qkv_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     sinks: bool = False
     experts: Callable[[Mapping[str, Any]], Experts] = lambda said: Experts()
+    further_layers: tuple[str, ...] = ()
     quantised: Quantised | None = None
     weights: WeightMap = field(default_factory=WeightMap)
 

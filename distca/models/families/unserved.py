@@ -16,7 +16,6 @@ UNSERVED: Final[dict[str, str]] = {
     "phimoe": _EXPERTS,
     "dbrx": _EXPERTS,
     "dots1": _EXPERTS,
-    "glm4_moe": _EXPERTS,
     "hunyuan_v1_moe": _EXPERTS,
     "ernie4_5_moe": _EXPERTS,
     "minimax_m2": _EXPERTS,

@@ -222,7 +222,7 @@ ROUND_TRIPS = (
     *("llama3", "dynamic", "yarn, two magnitudes", "mistral", "qwen2, tied", "qwen3", "phi3", "seed_oss"),
     *("mistral3", "mistral, windows", "gemma2", "gemma3", "olmo3", "smollm3", "granite"),
     *("ministral3", "cohere2", "exaone4", "glm4", "ernie4_5", "hunyuan", "phi4_mini", "gemma3 with images"),
-    *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"),
+    *("gpt_oss, dense", "arcee, biases", "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"),
 )
 
 
@@ -230,9 +230,9 @@ ROUND_TRIPS = (
     "ranks,layouts,names",
     [
         (1, [(1, 1)], ROUND_TRIPS),
-        (2, [(1, 1)], ("qwen3_moe", "gpt_oss")),
+        (2, [(1, 1)], ("gpt_oss", "glm4_moe")),
         pytest.param(4, [(2, 2)], [*CUT, "gemma3", "olmoe", "gpt_oss"], marks=pytest.mark.slow),
-        pytest.param(4, [(2, 1)], ("mixtral", "gpt_oss"), marks=pytest.mark.slow),
+        pytest.param(4, [(2, 1)], ("mixtral", "gpt_oss", "glm4_moe"), marks=pytest.mark.slow),
     ],
 )
 def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, names, tmp_path):
@@ -247,7 +247,8 @@ def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, names
         before, after = _tensors(source), _tensors(folder)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
-        assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+        assert all(after[name].dtype == before[name].dtype for name in before)
+        assert torch.bfloat16 in {tensor.dtype for tensor in after.values()}
         assert json.loads((folder / "config.json").read_text()) == json.loads((source / "config.json").read_text())
         assert (folder / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
         theirs, ours = family_models.loaded(source), family_models.loaded(folder)
