@@ -73,9 +73,15 @@ def _section(kind: Any, prefix: str, title: str) -> list[str]:
             groups += _section(hint, f"{prefix}{item.name}.", f"`{prefix}{item.name}`")
         else:
             default = item.default if item.default_factory is MISSING else item.default_factory()
-            cells = (f"`{prefix}{item.name}`", takes(hint), f"`{_yaml(default)}`", meanings[item.name])
+            cells = (f"`{prefix}{item.name}`", _type(hint), f"`{_yaml(default)}`", meanings[item.name])
             lines.append(f"| {' | '.join(cells)} |")
     return lines + groups
+
+
+def _type(hint: Any) -> str:
+    """The values that a setting takes, in fewer words than in messages."""
+    short = takes(hint).replace("a whole number", "integer").replace("true or false", "true, false")
+    return short.removeprefix("one of ").removeprefix("a ")
 
 
 def _default(item: Field[Any]) -> object:

@@ -75,28 +75,21 @@ class DataConfig:
     """The source of documents, and the way they fill the ranks.
 
     Attributes:
-        source: stdlib = the Python files of this interpreter's standard library; text = text files; jsonl = JSON Lines,
-            also .gz and .zst; parquet = Parquet files; arrow = a folder that the library datasets saved to disk; blend
-            = several of these, as a YAML file says; indexed = Megatron's .bin/.idx pair; mix = random tokens whose
-            document lengths follow the named mix in path.
+        source: where documents come from; docs/data.md describes each, stdlib is the running Python's standard library.
         path: file, folder, .bin/.idx prefix, a blend's YAML file, or the name of a mix: pretrain, prolong, and with
             -long behind it their long-context versions, stretched to context_length.
         field: of each JSON object, or column of each table, that holds the document; null takes text, with
             conversations messages.
-        conversations: documents are conversations, lists of messages with role and content, or with from and value as
-            ShareGPT has them, which go through the tokenizer's chat template with what is in fields tools and system;
-            with field prompt they have a completion beside it, with instruction Alpaca's input and output. Only the
-            assistant's turns are learned, without those that a weight of 0 or train false marks.
-        tokenizer: of text: bytes, a tokenizer.json, or a folder that holds one. Sources indexed and mix hold token ids
-            already; a warning names ids whose sidecar says that another one made them.
+        conversations: documents are conversations, which go through the tokenizer's chat template; only the assistant's
+            turns are learned (docs/data.md).
+        tokenizer: of text: bytes, a tokenizer.json, or a folder that holds one.
         begin_token: a token of the tokenizer that every text begins with; null takes the one that a model's folder
             says, an empty one is none.
         end_token: the same for the end of every text.
-        bad: what happens to a document that cannot be read or tokenized, such as a conversation that the chat template
-            refuses: error stops the run; skip leaves it out, and the log and the table at the end say how many and name
-            the first five.
-        cache: folder where tokens of texts are kept: the first start makes them, later ones find them by content and
-            tokenizer. All nodes see it. Null takes the folder tokens in output.
+        bad: what happens to a document that cannot be read or tokenized: error stops the run; skip leaves it out, and
+            the log says how many.
+        cache: folder where tokens of texts are kept for later starts, which all nodes see; null takes the folder tokens
+            in output.
         vocabulary: tokens to draw from for source mix; 0 means the tokenizer's.
         context_length: most tokens a document may have.
         longer: what happens to a longer document: split cuts it into documents that fit; skip leaves it out; error
@@ -173,27 +166,22 @@ class TrainConfig:
         fp8: products of Transformer Engine's linear layers in FP8: none; current = scaled by the largest value of each
             tensor; delayed = by those of the steps before; blockwise = by those of blocks. Gradients and everything
             else stay as train.precision says.
-        fp8_weights: hold these layers' weights as FP8 numbers alone, a byte each, beside float32 main weights (with fp8
-            and optimizer.distributed), and gather FP8 numbers after an update. Checkpoints are as without it.
-        gradients: type in which gradients are added up over micro-batches and reduced over ranks: float32, or bfloat16
-            (with precision bf16 only): half the memory and half the bytes to reduce, rounded after every addition.
+        fp8_weights: hold these layers' weights as FP8 numbers alone, beside float32 main weights (with fp8 and
+            optimizer.distributed). Checkpoints are as without it.
+        gradients: type in which gradients are added up and reduced: float32, or bfloat16 (with precision bf16 only),
+            rounded after every addition.
         moments: type in which Adam's moments are kept: float32, or bfloat16 (with precision bf16 and
-            optimizer.distributed, by Transformer Engine's Adam). That takes half the memory, and of main weights half
-            as well, at no loss. bfloat16 keeps 8 bits, so optimizer.beta2 above about 0.99 would leave the second
-            moment as it is.
+            optimizer.distributed, by Transformer Engine's Adam), for which optimizer.beta2 is at most about 0.99.
         loss: what weighs the same in the loss of a step: token = every token that is to be learned; document = every
             document, or conversation, that has some.
-        recompute: what is computed again in the backward pass, so that its activations need not be kept: none; mlp =
-            each layer's MLP, which holds over half of them; all = everything but core attention, which needs least
-            memory and most time; auto = the first of these that fits into the GPUs' memory by prediction, none on CPUs.
-            Disaggregated core attention is never recomputed, so nothing is sent twice; with cad.enabled false all
-            recomputes whole layers, as Megatron's full recomputation does.
+        recompute: what is computed again in the backward pass: none; mlp = each layer's MLP; all = everything but core
+            attention, or with cad.enabled false whole layers; auto = the first of these that fits into the GPUs' memory
+            by prediction, none on CPUs.
         keep_outputs: outputs of norms and SwiGLU that are kept for the backward pass, with recompute none and without
-            fp8: none = they are computed again from what is kept anyway; all = they are kept, which takes more memory
-            and less time; auto = all where it fits into the GPUs' memory by prediction, none on CPUs.
-        offload: what of the backward pass's needs waits in host memory, so that longer contexts fit, copied beside the
-            computation: none; all = that of every layer, with recompute all, cad.backward resend, cad.enabled and no
-            pipeline stages; auto = all where nothing else fits into the GPUs' memory by prediction, and it does.
+            fp8: none = they are computed again; all; auto = all where it fits by prediction, none on CPUs.
+        offload: what of the backward pass's needs waits in host memory: none; all = that of every layer, with recompute
+            all, cad.backward resend, cad.enabled and no pipeline stages; auto = all where nothing else fits by
+            prediction.
         seed: seed of the weights.
         time_limit: minutes of training after which the run finishes its step, saves and ends; 0 sets no limit. SIGTERM
             and SIGUSR1 do the same at any time.
@@ -235,8 +223,7 @@ class CheckpointConfig:
         resume: folder of a run to go on with; latest for the run of this name that saved last; job for what this Slurm
             job saved, and a new run if that is nothing; auto for the same, but the run of this name that saved last
             before a new one. With job and auto a run that has done all its steps ends well at once.
-        init_from: a Hugging Face folder (config.json and safetensors) to begin with: its weights, its shape in place of
-            model's settings, of which only the rotary ones may differ, and its tokenizer. A run that resumes takes its
+        init_from: a Hugging Face folder to begin with: its weights, shape and tokenizer. A run that resumes takes its
             own weights.
         export: an empty folder, into which the last step's weights are written as a Hugging Face folder.
         keep: newest checkpoints that stay on disk.
@@ -260,8 +247,7 @@ class LogConfig:
         every: steps between progress lines where standard error is not a terminal; metrics.jsonl has every step.
         timeline_steps: first and last step recorded for the timeline (timeline.json opens in Perfetto); a run that ends
             before records what it has of them.
-        profile_steps: first and last step that torch's profiler records, on every rank; each writes a trace into the
-            folder profile of the run, for Perfetto too. Steps take longer meanwhile.
+        profile_steps: first and last step that torch's profiler records, on every rank, into the run's folder profile.
         tensorboard: also write TensorBoard events.
         wandb: project of Weights & Biases that metrics also go to; needs the package wandb, and its own settings.
         memory: on CPUs, also record the memory that processes have after each step; the peak memory of GPUs is always
