@@ -142,11 +142,11 @@ class LayerBytes:
     def kept_beside_attention(self) -> int:
         """Beside q, k, v, o and log-sum-exp of the attention kernel; where servers keep these, with o at home."""
         if self.recomputed_whole:
-            return self.value * self.hidden
+            return self.value * self.hidden + self.kept_by_experts()
         o = self._mixed if self.disaggregated and self.keep else 0
         if self.recompute == "all":
             # Each segment keeps what goes in: the residual stream, and o, which resend holds anyway.
-            return self.value * (self.hidden + o) + self.kept_by_core()
+            return self.value * (self.hidden + o) + self.kept_by_core() + self.kept_by_experts()
         kept = self.segment() + self._head_norms() - self.recomputed_mlp() + self.kept_by_experts()
         return kept + self.kept_by_core()
 
@@ -172,8 +172,11 @@ class LayerBytes:
         return self.value * elements + copies + self.norms * 4
 
     def kept_by_experts(self) -> int:
-        """Bytes that experts and their router keep; only what they read where they are computed again."""
-        return self._experts.kept() if self.recompute == "none" else self._experts.input()
+        """Bytes that experts and their router keep; only what they read, and where it went, where they are computed
+        again."""
+        if self.recompute == "none":
+            return self._experts.kept()
+        return self._experts.way() if self.recompute == "all" else self._experts.kept_when_recomputed()
 
     @property
     def _normed_inputs(self) -> int:
@@ -228,9 +231,10 @@ class LayerBytes:
         rows = {"none": 1 + self.disaggregated, "mlp": 0, "all": 2}[self.recompute] + (self.ffn > 0)
         elements, again = rows * self.hidden, 0
         if self.recompute != "none":
-            again = self._experts.kept()
+            again = self._experts.again()
             elements += 0 if self.recomputed_whole else self.projected
-        return self.value * elements + self._experts.at_work() + again
+        beside = self.disaggregated and self.recompute != "all"
+        return self.value * elements + self._experts.at_work(self.ep, beside, self.recompute == "mlp") + again
 
     def freed_by_mlp(self) -> int:
         """Bytes of a token that the backward of the layer's MLP frees; of a recomputed segment its residual stream."""

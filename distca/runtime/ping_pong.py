@@ -5,6 +5,9 @@ For layer i and halves 0 (ping) and 1 (pong), nodes are created in this order:
     join q,k,v(i,0) · serve(i,0) · launch o(i,0) · join q,k,v(i,1) · serve(i,1) · launch o(i,1)
     join o(i,0) · post(i,0)+pre(i+1,0) · launch q,k,v(i+1,0) · join o(i,1) · post(i,1)+pre(i+1,1) · launch q,k,v(i+1,1)
 
+Where ``post`` sends rows to experts, it is in three parts, each for both halves before the next: what is before them
+with the launch of rows(i,n); experts(i,n) with the launch of what they put out; and its sum with pre(i+1,n).
+
 A recurrent layer has the halo of its convolution in place of q,k,v. It has summaries of pieces in place of tasks, and
 states in place of o. The autograd engine runs ready nodes in reverse order of creation, so backward is the mirror
 image. Each reverse transfer is launched before the other half's compute and joined after it. No rank waits for another
@@ -13,7 +16,7 @@ except for the rows themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,6 +48,21 @@ class SplitLayer(Protocol):
         ...
 
 
+class ExchangingLayer(SplitLayer, Protocol):
+    """A split layer whose ``post`` sends rows to experts on other ranks."""
+
+    @property
+    def has_exchanges(self) -> bool:
+        """Whether it has experts."""
+        ...
+
+    def post_parts(
+        self, o_NHD: torch.Tensor, *residual: torch.Tensor, nano: int
+    ) -> Generator[None, None, torch.Tensor]:
+        """The output of post; pauses while rows are on their way to experts, and back."""
+        ...
+
+
 class RecurrentLayer(Protocol):
     """A layer cut at its recurrent core."""
 
@@ -73,7 +91,7 @@ class RecurrentLayer(Protocol):
         ...
 
 
-AnyLayer = SplitLayer | RecurrentLayer
+AnyLayer = SplitLayer | ExchangingLayer | RecurrentLayer
 AnyCall = AttentionCall | RecurrentCall
 Checkpoint = Callable[..., Any]
 
@@ -116,6 +134,7 @@ class _Run:
     ) -> None:
         assert len(routes) == len(layers)
         self._layers, self._routes, self._pool = layers, routes, pool
+        self._recomputes = checkpoint is not None
         self._checkpoint = checkpoint or (lambda function, *tensors: function(*tensors))
         self._calls: list[AnyCall] = []
         self._residuals: list[tuple[torch.Tensor, ...]] = []  # of each half, for the next post
@@ -138,6 +157,10 @@ class _Run:
         last = layer + 1 == len(self._layers)
         calls, self._calls = self._calls, []
         residuals, self._residuals = self._residuals, []
+        split: Any = self._layers[layer]
+        if not self._recomputes and getattr(split, "has_exchanges", False):
+            self._between_exchanges(layer, calls, residuals, graph_tokens)
+            return
         for nano, call in enumerate(calls):
             o = _out_of_core(call, self._layers[layer], graph_tokens[nano])
             with self._pool.timeline.compute("post" if last else "post+pre", layer, nano, "forward"):
@@ -151,6 +174,33 @@ class _Run:
                 made = self._checkpoint(post_pre, o, *residuals[nano])
             residuals[nano] = ()
             graph_tokens[nano] = self._launch(layer + 1, nano, made)
+
+    def _between_exchanges(
+        self,
+        layer: int,
+        calls: Sequence[AnyCall],
+        residuals: list[tuple[torch.Tensor, ...]],
+        graph_tokens: list[torch.Tensor],
+    ) -> None:
+        """The same where ``post`` sends rows to experts: those of one half travel beside the other's compute."""
+        split: Any = self._layers[layer]
+        posts, last, paused = [], layer + 1 == len(self._layers), True
+        for nano, call in enumerate(calls):
+            o = _out_of_core(call, split, graph_tokens[nano])
+            posts.append(split.post_parts(o, *residuals[nano], nano=nano))
+            residuals[nano] = ()
+            with self._pool.timeline.compute("post", layer, nano, "forward"):
+                next(posts[nano])
+        while paused:
+            for nano, post in enumerate(posts):
+                with self._pool.timeline.compute("experts", layer, nano, "forward"):
+                    hidden = _gone_on(post)
+                    paused = hidden is None
+                    made = None if hidden is None or last else self._layers[layer + 1].pre(hidden, nano)
+                if made is not None:
+                    graph_tokens[nano] = self._launch(layer + 1, nano, made)
+                elif hidden is not None:
+                    self.outputs.append(hidden)
 
     def _launch(self, layer: int, nano: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Begin the core of a layer with what its ``pre`` returned."""
@@ -194,6 +244,16 @@ def _through_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tenso
 def _out_of_core(call: AnyCall, layer: Any, token: torch.Tensor) -> torch.Tensor:
     """Join it."""
     return call.join_states(token) if isinstance(call, RecurrentCall) else call.join_o(token, layer.sink)
+
+
+def _gone_on(post: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:
+    """The output of the last part; None where one more follows the part that runs."""
+    try:
+        next(post)
+    except StopIteration as end:
+        hidden: torch.Tensor = end.value
+        return hidden
+    return None
 
 
 def _post_pre(

@@ -9,15 +9,17 @@ of Megatron-Core 0.19.2; 0.16.1 leaves out a factor of the tensor-parallel ranks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
+
+Way = TypeVar("Way")
 
 
 def coefficient(config: TransformerConfig, kind: str) -> float:
@@ -62,6 +64,7 @@ class MicroBatchBalance:
         self._load = torch.zeros(len(layers), experts, dtype=torch.float32, device=device)
         self._entropy = torch.zeros(len(layers), dtype=torch.float32, device=device)
         self._counting = True
+        self._ways: dict[tuple[int, int], Any] = {}
 
     @classmethod
     def of(
@@ -80,7 +83,16 @@ class MicroBatchBalance:
 
     def half(self, number: int) -> Half:
         """The rows of half ``number``."""
-        return Half(self, self.document_of[number])
+        return Half(self, number, self.document_of[number])
+
+    def way(self, layer: int, half: Half, find: Callable[[], Way]) -> Way:
+        """The way that the rows of a layer's half go. It is found in the first pass: a layer that is computed again
+        sends its rows the same way, and asks nobody."""
+        if not self.training:
+            return find()
+        if self._counting:
+            self._ways[layer, half.number] = find()
+        return self._ways[layer, half.number]
 
     def count(self, layer: int, half: Half, best_NE: torch.Tensor, chosen_NE: torch.Tensor, entropy_N: Any) -> None:
         """Count a half's rows; nothing while it is recomputed, or without backward.
@@ -135,10 +147,12 @@ class Half:
 
     Attributes:
         balance: of the micro-batch.
+        number: of the half, from 0.
         document_N: [rows] int64; -1 in padding.
     """
 
     balance: MicroBatchBalance
+    number: int
     document_N: torch.Tensor
 
     @property

@@ -15,15 +15,15 @@ from distca.ops.grouped_linear import Groups, grouped_linear
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def computed(experts: SequentialMLP, rows_PH: torch.Tensor, groups: Groups, probs_P: torch.Tensor) -> torch.Tensor:
+def computed(experts: SequentialMLP, groups: Groups, rows_PH: torch.Tensor, probs_P: torch.Tensor) -> torch.Tensor:
     """[P, hidden] what experts put out for their rows, times the rows' probabilities. The modules and their weights are
     those of Megatron's sequential experts; where something listens to one of their layers or stands in for it, and
     where they have biases, they are computed one after the other.
 
     Args:
         experts: of this rank.
-        rows_PH: by expert.
         groups: of the rows.
+        rows_PH: by expert.
         probs_P: the rows' probabilities.
     """
     pairs = [(expert.linear_fc1, expert.linear_fc2) for expert in experts.local_experts]

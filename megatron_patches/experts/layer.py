@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_patches.experts.balance import Half, balanced, coefficient, with_loss
 from megatron_patches.experts.dispatch import Dispatch
+from megatron_patches.experts.exchange import Exchange
 from megatron_patches.experts.grouped import computed
+
+Parts = Generator[None, None, torch.Tensor]
+"""A function that pauses while rows are on their way, and returns a tensor."""
 
 
 class BalancedRouter(TopKRouter):
@@ -71,23 +77,59 @@ class BalancedRouter(TopKRouter):
 
 
 class HalvesLayer(MoELayer):
-    """Megatron's layer with experts; its router counts for a micro-batch's half, and rows go by :class:`Dispatch`.
+    """Megatron's layer with experts; its router counts for a micro-batch's half, and rows go by :class:`Exchange`.
     :func:`take_halves` turns built ones into it."""
 
     def forward(self, hidden: torch.Tensor, half: Half) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         """[rows, 1, hidden] what the experts put out, shared ones too; and no bias."""
-        if self.moe_layer_recompute and torch.is_grad_enabled():
-            return tensor_parallel.checkpoint(lambda x: self._output(x, half), False, hidden), None
-        return self._output(hidden, half), None
+        return last_of(self.parts(hidden, half)), None
 
-    def _output(self, hidden: torch.Tensor, half: Half) -> torch.Tensor:
-        shared = self.shared_experts(hidden) if self.shared_experts is not None else None
-        probs, chosen = self.router(hidden, half)
-        dispatch = Dispatch.of(chosen, self.router.topk, self.ep_group)
-        rows, row_probs = dispatch.send(hidden.flatten(0, -2), probs)
-        output = computed(self.experts, rows, dispatch.groups, row_probs)
-        summed = dispatch.bring_back(output).view_as(hidden)
+    def parts(self, hidden: torch.Tensor, half: Half) -> Parts:
+        """The same in three parts, between which rows are on their way to experts, and back."""
+        again = self.moe_layer_recompute and torch.is_grad_enabled()
+        probs, dispatch = self._routed(hidden, half, again)
+        exchange = Exchange(dispatch, again)
+        token = exchange.launch_rows(hidden.flatten(0, -2), probs)
+        shared = None if self.shared_experts is None else _perhaps_again(again, self.shared_experts, hidden)
+        yield
+        compute = partial(computed, self.experts, dispatch.groups)
+        token = exchange.launch_outputs(_perhaps_again(again, compute, *exchange.join_rows(token)))
+        yield
+        summed = exchange.join_outputs(token).view_as(hidden)
         return summed if shared is None else summed + shared
+
+    def _routed(self, hidden: torch.Tensor, half: Half, again: bool) -> tuple[torch.Tensor, Dispatch]:
+        """Probabilities, and where rows go: as before where they are routed again."""
+        chosen: list[torch.Tensor] = []
+
+        def route(hidden: torch.Tensor) -> torch.Tensor:
+            probs, chosen_NE = self.router(hidden, half)
+            chosen.append(chosen_NE)
+            return probs
+
+        probs = _perhaps_again(again, route, hidden)
+        assert self.layer_number is not None
+        way = half.balance.way(self.layer_number, half, lambda: Dispatch.of(chosen[0], self.router.topk, self.ep_group))
+        chosen.clear()
+        return probs, way
+
+
+def last_of(parts: Parts) -> torch.Tensor:
+    """The tensor that a function in parts returns; the parts run one after the other."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            found: torch.Tensor = end.value
+            return found
+
+
+def _perhaps_again(again: bool, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """``function(*tensors)``, computed again in backward where that is asked."""
+    if not again:
+        return function(*tensors)
+    computed_twice: torch.Tensor = tensor_parallel.checkpoint(function, False, *tensors)
+    return computed_twice
 
 
 def add_biases(model: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from functools import partial
 from typing import Any
 
@@ -153,19 +154,41 @@ class SplitTransformerLayer(SplitLayerParts, TransformerLayer):
         Returns:
             What the MLP put out, and the residual for :meth:`added`.
         """
+        return self._transformed(*self._before_mlp(branch, hidden), half)
+
+    @property
+    def has_exchanges(self) -> bool:
+        """Whether rows travel to experts behind the mixer."""
+        return isinstance(self.mlp, HalvesLayer)
+
+    def behind_parts(
+        self, branch: Branch | None, hidden: torch.Tensor, half: Half | None
+    ) -> Generator[None, None, tuple[Branch, torch.Tensor]]:
+        """The same as :meth:`behind`; pauses while rows are on their way to experts, and back."""
+        read, residual, normed, norm = self._before_mlp(branch, hidden)
+        if not isinstance(self.mlp, HalvesLayer):
+            return self._transformed(read, residual, normed, norm, half)
+        assert half is not None
+        output = yield from self.mlp.parts(normed, half)
+        return (output, None), residual
+
+    def _before_mlp(
+        self, branch: Branch | None, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+        """The input of the MLP's norm, the residual, the norm's output and the norm."""
         if branch is None:
             hidden, normed = _beside(self.pre_mlp_layernorm, hidden)
-            return self._transformed(hidden, hidden, normed, self.pre_mlp_layernorm, half)
+            return hidden, hidden, normed, self.pre_mlp_layernorm
         if self.options.parallel_mlp:
             added = self._add(branch, hidden, self.self_attn_bda, self.post_attention_layernorm)
-            return self._transformed(hidden, added, self.input_layernorm(hidden), self.input_layernorm, half)
+            return hidden, added, self.input_layernorm(hidden), self.input_layernorm
         norm = self.pre_mlp_layernorm
         if self._adds_plainly(branch, hidden) and isinstance(norm, RMSNorm):
             added, normed = norm.beside(hidden, branch[0])
         else:
             added = self._add(branch, hidden, self.self_attn_bda, self.post_attention_layernorm)
             added, normed = _beside(norm, added)
-        return self._transformed(added, added, normed, norm, half)
+        return added, added, normed, norm
 
     def added(self, branch: Branch, residual: torch.Tensor) -> torch.Tensor:
         """The layer's output: the residual with what its last part put out."""

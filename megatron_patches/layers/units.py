@@ -15,6 +15,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from distca.recurrent import CoreParameters, Recurrence, RecurrentKernel
 from megatron_patches.experts.balance import Half, MicroBatchBalance
+from megatron_patches.experts.layer import Parts
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.rotations import RowRotations
 
@@ -67,6 +68,20 @@ class _Bound:
         branch, hidden = last.mixed(o, *residual)
         for last in self.unit.behind:
             branch, hidden = last.behind(branch, hidden, half)
+        output: torch.Tensor = last.added(branch, hidden)
+        return output
+
+    @property
+    def has_exchanges(self) -> bool:
+        """Whether rows travel to experts within :meth:`post`."""
+        return any(layer.has_exchanges for layer in self.unit.behind)
+
+    def post_parts(self, o: torch.Tensor, *residual: torch.Tensor, nano: int) -> Parts:
+        """The same as :meth:`post`; pauses while rows are on their way to experts, and back."""
+        last, half = self.unit.mixer, self._half(nano)
+        branch, hidden = last.mixed(o, *residual)
+        for last in self.unit.behind:
+            branch, hidden = yield from last.behind_parts(branch, hidden, half)
         output: torch.Tensor = last.added(branch, hidden)
         return output
 

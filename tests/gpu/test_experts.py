@@ -84,7 +84,7 @@ def _errors(kind: str) -> dict[str, list[dict[str, float]]]:
         return output
 
     def at_once(x: torch.Tensor, probs: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        return computed(experts, x, Groups(rows, torch.tensor(rows).cumsum(0).int().to(device)), probs)
+        return computed(experts, Groups(rows, torch.tensor(rows).cumsum(0).int().to(device)), x, probs)
 
     ways = {"at once": at_once, "one after the other": by_turns}
     found = {
@@ -108,6 +108,44 @@ def test_experts_at_once_are_as_near_to_float32_as_one_after_the_other() -> None
         for rows, ours, theirs in zip(ROWS, rank["at once"], rank["one after the other"], strict=True):
             for name, error in ours.items():
                 assert error <= RATIO * theirs[name] + 1e-7, (rows, name, error, theirs[name])
+
+
+def _questions() -> dict[str, tuple[int, int]]:
+    """Questions that a step asked its device, by what is recomputed: of the number of rows, and others."""
+    from distca.parity import disaggregated, unmodified
+    from distca.parity.cases import case_documents
+    from distca.parity.experts import expert_case
+    from distca.parity.suite import GPU_LENGTHS, GPU_SHAPE
+    from megatron_patches.training.training_step import summed_loss_step
+
+    device, found = torch.device("cuda", torch.cuda.current_device()), {}
+    for recompute in ("none", "mlp", "all"):
+        case = expert_case(
+            "auxiliary loss, shared expert", micro_batches=GPU_LENGTHS, shape=GPU_SHAPE, ep=2, recompute=recompute
+        )
+        weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
+        cad, model = disaggregated.attached(case, torch.bfloat16, device, "auto", weights)
+        ddp = cad.data_parallel(model)
+        cad.forward_backward(cad.plan_step(case_documents(case)), summed_loss_step, ddp)  # compiles kernels
+        step = cad.plan_step(case_documents(case))
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            cad.forward_backward(step, summed_loss_step, ddp)
+            torch.cuda.set_sync_debug_mode("default")
+        asked = [each.filename for each in heard if "synchronizing CUDA operation" in str(each.message)]
+        of_rows = sum(name.endswith("dispatch.py") for name in asked)
+        found[recompute] = of_rows, len(asked) - of_rows
+    return found
+
+
+def test_a_half_asks_its_device_once_in_the_forward_pass_of_a_layer() -> None:
+    for rank in run_ranks(2, _questions, gpus=True, timeout=200):
+        for recompute, (of_rows, others) in rank.items():
+            layers, halves = 2, 2  # of one micro-batch
+            assert of_rows == layers * halves, recompute
+            assert others == 0, recompute
 
 
 def _train(runs: list[dict[str, Any]]) -> None:

@@ -120,6 +120,7 @@ def allocate_as_on_gpus(patch: Any) -> None:
     from distca.ops import output_loss
     from distca.transport.collective import CollectiveTransport, _AllToAll
     from megatron_patches import pool
+    from megatron_patches.experts import grouped
     from megatron_patches.layers import layer
     from megatron_patches.patches import fused_ops as fused_rope
     from megatron_patches.patches import fused_ops as fused_swiglu
@@ -130,7 +131,8 @@ def allocate_as_on_gpus(patch: Any) -> None:
     patch(norms.RMSNorm, "forward", lambda self, x: LeanNorm.apply(x, self.weight))
     patch(norms.RMSNorm, "fill", lambda self, x, out: out.zero_())
     patch(fused_swiglu, "swiglu", _Swiglu.apply)
-    patch(mlp, "weighted_bias_swiglu_impl", _WeightedSwiglu.apply)
+    for module in (mlp, grouped):
+        patch(module, "weighted_bias_swiglu_impl", _WeightedSwiglu.apply)
     patch(fused_swiglu, "fill_swiglu", lambda x, out: out.zero_())
     for module in (layer, fused_rope):
         patch(module, "split_and_rotate", lambda x, of, groups: _Rotate.apply(x, of.cos_NE, of.sin_NE, groups))

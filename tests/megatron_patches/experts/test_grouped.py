@@ -35,7 +35,7 @@ def _both(experts, rows):
 
     counts = torch.tensor(rows)
     groups = Groups(rows, counts.cumsum(0).int())
-    at_once = _found(experts, rows, lambda x, probs: computed(experts, x, groups, probs))
+    at_once = _found(experts, rows, lambda x, probs: computed(experts, groups, x, probs))
     return at_once, _found(experts, rows, lambda x, probs: experts(x, counts, probs)[0])
 
 

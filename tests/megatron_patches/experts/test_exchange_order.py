@@ -1,0 +1,114 @@
+"""Rows on their way to experts: beside the other half's compute, with one question to the device in each forward."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from distca.testing.ranks import RankFailure, run_ranks
+from tests.megatron_patches.small_cases import on_cpu
+
+pytestmark = pytest.mark.slow
+
+LAYERS, MICRO_BATCHES = 2, 2
+FORWARD = ["start 0", "start 1", "finish 0", "start 0", "finish 1", "start 1", "finish 0", "finish 1"]
+"""Exchanges of a layer by half; backward is the mirror image."""
+BACKWARD = ["start 1", "start 0", "finish 1", "start 1", "finish 0", "start 0", "finish 1", "finish 0"]
+
+
+def _prepared(recompute):
+    """A case of two layers with experts on two ranks, its CAD and its model in Megatron's DDP."""
+    from distca.parity import disaggregated, experts, unmodified
+
+    case = experts.expert_case("auxiliary loss, shared expert", ep=2, recompute=recompute)
+    weights = {name: p.detach() for name, p in unmodified.unmodified_model(case, torch.float32).named_parameters()}
+    cad, model = disaggregated.attached(case, torch.float32, torch.device("cpu"), "reference", weights)
+    return case, cad, cad.data_parallel(model)
+
+
+def _step(case, cad, ddp):
+    from distca.parity.cases import case_documents
+    from megatron_patches.training.training_step import summed_loss_step
+
+    cad.forward_backward(cad.plan_step(case_documents(case)), summed_loss_step, ddp)
+
+
+def _noted(monkeypatch):
+    """A list of all exchanges to come, and one of what the device is asked."""
+    from megatron_patches.experts import dispatch, exchange, layer
+
+    events, asked, made = [], [], []
+    start, finish, fetched = exchange.Exchange.start, exchange.Exchange.finish, dispatch.fetched
+
+    def build(*arguments):
+        made.append(exchange.Exchange(*arguments))
+        made[-1].nano = (len(made) - 1) % 2
+        return made[-1]
+
+    def starting(self, tensors, to_experts):
+        events.append(f"start {self.nano}")
+        return start(self, tensors, to_experts)
+
+    def finishing(self):
+        events.append(f"finish {self.nano}")
+        return finish(self)
+
+    monkeypatch.setattr(layer, "Exchange", build)
+    monkeypatch.setattr(exchange.Exchange, "start", starting)
+    monkeypatch.setattr(exchange.Exchange, "finish", finishing)
+    monkeypatch.setattr(dispatch, "fetched", lambda counts: asked.append(1) or fetched(counts))
+    return events, asked
+
+
+def _orders():
+    on_cpu()
+    found = {}
+    for recompute in ("none", "mlp", "all"):
+        prepared = _prepared(recompute)
+        with pytest.MonkeyPatch.context() as patch:
+            events, asked = _noted(patch)
+            _step(*prepared)
+        found[recompute] = events, len(asked)
+    return found
+
+
+def _dies(folder):
+    """Rank 1 ends without a word on its way to experts; rank 0, which nobody ends, notes after how many seconds it
+    knows."""
+    on_cpu()
+    from megatron_patches.experts import exchange
+
+    prepared, rank, began = _prepared("none"), torch.distributed.get_rank(), []
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    start = exchange.Exchange.start
+
+    def starting(self, tensors, to_experts):
+        began.append(time.monotonic())
+        if rank == 1 and len(began) == 3:
+            os._exit(9)
+        return start(self, tensors, to_experts)
+
+    exchange.Exchange.start = starting
+    try:
+        _step(*prepared)
+    except RuntimeError:
+        (folder / "seconds").write_text(str(time.monotonic() - began[2]))
+        raise
+
+
+def test_rows_travel_beside_the_other_half_and_hosts_ask_once():
+    halves = LAYERS * MICRO_BATCHES * 2
+    for rank in run_ranks(2, _orders):
+        for recompute, (events, asked) in rank.items():
+            assert asked == halves, recompute
+            if recompute != "all":  # in which a layer is computed again as a whole, exchanges too
+                step = LAYERS * FORWARD + LAYERS * BACKWARD
+                assert events == MICRO_BATCHES * step, recompute
+
+
+def test_a_rank_that_dies_on_the_way_to_experts_ends_the_others(tmp_path):
+    with pytest.raises(RankFailure):
+        run_ranks(2, _dies, tmp_path)
+    assert float((tmp_path / "seconds").read_text()) < 10
