@@ -16,7 +16,7 @@ def code(lines: list[str] | tuple[str, ...]) -> list[str]:
 
 
 def test_it_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 110
 
 
 def test_the_public_face_is_the_examples() -> None:

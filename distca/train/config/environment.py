@@ -94,7 +94,8 @@ def markdown() -> str:
     for variable in VARIABLES:
         benchmarks = _cell(variable.benchmarks) + (" (run4d.sh only)" if variable.stages else "")
         several = ", several in benchmarks" if variable.listed else ""
-        cells = (f"`{variable.name}`", variable.meaning, variable.values.words + several, variable.default)
+        values = variable.values.words.replace(" to 999999999", "") + several
+        cells = (f"`{variable.name}`", variable.meaning, values, variable.default)
         lines.append(f"| {' | '.join((*cells, _cell(variable.training), benchmarks))} |")
     return "\n".join(lines)
 
