@@ -119,7 +119,12 @@ class CAD:
         check_same_on_ranks(config, given.alike)
         self.config, self._given = config, given
         self._recompute_all = given.recompute == "all"
-        self._own_layers = given.disaggregate or given.model_options.own_layers or bool(config.num_moe_experts)
+        self._own_layers = (
+            given.disaggregate
+            or bool(given.hybrid_layer_pattern)
+            or given.model_options.own_layers
+            or bool(config.num_moe_experts)
+        )
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._rank = parallel_state.get_data_parallel_rank()
@@ -251,7 +256,7 @@ class CAD:
         model.expert_load = ExpertLoad(take_halves(model), self.config.moe_router_topk)
         # In segments that are recomputed as a whole, what is put out is needed right away.
         keep_outputs_of(model, self._given.keep_outputs or self._recompute_all)
-        if self._given.disaggregate:
+        if self._given.disaggregate or pattern:
             disaggregate_block(model.decoder, self.pool, self._recompute_all)
         elif self._recompute_all:
             recompute_layers(model.decoder)

@@ -134,7 +134,7 @@ class LayerBytes:
     @property
     def _megatrons(self) -> bool:
         """Megatron's own layers run: attention is at home, and no variant needs ours."""
-        own = self.shape.variant.own_layers or self.shape.experts.count
+        own = self.shape.variant.own_layers or self.shape.experts.count or self.shape.hybrid.pattern
         return not self.disaggregated and not own
 
     # Bytes that are kept of one token until its backward.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
@@ -13,12 +15,17 @@ from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 
+from distca.runtime.recurrent_call import RecurrentCall
 from megatron_patches.experts.spec import experts_spec
 from megatron_patches.layers.block import DisaggregatedForward, layer_spec, linear_classes
+from megatron_patches.layers.full_recompute import differentiable
 from megatron_patches.layers.gated_delta_net import recurrent_layer_spec
 from megatron_patches.layers.layer import SplitTransformerLayer
 from megatron_patches.layers.mamba import OwnMambaMixer, SplitMambaLayer
+from megatron_patches.layers.rotations import RowRotations
+from megatron_patches.layers.units import BoundRecurrentUnit, bound_units
 from megatron_patches.patches.norms import norm_class
+from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
 class DisaggregatedStack(DisaggregatedForward, HybridStack):
@@ -28,6 +35,36 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
         super().__init__(config, *arguments, **{**named, "post_layer_norm": False})
         if self.post_process:
             self.final_norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, attention_mask: Any, rotary_pos_emb: RowRotations | None = None, **_: Any
+    ) -> torch.Tensor:
+        """Run the stack; a micro-batch of whole documents with all cores at home. Arguments as of
+        :meth:`DisaggregatedForward.forward`."""
+        if not isinstance(attention_mask, PackedMicroBatch):
+            return super().forward(hidden_states, attention_mask, rotary_pos_emb)
+        assert rotary_pos_emb is not None
+        recompute = self.recompute_segments and torch.is_grad_enabled()
+        if recompute:
+            hidden_states = differentiable(hidden_states)
+        for number, unit in enumerate(bound_units(self.layers, [rotary_pos_emb], attention_mask.balance)):
+            run = partial(self._at_home, number, unit, attention_mask)
+            hidden_states = tensor_parallel.checkpoint(run, False, hidden_states) if recompute else run(hidden_states)
+        return hidden_states if self.last_norm is None else self.last_norm(hidden_states)
+
+    def _at_home(self, number: int, unit: Any, micro_batch: PackedMicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        if isinstance(unit, BoundRecurrentUnit):
+            *residual, mixed, g, beta = unit.pre(hidden, 0)
+            routes = micro_batch.recurrent[unit.recurrence.halo_rows]
+            call = RecurrentCall(self.pool, routes, unit.recurrence, unit.core_kernel, number, 0)
+            token = call.summarise(call.join_halo(call.launch_halo(mixed, g, beta)), unit.core_parameters)
+            o = call.join_states(call.launch_states(token))
+        else:
+            *residual, q_NHD, kv_N2GD = unit.pre(hidden, 0)
+            q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))
+            o = unit.unit.mixer.self_attention.core_attention(q, k, v, micro_batch)
+        output: torch.Tensor = unit.post(o, *residual, nano=0)
+        return output
 
     @property
     def last_norm(self) -> torch.nn.Module | None:

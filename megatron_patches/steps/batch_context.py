@@ -6,7 +6,7 @@ its place reaches them without changing a signature.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer, core_attention
 from distca.plan import AttentionKind
 from distca.runtime import LayerRoutes
+from distca.runtime.recurrent_routes import RecurrentRoutes
 from megatron_patches.experts.balance import MicroBatchBalance
 
 
@@ -51,11 +52,14 @@ class PackedMicroBatch:
     Attributes:
         batch: borders of this rank's tasks.
         rows: rows that belong to documents; rows beyond them are padding.
+        recurrent: routes of recurrent layers by the rows that their convolution reads before a row, which move
+            nothing.
         document_lengths, documents, document_count, balance: as of :class:`DisaggregatedMicroBatch`.
     """
 
     batch: TaskBatch
     rows: int
+    recurrent: Mapping[int, RecurrentRoutes] = field(default_factory=dict, kw_only=True)
     document_lengths: torch.Tensor | None = field(default=None, kw_only=True)
     documents: torch.Tensor | None = field(default=None, kw_only=True)
     document_count: int = field(default=0, kw_only=True)

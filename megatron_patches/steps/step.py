@@ -144,7 +144,15 @@ def make_step(
         if routes is None:
             batches = packed_batches(
                 rows,
-                [packed_attention(layouts[0], rank, upload) for layouts in plan.layouts],
+                [
+                    replace(
+                        packed_attention(layouts[0], rank, upload),
+                        recurrent={
+                            size: RecurrentRoutes.of(layouts, rank, size, upload)[0] for size in _halos(recurrences)
+                        },
+                    )
+                    for layouts in plan.layouts
+                ],
                 options,
                 upload,
                 lengths=lengths,
@@ -172,10 +180,14 @@ def _with_pieces(
     upload: Upload,
 ) -> tuple[LayerRoutes, ...]:
     """A micro-batch's routes of all layers, from those of layers with attention."""
-    sizes = {each.halo_rows for each in recurrences if each is not None}
-    by_size = {size: RecurrentRoutes.of(layouts, rank, size, upload) for size in sizes}
+    by_size = {size: RecurrentRoutes.of(layouts, rank, size, upload) for size in _halos(recurrences)}
     rest = iter(of_attention)
     return tuple(next(rest) if each is None else by_size[each.halo_rows] for each in recurrences)
+
+
+def _halos(recurrences: Sequence[Recurrence | None]) -> set[int]:
+    """Rows before a row that convolutions read."""
+    return {each.halo_rows for each in recurrences if each is not None}
 
 
 def _check_ids(batches: Sequence[RankBatch], vocabulary: int, drawn: Sequence[np.ndarray]) -> None:

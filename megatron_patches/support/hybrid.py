@@ -43,7 +43,7 @@ def check_hybrid(
         f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}: set it to 1": (
             config.pipeline_model_parallel_size > 1
         ),
-        "`disaggregate` is False: set it to True": not disaggregate,
+        "`disaggregate` is False: set it to True": not disaggregate and not pattern,
         "`offload` is True: set it to False": offload,
         "`model_options` are not the defaults: leave them out": options != MEGATRONS,
         "there is a GPU, on which nothing was held against Megatron-Core: run on CPUs": torch.cuda.is_available(),

@@ -27,7 +27,7 @@ pytestmark = [
 
 def _all() -> list[tuple[Any, dict[str, float], float]]:
     suite = _suite()
-    from distca.parity import block, expert_steps, hybrid
+    from distca.parity import block, expert_steps, experts, hybrid
 
     cases, stacks, results = hybrid.hybrid_cases(), hybrid.hybrid_model_cases(), []
     with_experts = [case for case in stacks if case.config.get("num_moe_experts")]  # whose routers count in the model
@@ -41,6 +41,9 @@ def _all() -> list[tuple[Any, dict[str, float], float]]:
     trained = [replace(stacks[0], micro_batches=((13, 1, 9),))]
     found = suite.float32_differences(compared, CPU)
     found += expert_steps.step_differences(trained, CPU, distributed=True)
+    packed = [replace(case, recompute=how) for case, how in zip(stacks[:2], ("none", "all"), strict=True)]
+    found += experts.expert_differences(packed, CPU, disaggregate=False)
+    trained += packed
     return results + [(*each, suite.FLOAT32_TOLERANCE) for each in zip([*compared, *trained], found, strict=True)]
 
 
@@ -97,7 +100,7 @@ def _in_one_start(path: Path) -> tuple[list[tuple[Any, dict[str, float], float]]
 
 def test_blocks_in_float64_whole_models_in_float32_and_checkpoints(tmp_path: Path) -> None:
     results, differences, llama = run_ranks(4, _in_one_start, tmp_path)[0]
-    assert len(results) == 12
+    assert len(results) == 14
     _check(results)
     assert differences == [0.0] * 3
     assert llama <= 1e-6

@@ -31,7 +31,6 @@ def _not_served(config: RunConfig) -> list[str]:
     variant = model.variant
     known = {name: getattr(variant, name) for name in ("activation", "gated", "zero_centered_norms", "rotary_percent")}
     found: dict[str, tuple[object, object]] = {
-        "cad.enabled": (config.cad.enabled, True),
         "parallel.pp": (config.parallel.pp, 1),
         "parallel.sequence_parallel": (config.parallel.sequence_parallel or config.parallel.tp == 1, True),
         "train.offload": ("none" if train.offload == "auto" else train.offload, "none"),
