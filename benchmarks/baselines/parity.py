@@ -75,13 +75,14 @@ def _run(
 
 def _batches(each: BaselineCase, cad: CAD, groups: CpGroups) -> tuple[Batch, ...]:
     options, mode = cad.options, each.mode
+    halos = {3} if each.case.pattern else ()  # Megatron's convolutions read four rows
     group = _group(mode, groups)
     rows, attention = [], []
     with uploading(cad.device) as upload:
         for documents, group_of in zip(case_documents(each.case), each.group_of, strict=True):
             lengths = np.array([len(document) for document in documents])
             shape, homes = options.cost.shape, np.array(group_of)
-            made = prepare(mode, lengths, homes, options.ranks, group, cad.rank, shape, upload)
+            made = prepare(mode, lengths, homes, options.ranks, group, cad.rank, shape, upload, halos=halos)
             rows.append(rank_batch(documents, (made.layout,), cad.rank, align=options.align, chunks=options.shares))
             attention.append(made.attention)
         return packed_batches(rows, attention, options, upload)

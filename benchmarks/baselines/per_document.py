@@ -10,7 +10,8 @@ the group's fullest rank, H query heads, G key/value heads, D head dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.baselines.groups import CpGroup
+from benchmarks.baselines.heads import GroupHeads
 from benchmarks.baselines.rows import Picked
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer
@@ -26,6 +28,8 @@ from distca.baselines.layouts import Pieces
 from distca.device.host_to_device import Destination
 from distca.plan import AttentionKind
 from distca.plan.sorting import expand
+from distca.recurrent import Recurrence
+from distca.runtime import AttentionPool
 from megatron_patches.steps.batch_context import PackedMicroBatch
 
 
@@ -39,6 +43,7 @@ class GatheredMicroBatch(PackedMicroBatch):
         tails: gathered rows that the tail pieces' tasks read, task by task.
         heads: the same for head pieces.
         keep: keep gathered keys and values for backward.
+        whole: how recurrent layers get whole documents.
     """
 
     group: CpGroup
@@ -46,6 +51,12 @@ class GatheredMicroBatch(PackedMicroBatch):
     tails: Picked
     heads: Picked
     keep: bool
+    whole: GroupHeads | None = field(default=None, kw_only=True)
+
+    def recur(self, pool: AttentionPool, layer: int, what: Recurrence, *rest: Any) -> torch.Tensor:
+        if self.whole is None:
+            return super().recur(pool, layer, what, *rest)
+        return self.whole.recur(pool, layer, what, *rest)
 
     def attend(
         self,
@@ -62,8 +73,16 @@ class GatheredMicroBatch(PackedMicroBatch):
         return Gathered.apply(q_NHD, k_NGD, v_NGD, sink_H, self, kernel, kind, timer)
 
     @staticmethod
-    def of(pieces: Pieces, lengths: np.ndarray, group: CpGroup, device: Destination, keep: bool) -> GatheredMicroBatch:
-        """This rank's micro-batch. ``pieces``: head–tail pieces of all groups."""
+    def of(
+        pieces: Pieces,
+        lengths: np.ndarray,
+        group: CpGroup,
+        device: Destination,
+        keep: bool,
+        halos: Collection[int] = (),
+    ) -> GatheredMicroBatch:
+        """This rank's micro-batch. ``pieces``: head–tail pieces of all groups; ``halos``: rows that convolutions of
+        recurrent layers read before a row."""
         first_rank = group.number * group.size
         ours = pieces.where((pieces.rank >= first_rank) & (pieces.rank < first_rank + group.size))
         rows = np.bincount(ours.rank - first_rank, weights=ours.rows, minlength=group.size).astype(np.int64)
@@ -82,6 +101,10 @@ class GatheredMicroBatch(PackedMicroBatch):
             return Picked.of(read, np.ones_like(read), device)
 
         borders = [np.concatenate(([0], np.cumsum(count))) for count in (mine.rows, mine.stop)]
+        whole = None
+        if halos:
+            own = int(mine.rows.sum()), most, place, length[length > 0]
+            whole = GroupHeads.of(group, *own, halos, device)
         return GatheredMicroBatch(
             TaskBatch.of(borders[0], borders[1], device),
             int(mine.rows.sum()),
@@ -90,6 +113,7 @@ class GatheredMicroBatch(PackedMicroBatch):
             context(mine.where(mine.late)),
             context(mine.where(~mine.late)),
             keep,
+            whole=whole,
         )
 
     def gather(self, k_NGD: torch.Tensor, v_NGD: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,14 @@ All modes get the same documents. Array legend: D documents, R data-parallel ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.baselines.groups import CpGroup
 from benchmarks.baselines.halo import HaloMicroBatch, halo_rows
+from benchmarks.baselines.heads import routes_of
 from benchmarks.baselines.per_document import GatheredMicroBatch
 from benchmarks.baselines.ring import RingMicroBatch
 from benchmarks.baselines.ulysses import UlyssesMicroBatch
@@ -49,6 +50,7 @@ def prepare(
     shape: AttentionShape,
     device: Destination,
     windows: Sequence[int] = (0,),
+    halos: Collection[int] = (),
 ) -> Prepared:
     """Lay a micro-batch out and make this rank's attention.
 
@@ -62,15 +64,18 @@ def prepare(
         shape: attention heads of one tensor-parallel rank.
         device: where it runs; with an upload the attention is ready once that was sent.
         windows: keys that a query sees, of every layer; 0 for all.
+        halos: rows that convolutions of recurrent layers read before a row; empty without such layers.
     """
     pieces = pieces_of(mode, lengths, group_of)
     layout = layout_of(pieces, lengths, ranks)
     if group is None:
-        borders = np.concatenate(([0], np.cumsum(lengths[group_of == rank])))
-        packed = PackedMicroBatch(TaskBatch.of(borders, borders, device), int(borders[-1]))
-        return Prepared(layout, packed, 0)
+        mine = lengths[group_of == rank]
+        borders = np.concatenate(([0], np.cumsum(mine)))
+        with uploading(device) as upload:
+            routes, batch = routes_of(mine, halos, upload), TaskBatch.of(borders, borders, upload)
+        return Prepared(layout, PackedMicroBatch(batch, int(borders[-1]), recurrent=routes), 0)
     with uploading(device) as upload:
-        attention = _attention(mode, pieces, lengths, group_of, group, upload, windows)
+        attention = _attention(mode, pieces, lengths, group_of, group, upload, windows, halos)
     moved = _bytes(mode, layout.q_rows, shape)
     if mode.method == "cp-halo":
         by_window = {w: 2 * shape.kv_bytes * halo_rows(layout, w) if w else moved for w in set(windows)}
@@ -86,6 +91,7 @@ def _attention(
     group: CpGroup,
     upload: Upload,
     windows: Sequence[int],
+    halos: Collection[int],
 ) -> PackedMicroBatch:
     if mode.method == "ring":
         return RingMicroBatch.of(pieces, group, upload)
@@ -93,7 +99,7 @@ def _attention(
         return UlyssesMicroBatch.of(pieces, lengths, group_of, group, upload)
     if mode.method == "cp-halo":
         return HaloMicroBatch.with_halos(pieces, lengths, group, upload, windows)
-    return GatheredMicroBatch.of(pieces, lengths, group, upload, mode.method == "cp-keep")
+    return GatheredMicroBatch.of(pieces, lengths, group, upload, mode.method == "cp-keep", halos)
 
 
 def _bytes(mode: Mode, q_rows: np.ndarray, shape: AttentionShape) -> int:

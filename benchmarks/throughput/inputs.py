@@ -58,6 +58,7 @@ class _Baseline:
         self._vocabulary = trainer.vocabulary  # which all tokens are drawn from
         self._bins, self._room = batches.bins, trainer.config.data.tokens_per_rank
         self._group = groups.of(mode.degree) if mode.degree > 1 else None
+        self._halos = {3} if trainer.config.model.hybrid.pattern else ()  # Megatron's convolutions read four rows
         self._shape, self._windows = trainer.config.attention_shape, trainer.config.model.windows
 
     def make(self, documents: StepDocuments) -> Step:
@@ -82,6 +83,7 @@ class _Baseline:
                     self._shape,
                     upload,
                     self._windows,
+                    self._halos,
                 )
                 planning_ms += (time.perf_counter() - began) * 1e3
                 bytes_moved += made.bytes_moved * options.stages

@@ -311,6 +311,24 @@ class RecurrentCall(LayerCall):
         return found, goes_on
 
 
+def recurrent_core(
+    pool: AttentionPool,
+    routes: RecurrentRoutes,
+    what: Recurrence,
+    kernel: RecurrentKernel,
+    layer: int,
+    parameters: CoreParameters,
+    mixed_NC: torch.Tensor,
+    g: torch.Tensor,
+    beta_NH: torch.Tensor,
+) -> torch.Tensor:
+    """o_NHV of one half by itself, which has no other to hide behind; arguments as of :class:`RecurrentCall` and its
+    nodes."""
+    call = RecurrentCall(pool, routes, what, kernel, layer, 0)
+    token = call.summarise(call.join_halo(call.launch_halo(mixed_NC, g, beta_NH)), parameters)
+    return call.join_states(call.launch_states(token))
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -15,7 +15,6 @@ from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 
-from distca.runtime.recurrent_call import RecurrentCall
 from megatron_patches.experts.spec import experts_spec
 from megatron_patches.layers.block import DisaggregatedForward, layer_spec, linear_classes
 from megatron_patches.layers.full_recompute import differentiable
@@ -55,10 +54,7 @@ class DisaggregatedStack(DisaggregatedForward, HybridStack):
     def _at_home(self, number: int, unit: Any, micro_batch: PackedMicroBatch, hidden: torch.Tensor) -> torch.Tensor:
         if isinstance(unit, BoundRecurrentUnit):
             *residual, mixed, g, beta = unit.pre(hidden, 0)
-            routes = micro_batch.recurrent[unit.recurrence.halo_rows]
-            call = RecurrentCall(self.pool, routes, unit.recurrence, unit.core_kernel, number, 0)
-            token = call.summarise(call.join_halo(call.launch_halo(mixed, g, beta)), unit.core_parameters)
-            o = call.join_states(call.launch_states(token))
+            o = micro_batch.recur(self.pool, number, unit.recurrence, unit.core_parameters, mixed, g, beta)
         else:
             *residual, q_NHD, kv_N2GD = unit.pre(hidden, 0)
             q, k, v = (x[:, None] for x in (q_NHD, *kv_N2GD.unbind(1)))

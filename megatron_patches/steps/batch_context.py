@@ -13,8 +13,11 @@ import torch
 
 from distca.attention import Kernel, TaskBatch
 from distca.attention.kernel import Timer, core_attention
+from distca.errors import SupportError
 from distca.plan import AttentionKind
-from distca.runtime import LayerRoutes
+from distca.recurrent import CoreParameters, Recurrence, choose_recurrent_kernel
+from distca.runtime import AttentionPool, LayerRoutes
+from distca.runtime.recurrent_call import recurrent_core
 from distca.runtime.recurrent_routes import RecurrentRoutes
 from megatron_patches.experts.balance import MicroBatchBalance
 
@@ -94,6 +97,38 @@ class PackedMicroBatch:
         if not self.rows:
             return q_NHD * 0
         return core_attention(q_NHD, k_NGD, v_NGD, self.batch, kernel, kind, timer, sink_H)
+
+    def recur(
+        self,
+        pool: AttentionPool,
+        layer: int,
+        what: Recurrence,
+        parameters: CoreParameters,
+        mixed_NC: torch.Tensor,
+        g: torch.Tensor,
+        beta_NH: torch.Tensor,
+    ) -> torch.Tensor:
+        """o_NHV of a recurrent core of this rank's rows, zero in padding.
+
+        Args:
+            pool: of the model.
+            layer: number of its unit, for the timeline.
+            what: the recurrence.
+            parameters: the core's weights.
+            mixed_NC: rows before the convolution.
+            g: g_NH or g_NHK.
+            beta_NH: factors of the additions.
+
+        Raises:
+            SupportError: a way of holding documents for which no recurrent layers are there.
+        """
+        if what.halo_rows not in self.recurrent:
+            raise SupportError(
+                f"A {type(self).__name__} has no routes of recurrent layers, with which this way to spread documents "
+                "is not served: take another mode."
+            )
+        routes, kernel = self.recurrent[what.halo_rows], choose_recurrent_kernel(what, mixed_NC.device)
+        return recurrent_core(pool, routes, what, kernel, layer, parameters, mixed_NC, g, beta_NH)
 
 
 def gather_nano_rows(x: torch.Tensor, nano_rows: Sequence[int], chunks: int) -> list[torch.Tensor]:

@@ -1,12 +1,14 @@
 """Every baseline against unmodified megatron-core on one rank, and its layouts."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from distca.testing.ranks import run_ranks
+from megatron_patches.versions import has_gated_delta_net
 
 TOLERANCE = 1e-5  # relative norms in float32, as for DistCA itself
 CPU = torch.device("cpu")
@@ -71,6 +73,30 @@ def test_groups_of_all_and_of_two_of_four_ranks():
     wanted.append(("packed", SEVERAL, ((3, 2, 1, 0, 3, 1), (1, 0, 2))))
     wanted.append(("variable", FEW, FEW_GROUPS))  # two ranks have no tokens
     _hold(run_ranks(4, _differences, wanted, 1, 4)[0])
+
+
+def _hybrid_differences():
+    warnings.filterwarnings("ignore")
+    from megatron_patches.patches.cpu import use_cpu
+
+    use_cpu()
+    from benchmarks.baselines.parity import BaselineCase, differences
+    from distca.baselines.mode import parse_mode
+    from distca.parity.hybrid import hybrid_model_cases
+
+    wanted = (("cp2", 2, SEVERAL, TWO_GROUPS), ("cp2", 3, FEW, FEW_GROUPS), ("packed", 0, FEW, ((3, 2), (0,))))
+    stacks = hybrid_model_cases()
+    cases = [
+        BaselineCase(parse_mode(mode), replace(stacks[number], micro_batches=lengths, tp=1, ping_pong=True), group_of)
+        for mode, number, lengths, group_of in wanted
+    ]
+    found = differences(cases, torch.float32, CPU, "reference")
+    return [(each.mode.name, each.case.micro_batches, result) for each, result in zip(cases, found, strict=True)]
+
+
+@pytest.mark.skipif(not has_gated_delta_net(), reason="HybridModel's layers have been there since Megatron-Core 0.19")
+def test_recurrent_layers_at_home_and_by_an_all_to_all_of_heads():
+    _hold(run_ranks(4, _hybrid_differences)[0])
 
 
 def test_with_tensor_and_sequence_parallelism():
