@@ -42,6 +42,12 @@ class CadOptions:
         deterministic: two runs are bitwise equal: gradients of k and v are added in a fixed order.
         nvshmem_buffer_gb: GiB of symmetric memory per rank, in which rows land that travel by NVSHMEM; 0 takes what
             plans for tokens_per_rank need, with room to spare.
+        servers: servers without a model, of all tensor-parallel ranks together: GPUs, or CPU processes, beside the
+            ranks that train. They have no parameters, optimizer or data, and rows reach them by nccl or gloo.
+            SERVERS of pretrain_llama.sh starts them; in a script of your own `distca.serve` is one.
+        speeds: of every server of the pool, how many times as fast as the cost table says it computes attention and
+            linear layers: a GPU that is found to be slower, or another kind. Homes come first, stage by stage, then
+            servers without a model; empty where all are alike. Plans are the same in every run.
     """
 
     ping_pong: bool = True
@@ -55,6 +61,8 @@ class CadOptions:
     cost_table: str | None = None
     deterministic: bool = False
     nvshmem_buffer_gb: float = 0.0
+    servers: int = 0
+    speeds: tuple[float, ...] = ()
 
     @property
     def shared(self) -> dict[str, Any]:

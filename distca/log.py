@@ -44,8 +44,9 @@ def print_json(found: object) -> None:
     printer().print(json.dumps(found, indent=1, ensure_ascii=False), soft_wrap=True)
 
 
-def setup_logging(rank: int) -> None:
-    """Send this process's log to standard error: rank 0 from INFO on, the others from WARNING on with their rank.
+def setup_logging(rank: int, name: str = "") -> None:
+    """Send this process's log to standard error: rank 0 from INFO on, the others from WARNING on with their rank, or
+    with another ``name``.
 
     Calling it again replaces the earlier setting, so that a process may start as rank 0 and learn its rank later.
     """
@@ -53,7 +54,7 @@ def setup_logging(rank: int) -> None:
     for earlier in list(root.handlers):
         if not isinstance(earlier, MemoryHandler):  # it keeps lines for a file
             root.removeHandler(earlier)
-    message = "%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"
+    message = "%(message)s" if rank == 0 else f"[{name or f'rank {rank}'}] %(message)s"
     handler: logging.Handler
     if console().is_terminal:
         handler = RichHandler(console=console(), show_path=False, omit_repeated_times=False, log_time_format="%X")

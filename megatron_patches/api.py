@@ -32,7 +32,7 @@ from megatron.core.utils import unwrap_model
 from distca.data.batch import Document
 from distca.errors import SupportError
 from distca.ops.logits import LogitTransform
-from distca.runtime.attention_server import PoolTerms
+from distca.runtime.attention_server import PoolTerms, Served
 from megatron_patches.arguments import CadArguments, check_keep_outputs, with_keywords_of
 from megatron_patches.experts.balance import ExpertLoad, LayerLoad
 from megatron_patches.experts.layer import take_halves
@@ -141,7 +141,7 @@ class CAD:
         self._remote = None
         if given.servers:
             check_with_servers(config, any(self._kinds.recurrences), given.offload)
-            self._remote = RemoteServers(given.servers, config.tensor_model_parallel_size, given.transport)
+            self._remote = RemoteServers(given.servers, config.tensor_model_parallel_size, given.transport, self.device)
         self.pool = join_pool(config, self._kinds, self.device, given, how, self._remote)
         self.options = plan_options(config, self._kinds, self.pool.kernel, self.device, given, how, self._remote)
         if self._remote is not None:
@@ -397,6 +397,11 @@ class CAD:
         """
         values = self.forward_backward(step, log_probabilities_step, model, forward_only=True)
         return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]
+
+    def served(self, step: Step) -> list[Served] | None:
+        """What a step that has run took on each server without a model, in order; this waits until they have said it.
+        None on other ranks than the first, and without servers."""
+        return None if self._remote is None else self._remote.served(step.announced)
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:
         """How rows were spread over experts in all micro-batches that were trained on since the last call.

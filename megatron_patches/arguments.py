@@ -55,11 +55,6 @@ class CadArguments(CadOptions):
             current tensor, "delayed" or "blockwise"). They alone know ``fp8_param`` too, with which their weights are
             FP8 numbers alone and :meth:`megatron_patches.api.CAD.data_parallel` needs the distributed optimizer.
             "auto": Transformer Engine's where they can be used.
-        servers: servers without a model, of all tensor-parallel ranks together; each runs :func:`distca.serve`, beside
-            the homes' world. Between CPU ranks only.
-        speeds: of every server of the pool, how many times as fast as the cost table says it computes attention and
-            linear layers: a GPU that is found to be slower, or another kind. Homes come first, stage by stage, then
-            servers without a model; empty where all are alike. Plans are the same in every run.
         hybrid_layer_pattern: of a HybridModel's layers, as it is built with it; empty for a GPTModel.
         model_options: what the model does beside core attention that Megatron's configuration has no field for. The
             defaults are a model that is all in the configuration.
@@ -71,8 +66,6 @@ class CadArguments(CadOptions):
     keep_outputs: bool = False
     offload: bool = False
     linears: Linears = "auto"
-    servers: int = 0
-    speeds: tuple[float, ...] = ()
     hybrid_layer_pattern: str = ""
     model_options: ModelOptions = MEGATRONS
 

@@ -56,12 +56,13 @@ class Board:
     Args:
         rank: this rank.
         nodes: name of each rank's node.
+        store: where it is; None takes that of this process's world.
 
     Attributes:
         failure: what the run ends with, once any rank has posted it.
     """
 
-    def __init__(self, rank: int, nodes: Sequence[str]) -> None:
+    def __init__(self, rank: int, nodes: Sequence[str], store: dist.Store | None = None) -> None:
         self.failure: Failure | None = None
         self._size, names = len(nodes), sorted(set(nodes))
         self._node, self._names = names.index(nodes[rank]), names
@@ -70,7 +71,8 @@ class Board:
         self._beats = {name: (0, time.monotonic()) for name in names}
         self._answered = time.monotonic()
         self._stop = threading.Event()
-        self._store = _own_connection()
+        self._broken_at: float | None = None
+        self._store = _own_connection(store)
         self._thread = threading.Thread(target=self._follow, name="distca-board", daemon=True)
         self._thread.start()
 
@@ -108,6 +110,11 @@ class Board:
         """Seconds since the store answered last."""
         return time.monotonic() - self._answered
 
+    @property
+    def broken(self) -> float:
+        """Seconds since which every question to the store has failed; 0 where the last one did not."""
+        return 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
+
     def stop(self) -> None:
         """Ask no more."""
         self._stop.set()
@@ -135,9 +142,10 @@ class Board:
                     beaten = time.monotonic()
                 if self.failure is None and self._store.check([f"{_PREFIX}/failure"]):
                     self._read()
-                self._answered = time.monotonic()
+                self._answered, self._broken_at = time.monotonic(), None
             except Exception:
                 logger.debug("The store does not answer.", exc_info=True)
+                self._broken_at = self._broken_at or time.monotonic()
 
     def _beat(self) -> None:
         self._store.add(f"{_PREFIX}/beat/{self._node}", 1)
@@ -151,7 +159,8 @@ class Board:
         self.failure = self.failure or Failure(**json.loads(self._store.get(f"{_PREFIX}/failure")))
 
 
-def _own_connection() -> Any:
+def _own_connection(store: Any) -> Any:
     """A connection to the store that nobody else waits on."""
-    store: Any = dist.distributed_c10d._get_default_store()
+    if store is None:
+        store = dist.distributed_c10d._get_default_store()
     return store.clone()

@@ -66,6 +66,41 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
     return Launched(rank, size, _number(environment, "LOCAL_RANK", 0) or 0, address, port or 0)
 
 
+@dataclass(frozen=True)
+class ServerPlace:
+    """This server without a model among those of a run.
+
+    Attributes:
+        number: its number, from 0.
+        local_rank: number of its GPU on this node.
+        address: name of the node of the homes' rank 0.
+        port: on it.
+    """
+
+    number: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def served(environment: Mapping[str, str] = os.environ) -> ServerPlace:
+    """Returns the place that a launcher gave this server without a model.
+
+    Raises:
+        LaunchError: it says only a part, or something that cannot be.
+    """
+    number, port = _number(environment, "SERVER", 0), _number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
+    address = environment.get("MASTER_ADDR", "")
+    if number is None or not (address and port):
+        missing = "SERVER" if number is None else "MASTER_PORT" if address else "MASTER_ADDR"
+        raise LaunchError(
+            f"{missing} is not set, so this server does not know which one it is, or where its homes are.",
+            "start servers with SERVERS=8 bash pretrain_llama.sh, or set SERVER, MASTER_ADDR and MASTER_PORT.",
+        )
+    _check_resolvable(address)
+    return ServerPlace(number, _number(environment, "LOCAL_RANK", 0) or 0, address, port)
+
+
 def step_tasks(environment: Mapping[str, str]) -> int | None:
     """The number of tasks, at least, that srun started with this process, itself included; None where nothing says so.
     Which variables there are depends on the version of Slurm and on how the tasks were asked for."""

@@ -24,15 +24,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
 from distca.cluster.board import Board, Failure
-from distca.cluster.process import Process
+from distca.cluster.process import Member
 from distca.cluster.waits import Stuck, Wait, Waits
 from distca.errors import DistcaError
 from distca.log import MISTAKE, console, say_mistake
+
+if TYPE_CHECKING:
+    from distca.cluster.member import Members
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ _HEARD_S = 4.0
 """Until a rank ends that has said why: a launcher that sees one end may end the others before they have said it."""
 _LOST_S = 40.0
 """Until a node that gives no sign of life counts as lost."""
+_BROKEN_S = 5.0
+"""Until a server without a model ends whose connection to the store is closed: its homes are gone."""
 _WAIT_GRACE_S = 4.0
 _WARN_EVERY_S = 60.0
 _GO_ON = "Go on from the last checkpoint."
@@ -69,6 +74,7 @@ class Health:
         group: the ranks; None are all of the world.
         ends_with_ranks: every death ends this rank; otherwise only that of a rank that a queued wait needs.
         give_up: ends this process with an exit code, whatever its threads wait for.
+        pool: homes and servers without a model, where there are some; they are watched over in place of a group.
 
     Attributes:
         asked_by: the signal that asked this rank to end, while it and all others could go on; empty without one.
@@ -79,15 +85,20 @@ class Health:
         group: dist.ProcessGroup | None = None,
         ends_with_ranks: bool = True,
         give_up: Callable[[int], Any] = os._exit,
+        pool: Members | None = None,
     ) -> None:
         global _of_process
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._rank, self._give_up = dist.get_rank(), give_up
-        mine = (socket.gethostname(), Process.here())
-        everyone = [mine] * len(ranks)
-        dist.all_gather_object(everyone, mine, group=group)
-        self._hosts = {rank: host for rank, (host, _) in zip(ranks, everyone, strict=True)}
-        self._processes = {rank: process for rank, (_, process) in zip(ranks, everyone, strict=True)}
+        self._pool, self._give_up = pool, give_up
+        if pool is None:
+            ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            self._rank, mine = dist.get_rank(), Member.here()
+            everyone = [mine] * len(ranks)
+            dist.all_gather_object(everyone, mine, group=group)
+        else:
+            everyone, self._rank = pool.everyone, pool.own
+            ranks = list(range(len(everyone)))
+        self._hosts = {rank: each.host for rank, each in zip(ranks, everyone, strict=True)}
+        self._processes = {rank: each.process for rank, each in zip(ranks, everyone, strict=True)}
         self.asked_by = ""
         self._stops_when_asked = False
         self._doing = "starting"
@@ -96,7 +107,9 @@ class Health:
         self._waits: list[Waits] = []
         self._warned_at = 0.0
         self._stop = threading.Event()
-        self._board = Board(self._rank, [each.space for _, each in everyone]) if ends_with_ranks else None
+        self._board = (
+            Board(self._rank, [each.process.space for each in everyone], _store_of(pool)) if ends_with_ranks else None
+        )
         self._wake, self._woken = os.pipe()
         if ends_with_ranks:
             self._hear_signals()
@@ -105,6 +118,11 @@ class Health:
         # A thread that is inside torch while Python shuts down could end the process with an error.
         atexit.register(self.stop)
         _of_process = self
+
+    @property
+    def servers(self) -> list[str]:
+        """Hosts of servers without a model, in order."""
+        return [] if self._pool is None else [each.host for each in self._pool.everyone[self._pool.homes :]]
 
     def doing(self, what: str) -> None:
         """Note what this rank is at, such as "step 7"; a failure is said to have happened in it."""
@@ -141,10 +159,13 @@ class Health:
         raise SystemExit(failure.code)  # only where giving up is a stand-in
 
     def part(self) -> None:
-        """Stop watching, on all ranks: from here on they may end one by one. Every rank calls it together."""
+        """Stop watching, on all ranks: from here on they may end one by one. Every rank calls it together. Servers
+        without a model end then."""
         dist.barrier()
         self.stop()
         dist.barrier()  # nobody ends while another one still watches
+        if self._pool is not None:
+            self._pool.let_servers_go()
         if threading.current_thread() is threading.main_thread():
             _forget_signals(signal.SIG_IGN)  # a scheduler may repeat them, when nothing is left to save
 
@@ -187,8 +208,10 @@ class Health:
         return signals
 
     def _look_at_ranks(self, told: signal.Signals | None) -> None:
-        board = self._board
+        board, pool = self._board, self._pool
         assert board is not None
+        if pool is not None and pool.is_server and board.broken < _BROKEN_S and pool.is_over():
+            self._leave(0)  # whatever its main thread waits for: it holds nothing
         if told is not None or self._dead():
             self._wait_for(lambda: board.failure is not None or (told is not None and bool(self._dead())), _DEATH_S)
         if board.failure is not None:
@@ -199,7 +222,7 @@ class Health:
             self._end(self._death_of(dead))
         elif lost := board.lost_nodes(_LOST_S):
             self._end(self._loss_of(lost))
-        elif board.silence() > _LOST_S:
+        elif board.silence() > _LOST_S or (pool is not None and pool.is_server and board.broken >= _BROKEN_S):
             self._end(self._loss_of_store(board.silence()))
         elif told is not None and (self._stops_when_asked or told == signal.SIGUSR1):
             # A scheduler may tell a rank twice: by itself and by its launcher.
@@ -235,8 +258,8 @@ class Health:
         if stuck.seconds > _WARN_EVERY_S and now - self._warned_at > _WARN_EVERY_S:
             self._warned_at = now
             logger.warning(
-                "Rank %d has waited %.0f s for %s exchange %d from rank %s, which is still running.",
-                *(self._rank, stuck.seconds, stuck.wait.what, stuck.wait.number, _list(stuck.missing)),
+                "%s has waited %.0f s for %s exchange %d from rank %s, which is still running.",
+                *(self._name(self._rank), stuck.seconds, stuck.wait.what, stuck.wait.number, _list(stuck.missing)),
             )
 
     def _dead(self) -> list[int]:
@@ -260,13 +283,13 @@ class Health:
         return Failure(
             rank=self._rank,
             kind=type(error).__name__,
-            sentence=f"Rank {self._rank} failed in {self._doing} on {socket.gethostname()}: {what}",
+            sentence=f"{self._name(self._rank)} failed in {self._doing} on {socket.gethostname()}: {what}",
             details="".join(traceback.format_exception(error)).rstrip(),
             code=1,
         )
 
     def _death_of(self, dead: list[int]) -> Failure:
-        who = f"Rank {dead[0]}" if len(dead) == 1 else f"Ranks {_list(dead)}"
+        who = self._name(dead[0]) if len(dead) == 1 else self._names(dead)
         whose = f"process {_list(self._processes[rank].pid for rank in dead)} on {socket.gethostname()}"
         return self._lost(
             f"{who} died in {self._doing} ({whose}): killed from outside, out of memory, or by an error that it "
@@ -277,14 +300,14 @@ class Health:
         ranks = [rank for rank, process in self._processes.items() if process.space in nodes]
         hosts = sorted({self._hosts[rank] for rank in ranks})
         return self._lost(
-            f"No sign of life from ranks {_list(ranks)} on {', '.join(hosts)} for {_LOST_S:.0f} s, in {self._doing}: "
+            f"No sign of life from {self._names(ranks)} on {', '.join(hosts)} for {_LOST_S:.0f} s, in {self._doing}: "
             "the node or its network is gone."
         )
 
     def _loss_of_store(self, seconds: float) -> Failure:
         return self._lost(
             f"The store of torch.distributed on {os.environ.get('MASTER_ADDR', 'the node of rank 0')} has not answered "
-            f"rank {self._rank} for {seconds:.0f} s, in {self._doing}: the node or its network is gone."
+            f"{self._name(self._rank)} for {seconds:.0f} s, in {self._doing}: the node or its network is gone."
         )
 
     def _waited_for(self, stuck: Stuck, gone: list[int]) -> Failure:
@@ -303,6 +326,15 @@ class Health:
         return Failure(
             rank=self._rank, kind="", sentence=sentence, details=f"All other ranks end too. {_GO_ON}", code=1
         )
+
+    def _name(self, rank: int) -> str:
+        return f"Rank {rank}" if self._pool is None else self._pool.name(rank)
+
+    def _names(self, ranks: list[int]) -> str:
+        homes = [rank for rank in ranks if self._pool is None or rank < self._pool.homes]
+        words = [f"ranks {_list(homes)}"] if homes else []
+        words += [self._name(rank) for rank in ranks if rank not in homes]
+        return " and ".join(words)
 
     # How it ends.
 
@@ -328,7 +360,7 @@ class Health:
         if failure.is_mistake and own:
             say_mistake(failure.sentence, failure.details)
         elif failure.is_mistake:
-            logger.error("Rank %d ended the run in %s: %s", failure.rank, self._doing, failure.sentence)
+            logger.error("%s ended the run in %s: %s", self._name(failure.rank), self._doing, failure.sentence)
         else:
             logger.critical("%s\n%s", failure.sentence, failure.details)
 
@@ -336,6 +368,10 @@ class Health:
         with self._leaving:
             _flush()
             self._give_up(code)
+
+
+def _store_of(pool: Members | None) -> dist.Store | None:
+    return None if pool is None else pool.store
 
 
 def watch_waits(group: dist.ProcessGroup, missing: Callable[[Wait], list[int]]) -> Waits:

@@ -22,8 +22,14 @@ _chosen: str | None = None
 
 
 def on_one_node(size: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher says that all ranks are on this node."""
-    return size == 1 or environment.get("LOCAL_WORLD_SIZE") == str(size)
+    """Whether the launcher says that all ranks are on this node, and all servers without a model too."""
+    here = size == 1 or environment.get("LOCAL_WORLD_SIZE") == str(size)
+    return here and pool_on_one_node(environment)
+
+
+def pool_on_one_node(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher says that servers without a model are on the node of the ranks; also without any."""
+    return environment.get("POOL_NODES", "1") == "1"
 
 
 def bind_gloo(address: str = LOOPBACK) -> None:

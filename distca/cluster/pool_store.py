@@ -10,9 +10,12 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -30,13 +33,18 @@ class PoolStore:
 
     Args:
         store: that of the homes' world, or another one that all reach.
-        pool: number of the pool: the homes of a run may make several, one after the other.
+        pool: number of the pool: the homes of a run may make several, one after the other. "run" is what is about the
+            run itself.
+
+    Attributes:
+        store: without any prefix.
     """
 
-    def __init__(self, store: dist.Store, pool: int = 0) -> None:
+    def __init__(self, store: dist.Store, pool: int | str = 0) -> None:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         self._name = f"distca/pool/{pool}"
+        self.store = store
         self._store = dist.PrefixStore(self._name, store)
         self._messages = 0
         self._telling = threading.Lock()
@@ -44,6 +52,14 @@ class PoolStore:
     def put(self, key: str, value: Any) -> None:
         """Leave a picklable ``value`` for others."""
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes too
+
+    def has(self, key: str) -> bool:
+        """Whether something is there under ``key``."""
+        return bool(self._store.check([key]))
+
+    def drop(self, key: str) -> None:
+        """Take away what is there under ``key``, if anything is."""
+        self._store.delete_key(key)
 
     def take(self, key: str, patience: timedelta = TIMEOUT, why: str = "") -> Any:
         """Returns what others left under ``key``, once it is there.
@@ -81,24 +97,41 @@ class PoolStore:
         self._messages += 1
         return found
 
-    def group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
-        """A gloo group over ranks of several worlds; all of them call it together.
+    def group(self, name: str, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
+        """A group over ranks of several worlds, whose first collective has run; all of them call it together.
 
         Args:
             name: of the group, the same on all its ranks.
             rank: this process's, in the group.
             size: how many ranks it has.
+            device: of this process: rows of GPUs go by NCCL, of CPUs by gloo.
         """
-        group, _ = c10d._new_process_group_helper(
-            size,
-            rank,
-            [],  # no ranks of the default world, which some of its members are not in
-            c10d.Backend("gloo"),
-            dist.PrefixStore(name, self._store),
-            group_name=c10d.GroupName(f"{self._name}/{name}"),
-            timeout=TIMEOUT,
-        )
+        with _without_split():
+            group, _ = c10d._new_process_group_helper(
+                size,
+                rank,
+                [],  # no ranks of the default world, which some of its members are not in
+                c10d.Backend("nccl" if device.type == "cuda" else "gloo"),
+                dist.PrefixStore(name, self._store),
+                group_name=c10d.GroupName(f"{self._name}/{name}"),
+                timeout=TIMEOUT,
+            )
         # By ranks of the default world; the others, of whom some are in other worlds, have no such rank here.
         places = {-1 - place: place for place in range(size) if place != rank}
         c10d._world.pg_group_ranks[group] = {dist.get_rank(): rank} | places
+        # NCCL connects ranks at their first collective: now, and not while others wait for rows.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
         return group
+
+
+@contextmanager
+def _without_split() -> Iterator[None]:
+    """Let NCCL make a communicator of its own: from one whose device is bound it would split ranks off, and servers are
+    none of its ranks."""
+    world = c10d._get_default_group()
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,24 @@ class Process:
         except OSError:
             return True
         return found is not None and found[0] not in "ZX" and found[1] == self.started
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the run.
+
+    Attributes:
+        host: name of its node.
+        process: its own.
+    """
+
+    host: str
+    process: Process
+
+    @staticmethod
+    def here() -> Member:
+        """This process."""
+        return Member(socket.gethostname(), Process.here())
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from distca.attention import AttentionSpec, choose_kernel
 from distca.cluster.health import TIMEOUT
 from distca.cluster.hostname import machine_name
-from distca.cluster.interface import bind_gloo
+from distca.cluster.interface import LOOPBACK, bind_gloo
 from distca.cluster.pool_store import PoolStore
 from distca.device.host_to_device import uploading
 from distca.errors import DistcaError, SupportError
@@ -32,12 +32,14 @@ from distca.runtime.idle_stage import EmptyLayer, serve_backward, serve_forward
 from distca.runtime.ping_pong import run_layers
 from distca.runtime.server import AttentionPool
 from distca.runtime.timeline import Timeline
-from distca.transport.collective import CollectiveTransport
+from distca.transport.collective import CollectiveTransport, nccl_goes_first
 
 logger = logging.getLogger(__name__)
 
 _PLANNED_AHEAD = 3
 """Plans that are kept: of the step that runs, the next one, and one of another loop."""
+_REMEMBERED = 16
+"""Steps for which the store holds what they took; homes ask for some of them, and soon."""
 HOMES_QUIET = timedelta(days=7)
 """In which homes may say nothing: they evaluate, save, or wait for data."""
 
@@ -62,6 +64,8 @@ class PoolTerms:
 def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta = TIMEOUT) -> int:
     """Serve core attention to homes until they let their servers go; returns how many steps were served.
 
+    A process that sees GPUs serves on its current device, and rows go by NCCL; one without serves on its CPU by gloo.
+
     Args:
         store: that of the homes' world: a TCPStore at their MASTER_ADDR and MASTER_PORT.
         number: of this server, from 0; numbers are given by whoever starts servers.
@@ -70,30 +74,60 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
 
     Raises:
         LaunchError: no homes come.
-        SupportError: this process has a GPU, with which servers without a model have not been shown to work.
+        SupportError: the homes compute on GPUs and this process has none, or the other way round.
+        KernelError: the homes' kernel cannot run here, or is wrong here.
     """
-    if torch.cuda.is_available():
-        raise SupportError(NOT_ON_GPUS)
-    bind_gloo()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    nccl_goes_first()
     if not dist.is_initialized():
+        bind_gloo(_host(store))
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     meeting = PoolStore(store, pool)
-    meeting.put(f"server/{number}", machine_name())
-    tp, homes, ranks = meeting.take("sizes", patience, "No homes have come that ask for servers without a model.")
+    meeting.put(f"server/{number}", (machine_name(), device.type))
+    sizes = meeting.take("sizes", patience, "No homes have come that ask for servers without a model.")
+    tp, homes, ranks, homes_device = sizes
+    check_device(homes_device, device.type, number)
     place = homes + number // tp
-    group = meeting.group(f"part/{number % tp}", place, ranks)
+    group = meeting.group(f"part/{number % tp}", place, ranks, device)
     terms: PoolTerms = meeting.take("terms", patience)
-    device = torch.device("cpu")
     kernel = choose_kernel(terms.kernel, replace(terms.spec, device=device))
     attention = AttentionPool(CollectiveTransport(group), kernel, Timeline(device), terms.backward)
     logger.info("Server %d of the pool serves core attention of %d homes.", number, terms.options.homes)
     return _Server(meeting, attention, terms, number, place, device).run()
 
 
-NOT_ON_GPUS = (
-    "Servers without a model have been shown to work between CPU ranks only, and this process has a GPU: leave "
-    "`servers` at 0."
-)
+def _host(store: dist.Store) -> str:
+    """Where the homes are, whose interface process groups listen on."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else LOOPBACK
+
+
+def check_device(homes: str, own: str, number: int) -> None:
+    """Refuse a server on a CPU beside homes on GPUs, and the other way round: no process group connects them.
+
+    Raises:
+        SupportError: so it is.
+    """
+    if homes != own:
+        raise SupportError(
+            f"Server {number} has device {own}, and the homes compute on {homes}: start all of them on GPUs, "
+            "or all on CPUs (CUDA_VISIBLE_DEVICES=)."
+        )
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server tells of a step that it has served.
+
+    Attributes:
+        seconds: in which its kernels ran, by direction, in the order in which they ran.
+        peak: bytes of device memory at most; 0 on CPUs.
+    """
+
+    seconds: dict[str, list[float]]
+    peak: int
 
 
 class _Server:
@@ -108,7 +142,7 @@ class _Server:
 
     def run(self) -> int:
         served = 0
-        with ThreadPoolExecutor(1, "distca-plan") as thread:
+        with ThreadPoolExecutor(1, "distca-plan", initializer=self._begin) as thread:
             while True:
                 kind, content = self._store.hear(HOMES_QUIET)
                 if kind == "end":
@@ -122,7 +156,22 @@ class _Server:
                 step, lengths, forward_only = content
                 found = self._planned.pop(step, None) or thread.submit(self._plan, step, lengths)
                 self._serve(*found.result(), forward_only)
+                self._tell_served(step)
                 served += 1
+
+    def _begin(self) -> None:
+        """In the planning thread, before it copies routes to the device."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _tell_served(self, step: int) -> None:
+        """Leave what a step took, for homes that ask. It waits for the device: the host runs no step ahead of it."""
+        seconds, peak = self._pool.timeline.take_serves(), 0
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._store.put(f"served/{step}/{self._number}", Served(seconds, peak))
+        self._store.drop(f"served/{step - _REMEMBERED}/{self._number}")
 
     def _plan(self, step: int, lengths: tuple[Any, ...]) -> tuple[StepPlan, StepRoutes]:
         """The plan of a step, whose fingerprint, or what went wrong, the homes are told."""

@@ -19,7 +19,7 @@ from distca.cluster.pool_store import PoolStore
 from distca.errors import PlanError, SupportError
 from distca.plan.step import StepPlan
 from distca.plan.step_file import StepInputs
-from distca.runtime.attention_server import NOT_ON_GPUS, PoolTerms
+from distca.runtime.attention_server import PoolTerms, Served, check_device
 
 _pools = count()
 """Numbers of the pools that this process makes; the same on all homes, which make them together."""
@@ -49,6 +49,7 @@ class RemoteServers:
         servers: how many, of all tensor-parallel ranks together.
         tp: tensor-parallel ranks, each of which is served by equally many.
         transport: that was asked for.
+        device: of this rank.
 
     Attributes:
         machines: of those that serve this rank's pool, in order.
@@ -59,30 +60,31 @@ class RemoteServers:
         LaunchError: they do not come.
     """
 
-    def __init__(self, servers: int, tp: int, transport: str) -> None:
+    def __init__(self, servers: int, tp: int, transport: str, device: torch.device) -> None:
         if servers % tp:
             raise SupportError(
                 f"`servers` is {servers}, which {tp} tensor-parallel ranks do not divide: each has servers of its own."
             )
-        if torch.cuda.is_available():
-            raise SupportError(NOT_ON_GPUS)
-        if transport not in ("auto", "gloo"):
+        by = "nccl" if device.type == "cuda" else "gloo"
+        if transport not in ("auto", by):
             raise SupportError(
-                f"`transport` is {transport!r}, and rows reach servers without a model over gloo: set it to 'auto'."
+                f"`transport` is {transport!r}, and rows reach servers without a model by {by}: set it to 'auto'."
             )
         self._servers, self._leads = servers, dist.get_rank() == 0
         self._store, self._numbers = PoolStore(c10d._get_default_store(), next(_pools)), count(1)
         homes = dist.get_world_size() // tp
         found: list[Any] = [None]
         if self._leads:
-            self._store.put("sizes", (tp, homes, homes + servers // tp))
+            self._store.put("sizes", (tp, homes, homes + servers // tp, device.type))
             found = [
                 [self._store.take(f"server/{each}", why=_MISSING.format(each, servers)) for each in range(servers)]
             ]
         dist.broadcast_object_list(found)
         part = dist.get_rank() % tp
-        self.machines: list[str] = found[0][part::tp]
-        self.group = self._store.group(f"part/{part}", dist.get_rank() // tp, homes + servers // tp)
+        for number, (_, theirs) in enumerate(found[0]):
+            check_device(device.type, theirs, number)
+        self.machines: list[str] = [machine for machine, _ in found[0][part::tp]]
+        self.group = self._store.group(f"part/{part}", dist.get_rank() // tp, homes + servers // tp, device)
         if self._leads:
             # Servers end when this rank has no more use for them, or ends itself.
             weakref.finalize(self, self._store.tell, "end")
@@ -108,6 +110,13 @@ class RemoteServers:
         """
         if self._leads:
             check_planned(self._store, self._servers, number, plan.fingerprint)
+
+    def served(self, number: int) -> list[Served] | None:
+        """What step ``number`` took on each server, which this waits for; None on other ranks than the first."""
+        if not self._leads:
+            return None
+        said = "Server {} of the pool does not say that it has served a step."
+        return [self._store.take(f"served/{number}/{each}", why=said.format(each)) for each in range(self._servers)]
 
     def run(self, number: int, plan: StepPlan, forward_only: bool) -> None:
         """Let servers serve a step that they were announced as ``number``."""

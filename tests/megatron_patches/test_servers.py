@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from distca.cluster.pool_store import PoolStore
 from distca.errors import LaunchError, PlanError, SupportError
+from distca.runtime.attention_server import check_device
 from distca.testing.ranks import run_ranks
 from megatron_patches.arguments import CadArguments
 from megatron_patches.ranks.remote_servers import RemoteServers, check_planned, check_with_servers
 from tests.megatron_patches.small_cases import on_cpu
 
-HOMES, SERVERS = 4, 2
+HOMES, SERVERS, CPU = 4, 2, torch.device("cpu")
 MICRO_BATCHES = ((13, 7, 1, 29, 3), (50, 2))
 KINDS = {"window_size": (15, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
 CASES: tuple[dict[str, Any], ...] = (
@@ -110,9 +111,11 @@ def test_what_does_not_go_together_is_a_sentence() -> None:
     with pytest.raises(SupportError, match="servers is 2, but disaggregate is False"):
         CadArguments(tokens_per_rank=1, servers=2, disaggregate=False).how(1)
     with pytest.raises(SupportError, match="`servers` is 3, which 2 tensor-parallel ranks do not divide"):
-        RemoteServers(3, 2, "auto")
+        RemoteServers(3, 2, "auto", CPU)
     with pytest.raises(SupportError, match="`transport` is 'nvshmem'"):
-        RemoteServers(2, 2, "nvshmem")
+        RemoteServers(2, 2, "nvshmem", CPU)
+    with pytest.raises(SupportError, match="Server 1 has device cpu, and the homes compute on cuda"):
+        check_device("cuda", "cpu", 1)
     with pytest.raises(SupportError, match="speeds are given, but disaggregate is False"):
         CadArguments(tokens_per_rank=1, speeds=(1.0,), disaggregate=False).how(1)
     dense, mixture = SimpleNamespace(num_moe_experts=None), SimpleNamespace(num_moe_experts=4)

@@ -28,6 +28,8 @@ SETTINGS = {
     "nvshmem_buffer_gb": "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB (cad.nvshmem_buffer_gb)",
     "path": "data.path",
     "seed": "data.seed",
+    "servers": "SERVERS (cad.servers)",
+    "speeds": "cad.speeds",
     "source": "data.source",
     "tokenizer": "data.tokenizer",
     "tokens_per_rank": "data.tokens_per_rank",

@@ -18,6 +18,7 @@ from distca.train.config.schema import RESUME_BY_NAME, ModelConfig, RunConfig
 from distca.train.config.validate_data import data_problems
 from distca.train.config.validate_experts import expert_problems, expert_ranks_problems
 from distca.train.config.validate_hybrid import hybrid_problems
+from distca.train.config.validate_servers import servers_problems
 from distca.words import count
 
 _AT_LEAST_ONE = (
@@ -303,12 +304,13 @@ def _world(config: RunConfig, world_size: int) -> list[str]:
 
 def _servers(config: RunConfig, world_size: int) -> list[str]:
     """Their nodes, the buffer for their rows, and the table that says what they take."""
-    cad, problems = config.cad, []
-    servers = world_size // config.parallel.tp
+    cad, problems = config.cad, servers_problems(config, world_size)
+    servers = (world_size + config.cad.servers) // config.parallel.tp
     if cad.ranks_per_node and servers % cad.ranks_per_node:
+        whose = count(world_size, "rank") + (f", cad.servers {cad.servers}" if cad.servers else "")
         problems.append(
             f"cad.ranks_per_node is {cad.ranks_per_node}, which does not divide the "
-            f"{count(servers, 'attention server')} ({count(world_size, 'rank')}, parallel.tp {config.parallel.tp}); "
+            f"{count(servers, 'attention server')} ({whose}, parallel.tp {config.parallel.tp}); "
             "give a divisor, or 0 for those of one machine."
         )
     if cad.enabled and cad.nvshmem_buffer_gb and cad.transport in ("nccl", "gloo"):
@@ -345,10 +347,11 @@ def _stages(config: RunConfig) -> list[str]:
             f"cad.backward is keep, but with parallel.pp {pp} the server of a forward is busy with other phases by its "
             "backward; set cad.backward to auto or resend."
         )
-    if config.cad.enabled and config.cad.level == "time" and (pp == 1 or not config.cad.ping_pong):
+    only_stages = pp == 1 and not (config.cad.servers or config.cad.speeds)
+    if config.cad.enabled and config.cad.level == "time" and (only_stages or not config.cad.ping_pong):
         why = (
             f"parallel.pp is {pp}, and only stages are ever idle"
-            if pp == 1
+            if only_stages
             else "cad.ping_pong is false, so idle stages could only wait"
         )
         problems.append(f"cad.level is time, but {why}; set cad.level to attention.")

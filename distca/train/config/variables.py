@@ -155,6 +155,16 @@ VARIABLES: tuple[Variable, ...] = (
         also=("NGPUS", "NUM_GPUS", "NPROC_PER_NODE"),
     ),
     Variable(
+        name="SERVERS",
+        values=COUNT,
+        default="none",
+        meaning="servers without a model: a machine's last GPUs, or more CPU processes; of several machines the last",
+        training=("cad.servers",),
+        benchmarks=None,
+        instead="compare modes without it",
+        also=("NUM_SERVERS", "ATTENTION_SERVERS"),
+    ),
+    Variable(
         name="MASTER_ADDR",
         values=_TEXT,
         default="the Slurm job's first node",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
@@ -18,6 +19,7 @@ from distca.train.config.variables import COUNT, Launcher, Values
 from distca.train.launch.say import say
 from distca.words import count
 
+LOOPBACK = "127.0.0.1"
 _CPU_RANKS = 4  # on a machine without GPUs
 # What Slurm says and is counted with.
 _COUNTED = {
@@ -35,6 +37,8 @@ class Machines:
         starter: the program that starts them.
         nodes: machines.
         gpus: of each machine; 0 takes CPU ranks.
+        servers: servers without a model. On one machine they have its last GPUs, or are further CPU processes; of
+            several machines the last ones have them, and nothing else.
         node: number of this machine; with Slurm 0.
         first: address of the first machine; empty where there is only one.
         port: on it; empty where the starter finds one.
@@ -46,14 +50,50 @@ class Machines:
     node: int
     first: str
     port: str
+    servers: int = 0
 
     @property
     def ranks_per_node(self) -> int:
-        return self.gpus or _CPU_RANKS
+        """Ranks of a machine that has ranks: homes, where there are servers without a model."""
+        return self.gpus - self.servers if self.gpus and self.nodes == 1 else self.gpus or _CPU_RANKS
 
     @property
     def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
+        return self.home_nodes * self.ranks_per_node
+
+    @property
+    def home_nodes(self) -> int:
+        """Machines with ranks, the first ones."""
+        return self.nodes - (self.servers // self.servers_per_node if self.servers and self.nodes > 1 else 0)
+
+    @property
+    def servers_per_node(self) -> int:
+        """Servers of a machine that has some."""
+        return self.servers if self.nodes == 1 else self.gpus or _CPU_RANKS
+
+    @property
+    def serves(self) -> bool:
+        """Whether servers are started from this machine."""
+        return bool(self.servers) and (self.nodes == 1 or self.starter == "srun" or self.node >= self.home_nodes)
+
+    def check_servers(self) -> None:
+        """Refuse servers without a model that leave no rank, or do not fill machines.
+
+        Raises:
+            LaunchError: so it is.
+        """
+        if self.nodes > 1 and self.servers % self.servers_per_node:
+            raise LaunchError(
+                f"SERVERS is {self.servers}, but of several machines servers without a model fill whole ones, of "
+                f"{self.servers_per_node} each.",
+                f"set SERVERS to a multiple of {self.servers_per_node}.",
+            )
+        if self.ranks_per_node < 1 or self.home_nodes < 1:
+            raise LaunchError(
+                f"SERVERS is {self.servers}, and {count(self.nodes, 'machine')} with {count(self.gpus, 'GPU')} each "
+                "leave none for ranks with a model.",
+                "lower SERVERS, or raise NNODES or GPUS_PER_NODE.",
+            )
 
     def check_divisible(self, sizes: Mapping[str, int]) -> None:
         """Refuse ranks that cannot be divided by the product of ``sizes``, given by the variables' names.
@@ -65,7 +105,7 @@ class Machines:
         for size in sizes.values():
             product *= size
         if self.world_size % product:
-            ranks = f"The {count(self.world_size, 'rank')} ({count(self.nodes, 'node')} × {self.ranks_per_node})"
+            ranks = f"The {count(self.world_size, 'rank')} ({count(self.home_nodes, 'node')} × {self.ranks_per_node})"
             raise LaunchError(
                 f"{ranks} cannot be divided by {' × '.join(sizes)} = {product}.",
                 f"change {', '.join(sizes)}, NNODES or GPUS_PER_NODE.",
@@ -83,8 +123,13 @@ def find_machines(launcher: Launcher, values: Mapping[str, str], environment: Ma
     Raises:
         LaunchError: machines that contradict each other, or of which something is missing.
     """
-    if environment.get("SLURM_JOB_ID"):
-        return _of_slurm(launcher.value, values, environment)
+    found = _of_slurm if environment.get("SLURM_JOB_ID") else _of_torchrun
+    machines = replace(found(launcher.value, values, environment), servers=int(values.get("SERVERS", 0)))
+    machines.check_servers()
+    return machines
+
+
+def _of_torchrun(script: str, values: Mapping[str, str], environment: Mapping[str, str]) -> Machines:
     nodes, node, here = int(values.get("NNODES", 1)), int(values.get("NODE_RANK", 0)), gpus_here()
     gpus = int(values.get("GPUS_PER_NODE", here))
     if gpus > here:
@@ -96,6 +141,8 @@ def find_machines(launcher: Launcher, values: Mapping[str, str], environment: Ma
             f"NODE_RANK is {node}, but NNODES is {nodes}; numbers start at 0.",
             "set NNODES to the number of machines (it is 1 if unset), or lower or unset NODE_RANK.",
         )
+    if nodes == 1 and "SERVERS" in values:
+        return Machines("torchrun", 1, gpus, 0, LOOPBACK, values.get("MASTER_PORT", str(_free_port())))
     if nodes == 1:
         return Machines("torchrun", 1, gpus, 0, "", "")
     if not {"MASTER_ADDR", "NODE_RANK"} <= values.keys():
@@ -169,6 +216,12 @@ def _gpus_of_job(environment: Mapping[str, str], nodes: int) -> int:
             "have GPUs, set GPUS_PER_NODE."
         )
     return here
+
+
+def _free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def gpus_here() -> int:

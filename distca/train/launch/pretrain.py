@@ -47,13 +47,17 @@ def launch(arguments: list[str]) -> int:
         code = subprocess.call([python, script, *check_words(machines), *options, *arguments])
         if code:
             return code
-    words = start.command(machines, python or "python", [script, *options, *arguments], os.environ, profiler=profiler)
+    program = [script, *options, *arguments]
+    words = start.command(machines, python or "python", program, os.environ, profiler=profiler)
+    servers = start.servers_command(machines, python or "python", os.environ) if machines.serves else []
+    if machines.node >= machines.home_nodes:
+        words, servers = servers, []
     if dry:
-        sys.stdout.write(shlex.join(words) + "\n")
+        sys.stdout.write("".join(shlex.join(each) + "\n" for each in (words, servers) if each))
         return 0
     if profiler:
         Path("runs/nsys").mkdir(parents=True, exist_ok=True)
-    return _run(words, values, machines)
+    return _run(words, servers, values, machines)
 
 
 def _refuse_contradiction(values: Mapping[str, str]) -> None:
@@ -136,12 +140,14 @@ def _profiler(values: Mapping[str, str], machines: Machines) -> list[str]:
     return ["nsys", "profile", "--trace=cuda,nvtx,osrt", "--force-overwrite=true", f"--output={report_file}"]
 
 
-def _run(words: list[str], values: Mapping[str, str], machines: Machines) -> int:
+def _run(words: list[str], servers: list[str], values: Mapping[str, str], machines: Machines) -> int:
     ranks = count(machines.world_size, f"{'GPU' if machines.gpus else 'CPU'} rank")
+    if machines.servers:
+        ranks += f" and {count(machines.servers, 'server')} without a model"
     given = " ".join(f"{name}={value}" for name, value in values.items())
     said = f"Starting {ranks} on {count(machines.nodes, 'node')} through {machines.starter}."
     say(f"{said} From the environment: {given}." if given else said)
-    run = start.Ranks(words).run()
+    run = start.Ranks(words, servers=servers).run()
     if run.asked_to_save and not run.status and os.environ.get("SLURM_JOB_ID"):
         _requeue(os.environ["SLURM_JOB_ID"])
     # The starter's report of a failure is long, and what to do about it should come last.

@@ -12,13 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple
 
 from distca.cluster.parent import end_with_parent
 from distca.train.launch.machines import Machines
 
 _TELL_AGAIN_S = 5.0
 """Ranks that are still starting hear of SIGUSR1 later."""
+_ALONE_S = 20.0
+"""From the end of a server that failed until ranks are ended, which by themselves end in seconds if they know of it."""
+_SERVERS_S = 5.0
+"""Servers without a model that are still there so long after their ranks are ended."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1)
 
 _told_early: list[int] = []
@@ -37,7 +41,7 @@ def command(
     more: Sequence[str] = (),
     profiler: Sequence[str] = (),
 ) -> list[str]:
-    """Returns the command that starts ``program`` on every rank.
+    """Returns the command that starts ``program`` on every rank, and homes alone where there are servers.
 
     Args:
         machines: where.
@@ -54,32 +58,80 @@ def command(
     if machines.starter == "srun":
         variables += [f"MASTER_ADDR={machines.first}", f"MASTER_PORT={machines.port}"]
         variables += [f"WORLD_SIZE={machines.world_size}", f"LOCAL_WORLD_SIZE={machines.ranks_per_node}"]
-        return ["env", *variables, *_srun(machines, environment), *profiler, python, *program]
+        variables += _pool_nodes(machines)
+        step = _Step(0, machines.home_nodes, machines.ranks_per_node)
+        shell = 'trap "" USR1; export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"'
+        return ["env", *variables, *_srun(step, machines, environment), *_shell(shell), *profiler, python, *program]
     # Of the Python that was checked, and not of another one on the PATH.
     torchrun = [python, "-m", "distca.cluster.torchrun", f"--nproc-per-node={machines.ranks_per_node}"]
-    if machines.nodes > 1:
-        torchrun += [f"--nnodes={machines.nodes}", f"--node-rank={machines.node}"]
+    variables += _pool_nodes(machines)
+    if machines.nodes > 1 or machines.servers:  # servers have to know where homes meet
+        torchrun += [f"--nnodes={machines.home_nodes}", f"--node-rank={machines.node}"]
         torchrun += [f"--master-addr={machines.first}", f"--master-port={machines.port}"]
     else:
         torchrun += ["--standalone"]
     return ["env", *variables, *profiler, *torchrun, *program]
 
 
-def _srun(machines: Machines, environment: Mapping[str, str]) -> list[str]:
-    words = ["srun", f"--nodes={machines.nodes}", f"--ntasks={machines.world_size}"]
-    words += [f"--ntasks-per-node={machines.ranks_per_node}", "--kill-on-bad-exit=1"]
+def servers_command(machines: Machines, python: str, environment: Mapping[str, str]) -> list[str]:
+    """Returns the command that starts servers without a model: those of this machine, with Slurm all.
+
+    Args:
+        machines: where.
+        python: the Python of every server.
+        environment: all variables, with Slurm's.
+    """
+    variables = [f"MASTER_ADDR={machines.first}", f"MASTER_PORT={machines.port}", *_pool_nodes(machines)]
+    if not machines.gpus:
+        variables += [f"OMP_NUM_THREADS={environment.get('OMP_NUM_THREADS') or 1}", "CUDA_VISIBLE_DEVICES="]
+    program = [python, "-m", "distca.train.run.serve"]
+    behind = machines.ranks_per_node if machines.nodes == 1 else 0
+    if machines.starter == "srun":
+        step = _Step(machines.home_nodes, machines.nodes - machines.home_nodes or 1, machines.servers_per_node)
+        gpu = f"$((SLURM_LOCALID + {behind}))"
+        shell = f'trap "" USR1; export SERVER=$SLURM_PROCID LOCAL_RANK={gpu}; exec "$@"'
+        return ["env", *variables, *_srun(step, machines, environment), *_shell(shell), *program]
+    first = 0 if machines.nodes == 1 else (machines.node - machines.home_nodes) * machines.servers_per_node
+    numbers = [str(number) for number in (first, machines.servers_per_node, behind)]
+    return ["env", *variables, python, "-m", "distca.cluster.server_processes", *numbers, *program]
+
+
+def _pool_nodes(machines: Machines) -> list[str]:
+    return [f"POOL_NODES={machines.nodes}"] if machines.servers else []
+
+
+class _Step(NamedTuple):
+    """A step of a Slurm job: tasks on some of its nodes from ``first`` on, equally many on each."""
+
+    first: int
+    nodes: int
+    tasks: int
+
+
+def _srun(step: _Step, machines: Machines, environment: Mapping[str, str]) -> list[str]:
+    words = ["srun", f"--nodes={step.nodes}", f"--ntasks={step.nodes * step.tasks}"]
+    words += [f"--ntasks-per-node={step.tasks}", "--kill-on-bad-exit=1"]
+    tasks = step.tasks
+    if machines.servers and machines.nodes == 1:
+        words.append("--overlap")  # homes and servers are two steps, and share the node
+        tasks = machines.ranks_per_node + machines.servers_per_node
+    elif machines.servers:
+        words.append(f"--relative={step.first}")
     # Without this a task may get one core only. SLURM_JOB_CPUS_PER_NODE may read 64(x2).
     cores = re.match("[0-9]+", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    if cores and int(cores[0]) >= machines.ranks_per_node:
-        words.append(f"--cpus-per-task={int(cores[0]) // machines.ranks_per_node}")
-    # The variables expand in each task. SIGUSR1 ends no rank that is still starting.
-    shell = 'trap "" USR1; export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"'
-    return [*words, "bash", "-c", shell, "rank"]
+    if cores and int(cores[0]) >= tasks:
+        words.append(f"--cpus-per-task={int(cores[0]) // tasks}")
+    return words
+
+
+def _shell(script: str) -> list[str]:
+    """A shell in each task, in which Slurm's variables expand. SIGUSR1 ends no rank that is still starting."""
+    return ["bash", "-c", script, "rank"]
 
 
 @dataclass
 class Ranks:
-    """Ranks while they run.
+    """Ranks while they run, and servers without a model beside them.
 
     Attributes:
         words: the command that starts them.
@@ -87,6 +139,8 @@ class Ranks:
         status: exit code, as a shell has it.
         stopped_by: the signal that ended them.
         asked_to_save: SIGUSR1 came, by which Slurm says that the job's time is nearly over.
+        servers: the command that starts servers without a model beside them; empty without any. They end when ranks
+            have ended, and ranks are ended that do not end by themselves after a server has failed.
     """
 
     words: Sequence[str]
@@ -94,7 +148,9 @@ class Ranks:
     status: int = 0
     stopped_by: signal.Signals | None = None
     asked_to_save: bool = False
+    servers: Sequence[str] = ()
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _servers: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def run(self) -> Ranks:
         """Start them and wait until they have ended.
@@ -112,9 +168,12 @@ class Ranks:
             )
             if self.stopped_by:  # it came before there was a process to stop
                 self._process.terminate()
+            if self.servers:
+                self._servers = subprocess.Popen(self.servers, preexec_fn=_begin)
             copied = self.log is None or _copy(self._process.stdout, self.log)
             code = self._wait()
         finally:
+            self._end_servers()
             for number, handler in before.items():
                 signal.signal(number, handler)
         self.status = 128 - code if code < 0 else code
@@ -128,11 +187,24 @@ class Ranks:
     def _wait(self) -> int:
         assert self._process is not None
         while True:
+            failed = self._servers is not None and bool(self._servers.poll())
             try:
-                return self._process.wait(_TELL_AGAIN_S)
+                return self._process.wait(_ALONE_S if failed else _TELL_AGAIN_S)
             except subprocess.TimeoutExpired:
                 if self.asked_to_save:
                     _tell_ranks(self._process.pid, signal.SIGUSR1)
+                if failed:
+                    self._process.terminate()
+
+    def _end_servers(self) -> None:
+        """Wait for servers, which homes have let go or which see that they are gone, and end those that stay."""
+        if self._servers is None:
+            return
+        for end in (lambda: None, self._servers.terminate, self._servers.terminate, self._servers.kill):
+            end()
+            with suppress(subprocess.TimeoutExpired):
+                self._servers.wait(_SERVERS_S)
+                return
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         again, asks = self.stopped_by is not None, number in (signal.SIGTERM, signal.SIGUSR1)

@@ -6,7 +6,7 @@ import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -63,6 +63,8 @@ class StepRecorder:
         self._slow = SlowRanks()
         self._places: list[str] = [""] * trainer.world.size
         dist.all_gather_object(self._places, f"{socket.gethostname()}, {trainer.world.device}")
+        health = trainer.world.health
+        self._places += [f"server {n}" for n in range(trainer.config.cad.servers)] if health is None else health.servers
         on_gpu = trainer.world.device.type == "cuda"
         self._device_name = torch.cuda.get_device_name(trainer.world.device) if on_gpu else "cpu"
         predicted = predict_memory(trainer.config, trainer.world.size, trainer.vocabulary)
@@ -72,7 +74,7 @@ class StepRecorder:
         """The metrics of a step, keyed as in distca.train.metrics.writer. Every rank calls it."""
         config, world = self._trainer.config, self._trainer.world
         balance = step.balance
-        by_rank = self._gather(len(step.batches))
+        by_rank = self._gather(len(step.batches), step)
         measured, by_phase, memory = self._by_server(by_rank)
         self._watch_speed(by_rank, balance)
         other = balance.other_seconds
@@ -93,7 +95,7 @@ class StepRecorder:
             "tokens": tokens,
             "step_s": seconds,
             "tokens_per_s": tokens / seconds,
-            "mfu": mfu(at_peak, seconds, world.size),
+            "mfu": mfu(at_peak, seconds, world.size + config.cad.servers),
             "imbalance_before": _over_phases(balance.seconds_before + other),
             "imbalance_after": _over_phases(balance.seconds_after + other),
             "imbalance_measured": imbalance(whole_step),
@@ -157,10 +159,14 @@ class StepRecorder:
         if slower is None or np.isnan(slower).all() or self._trainer.world.device.type != "cuda":
             return None
         rank = int(np.nanargmax(slower))
-        return f"rank {rank} ({self._places[rank]}), {slower[rank]:+.1%} time against the others"
+        return f"{self._who(rank)}, {slower[rank]:+.1%} time against the others"
 
-    def _gather(self, micro_batches: int) -> np.ndarray:
-        """Gathers the figures of every rank of the world: [world, 4 + 2 · phases] float64.
+    def _who(self, rank: int) -> str:
+        homes = self._trainer.world.size
+        return f"{f'Rank {rank}' if rank < homes else f'Server {rank - homes}'} ({self._places[rank]})"
+
+    def _gather(self, micro_batches: int, step: Step) -> np.ndarray:
+        """Gathers the figures of every rank of the world, then of servers: [world + servers, 4 + 2 · phases] float64.
 
         They are its rank in the server pool, attention seconds of this step, GiB of memory, and GiB outside torch. With
         stages attention seconds by phase follow."""
@@ -172,14 +178,33 @@ class StepRecorder:
         row = torch.tensor(mine, dtype=torch.float64)
         everyone = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, row)
-        return torch.stack(everyone).numpy()
+        found = torch.stack(everyone).numpy()
+        if not self._trainer.config.cad.servers:
+            return found
+        return np.concatenate((found, self._of_servers(step, found.shape[1])))
+
+    def _of_servers(self, step: Step, columns: int) -> np.ndarray:
+        """The same of servers without a model; every home calls it."""
+        cad, tp = self._trainer.cad, self._trainer.config.parallel.tp
+        found: list[Any] = [cad.served(step)]
+        dist.broadcast_object_list(found)
+        rows = np.zeros((len(found[0]), columns))
+        for number, (served, row) in enumerate(zip(found[0], rows, strict=True)):
+            row[0] = cad.options.homes + number // tp
+            row[1], row[2] = sum(map(sum, served.seconds.values())), served.peak / GIB
+            if (
+                columns > 4
+                and (phases := measured_phases(served.seconds, 0, cad.options, len(step.batches))) is not None
+            ):
+                row[4:] = phases
+        return rows
 
     def _by_server(self, by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """Measured attention seconds of a step by server: [ranks] and, with stages, [2 · phases, ranks]; and the
         largest memory of any rank of each stage, [stages] GiB."""
         options = self._trainer.cad.options
         gathered = by_server(options.pool_ranks, by_rank)
-        memory = gathered[:, 1].reshape(options.stages, -1).max(axis=1)
+        memory = gathered[: options.homes, 1].reshape(options.stages, -1).max(axis=1)
         return gathered[:, 0], gathered[:, 3:].T if gathered.shape[1] > 3 else None, memory
 
     def _memory(self) -> tuple[float, float]:
@@ -200,9 +225,9 @@ class StepRecorder:
             for rank in named:
                 assert self._slow.slower is not None
                 logger.warning(
-                    "Rank %d (%s) took %.0f %% longer than the others for the attention that it was given, over %d "
+                    "%s took %.0f %% longer than the others for the attention that it was given, over %d "
                     "steps: all others wait for it. Look at its clocks and temperature, and at what else runs there.",
-                    *(rank, self._places[rank], 100 * self._slow.slower[rank], STEPS),
+                    *(self._who(rank), 100 * self._slow.slower[rank], STEPS),
                 )
 
     def _add_phases(self, balance: StepBalance, measured: np.ndarray) -> None:

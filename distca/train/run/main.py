@@ -19,6 +19,7 @@ from distca.train.config.cli import check_data_named, files_first, parse_run_con
 from distca.train.config.names import settings_named, with_settings
 from distca.train.config.schema import RESUME_OR_START, RunConfig
 from distca.train.config.validate import validate
+from distca.train.config.validate_servers import servers_not_started
 from distca.train.config.without_effect import without_effect
 from distca.train.launch.check import read_check
 from distca.train.metrics.writer import check_wandb
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     setup_logging(int(os.environ.get("RANK", "0")))
     try:
         if check := read_check(arguments):
-            _check(_parsed(check.settings), check.world_size, check.on_cpus)
+            _check(_parsed(check.settings), check.world_size, check.on_cpus, launcher=True)
         else:
             with early_lines():
                 _run(_parsed(arguments))
@@ -72,9 +73,11 @@ def _die(error: DistcaError, everywhere: bool = False) -> NoReturn:
     die(with_settings(str(error)), error.next_step, everywhere)
 
 
-def _check(config: RunConfig, world_size: int, on_cpus: bool = False) -> tuple[Corpus | None, Checkpoint | None]:
+def _check(
+    config: RunConfig, world_size: int, on_cpus: bool = False, launcher: bool = False
+) -> tuple[Corpus | None, Checkpoint | None]:
     """Everything that can be refused without torch, process groups or tokens; the documents, unless they have to be
-    tokenized first, and the checkpoint to go on from."""
+    tokenized first, and the checkpoint to go on from. A ``launcher`` starts servers as well."""
     from distca.train.checkpoint.folders import check_folders
     from distca.train.data.corpus import open_corpus
     from distca.train.data.tokens import find_tokens, is_read_directly, vocabulary_of
@@ -82,6 +85,8 @@ def _check(config: RunConfig, world_size: int, on_cpus: bool = False) -> tuple[C
 
     check_version()
     validate(config, world_size, on_cpus=on_cpus)
+    if launcher and (wrong := servers_not_started(config)):
+        raise ConfigError(wrong[0])
     if config.log.wandb:
         check_wandb()
     check_folders(config)
@@ -154,12 +159,13 @@ def _run(config: RunConfig) -> None:
         warnings.simplefilter("ignore")
         from distca.cluster.environment import launched
         from distca.cluster.health import Health
+        from distca.cluster.member import Members
         from megatron_patches.ranks.world import join_world, leave_world
 
         corpus, _ = _check(config, launched().size)
         world = join_world()
     setup_logging(world.rank)
-    health = Health()
+    health = Health(pool=Members.of_homes(config.cad.servers) if config.cad.servers else None)
     with health.ends_failures(), settings_named():
         run_on(replace(world, health=health), config, tokenized_corpus(config, world, corpus))
         health.part()

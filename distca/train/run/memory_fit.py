@@ -43,7 +43,8 @@ class HostMemory(NamedTuple):
 
 def receive_buffer(config: RunConfig, world_size: int) -> int:
     """Bytes of NVSHMEM's receive buffer on a GPU, where it may be used."""
-    used = config.cad.enabled and config.cad.transport in ("auto", "nvshmem") and world_size > config.parallel.tp
+    cad = config.cad
+    used = cad.enabled and cad.transport in ("auto", "nvshmem") and world_size > config.parallel.tp and not cad.servers
     return int(config.resolved_nvshmem_buffer_gb * GIB) if used else 0
 
 
@@ -151,8 +152,9 @@ def _choices(config: RunConfig) -> list[Changes]:
     if cad.enabled and cad.backward == "auto" and stages == 1 and train.offload != "all":
         backward = ["keep", "resend"]
     offload: Sequence[str] = [train.offload]
+    unserved = config.model.experts.count or cad.servers
     if train.offload == "auto":
-        offload = ["none", "all"] if cad.enabled and stages == 1 and not config.model.experts.count else ["none"]
+        offload = ["none", "all"] if cad.enabled and stages == 1 and not unserved else ["none"]
     outputs: Sequence[str] = ["all", "none"] if train.keep_outputs == "auto" else [train.keep_outputs]
     return [
         (("train.recompute", again), ("train.keep_outputs", kept), ("cad.backward", how), ("train.offload", where))

@@ -1,0 +1,59 @@
+"""Settings that servers without a model, and servers of other speeds, do not go with."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from distca.train.config.schema import RunConfig
+from distca.words import count
+
+
+def servers_problems(config: RunConfig, world_size: int) -> list[str]:
+    """Sentences on what cannot work with cad.servers and cad.speeds beside so many ranks, which tensor parallelism
+    divides."""
+    cad, tp, problems = config.cad, config.parallel.tp, []
+    if cad.servers:
+        problems += _not_served(config)
+    if cad.servers % tp:
+        problems.append(
+            f"cad.servers is {cad.servers}, which parallel.tp {tp} does not divide, but each tensor-parallel rank has "
+            "servers of its own; change one."
+        )
+    pool = (world_size + cad.servers) // tp
+    if cad.speeds and not cad.enabled:
+        problems.append("cad.speeds are given, but cad.enabled is false, so each rank computes what it has; drop them.")
+    elif cad.speeds and (len(cad.speeds) != pool or not all(0 < speed < math.inf for speed in cad.speeds)):
+        problems.append(
+            f"cad.speeds is {list(cad.speeds)}, but there are {count(pool, 'attention server')}; give one number above "
+            "0 for each, or none."
+        )
+    return problems
+
+
+def servers_not_started(config: RunConfig) -> list[str]:
+    """A sentence where a launcher that checks settings starts no servers, or another number than cad.servers."""
+    started = int(os.environ.get("SERVERS") or 0)
+    if started == config.cad.servers:
+        return []
+    return [
+        f"cad.servers is {config.cad.servers}, but pretrain_llama.sh starts servers by SERVERS, which is "
+        f"{started or 'not set'}; set SERVERS to start them, and leave cad.servers out."
+    ]
+
+
+def _not_served(config: RunConfig) -> list[str]:
+    offload = "none" if config.train.offload == "auto" else config.train.offload
+    by = ("auto", "nccl", "gloo")
+    wrong = {
+        "cad.enabled is false": not config.cad.enabled,
+        f"model.experts.count is {config.model.experts.count}": bool(config.model.experts.count),
+        f"train.offload is {offload}": offload != "none",
+        f"cad.transport is {config.cad.transport}": config.cad.transport not in by,
+    }
+    return [
+        f"{what}, which servers without a model have not been shown with; change it, or leave SERVERS (cad.servers "
+        f"{config.cad.servers}) out."
+        for what, so in wrong.items()
+        if so
+    ]

@@ -1,0 +1,61 @@
+"""A server without a model beside a run of the trainer: ``python -m distca.train.run.serve``, which launchers start.
+
+SERVER is its number among the run's servers, LOCAL_RANK that of its GPU on this node. MASTER_ADDR and MASTER_PORT are
+those of the homes. It needs no settings: homes say what they compute, and when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import NoReturn
+
+import torch
+from torch.distributed import TCPStore
+
+from distca import serve
+from distca.cluster.environment import check_gpus_usable, gpu_of, served
+from distca.cluster.health import TIMEOUT, Health
+from distca.cluster.interface import LOOPBACK, pool_on_one_node
+from distca.cluster.member import Members
+from distca.cluster.parent import end_with_parent
+from distca.device.host_memory import keep_freed_memory
+from distca.errors import DistcaError
+from distca.log import die, setup_logging
+from distca.runtime.attention_server import HOMES_QUIET
+
+
+def main() -> NoReturn:
+    """Serve until the homes' run is over; an error ends it and them."""
+    end_with_parent()
+    # As homes do, whose shapes differ from step to step as well.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    try:
+        health = _serve()
+    except DistcaError as error:
+        die(str(error), error.next_step, everywhere=True)
+    del health
+    threading.Event().wait()  # the thread that watches over the run ends this process
+    raise AssertionError
+
+
+def _serve() -> Health:
+    place = served()
+    setup_logging(1, f"server {place.number}")
+    check_gpus_usable(torch.cuda.is_available(), torch.__version__)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(gpu_of(place.local_rank, torch.cuda.device_count()))
+    else:
+        keep_freed_memory()
+    address = LOOPBACK if pool_on_one_node() else place.address
+    store = TCPStore(address, place.port, is_master=False, timeout=TIMEOUT)
+    health = Health(pool=Members.of_server(store, place.number))
+    health.stops_when_asked()  # homes are told too: they finish their step, and let their servers go
+    health.doing("serving")
+    with health.ends_failures():
+        serve(store, place.number, patience=HOMES_QUIET)
+    return health
+
+
+if __name__ == "__main__":
+    main()
