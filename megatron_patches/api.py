@@ -399,8 +399,8 @@ class CAD:
         return [[each[:-1] for each in documents] for documents in gather_documents(step, values)]
 
     def served(self, step: Step) -> list[Served] | None:
-        """What a step that has run took on each server without a model, in order; this waits until they have said it.
-        None on other ranks than the first, and without servers."""
+        """The seconds and memory that a step took on each server without a model, in order; this waits until they have
+        said it. None on other ranks than the first, and without servers."""
         return None if self._remote is None else self._remote.served(step.announced)
 
     def expert_loads(self, model: DistributedDataParallel) -> dict[int, LayerLoad]:

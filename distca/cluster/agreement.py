@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.cluster.health import TIMEOUT
+from distca.cluster.timeout import TIMEOUT
 from distca.errors import DistcaError, PlanError
 
 T = TypeVar("T")

@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(minutes=10)
-"""The timeout of every process group ends ranks that nobody watches. It is long enough for slow file systems."""
 EXIT_CODE = 71
 """A rank that waits for one which has ended leaves with this code."""
 

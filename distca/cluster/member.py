@@ -22,7 +22,7 @@ MEETING = timedelta(minutes=9)
 """In which servers have to come; other homes wait in a collective meanwhile, which gives up after ten."""
 _LEAVING = timedelta(seconds=10)
 _MISSING = (
-    "Server {} of the {} that cad.servers asks for has not come: start servers with SERVERS={} of pretrain_llama.sh, "
+    "Server {} of the {} that `servers` asks for has not come: start servers with SERVERS={} of pretrain_llama.sh, "
     "on every machine alike."
 )
 

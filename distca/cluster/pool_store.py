@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from distca.cluster.health import TIMEOUT
+from distca.cluster.timeout import TIMEOUT
 from distca.errors import LaunchError
 
 POLL_S = 0.002

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from distca.cluster.environment import Launched
-from distca.cluster.health import TIMEOUT, Health
+from distca.cluster.health import Health
 from distca.cluster.interface import LOOPBACK, bind_gloo, on_one_node
 from distca.cluster.store import own_store
+from distca.cluster.timeout import TIMEOUT
 
 
 @dataclass(frozen=True)

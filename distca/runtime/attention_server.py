@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import AttentionSpec, choose_kernel
-from distca.cluster.health import TIMEOUT
 from distca.cluster.hostname import machine_name
 from distca.cluster.interface import LOOPBACK, bind_gloo
 from distca.cluster.pool_store import PoolStore
+from distca.cluster.timeout import TIMEOUT
 from distca.device.host_to_device import uploading
 from distca.errors import DistcaError, SupportError
 from distca.plan import PlanOptions
@@ -98,7 +98,7 @@ def serve(store: dist.Store, number: int, *, pool: int = 0, patience: timedelta 
 
 
 def _host(store: dist.Store) -> str:
-    """Where the homes are, whose interface process groups listen on."""
+    """Returns the address of the homes, on whose interface process groups listen."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else LOOPBACK
@@ -119,7 +119,7 @@ def check_device(homes: str, own: str, number: int) -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server tells of a step that it has served.
+    """The facts that a server tells of a step that it has served.
 
     Attributes:
         seconds: in which its kernels ran, by direction, in the order in which they ran.

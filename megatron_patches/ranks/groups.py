@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from distca.cluster.health import TIMEOUT
+from distca.cluster.timeout import TIMEOUT
 from megatron_patches.support.experts import check_expert_groups
 from megatron_patches.te import quantization
 

@@ -112,7 +112,8 @@ class RemoteServers:
             check_planned(self._store, self._servers, number, plan.fingerprint)
 
     def served(self, number: int) -> list[Served] | None:
-        """What step ``number`` took on each server, which this waits for; None on other ranks than the first."""
+        """The seconds and memory that step ``number`` took on each server, which this waits for; None on other ranks
+        than the first."""
         if not self._leads:
             return None
         said = "Server {} of the pool does not say that it has served a step."

@@ -15,10 +15,11 @@ from torch.distributed import TCPStore
 
 from distca import serve
 from distca.cluster.environment import check_gpus_usable, gpu_of, served
-from distca.cluster.health import TIMEOUT, Health
+from distca.cluster.health import Health
 from distca.cluster.interface import LOOPBACK, pool_on_one_node
 from distca.cluster.member import Members
 from distca.cluster.parent import end_with_parent
+from distca.cluster.timeout import TIMEOUT
 from distca.device.host_memory import keep_freed_memory
 from distca.errors import DistcaError
 from distca.log import die, setup_logging

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from distca.cluster.health import TIMEOUT
+from distca.cluster.timeout import TIMEOUT
 from distca.train.config.schema import RunConfig
 
 if TYPE_CHECKING:

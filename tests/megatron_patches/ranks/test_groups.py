@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distca.cluster.health import TIMEOUT
+from distca.cluster.timeout import TIMEOUT
 from distca.testing.ranks import run_ranks
 
 SIZES = ((1, 2), (1, 2), (2, 1), (1, 2))

@@ -29,6 +29,15 @@ def test_the_defaults_are_accepted(ranks: int) -> None:
     [
         ("--parallel.tp 2", 5, "The 5 ranks are not divisible by parallel.tp 2"),
         ("--parallel.tp 2", 1, "The run has 1 rank, but parallel.tp 2 needs at least 2"),
+        ("--cad.servers 3 --parallel.tp 2", 4, "cad.servers is 3, which parallel.tp 2 does not divide"),
+        ("--cad.servers 1 --train.offload all", 4, "train.offload is all, which servers without a model have not been"),
+        ("--cad.servers 1 --cad.enabled false", 4, "cad.enabled is false, which servers without a model have not been"),
+        ("--cad.speeds [1,0.5]", 4, "cad.speeds is [1.0, 0.5], but there are 4 attention servers; give one number"),
+        (
+            "--cad.servers 1 --cad.ranks_per_node 2",
+            4,
+            "does not divide the 5 attention servers (4 ranks, cad.servers 1",
+        ),
         ("--parallel.pp 3", 12, "model.layers 4 is not divisible by parallel.pp 3"),
         ("--parallel.pp 4 --model.layers 6", 4, "model.layers 6 is not divisible by parallel.pp 4; change one."),
         ("--parallel.pp 4 --model.layers 3", 4, "model.layers 3 is less than parallel.pp 4, and every stage needs"),

@@ -133,3 +133,31 @@ def test_a_requeued_job_goes_on_with_what_it_saved(machine: Machine) -> None:
     assert has_pair(machine.dry(SLURM_RESTART_COUNT="1", RESUME="latest"), "--checkpoint.resume", "latest")
     header = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"--requeue", "--signal=B:USR1@300", "--open-mode=append"} <= set(header)
+
+
+def test_servers_are_a_step_of_their_own_on_the_last_nodes(machine: Machine) -> None:
+    machine.slurm(3, 8)
+    said = machine.run(SERVERS="8", DRY_RUN="1")
+    assert said.returncode == 0, said.stderr
+    homes, servers = map(shlex.split, said.stdout.splitlines())
+    assert {"--nodes=2", "--ntasks=16", "--relative=0", "WORLD_SIZE=16", "POOL_NODES=3"} <= set(homes)
+    assert {"--nodes=1", "--ntasks=8", "--relative=2", "MASTER_ADDR=host1", "POOL_NODES=3"} <= set(servers)
+    assert has_pair(homes, "--cad.servers", "8")
+    refused = machine.run(SERVERS="4", DRY_RUN="1")
+    assert refused.returncode == 2
+    assert "SERVERS is 4, but of several machines servers without a model fill whole ones, of 8 each." in refused.stderr
+
+
+def test_servers_take_the_last_gpus_of_one_node(machine: Machine) -> None:
+    machine.slurm(1, 8)
+    homes, servers = map(shlex.split, machine.run(SERVERS="2", DRY_RUN="1").stdout.splitlines())
+    assert {"--ntasks=6", "--overlap"} <= set(homes)
+    assert {"--ntasks=2", "--overlap"} <= set(servers)
+    task = servers[servers.index("bash") : servers.index("python")]
+    variables = machine.variables | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    shown = subprocess.run(
+        [*task, "bash", "-c", "echo $SERVER $LOCAL_RANK"], env=variables, capture_output=True, text=True
+    )
+    assert shown.stdout.split() == ["1", "7"]
+    refused = machine.run(SERVERS="8", DRY_RUN="1")
+    assert (refused.returncode, "leave none for ranks with a model" in refused.stderr) == (2, True)

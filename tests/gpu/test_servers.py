@@ -1,0 +1,54 @@
+"""Servers without a model on GPUs, started by the launcher: losses are those of the homes alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.runs import settings_line
+from tests.train.small_runs import ROOT, steps_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+CASES: dict[str, tuple[int, int, dict[str, Any], float]] = {
+    "1 + 1": (1, 1, {}, 2e-3),
+    "1 + 1, float32": (1, 1, {"train.precision": "fp32"}, 1e-5),
+    "1 + 1, resend": (1, 1, {"cad.backward": "resend"}, 2e-3),
+    "3 + 1": (3, 1, {}, 2e-3),
+    "2 + 2, stages": (2, 2, {"parallel.pp": 2}, 2e-3),
+    "2 + 2, TP": (2, 2, {"parallel.tp": 2}, 2e-3),
+}
+"""Homes, servers, settings, and how far losses may be apart: bfloat16 rounds sums of gradients in another order."""
+
+
+def _train(output: Path, name: str, homes: int, servers: int, settings: dict[str, Any]) -> Path:
+    own = {"name": name, "output": output, "data.whole_documents": "false", "train.micro_batches": 2} | settings
+    variables = {
+        "GPUS_PER_NODE": str(homes + servers),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(homes + servers))),
+    }
+    if servers:
+        variables["SERVERS"] = str(servers)
+    command = ["bash", str(ROOT / "pretrain_llama.sh"), *settings_line(own)]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return output / name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_homes_alone(tmp_path: Path, case: str) -> None:
+    homes, servers, settings, apart = CASES[case]
+    if torch.cuda.device_count() < homes + servers:
+        pytest.skip(f"needs {homes + servers} GPUs")
+    alone = _train(tmp_path, "alone", homes, 0, settings | {"cad.transport": "nccl"})
+    together = _train(tmp_path, "together", homes, servers, settings)
+    expected = steps_of(alone)
+    assert steps_of(together) == pytest.approx(expected, rel=apart)
+    assert steps_of(together, "grad_norm") == pytest.approx(steps_of(alone, "grad_norm"), rel=20 * apart)
+    served = [seconds[homes:] for seconds in steps_of(together, "attention_s").values()]  # type: ignore[index]
+    assert all(min(seconds) > 0 for seconds in served), "servers had nothing to do"
