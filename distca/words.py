@@ -31,6 +31,8 @@ def takes(hint: Any) -> str:
         return "one of " + ", ".join(get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         return " or ".join("null" if part is NoneType else takes(part) for part in get_args(hint))
+    if get_origin(hint) is tuple and Ellipsis in get_args(hint):
+        return f"a list, each {takes(get_args(hint)[0])}"
     if get_origin(hint) is tuple:
         return f"a list of {len(get_args(hint))} whole numbers"
     if hint == list[int]:
