@@ -237,12 +237,12 @@ def _quantised(family: Family, said: Mapping[str, Any], where: str) -> str | Non
     fields = said.get("quantization_config")
     if not fields:
         return None
-    method, block = fields.get("quant_method"), fields.get("weight_block_size", [FP8_BLOCK] * 2)
-    if method != family.quantised or block != [FP8_BLOCK] * 2:
+    method, block = fields.get("quant_method"), fields.get("weight_block_size")
+    if method != family.quantised or block != ([FP8_BLOCK] * 2 if method == "fp8" else None):
         raise ModelError(
             f"{where} has quantization_config with quant_method {method!r} and weight_block_size {block!r}, but "
-            f"quantised weights are read as {family.quantised} only, in blocks of {FP8_BLOCK} where that has some; use "
-            "the folder that they were made from."
+            f"quantised weights are read as {family.quantised} only, FP8 in blocks of {FP8_BLOCK}; use the folder that "
+            "they were made from."
         )
     return family.quantised
 

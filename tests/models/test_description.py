@@ -130,6 +130,11 @@ def test_the_window_of_layers_that_have_one() -> None:
     [
         (LLAMA, {"model_type": "qwen2_moe"}, "has model_type 'qwen2_moe', but served are llama, mistral, qwen2, qwen3"),
         (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM is served"),
+        (
+            LLAMA | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            "weight_block_size [64, 64], but quantised weights are read as fp8 only, FP8 in blocks of 128",
+        ),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
         (QWEN3, {"num_experts": 8}, "has num_experts 8, but mixtures of experts"),
         (LLAMA, {"kv_lora_rank": 512}, "multi-head latent attention is not served"),

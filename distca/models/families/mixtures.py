@@ -57,6 +57,7 @@ QWEN3_MOE: Final = Family(
         "num_local_experts": Read("count", None),
         "norm_topk_prob": Read("switch", False),
     },
+    quantised="fp8",
     qkv_bias="attention_bias",
     qk_norm=True,
     variant=lambda said: Variant(attention_output_bias=said["attention_bias"]),

@@ -32,6 +32,7 @@ QWEN3: Final = Family(
         "attention_bias": Read("switch", False),
     },
     windows="switched",
+    quantised="fp8",
     qkv_bias="attention_bias",
     qk_norm=True,
     variant=lambda said: Variant(attention_output_bias=said["attention_bias"]),

@@ -257,33 +257,62 @@ def test_a_round_trip_is_equal_to_the_last_bit_and_reloads(ranks, layouts, names
             assert torch.equal(expected, got)
 
 
-def test_quantised_experts_are_trained_and_exported_as_bfloat16(tmp_path):
-    """What transformers makes of the export is what it makes of the same numbers in bfloat16."""
-    from safetensors.torch import load_file, save_file
+def _packed(name, weight, generator):
+    """Random numbers of MXFP4 in place of a tensor of experts, and what transformers reads them as."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    plain, source, target = tmp_path / "plain", tmp_path / "from" / "gpt_oss", tmp_path / "to"
-    family_models.write_folder("gpt_oss", plain, torch.bfloat16, shard="5GB")
+    experts, columns, rows = weight.shape
+    blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(121, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(blocks, scales)
+
+
+def _scaled(name, weight, generator):
+    """A weight in FP8 with a random factor for each block, and the products in bfloat16."""
+    values = (64 * weight).to(torch.float8_e4m3fn)
+    factors = torch.rand(*(-(-size // 128) for size in weight.shape), generator=generator) / 64
+    spread = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+    return {name: values, f"{name}_scale_inv": factors}, (values.float() * spread).to(torch.bfloat16)
+
+
+QUANTISED = {
+    "gpt_oss": (_packed, ("experts.gate_up_proj", "experts.down_proj"), {"quant_method": "mxfp4"}),
+    "qwen3_moe": (_scaled, ("_proj.weight",), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+}
+WIDE = {"hidden_size": 160, "intermediate_size": 264, "moe_intermediate_size": 136}
+"""Sizes of more than one block."""
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_weights_are_trained_and_exported_as_bfloat16(name, tmp_path, monkeypatch):
+    """With two tensor-parallel ranks, which share the experts too. What transformers makes of the export is what it
+    makes of the same numbers in bfloat16."""
+    from safetensors.torch import load_file, save_file
+
+    made, ends, said = QUANTISED[name]
+    plain, source, target = tmp_path / "plain", tmp_path / "from" / name, tmp_path / "to"
+    if made is _scaled:
+        kind, fields = family_models.CASES[name]
+        monkeypatch.setitem(family_models.CASES, name, (kind, fields | WIDE))
+    family_models.write_folder(name, plain, torch.bfloat16, shard="5GB")
     source.mkdir(parents=True)
     target.mkdir()
     stored = load_file(plain / "model.safetensors")
     packed, generator = dict(stored), torch.Generator().manual_seed(1)
-    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, columns, rows = packed.pop(name).shape
-        blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(121, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        stored[name] = convert_moe_packed_tensors(blocks, scales)
+    for tensor in [tensor for tensor in stored if tensor.endswith(ends)]:
+        packed.pop(tensor)
+        parts, stored[tensor] = made(tensor, stored[tensor], generator)
+        packed |= parts
     save_file(packed, source / "model.safetensors")
     save_file(stored, plain / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    quantised = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    (source / "config.json").write_text(json.dumps(config | quantised))
-    run_ranks(2, _round_trips, str(tmp_path / "from"), str(target), [(1, 1)], timeout=100)
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    run_ranks(2, _round_trips, str(tmp_path / "from"), str(target), [(2, 1)], timeout=100)
     (folder,) = target.iterdir()
     assert json.loads((folder / "config.json").read_text()) == config
     after = _tensors(folder)
-    assert after.keys() == stored.keys() and all(torch.equal(after[name], stored[name]) for name in after)
+    assert len(packed) > len(stored) and after.keys() == stored.keys()
+    assert all(torch.equal(after[tensor], stored[tensor]) for tensor in after)
     theirs, ours = family_models.loaded(plain), family_models.loaded(folder)
     for expected, got in zip(family_models.logits(theirs), family_models.logits(ours), strict=True):
         assert torch.equal(expected, got)
