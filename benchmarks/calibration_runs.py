@@ -21,6 +21,7 @@ from distca.baselines.mode import PEERS
 from distca.data.corpus import Corpus
 from distca.data.sampler import Sampler
 from distca.data.sources import open_source
+from distca.errors import ConfigError
 from distca.models.shape import ModelShape
 from distca.plan import AttentionShape, CostModel, StepPlan
 from distca.plan.cost.table_file import find_table
@@ -136,8 +137,22 @@ def kept_runs(files: list[str] | None = None) -> list[Run]:
 @cache
 def h200_cost(shape: AttentionShape) -> CostModel:
     """The shipped table, for these heads."""
-    cost = find_table("NVIDIA H200", "flash4", shape.heads, shape.kv_heads, shape.head_dim)
-    assert cost is not None
+    return shipped_cost("NVIDIA H200", shape)
+
+
+@cache
+def shipped_cost(gpu: str, shape: AttentionShape, window: int = 0) -> CostModel:
+    """The table of this project for a kind of GPU, these heads and this window.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    cost = find_table(gpu, "flash4", shape.heads, shape.kv_heads, shape.head_dim, window=window)
+    if cost is None:
+        heads = f"{shape.heads} query heads and {shape.kv_heads} key/value heads of {shape.head_dim}"
+        raise ConfigError(
+            f"No cost table is known for {gpu}, {heads} and window {window}; `distca profile` measures one."
+        )
     return cost
 
 
@@ -386,7 +401,8 @@ def model_of(content: dict[str, Any]) -> ModelShape:
     """The shape in a report of ``benchmarks.throughput``."""
     layers, hidden, ffn, heads, kv_heads = (content[name] for name in ("layers", "hidden", "ffn", "heads", "kv_heads"))
     head_dim = content["head_dim"] or hidden // heads
-    return dense(layers, hidden, ffn, heads, kv_heads, head_dim, content["vocabulary"])
+    more = {name: content[name] for name in ("layer_types", "window", "sinks", "tie_embeddings") if name in content}
+    return dense(layers, hidden, ffn, heads, kv_heads, head_dim, content["vocabulary"], **more)
 
 
 def _job(model: ModelShape, gpus: int, mode: Mode, content: dict[str, Any], tp: int = 1, **settings: Any) -> Job:
@@ -398,9 +414,11 @@ def _job(model: ModelShape, gpus: int, mode: Mode, content: dict[str, Any], tp: 
         rate = links.get("all_to_all_gb_per_s", 300.0)
     elif mode.method != "distca":
         rate = links.get("all_gather_gb_per_s", 300.0)
-    cost = h200_cost(model.attention_shape(tp))
+    gpu, shape = content.get("hardware", "1 × NVIDIA H200").split(" × ")[1], model.attention_shape(tp)
+    cost = shipped_cost(gpu, shape)
+    windows = {window: shipped_cost(gpu, shape, window) for window in model.windows if window}
     cluster = Cluster(gpus, 1, network_gb_s=rate) if sockets else Cluster(gpus, gpus, nvlink_gb_s=rate)
-    return Job(model, cluster, cost, tp=tp, nccl=limited or sockets, **settings)
+    return Job(model, cluster, cost, tp=tp, nccl=limited or sockets, window_costs=windows, **settings)
 
 
 def _option(command: str, name: str, default: Any) -> str:

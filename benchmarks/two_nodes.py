@@ -14,7 +14,7 @@ FOLDER/4x2, with all that ``benchmarks.throughput`` writes.
 What needs no GPUs: ``--compare`` reads these folders and writes comparison.json: measured and predicted tokens per
 second, and bytes; modes of unmodified Megatron-Core are named and left out, as the simulator does not know them.
 ``--predict 7.5 10`` in front of ``--runs`` predicts a run before it is made, for so many GB/s in an all-to-all and an
-all-gather. ``--beside`` adds what the planner of another checkout moves for the same micro-batches.
+all-gather, and for the GPU whose cost tables ``--gpu`` names. ``--beside`` adds what the planner of another checkout moves for the same micro-batches.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def _predict(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.two_nodes")
     parser.add_argument("--predict", nargs=2, type=float, metavar=("ALL_TO_ALL", "ALL_GATHER"), required=True)
     parser.add_argument("--beside")
+    parser.add_argument("--gpu", default="NVIDIA H200", help="as its cost tables name it")
     split = argv.index("--runs") if "--runs" in argv else len(argv)
     options = parser.parse_args(argv[:split])
     rates = dict(zip(("all_to_all_gb_per_s", "all_gather_gb_per_s"), options.predict, strict=True))
@@ -143,6 +144,7 @@ def _predict(argv: list[str]) -> None:
             "socket_nodes": True,
             "deal": config.cad.deal,
             "links": rates,
+            "hardware": f"2 × {options.gpu}",
             "model": asdict(config.model),
             "parallel": {"data_parallel_times_cp": 2},
             "tokens_per_rank": config.data.tokens_per_rank,
@@ -173,13 +175,6 @@ def compared(content: dict[str, Any], beside: str | None) -> dict[str, Any]:
     """By workload and mode of a report: tokens per second measured and predicted, and bytes that move per step."""
     from benchmarks.calibration_runs import peers_of, runs_of
     from distca.simulate import load_rates
-
-    model = content["model"]
-    if model.get("window") or model.get("sinks"):
-        raise ConfigError(
-            "The simulator prices full layers only, and this model has layers with windows or sinks; read what was "
-            "measured in benchmark.json, or give a model without them."
-        )
 
     if unknown := peers_of(content):
         logger.warning(

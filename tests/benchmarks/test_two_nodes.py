@@ -42,13 +42,14 @@ def test_bytes_of_a_checkout_are_those_of_its_planner(capsys: pytest.CaptureFixt
     assert int(capsys.readouterr().out) > 0
 
 
-def test_layers_with_windows_are_not_predicted_as_full_ones():
+def test_layers_with_windows_are_predicted_by_their_own_tables() -> None:
+    """Measured on two H100; as full ones, these layers would be predicted 13 to 56 % slower."""
     from benchmarks.two_nodes import compared
-    from distca.errors import ConfigError
 
-    for model in ({"window": 128, "sinks": False}, {"window": 0, "sinks": True}):
-        with pytest.raises(ConfigError, match="full layers only"):
-            compared({"model": model}, None)
+    content = json.loads((RESULTS / "kinds_gpt_oss_like_2_gpus.json").read_text())
+    for modes in compared(content, None).values():
+        for name, row in modes.items():
+            assert row["tokens_per_s_predicted"] == pytest.approx(row["tokens_per_s"], rel=0.05), name
 
 
 def test_modes_of_unmodified_megatron_are_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
