@@ -14,7 +14,8 @@ FOLDER/4x2, with all that ``benchmarks.throughput`` writes.
 What needs no GPUs: ``--compare`` reads these folders and writes comparison.json: measured and predicted tokens per
 second, and bytes; modes of unmodified Megatron-Core are named and left out, as the simulator does not know them.
 ``--predict 7.5 10`` in front of ``--runs`` predicts a run before it is made, for so many GB/s in an all-to-all and an
-all-gather, and for the GPU whose cost tables ``--gpu`` names. ``--beside`` adds what the planner of another checkout moves for the same micro-batches.
+all-gather. ``--gpu`` behind it names the GPU whose cost tables are taken. ``--beside`` adds what the planner of another
+checkout moves for the same micro-batches.
 """
 
 from __future__ import annotations
